@@ -7,7 +7,7 @@ not made: where a step left everything as it was, the search without it finds th
 
 Results are JSON lines in the file given by --results; what is there is not searched again.
 
-    python benchmarks/ablation.py --results /tmp/ablation.jsonl [--limit 2] [--off "ramps,windows"] [--cells "grid 4"]
+    python benchmarks/ablation.py --results /tmp/ablation.jsonl [--limit 2] [--off "ramps;windows"] [--cells "grid 4"]
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def _grid_cells() -> Iterator[Cell]:
                 for memory in grid.MEMORY:
                     name = f"grid {devices} x {chunks}, {variant.name}, {memory:g}p"
                     cell = (variant, devices, chunks, memory)
-                    yield Cell(name, lambda limit, steps, cell=cell: _scheduled(grid.workload(*cell), limit, steps))
+                    yield Cell(name, partial(_scheduled, partial(grid.workload, *cell)))
 
 
 def _shared_cells() -> Iterator[Cell]:
@@ -77,7 +78,7 @@ def _shared_cells() -> Iterator[Cell]:
             for memory in (None, 0.5, 0.75) if devices <= 8 else (None,):
                 cell = (name, devices, microbatches, memory)
                 title = f"shape {name} on {devices}" + ("" if memory is None else f", {memory:g}p")
-                yield Cell(title, lambda limit, steps, cell=cell: _scheduled(_shared(*cell), limit, steps))
+                yield Cell(title, partial(_scheduled, partial(_shared, *cell)))
 
 
 def _shared(name: str, devices: int, microbatches: int, memory: float | None) -> Workload:
@@ -90,8 +91,8 @@ def _shared(name: str, devices: int, microbatches: int, memory: float | None) ->
     )
 
 
-def _scheduled(workload: Workload, limit: float, steps: Steps) -> Found:
-    found = search_schedule(workload, Budget(limit, deterministic=True), steps=schedule_steps(steps))
+def _scheduled(workload: Callable[[], Workload], limit: float, steps: Steps) -> Found:
+    found = search_schedule(workload(), Budget(limit, deterministic=True), steps=schedule_steps(steps))
     return found.makespan_ns, find_repetend(found.graph, found.orders, found.starts, MOST_ADOPTED) is not None
 
 
@@ -99,7 +100,7 @@ def _profile_cells() -> Iterator[Cell]:
     for devices in (4, 8):
         for name in planning.MEMORY:
             cell = (name, devices)
-            yield Cell(f"{name} on {devices}", lambda limit, steps, cell=cell: _planned(*cell, limit, steps))
+            yield Cell(f"{name} on {devices}", partial(_planned, *cell))
 
 
 def _planned(name: str, devices: int, limit: float, steps: Steps) -> Found:
@@ -224,10 +225,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--limit", type=float, default=2.0, help="deterministic seconds per search")
-    parser.add_argument("--off", action="append", help="steps to switch off together; by default each alone")
+    parser.add_argument(
+        "--off", action="append", help="steps to leave out together, with ; between; by default each alone"
+    )
     parser.add_argument("--cells", default="", help="only cells with this in their name")
     asked = parser.parse_args()
-    sets = [frozenset(each.split(",")) for each in asked.off or NAMES]
+    sets = [frozenset(each.split(";")) for each in asked.off or NAMES]
     unknown = frozenset[str]().union(*sets) - set(NAMES)
     if unknown:
         parser.error(f"--off {', '.join(sorted(unknown))}: not one of {', '.join(NAMES)}")

@@ -14,10 +14,10 @@ import argparse
 import importlib
 import multiprocessing
 import resource
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,12 +32,13 @@ from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import PipeplanError
 from pipeplan.examples import model
 from pipeplan.files import read_profile
-from pipeplan.partition import graph as graphpipe
 from pipeplan.partition import placement as strategies
 from pipeplan.partition.chain.costs import Chain
 from pipeplan.partition.chain.rebalance import run_time
+from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.sharding.cost_model import CostOptions, cost_model
+from pipeplan.sharding.tracking import track
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 WORSE, SLOWER = 1.001, 1.5
@@ -88,9 +89,9 @@ def frontier_cells() -> Iterator[tuple[str, Cell]]:
         ("transformer", 16, 2, 0.01),
     ):
         title = f"{name} on {devices}, meshes of {dimensions}, {f'within {within:.0%}' if within else 'exact'}"
-        yield title, lambda asked=(name, devices, dimensions, within): _frontier(*asked)
+        yield title, partial(_frontier, name, devices, dimensions, within)
     for name in stage_frontiers.MODELS:
-        yield f"stages of {name}", lambda name=name: _stages(name)
+        yield f"stages of {name}", partial(_stages, name)
 
 
 def _frontier(name: str, devices: int, dimensions: int, within: float) -> Measured:
@@ -99,7 +100,7 @@ def _frontier(name: str, devices: int, dimensions: int, within: float) -> Measur
     profile, cluster = frontiers.profile_of(name), cluster_of_paper("tensoropt", devices)
     graph = cost_model(profile, cluster, devices, frontiers.BATCH, options=options).graph
     merged = None if dimensions == 2 else frontiers.MERGED
-    return timed(lambda: max(1 + within, frontiers.track(graph, within=within, merged=merged).factor))
+    return timed(lambda: max(1 + within, track(graph, within=within, merged=merged).factor))
 
 
 def _stages(name: str) -> Measured:
@@ -134,10 +135,10 @@ FRONTIER = {
 def graphpipe_cells() -> Iterator[tuple[str, Cell]]:
     for name in partitions.PRINTED:
         for devices in partitions.DEVICES:
-            yield f"{name} on {devices}", lambda asked=(name, devices): _task(*asked)
+            yield f"{name} on {devices}", partial(_task, name, devices)
     for blocks, branches, devices in ((100, 1, 1024), (100, 8, 1024), (200, 8, 1024), (400, 1, 32)):
         title = f"{blocks} blocks in {branches} branches on {devices}, little memory"
-        yield title, lambda asked=(blocks, branches, devices): _sized(*asked)
+        yield title, partial(_sized, blocks, branches, devices)
 
 
 def _task(name: str, devices: int) -> Measured:
@@ -149,7 +150,7 @@ def _sized(blocks: int, branches: int, devices: int) -> Measured:
     free = partitions.sized(blocks, branches, devices, None)
     static = sum(each[0].static_bytes for each in free.costs.values())
     problem = replace(free, memory_bytes=max(20_000, 2 * static // devices))
-    return timed(lambda: next(graphpipe.graphpipe(problem)).value_ns)
+    return timed(lambda: next(graphpipe(problem)).value_ns)
 
 
 def _distinct(devices: Any, totals: Any, differences: Any) -> Any:
@@ -174,7 +175,7 @@ def chain_cells() -> Iterator[tuple[str, Cell]]:
             for strategy in ("circular", "v-shape"):
                 for devices, chunks in ((4, 2), (4, 4), (8, 2)):
                     title = f"{path.stem}, {strategy}, {chunks} stages on each of {devices}"
-                    yield title, lambda asked=(path, strategy, devices, chunks): _cut(*asked)
+                    yield title, partial(_cut, path, strategy, devices, chunks)
 
 
 def _cut(path: Path, strategy: str, devices: int, chunks: int) -> Measured:
@@ -221,7 +222,7 @@ def apart(cell: Cell, switch: Switch | None, cpu: int) -> Measured:
     child.start()
     send.close()
     try:
-        return receive.recv()
+        return Measured(*receive.recv())
     except EOFError:  # it was ended
         return Measured(None, None)
     finally:
@@ -238,8 +239,9 @@ def _child(cell: Cell, switch: Switch | None, cpu: int, send: Connection) -> Non
 def row(name: str, plain: dict[str, Measured], without: dict[str, Measured]) -> tuple[str, ...]:
     """Without an accelerator: cells that are worse, and how many times as long it takes."""
     late = [cell for cell in plain if plain[cell].cpu_s is not None and without[cell].cpu_s is None]
-    both = [cell for cell in plain if plain[cell].value is not None and without[cell].value is not None]
-    worse = {cell: without[cell].value / plain[cell].value for cell in both}
+    values = {cell: (plain[cell].value, without[cell].value) for cell in plain}
+    worse = {cell: after / before for cell, (before, after) in values.items() if before and after}
+    both = list(worse)
     most = max(both, key=lambda cell: worse[cell])
     seconds = [sum(found[cell].cpu_s or 0.0 for cell in both) for found in (plain, without)]
     slowest = max(both, key=lambda cell: (without[cell].cpu_s or 0.0) / max(plain[cell].cpu_s or 0.0, 0.1))
@@ -269,7 +271,7 @@ def main() -> None:
         for name, cell in cells():
             if asked.cells in name:
                 for off in (None, *switches):
-                    measured = apart(cell, off and switches[off], asked.cpu)
+                    measured = apart(cell, None if off is None else switches[off], asked.cpu)
                     found.setdefault(off, {})[name] = measured
                     note(f"{name}, without {off or 'nothing'}: {measured}")
         print(f"\n{part}:\n\n" + markdown(header, [row(off, found[None], found[off]) for off in switches]))
@@ -277,4 +279,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,6 +18,7 @@ from functools import partial
 from itertools import accumulate, combinations, pairwise
 from random import Random
 from statistics import median
+from typing import Any
 
 from autopipe_plans import (
     LAYERS,
@@ -310,6 +311,10 @@ def memory(head: float | None) -> str:
     return markdown(["model", "size", "devices", "whole model", "2 stages", "4 stages", "D", "P"], lines)
 
 
+def first_plan(planner: Callable[[Any], Iterator[Any]], problem: Any) -> Any:
+    return next(planner(problem))
+
+
 def seconds(run: Callable[[], object], repeats: int) -> float:
     """Median of some runs."""
     return seconds_in_turn([run], repeats)[0]
@@ -344,7 +349,7 @@ def planned_in(case: Case) -> list[str]:
     whole = seconds(lambda: [timeline(case.loads.stages(each), 8) for each in every], 1)
     problems = [problem_of(case, mini_batch, shared=shared) for shared in (False, True)]
     plans = zip((plan_depths, piper, dapple), (whole_pipelines(case, mini_batch), *problems), strict=True)
-    ours, *theirs = seconds_in_turn([lambda plan=plan, of=of: next(plan(of)) for plan, of in plans], 7)
+    ours, *theirs = seconds_in_turn([partial(first_plan, plan, of) for plan, of in plans], 7)
     assert max(one, ours) < 0.1, "planning takes less than a tenth of a second"
     return [
         case.model,
@@ -451,7 +456,7 @@ def scale(head: float | None) -> str:
         problem = at_most_20(random_blocks(random, blocks), devices, count)
         chosen = next(plan_depths(problem)).placement.stages
         name = f"1 to {devices}: {len(chosen)} with {chosen[0].replicas} replicas"
-        taken = seconds(lambda problem=problem: next(plan_depths(problem)), 3)
+        taken = seconds(partial(first_plan, plan_depths, problem), 3)
         lines.append([f"{blocks}", name, f"{count}", "", f"{taken:.3f}"])
     return markdown(["blocks", "stages", "micro-batches", "schemes", "seconds"], lines)
 

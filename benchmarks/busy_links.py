@@ -78,11 +78,11 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=20.0, help="seconds for one search")
     options = parser.parse_args()
     load_solver()
-    sizes = [tuple(map(int, pair.split(":"))) for pair in options.devices.split(",")]
+    sizes = [pair.split(":") for pair in options.devices.split(",")]
     rows = [
-        row(name, *size, occupancy, options.limit)
+        row(name, int(devices), int(microbatches), occupancy, options.limit)
         for name in options.shapes.split(",")
-        for size in sizes
+        for devices, microbatches in sizes
         for occupancy in ((150, 250) if name == "v" else (60, 100))
     ]
     header = ["placement", "devices", "micro-batches", "occupancy", "best classic", "search", "gap", "ratio"]

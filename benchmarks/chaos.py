@@ -25,10 +25,10 @@ from tables import machine, markdown, note
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
+import runtime_support.models as runtime_models
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.launch.status import Phase
 from pipeplan.runtime.training.options import TrainOptions
-from runtime_support import models as runtime_models
 from runtime_support.faults import BEFORE_STEPS, HANGS, KINDS, NUM_STEPS, Ending, Fault, run_with
 from runtime_support.plans import model_plan, placed_plan
 

@@ -27,6 +27,10 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tables import machine, markdown, note
 
+import references.loops.listing as listing  # a package beside the tests
+import references.loops.refill as old_refill
+import references.loops.rules as old_rules
+import references.loops.trial as trial
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.schedule.classic import CLASSIC
@@ -40,9 +44,6 @@ from pipeplan.workload.kinds import Role
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
-from references.loops import listing, trial  # a package beside the tests
-from references.loops import refill as old_refill
-from references.loops import rules as old_rules
 from references.loops.first_come import FirstCome
 
 DEVICES = 8

@@ -51,7 +51,7 @@ def per_block(told: Profile, real: Profile, size: int) -> float:
     errors = []
     for one, other in zip(told.blocks, real.blocks, strict=True):
         row, form = (next(r for r in block.costs if r.microbatch_size == size) for block in (one, other))
-        errors.append(abs((row.forward_ns + row.backward_ns) / (form.forward_ns + form.backward_ns) - 1))
+        errors.append(abs((row.forward_ns + row.whole_backward_ns) / (form.forward_ns + form.whole_backward_ns) - 1))
     return statistics.median(errors)
 
 

@@ -171,7 +171,7 @@ def schedule_of_torch(trainer: Trainer, num_predictions: int, num_microbatches: 
     def loss(made: Tensor, targets: Tensor) -> Tensor:
         return F.mse_loss(made, targets, reduction="sum") / num_predictions
 
-    stages = []
+    stages: list[Any] = []
     for index, runner in sorted(trainer.stages.items()):
         (name,) = runner.part.blocks
         module = runner.specs[name].build()

@@ -71,8 +71,17 @@ def best_plan(name: str, rules: Rules) -> Plan | None:
     """The shortest iteration; None where nothing fits."""
     profile = model(f"flexpipe-clip-{name}", device="a800-80gb", microbatch_sizes=SIZES)
     cluster = cluster_of_paper("flexpipe", GPUS)
-    options = {"scheduler": "rules", "rules": rules, "split_backward": rules.separate}
-    request = Request(profile, GPUS, Batch(MINI_BATCH, 1), SUBMODULES, sizes=SIZES, cluster=cluster, **options)
+    request = Request(
+        profile,
+        GPUS,
+        Batch(MINI_BATCH, 1),
+        SUBMODULES,
+        scheduler="rules",
+        rules=rules,
+        split_backward=rules.separate,
+        sizes=SIZES,
+        cluster=cluster,
+    )
     best = None
     for candidate in candidates(request, rules):
         try:
@@ -98,8 +107,10 @@ def main() -> int:
         rows.append([name, *map(described, plans.values())])
         rows[-1] += ["-" if plan is None else speedup(plan, first) for plan in others] + [STATED[name]]
         note(" | ".join(rows[-1]))
-        waiting, background = (plan and plan.predicted.iteration_ns for plan in (first, others[0]))
-        worse += waiting is not None and (background is None or background > waiting)
+        background = others[0]
+        worse += first is not None and (
+            background is None or background.predicted.iteration_ns > first.predicted.iteration_ns
+        )
     over = [f"{what}, over DistMM-Pipe" for what in list(schedules())[1:]]
     print(markdown(["model", *schedules(), *over, "stated"], rows))
     return 1 if worse else 0

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from time import perf_counter, process_time
+from typing import Any
 
 import numpy as np
 from tables import machine, markdown, note
@@ -75,7 +76,7 @@ def trained_plainly(profile: Profile) -> Profile:
 def transformer(hidden: int, layers: int) -> Profile:
     """The paper's Transformer with another width (heads of 64) and as many layers in encoder and decoder."""
     layout = ModelLayout(device_preset("v100-16gb"), [BATCH])
-    family = family_of("tensoropt-transformer")
+    family: Any = family_of("tensoropt-transformer")
     replace(family, hidden=hidden, heads=hidden // 64, layers=layers).build(layout)
     whole = profile_of("transformer")
     changed = {"blocks": tuple(layout.blocks), "edges": tuple(layout.edges)}
@@ -200,8 +201,8 @@ def ratio_part(limit: float) -> None:
             child.join()
         seconds = limit if ended else queue.get()
         more = "more than " if ended else ""
-        printed = PRINTED[name]
-        paper = "-" if printed[0] is None else f"{printed[1] / printed[0]:.1f}"
+        dynamic, elimination = PRINTED[name]
+        paper = "-" if dynamic is None or elimination is None else f"{elimination / dynamic:.1f}"
         rows.append([name, f"{linear:.1f}", f"{more}{seconds:.1f}", f"{more}{seconds / linear:.1f}", paper])
     print(markdown(["model", "s, linear DP", "s, elimination only", "ratio", "ratio, Table 3"], rows))
 
@@ -227,7 +228,8 @@ def growth_part(limit: float) -> None:
 
 def decoder(layers: int) -> Profile:
     layout = ModelLayout(device_preset("v100-16gb"), [BATCH])
-    replace(family_of("gpt2-345m"), layers=layers, vocabulary=50_176).build(layout)
+    family: Any = family_of("gpt2-345m")
+    replace(family, layers=layers, vocabulary=50_176).build(layout)
     changed = {"blocks": tuple(layout.blocks), "edges": tuple(layout.edges)}
     return trained_plainly(profile_of("transformer").model_copy(update=changed))
 

@@ -17,8 +17,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
+import references.cost_graphs as graphs  # beside the tests, which it serves, too
 from pipeplan.sharding.tracking import track
-from references import cost_graphs as graphs  # beside the tests, which it serves, too
 
 _GRAPHS = 40
 

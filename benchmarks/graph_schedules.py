@@ -114,8 +114,7 @@ def row(name: str, workload: Workload) -> list[str]:
 def depth(workload: Workload) -> int:
     """Stages on the longest path."""
     depths = [1] * len(workload.stages)
-    stages = [each.stage for each in workload.operations]
-    pairs = {(stages[each.source], stages[each.target]) for each in workload.dependencies}
+    pairs = {(each.source_stage, each.target_stage) for each in workload.dependencies}
     for source, target in sorted(pair for pair in pairs if pair[0] < pair[1]):
         depths[target] = max(depths[target], depths[source] + 1)
     return max(depths)

@@ -57,16 +57,17 @@ def lines_of_code(module: Module) -> int:
     """Lines with code: no blanks, comments, docstrings, imports, closing brackets alone."""
     left_out: set[int] = set()
     for node in ast.walk(module.tree):
-        alone = (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        )
-        if alone or isinstance(node, ast.Import | ast.ImportFrom):
+        if isinstance(node, ast.Import | ast.ImportFrom) or (isinstance(node, ast.Expr) and is_text(node.value)):
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(module.text).readline):
         if token.type not in NOT_CODE and token.string not in CLOSING:
             lines.update(range(token.start[0], token.end[0] + 1))
     return len(lines - left_out)
+
+
+def is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def imports_of(module: Module, names: set[str]) -> set[str]:

@@ -8,6 +8,7 @@ Processes on this machine over gloo, and the figures that people have published 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from tables import machine, markdown, note
 
@@ -38,7 +39,7 @@ def percent(error: float | None) -> str:
     return "-" if error is None else f"{error:.1%}"
 
 
-def by_bandwidth(points: list[tuple[int, int]] | Points, size: int) -> int:
+def by_bandwidth(points: Sequence[tuple[int, int]], size: int) -> int:
     """Size over the bandwidth of the largest message, as TensorOpt 5.2 says that others do."""
     largest, ns = points[-1]
     return round(size * ns / largest)

@@ -19,7 +19,7 @@ from functools import cache, partial
 from itertools import pairwise
 from random import Random
 from time import process_time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tables import machine, markdown, note
 
@@ -437,7 +437,8 @@ def _uno(number: int) -> Profile:
     """CANDLE-Uno with another number of branches."""
     each = [1 << power for power in range(6, 13)]
     layout = ModelLayout(device_preset("v100-16gb"), each)
-    replace(family_of("candle-uno"), branches=number).build(layout)
+    family: Any = family_of("candle-uno")
+    replace(family, branches=number).build(layout)
     return _profile(f"candle-uno-{number}", layout)
 
 

@@ -20,7 +20,7 @@ from builders.chains import chain_workload  # a package beside the tests
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.rules.separation import separate
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph
 from references.separation import best_of_all, length, num_placings, random_case
 
 MOST_PLACINGS = 4000
@@ -45,7 +45,7 @@ def quality(cases: int, *, memory: bool) -> list[str]:
     ]
 
 
-def _small(graph, orders) -> bool:
+def _small(graph: TaskGraph, orders: Orders) -> bool:
     return num_placings(graph, orders) <= MOST_PLACINGS
 
 

@@ -10,11 +10,19 @@ from statistics import median
 
 from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.examples import model
+from pipeplan.partition.per_block_sharding import BlockSplits, GroupSplits
 from pipeplan.partition.stage_frontier import StageFrontiers
 
 MODELS = ("tessel-gpt-11b", "tessel-mt5-1.8b", "mmt")
 DEVICES, SIZE, NUMBER = 8, 4, 32
 STEP = 0.92
+
+
+class Alike(GroupSplits):
+    """No stage splits its blocks in ways of their own."""
+
+    def of(self, *_: object) -> list[BlockSplits]:
+        return []
 
 
 def promised(stages: StageFrontiers, limit: int) -> int | None:
@@ -30,7 +38,7 @@ def main() -> None:
     for name in MODELS:
         profile = model(name, shards=(1, 2, 4))
         own = StageFrontiers(profile, SIZE, NUMBER, DEVICES, (False, True), cluster)
-        alike = replace(own, splits={})
+        alike = replace(own, known=Alike(profile, cluster))
         limit, gains = max(cut.memory_bytes for cut in alike.fastest(DEVICES, None)), []
         while (time := promised(own, limit)) is not None:
             before = promised(alike, limit)

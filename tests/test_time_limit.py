@@ -12,7 +12,9 @@ from threading import Barrier
 
 import pytest
 
+from builders.chains import chain_workload
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.search import search_schedule
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint
 
 
@@ -50,6 +52,24 @@ def test_every_thread_has_limits_of_its_own() -> None:
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(work, (100, 10_000))) == [99, 9_999]
     checkpoint()  # none here
+
+
+def test_searches_at_once_have_limits_of_their_own() -> None:
+    """Each finds what it finds alone, in deterministic time: the short one takes none of the long one's."""
+
+    def makespan(seconds: float) -> int:
+        budget = Budget(seconds, deterministic=True)
+        found = search_schedule(workload, budget).makespan_ns
+        spent.append((seconds, round(budget.spent, 3)))
+        return found
+
+    workload = chain_workload(4, 10, memory_bytes=3000, split=(1, 1))
+    limits, spent = (0.05, 2.0), list[tuple[float, float]]()
+    alone = [makespan(each) for each in limits]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(makespan, limits)) == alone
+    assert sorted(spent[:2]) == sorted(spent[2:])
+    assert spent[0][1] < spent[1][1]
 
 
 def test_no_limit_ends_nothing() -> None:

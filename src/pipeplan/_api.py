@@ -294,6 +294,14 @@ def last_checkpoint(folder: str) -> int | None:
 # Examples ---------------------------------------------------------------------------------------------------------
 
 
+def example_names() -> dict[str, list[str]]:
+    """The names of models and testbeds, read from the catalog alone."""
+    from pipeplan.catalog import model_sizes, names
+
+    models = [name for name, size in model_sizes().items() if size.reference]
+    return {"models": models, "testbeds": [f"testbed-{name}" for name in names("clusters")]}
+
+
 def example_kind(name: str) -> Literal["shapes", "models", "testbeds"]:
     """What kind of ready input a name is. Raises UsageError."""
     from pipeplan.costs.clusters import TESTBEDS

@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from pipeplan import catalog
-from pipeplan.catalog import ModelSize, model_sizes, names, read_table
+from pipeplan.catalog import ExportTarget, ModelSize, export_target, model_sizes, names, read_table
 from pipeplan.costs.blocks import RECIPES, StateRecipe, state_recipe
 from pipeplan.costs.clusters import TESTBEDS, cluster_of_paper
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
@@ -17,6 +17,8 @@ from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples.models import family_of
 from pipeplan.files import Block
+from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.workload.kinds import OPTIMIZER, PARAMETERS
 
@@ -67,6 +69,16 @@ def test_recipes_are_read(name: str) -> None:
 def test_recipes_of_the_literature() -> None:
     assert state_recipe("mixed-precision-adam").state(1, 2)[OPTIMIZER] == 12  # ZeRO, section 3.1
     assert state_recipe("adamw").state(1, 2)[OPTIMIZER] == 4
+
+
+@pytest.mark.parametrize("name", names("targets"))
+def test_targets_are_read(name: str) -> None:
+    target = TypeAdapter(ExportTarget).validate_python(export_target(name))
+    assert target.title
+    assert target.source
+    assert set(target.placements) <= set(STRATEGIES)
+    assert set(target.schedules or ()) <= set(CLASSIC)
+    assert {each for each in target.most_chunks if STRATEGIES[each].chunked} == set(target.most_chunks)
 
 
 @pytest.mark.parametrize("size", model_sizes().values(), ids=lambda size: size.name)

@@ -284,7 +284,7 @@ def test_rules_without_a_file_are_a_tuning(chain: Path, tmp_path: Path) -> None:
     assert figures["cells"] == figures["cells_skipped"] + 1
     assert check(read_plan(str(plan)), read_profile(str(chain))).valid
     again = pipeplan(*asked, "--cache", kept)
-    assert "1 cells: 1 looked into, 1 of them known" in again.stdout
+    assert "configurations: 1 of 1 evaluated, 1 of them known" in again.stdout
     assert "bwd-first" in again.stdout
     same = pipeplan("search", chain, "--rules", best, "--placement", stages, "-o", tmp_path / "same.json")
     assert same.returncode == 0, same.stderr

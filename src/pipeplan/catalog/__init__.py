@@ -1,4 +1,4 @@
-"""Data: devices, clusters of the papers, sizes of models, scheduling rules, recipes of training state; and reading it.
+"""Data: devices, clusters, sizes of models, scheduling rules, recipes of training state, targets; and reading it.
 
 Here: one file per member, in a folder per kind, listed and read with the standard library alone, so that every room can
 use them. Not here: what the data means, and code of any other kind; that lives in the rooms that read it.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
-__all__ = ["ModelSize", "model_sizes", "names", "read_table", "read_text"]
+__all__ = ["ExportTarget", "ModelSize", "export_target", "model_sizes", "names", "read_table", "read_text"]
 
 
 def names(folder: str) -> tuple[str, ...]:
@@ -78,3 +78,25 @@ def _model_size(name: str, keys: Mapping[str, Any]) -> ModelSize:
     known = {each.name for each in fields(ModelSize)}
     dimensions = {key: value for key, value in keys.items() if key not in known}
     return ModelSize(name, dimensions=dimensions, **{key: value for key, value in keys.items() if key in known})
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTarget:
+    """What another tool can run, which a search for it keeps to. Stages are whole layers, micro-batches whole.
+
+    ``schedules`` are by name, None where orders of one's own are read; ``most_chunks`` by placement where they are
+    limited; ``source`` says where that is known from.
+    """
+
+    title: str
+    source: str
+    placements: Sequence[str]
+    schedules: Sequence[str] | None = None
+    most_chunks: Mapping[str, int] = field(default_factory=dict)
+    split_backward: bool = False
+    trains: bool = True
+
+
+def export_target(name: str) -> ExportTarget:
+    """An export target; ``name`` is one of ``names("targets")``."""
+    return ExportTarget(**read_table("targets", name))

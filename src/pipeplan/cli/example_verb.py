@@ -29,15 +29,11 @@ class _Command(click.Command):
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The text, and lists of all models and testbeds."""
-        from pipeplan.catalog import model_sizes, names
-
         super().format_help_text(ctx, formatter)
-        models = [name for name, size in model_sizes().items() if size.reference]
-        testbeds = [f"testbed-{name}" for name in names("clusters")]
-        for title, listed in (("Models", models), ("Testbeds", testbeds)):
+        for kind, listed in _api.example_names().items():
             formatter.write_paragraph()
             with formatter.indentation():
-                formatter.write_text(f"{title}: {', '.join(_together(listed))}.")
+                formatter.write_text(f"{kind.capitalize()}: {', '.join(_together(listed))}.")
 
 
 def _together(names: Iterable[str]) -> Iterator[str]:

@@ -163,11 +163,11 @@ class Tuning:
     def said(self) -> str:
         """How many cells there were, in words."""
         looked = self.num_cells - self.num_unfit - self.num_skipped - self.num_open
-        parts = [f"{self.num_cells} cells: {looked} looked into"]
+        parts = [f"configurations: {looked} of {self.num_cells} evaluated"]
         parts += [f"{self.num_known} of them known"] if self.num_known else []
         parts += [f"{self.num_skipped} skipped, whose bound is above the best"] if self.num_skipped else []
         parts += [f"{self.num_unfit} out of memory"] if self.num_unfit else []
-        parts += [f"{self.num_open} left when time was up"] if self.num_open else []
+        parts += [f"{self.num_open} not reached"] if self.num_open else []
         return ", ".join(parts)
 
     def figures(self) -> dict[str, object]:
