@@ -7,7 +7,7 @@ the results come back. Cuts are given as ``begins``: the first block of each sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -160,6 +160,7 @@ class ChainCosts:
     widest: Array
     repeated: Array | None = None
     transfer_ns: int = 0
+    _stages: dict[tuple[int, int, int], StageCost] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, costs: Sequence[StageCost], repeats: Iterable[Repeat] = (), transfer_ns: int = 0) -> Self:
@@ -212,7 +213,12 @@ class ChainCosts:
         return StageTimes(tuple(forwards.tolist()), tuple((totals - forwards).tolist()), self.transfer_ns)
 
     def stage(self, begin: int, end: int, row: int) -> StageCost:
-        """What one range costs as a stage, of several rows."""
+        """What one range costs as a stage, of several rows; searches ask for the same ones again and again."""
+        if (begin, end, row) not in self._stages:
+            self._stages[begin, end, row] = self._stage(begin, end, row)
+        return self._stages[begin, end, row]
+
+    def _stage(self, begin: int, end: int, row: int) -> StageCost:
         between = self.sums[:, row, end] - self.sums[:, row, begin]
         forward, compute, activations, parameters, static = between.tolist()
         power = (end - begin).bit_length() - 1
