@@ -16,6 +16,7 @@ from math import inf
 
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import DeviceMemory
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind, Role
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
@@ -285,7 +286,7 @@ def _peaks(graph: TaskGraph, orders: Orders) -> list[tuple[MemoryBytes, int | No
     """[device] what it holds beyond its state at the first moment of the peak, and the action that starts then."""
     if graph.workload.order_tells_memory:
         return [_peak(graph, order) for order in graph.on_devices(orders)]
-    state = followed(graph, earliest_starts(graph, orders))
+    state = followed(graph, earliest_starts(graph, with_links(graph, orders)))
     found = zip(state.at_peak, state.peak_task, strict=True)
     return list(islice(found, len(graph.workload.devices)))
 
