@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -79,7 +79,7 @@ class Block(FileModel):
     costs: Annotated[Items[CostRow], Field(min_length=1)]
 
     @staticmethod
-    def kept(parameter_bytes: int, state: MemoryBytes) -> dict[str, int]:
+    def kept(parameter_bytes: int, state: MemoryBytes) -> dict[str, Any]:
         """The keys by which a block says what training keeps of it: of ``state`` what is trained, of all else nothing.
 
         Raises:

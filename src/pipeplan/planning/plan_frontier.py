@@ -32,6 +32,7 @@ from pipeplan.planning.trials import Trial, on_cluster
 from pipeplan.sharding.details import split_blocks
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices
+from pipeplan.workload.kinds import WORKSPACE
 from pipeplan.workload.memory import peak_memory
 
 
@@ -404,7 +405,7 @@ def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[
         return None
     peak = max(peak_memory(trial.best.graph, trial.best.orders), key=lambda each: each.peak_bytes)
     plan, still_open = partial(_trial_plan, request, trial), trial.candidate if asked.open else None
-    return PlanPoint(request, peak.peak_bytes, peak.workspace_bytes, trial.value_ns, plan, still_open)
+    return PlanPoint(request, peak.peak_bytes, peak.parts[WORKSPACE], trial.value_ns, plan, still_open)
 
 
 def _trial_plan(request: Request, trial: Trial) -> Plan:

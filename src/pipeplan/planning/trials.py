@@ -27,6 +27,7 @@ from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchStep
 from pipeplan.schedule.steps import STEPS
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.kinds import GRADIENTS
 from pipeplan.workload.one_microbatch import device_groups
 from pipeplan.workload.workload import Workload
 
@@ -69,7 +70,7 @@ def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCand
     sync = [0] * len(sizes)
     for stage in workload.stages:
         if stage.replicas > 1:
-            sync[group_of[stage.devices[0]]] += stage.gradient_bytes
+            sync[group_of[stage.devices[0]]] += stage.state[GRADIENTS]
     static = [workload.static_bytes(group_of.index(group)) for group in range(len(sizes))]
     try:
         found = mapped(

@@ -33,7 +33,7 @@ from pipeplan.workload.kinds import MemoryBytes, Role
 from pipeplan.workload.memory import capacities
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.task_graph import Orders
-from pipeplan.workload.workload import Workload
+from pipeplan.workload.workload import Hold, Workload
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,9 @@ class OneMicrobatch:
         """
         reduction = Reduction.of(workload)
         workload = workload if reduction is None else reduction.reduced
-        problem = cls(workload, (*capacities(workload), *[None] * len(workload.links)), reduction)
+        problem = cls(
+            workload, (*capacities(workload), *[None] * (workload.num_resources - len(workload.devices))), reduction
+        )
         rank = workload.rank
         assert all(rank(source) < rank(target) for source, target, _ in problem.edges)
         if require_room:
@@ -95,6 +97,14 @@ class OneMicrobatch:
     def workspace(self) -> tuple[int, ...]:
         """[operation] bytes held while it runs."""
         return tuple(effect.workspace for effect in self.workload.effects)
+
+    def holds_on(self, device: int) -> list[Hold]:
+        """What a device holds until one action has ended; what waits for several, or for none, searches leave out."""
+        return [
+            hold
+            for hold in self.workload.holds
+            if device in self.workload.holders[hold.source] and len(hold.targets) == 1
+        ]
 
     @property
     def microbatches_per_round(self) -> int:
@@ -197,7 +207,7 @@ class OneMicrobatch:
         While an operation runs, everything is held that was taken by what it depends on and is given back by what
         depends on it.
         """
-        here = [hold for hold in self.workload.holds if device in self.devices[hold.source]]
+        here = self.holds_on(device)
         return max(
             (
                 self.workspace[x]

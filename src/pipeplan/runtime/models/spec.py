@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -50,9 +50,9 @@ class BlockSpec:
     samples in the first dimension, and returns one tensor, or a tuple of tensors. A ``loss`` block returns a scalar:
     the sum of the losses of all its predictions. ``build`` makes its module, with random parameters from torch's
     generator. ``operator``, ``dimensions`` and ``shared`` (spread over all devices by some placements) go into the
-    profile. ``collectives`` are of a block that is one device's share of a larger one. ``split`` says how a stage of
-    several devices runs it; None if only whole. ``splits`` are other ways, by the name of an axis of a mesh; those of
-    one ``build`` may be used together.
+    profile, as :attr:`described`. ``collectives`` are of a block that is one device's share of a larger one. ``split``
+    says how a stage of several devices runs it; None if only whole. ``splits`` are other ways, by the name of an axis
+    of a mesh; those of one ``build`` may be used together.
     """
 
     id: str
@@ -66,6 +66,11 @@ class BlockSpec:
     collectives: tuple[Collective, ...] = ()
     split: Split | None = None
     splits: Mapping[str, Split] = field(default_factory=dict)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The keys of its profile that say what it is, whatever it costs."""
+        return {"operator": self.operator, "dimensions": dict(self.dimensions), "shared": self.shared}
 
     @property
     def inputs(self) -> tuple[tuple[str, int], ...]:

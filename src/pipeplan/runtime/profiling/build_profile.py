@@ -331,12 +331,6 @@ def profile_of(model: Model, graph: BlockGraph, costs: Mapping[str, Sequence[Cos
 
 
 def _block(block: BlockNode, costs: Sequence[CostRow]) -> Block:
-    return Block(
-        id=block.spec.id,
-        operator=block.spec.operator,
-        dimensions=dict(block.spec.dimensions),
-        **Block.kept(block.parameter_bytes, state_recipe(_RECIPE).state(block.trainable, block.trainable_bytes)),
-        tied=block.tied,
-        shared=block.spec.shared,
-        costs=tuple(costs),
-    )
+    state = state_recipe(_RECIPE).state(block.trainable, block.trainable_bytes)
+    said = {**block.spec.described, **Block.kept(block.parameter_bytes, state)}
+    return Block(id=block.spec.id, **said, tied=block.tied, costs=tuple(costs))

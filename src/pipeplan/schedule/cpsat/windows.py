@@ -214,9 +214,7 @@ class _WindowModel:
         end = makespan // self._unit
         intervals: list[cp_model.IntervalVar] = []
         demands: list[int] = []
-        for hold in self._problem.workload.holds:
-            if device not in self._problem.devices[hold.source]:
-                continue
+        for hold in self._problem.holds_on(device):
             for m in range(self._count):
                 source, target = hold.source * self._count + m, hold.target * self._count + m
                 if target in held_before or (source not in held_before and source not in held_inside):
