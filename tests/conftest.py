@@ -15,6 +15,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # Processes that tests start import the packages beside the tests, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
+# Two tests at a time, and ranks beside each other, on two cores: one thread each, or they would wait in circles.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Runs are alike, so that a failure is the change's; `pytest --hypothesis-profile random` looks for new examples.
 # Machines are noisy, so neither an example nor drawing one has a time limit.
 for name, derandomize in (("alike", True), ("random", False)):

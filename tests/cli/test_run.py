@@ -148,9 +148,9 @@ def test_trace_is_tried_first_and_takes_no_results_with_it(
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A v-shape plan with split backward for the smallest model."""
     from pipeplan.runtime.models.load import load_model
-    from runtime_support.plans import PLACEMENTS, model_plan
+    from runtime_support.plans import model_plan
 
-    plan = model_plan(load_model("gpt2-tiny"), PLACEMENTS["v-shape"], split=True)
+    plan = model_plan(load_model("gpt2-tiny"), [0, 1, 1, 0], split=True)
     return written(plan, tmp_path_factory.mktemp("tiny"))
 
 
@@ -179,7 +179,7 @@ def started(launcher: list[str], model: str, path: str, *arguments: str) -> subp
 def test_local_prints_one_object(local: tuple[dict[str, Any], str, Path]) -> None:
     summary, errors, _ = local
     word = "a word from the model"
-    assert errors.count(word) == 4, "what ranks print stays off stdout"
+    assert errors.count(word) == 2, "what ranks print stays off stdout"
     made_up = r"pipeplan: warning: the plan expects 64B per sample .*"
     assert re.fullmatch(made_up, errors.replace(word, "").strip()), "and nothing else is said but this of the sizes"
     assert [step["step"] for step in summary["steps"]] == [0, 1, 2]
@@ -188,7 +188,7 @@ def test_local_prints_one_object(local: tuple[dict[str, Any], str, Path]) -> Non
     times = sorted(step["iteration_ns"] for step in summary["steps"])
     assert summary["iteration_ns"] == times[1] > 0
     assert summary["predicted_iteration_ns"] > 0
-    assert len(summary["peak_memory_bytes"]) == summary["num_ranks"] == 4
+    assert len(summary["peak_memory_bytes"]) == summary["num_ranks"] == 2
     assert min(summary["peak_memory_bytes"]) > 10_000_000
     assert (summary["backend"], summary["device"], summary["dtype"]) == ("gloo", "cpu", "float64")
     assert {"pipeplan", "python", "torch"} <= set(summary["versions"])
@@ -236,7 +236,7 @@ def test_trace_has_every_action_predicted_and_measured(tiny: str, local: tuple[d
 @needs_torch
 def test_torchrun_trains_as_local_does(tiny: str, local: tuple[dict[str, Any], str, Path]) -> None:
     """Losses to the printed digit; only rank 0 prints."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = started([*torchrun, "-m", "pipeplan"], "gpt2-tiny", tiny, "--steps", "3", "--dtype", "float64")
     assert done.returncode == 0, done.stderr
     *told, comparison = done.stdout.splitlines()

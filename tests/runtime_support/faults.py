@@ -5,6 +5,7 @@ Also the rank itself: started as a program it does what its environment says whe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -27,6 +28,7 @@ from pipeplan.runtime.launch.__main__ import take_identity
 from pipeplan.runtime.launch.job import RankContext, Report
 from pipeplan.runtime.launch.status import Phase, Progress
 from pipeplan.runtime.training.options import TrainOptions
+from runtime_support.warm import warm_left_over, warm_ranks
 
 __all__ = ["BEFORE_STEPS", "HANGS", "KINDS", "Ending", "Fault", "left_over", "run_with"]
 
@@ -107,7 +109,7 @@ class Ending:
 
 
 def left_over(word: str) -> list[int]:
-    """Living processes with the mark in their environment, but not this one."""
+    """Living processes with the mark in their environment, but not this one; and all forked ranks."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -115,17 +117,18 @@ def left_over(word: str) -> list[int]:
                 found.append(int(entry.name))
         except OSError:  # it ended meanwhile, or is not ours
             continue
-    return [pid for pid in found if pid != os.getpid()]
+    return [pid for pid in found if pid != os.getpid()] + warm_left_over()
 
 
-def run_with(fault: Fault, plan: Plan, options: TrainOptions, *, torchrun: bool = False) -> Ending:
+def run_with(fault: Fault, plan: Plan, options: TrainOptions, *, torchrun: bool = False, warm: bool = False) -> Ending:
     """Run a plan with a fault in it, with a timeout of 2 s, clipped gradients, and a checkpoint behind every step.
 
     Under torchrun only faults in actions are known by their messages.
     """
     options = replace(options, timeout_ns=2 * 10**9, num_steps=NUM_STEPS, num_threads=1, clip_norm=1.0)
     word, start = uuid.uuid4().hex, _under_torchrun if torchrun else _locally
-    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("r") as told:
+    forked = warm_ranks() if warm else contextlib.nullcontext()
+    with forked, tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile("r") as told:
         os.environ |= {MARK: word, FAULT: json.dumps({**asdict(fault), "told": told.name})}
         shorten_start(fault)
         error = start(plan, replace(options, checkpoint=folder, checkpoint_every=1))

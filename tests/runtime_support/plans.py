@@ -26,6 +26,7 @@ from pipeplan.schedule.rules import CustomOp, with_instructions
 from pipeplan.workload.action import operation_of
 from pipeplan.workload.workload import Workload
 from references.replay import durations_of, waits_of
+from runtime_support.warm import warm_ranks
 
 RANK = (sys.executable, "-m", "runtime_support.executor_rank")
 TOLERANCE = 1e-9
@@ -234,7 +235,8 @@ def reports_of(
     job = {
         name: {"plan": plan.model_dump_json(), "options": options.as_json()} for name, (plan, options) in cases.items()
     }
-    watch_local(work, [()] * 4, {"cases": job}, 60 * 10**9, listen, command)
+    with warm_ranks():
+        watch_local(work, [()] * 4, {"cases": job}, 60 * 10**9, listen, command)
     return found
 
 

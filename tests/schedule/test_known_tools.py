@@ -49,7 +49,7 @@ def test_known_tools(name: str, devices: int, microbatches: int, memory: float, 
     assert memory < 1 or found.makespan_ns <= 1.02 * found.bound_ns
 
 
-@pytest.mark.slow
+@pytest.mark.slow  # 7 to 13 s each
 @pytest.mark.parametrize(("memory", "best"), [(1, 4020), (0.75, 4660), (0.5, 6380)])
 def test_four_devices_are_proved(memory: float, best: int) -> None:
     found = search_schedule(zero_bubble("v", 4, 12, memory).workload, Budget(120, deterministic=True))

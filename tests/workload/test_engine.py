@@ -187,7 +187,7 @@ def test_orders_are_those_of_the_loop_before(loop: str, data: st.DataObject, see
     compare(loop, data, seed)
 
 
-@pytest.mark.slow  # 10 to 60 s each
+@pytest.mark.slow  # 9 to 55 s each, 2 min together
 @pytest.mark.parametrize("loop", LOOPS)
 @settings(max_examples=1000)
 @given(data=st.data(), seed=SEEDS)

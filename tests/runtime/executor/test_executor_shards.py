@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from pipeplan.checker import check
 from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.costs.devices import device_preset
 from pipeplan.errors import UsageError
-from pipeplan.files import PlacedStage, Plan
+from pipeplan.files import PlacedStage
 from pipeplan.planning.sharding_frontier import plan_of_strategy
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.estimate import estimate_model
@@ -161,50 +162,61 @@ FRONTIERS = ("tessel-gpt-tiny", "gpt2-tiny-operators", "candle-uno-tiny")
 SIZES = {"two shards, two replicas": [2, 4], "four, three, two and one": [1, 2, 4, 2, 1]}
 
 
-@functools.cache
-def cases() -> dict[str, Case]:
-    """Plans with full and split backward, the former with recomputation, too."""
-    found: dict[str, Case] = {}
-    for name, (model, groups) in SHAPES.items():
-        sizes = SIZES.get(name, [2] * len(groups))
-        stages = [
-            PlacedStage(
-                blocks=tuple(blocks.split()),
-                devices=devices,
-                shards=shards,
-                replicas=len(devices) // shards,
-                microbatch_size=size,
-            )
-            for (blocks, devices, shards), size in zip(groups, sizes, strict=True)
-        ]
+def cases() -> dict[str, Callable[[], Case]]:
+    """What makes each plan and its options: with full and split backward, the former with recomputation, too."""
+    found: dict[str, Callable[[], Case]] = {}
+    for name in SHAPES:
         for kind, split, recompute in (("full", False, False), ("split", True, False), ("recomputed", True, True)):
-            plan = placed_plan(
-                load_model(model), stages, num_microbatches=4, microbatch_size=2, split=split, recompute=recompute
-            )
-            found[f"{name} {kind}"] = plan, replace(TRAINING, model=model)
-    for name, (model, parts) in CONFIGURATIONS.items():
-        stages = [
-            PlacedStage(
-                blocks=tuple(blocks.split()),
-                devices=devices,
-                shards=shards,
-                replicas=len(devices) // shards,
-                configurations=tuple(ways.split()),
-            )
-            for blocks, devices, shards, ways in parts
-        ]
-        for kind, split, recompute in (("full", False, False), ("split", True, True)):
-            plan = placed_plan(
-                load_model(model), stages, num_microbatches=2, microbatch_size=4, split=split, recompute=recompute
-            )
-            found[f"{name} {kind}"] = plan, replace(TRAINING, model=model)
-    found["by operator"] = by_operator(), replace(TRAINING, model="gpt2-tiny-operators")
+            found[f"{name} {kind}"] = functools.partial(shape_case, name, split, recompute)
+    for name in CONFIGURATIONS:
+        for kind, split in (("full", False), ("split", True)):
+            found[f"{name} {kind}"] = functools.partial(configured_case, name, split)
+    found["by operator"] = by_operator
     for model in FRONTIERS:
-        found[f"frontier of {model}"] = middle_of_frontier(model), replace(TRAINING, model=model)
+        found[f"frontier of {model}"] = functools.partial(middle_of_frontier, model)
     return found
 
 
-def by_operator() -> Plan:
+@functools.cache
+def shape_case(name: str, split: bool, recompute: bool) -> Case:
+    """Blocks split and copied whole."""
+    model, groups = SHAPES[name]
+    stages = [
+        PlacedStage(
+            blocks=tuple(blocks.split()),
+            devices=devices,
+            shards=shards,
+            replicas=len(devices) // shards,
+            microbatch_size=size,
+        )
+        for (blocks, devices, shards), size in zip(groups, SIZES.get(name, [2] * len(groups)), strict=True)
+    ]
+    plan = placed_plan(
+        load_model(model), stages, num_microbatches=4, microbatch_size=2, split=split, recompute=recompute
+    )
+    return plan, replace(TRAINING, model=model)
+
+
+@functools.cache
+def configured_case(name: str, split: bool) -> Case:
+    """Blocks in configurations of their own; where backward is split they are recomputed, too."""
+    model, parts = CONFIGURATIONS[name]
+    stages = [
+        PlacedStage(
+            blocks=tuple(blocks.split()),
+            devices=devices,
+            shards=shards,
+            replicas=len(devices) // shards,
+            configurations=tuple(ways.split()),
+        )
+        for blocks, devices, shards, ways in parts
+    ]
+    plan = placed_plan(load_model(model), stages, num_microbatches=2, microbatch_size=4, split=split, recompute=split)
+    return plan, replace(TRAINING, model=model)
+
+
+@functools.cache
+def by_operator() -> Case:
     """Every operator in its own way; slices of places, samples and features become one another."""
     model, turns = load_model("gpt2-tiny-operators"), {name: itertools.cycle(ways) for name, ways in OPERATORS.items()}
     stage = PlacedStage(
@@ -213,10 +225,12 @@ def by_operator() -> Plan:
         shards=4,
         configurations=tuple(next(turns[block.operator]) for block in model.blocks),
     )
-    return placed_plan(model, [stage], num_microbatches=2, microbatch_size=4, split=True)
+    plan = placed_plan(model, [stage], num_microbatches=2, microbatch_size=4, split=True)
+    return plan, replace(TRAINING, model="gpt2-tiny-operators")
 
 
-def middle_of_frontier(name: str) -> Plan:
+@functools.cache
+def middle_of_frontier(name: str) -> Case:
     """The plan of the strategy in the middle of a model's frontier, for two micro-batches in flight."""
     cluster = cluster_of_paper("tensoropt", 4)
     preset = device_preset("v100-16gb")
@@ -227,26 +241,26 @@ def middle_of_frontier(name: str) -> Plan:
     built = cost_model(profile, cluster, 4, 4, options=options)
     found = track(built.graph)
     strategy = found.strategy(len(found.memory_bytes) // 2)
-    return plan_of_strategy(profile, built, strategy, cluster=cluster)
+    return plan_of_strategy(profile, built, strategy, cluster=cluster), replace(TRAINING, model=name)
 
 
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest) -> Reports:
     """[case][rank] what 4 real processes report, started once for all cases."""
-    return reports_of(asked_for(request, cases()))
+    return reports_of({name: make() for name, make in asked_for(request, cases()).items()})
 
 
-@slow_but("name", cases(), lambda name: not name.endswith(("full", "recomputed")))
+@slow_but("name", cases(), lambda name: not name.endswith(("full", "recomputed", "operators")))
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
-    plan, options = cases()[name]
+    plan, options = cases()[name]()
     check(plan).require(name)
     assert_as_unsplit(load_model(options.model), options, reports[name])
 
 
-@pytest.mark.parametrize("model", FRONTIERS)
+@slow_but("model", FRONTIERS, lambda model: not model.endswith("operators"))
 def test_the_middle_of_a_frontier_is_a_mixture(model: str) -> None:
     """Neither one way for all blocks nor whole ones: otherwise the case above would say little."""
-    plan, _ = cases()[f"frontier of {model}"]
+    plan, _ = middle_of_frontier(model)
     (stage,) = plan.stages
     axes = {name for text in stage.configurations for name, _ in Mesh.parse(text).axes}
     assert len(set(stage.configurations)) >= 3
@@ -262,7 +276,7 @@ def test_ranks_have_shares(reports: Reports) -> None:
 def test_a_parameter_counts_once_whatever_copies_and_shares_there_are(reports: Reports) -> None:
     """What ranks say is theirs to count adds up to the model."""
     for name, ranks in reports.items():
-        model = load_model(cases()[name][1].model)
+        model = load_model(cases()[name]()[1].model)
         tied = {holder for _, *others in model.tied for holder in others}
         whole = sum(
             parameter.numel()

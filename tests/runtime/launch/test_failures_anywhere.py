@@ -53,7 +53,7 @@ QUICK = ("started with another plan", "raises in W", "killed while gradients are
 def test_ends_with_one_message_and_no_process_left(name: str) -> None:
     plan, fault = CASES[name]
     made = {"split": split_chain, "replicas": replicas}[plan]()
-    ending = run_with(fault, made, TrainOptions("runtime_support.models:chain", dtype="float64"))
+    ending = run_with(fault, made, TrainOptions("runtime_support.models:chain", dtype="float64"), warm=True)
     assert ending.is_right, f"{ending.error} is not {ending.expected}"
     assert ending.left == []
     assert ending.checkpoint_loads, "there is one behind every step, whole whatever happens"

@@ -27,6 +27,7 @@ from pipeplan.files import (
 )
 from pipeplan.runtime.profiling.links import OPERATIONS, LinkOptions, LinkPoint, measure_local, tasks_of
 from runtime_support import link_rank
+from runtime_support.warm import warm_ranks
 
 FEW = LinkOptions(largest_bytes=1 << 14, repeats=3, warmup=1, timeout_ns=20 * 10**9)
 RANK = (sys.executable, "-m", "runtime_support.link_rank")
@@ -35,7 +36,8 @@ RANK = (sys.executable, "-m", "runtime_support.link_rank")
 @pytest.fixture(autouse=True)
 def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = children()
+    with warm_ranks():  # from now on there is the process that they are forked from
+        before = children()
     yield
     assert set(children()) <= set(before), "processes are left over"
 
@@ -50,7 +52,8 @@ def measured(
 ) -> tuple[Cluster, list[LinkPoint], list[Cluster]]:
     points: list[LinkPoint] = []
     kept: list[Cluster] = []
-    found = measure_local(num_processes, options, cluster, on_point=points.append, keep=kept.append, command=RANK)
+    with warm_ranks():
+        found = measure_local(num_processes, options, cluster, on_point=points.append, keep=kept.append, command=RANK)
     return found, points, kept
 
 
@@ -195,7 +198,7 @@ def test_a_rank_that_breaks_is_named_with_its_operation(
 ) -> None:
     monkeypatch.setenv(link_rank.PLAY, what)
     path = str(tmp_path / "cluster.json")
-    with pytest.raises(ExecutionError, match=told) as caught:
+    with warm_ranks(), pytest.raises(ExecutionError, match=told) as caught:
         measure_local(3, FEW, on_point=lambda _: None, keep=lambda cluster: write_file(cluster, path), command=RANK)
     assert "in all_reduce of 1024 bytes among 2 devices on node" in str(caught.value)
     assert [curve.operation for curve in read_cluster(path).measured] == ["send"]

@@ -25,6 +25,7 @@ from pipeplan.runtime.training import trainer as training
 from pipeplan.runtime.training.checkpoint import CheckpointFolder
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.plans import PLACEMENTS, TOLERANCE, TRAINING, four_devices, model_plan, placed_plan
+from runtime_support.warm import warm_ranks
 from support.marks import asked_for, slow_but
 
 RANK = (sys.executable, "-m", "runtime_support.checkpoint_rank")
@@ -148,7 +149,8 @@ def told(cases: Mapping[str, list[Leg]], *, dies: bool = False) -> dict[str, lis
         found[report["name"]].append(report["legs"])
 
     asked = {"cases": job, "dies": dies}
-    watch_local("runtime_support.checkpoint_rank:work", [()] * 4, asked, TRAINING.timeout_ns, listen, RANK)
+    with warm_ranks():
+        watch_local("runtime_support.checkpoint_rank:work", [()] * 4, asked, TRAINING.timeout_ns, listen, RANK)
     return found
 
 
