@@ -32,16 +32,16 @@ from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import PipeplanError
 from pipeplan.examples import shape
 from pipeplan.files import read_profile
-from pipeplan.planning import Batch, Request, search_plan
-from pipeplan.planning.steps import STEPS, schedule_steps, without
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.steps import STEPS, search_plan, without
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
 from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.state import ScheduleStep, SearchState, SearchStep
-from pipeplan.schedule.steps import MOST_ADOPTED
+from pipeplan.schedule.steps import AdoptedRepetitions
 from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.workload import Workload
 
-NAMES = tuple(dict.fromkeys(step.name for step in schedule_steps(STEPS) if not step.needed))
+NAMES = tuple(dict.fromkeys(step.name for step in STEPS if isinstance(step, ScheduleStep) and not step.needed))
 """The steps of the search for a schedule that can be switched off."""
 
 Steps = Sequence[SearchStep]
@@ -92,8 +92,10 @@ def _shared(name: str, devices: int, microbatches: int, memory: float | None) ->
 
 
 def _scheduled(workload: Callable[[], Workload], limit: float, steps: Steps) -> Found:
-    found = search_schedule(workload(), Budget(limit, deterministic=True), steps=schedule_steps(steps))
-    return found.makespan_ns, find_repetend(found.graph, found.orders, found.starts, MOST_ADOPTED) is not None
+    own = [step for step in steps if isinstance(step, ScheduleStep)]
+    found = search_schedule(workload(), Budget(limit, deterministic=True), steps=own)
+    repetend = find_repetend(found.graph, found.orders, found.starts, AdoptedRepetitions.most_unroll)
+    return found.makespan_ns, repetend is not None
 
 
 def _profile_cells() -> Iterator[Cell]:

@@ -162,7 +162,7 @@ def _distinct(devices: Any, totals: Any, differences: Any) -> Any:
 GRAPHPIPE = {
     "least time from bounds": Switch("partition.graph.search", "_lowest", lambda shapes, low, most, tolerance: low),
     "bounds without memory": Switch("partition.graph.shapes", "Shapes.unlimited", lambda shapes: shapes),
-    "fronts": Switch("partition.graph.feasibility", "_unbeaten_fronts", _distinct),
+    "fronts": Switch("partition.graph.search", "_unbeaten_fronts", _distinct),
 }
 
 

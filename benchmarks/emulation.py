@@ -102,7 +102,7 @@ def rank(job: Mapping[str, Any], context: RankContext) -> None:
     torch.set_num_threads(1)
     for name, case in job["cases"].items():
         plan = parse(case["plan"], Plan)
-        context.progress.program = plan.programs[context.rank]
+        context.progress.board.programs = plan.programs
         result = emulate(plan, RunOptions(**case["options"]), context.progress, lambda step: None)
         if context.rank == 0:
             iterations = [step.iteration_ns for step in result.steps[1:]]

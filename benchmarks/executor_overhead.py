@@ -209,9 +209,9 @@ def slowest(run: Any) -> int:
 class Watch(Progress):
     """Notes when each action began, besides what it is for."""
 
-    def __init__(self, board: Board, rank: int, program: Sequence[str]) -> None:
+    def __init__(self, board: Board, rank: int) -> None:
         self.begun: dict[int, int] = {}
-        super().__init__(board, rank, program)
+        super().__init__(board, rank)
 
     def begin(self, phase: Phase, counter: int = -1, peer: int = -1) -> None:
         """The first note of an action is its beginning."""
@@ -277,7 +277,8 @@ def per_action(plan: Plan, job: Mapping[str, Any], context: RankContext) -> dict
     ):
         with tempfile.TemporaryFile() as file:
             file.truncate(Board.size(NUM_RANKS))
-            watch = Watch(Board(file.fileno(), NUM_RANKS), context.rank, program.texts)
+            watch = Watch(Board(file.fileno(), NUM_RANKS), context.rank)
+            watch.board.programs = plan.programs
         executor = Executor(program, stages, channels, specs, watch, Clock(torch.device("cpu")))
         found[what] = timed_actions(executor, watch, samples, job["steps"])
     trainer.close()

@@ -25,9 +25,11 @@ from pipeplan.examples import model
 from pipeplan.files import Plan, Profile
 from pipeplan.partition.chain.costs import Chain
 from pipeplan.partition.placement import place
-from pipeplan.planning import Batch, PlacementCandidate, Request, tune
 from pipeplan.planning.build_plan import planned
+from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.trials import Trial, iteration_of
+from pipeplan.planning.tuning import tune
 from pipeplan.planning.tuning_cells import Cell, settled_cell
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule

@@ -21,10 +21,10 @@ from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
 from pipeplan.files import Plan
-from pipeplan.partition.submodules import place_submodules
-from pipeplan.planning import Batch, PlacementCandidate, Request
+from pipeplan.partition.placement import place_submodules
 from pipeplan.planning.build_plan import planned
-from pipeplan.planning.request import SUBMODULES, submodules_of
+from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.planning.trials import Trial, iteration_of
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import Rules

@@ -17,8 +17,7 @@ from itertools import pairwise, product
 from tables import machine, markdown, note
 
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, Source
-from pipeplan.partition.cluster_links import LinkTime, link_time
-from pipeplan.partition.mapping import mapped
+from pipeplan.partition.mapping import LinkTime, link_time, mapped
 
 DEVICES, MEGABYTE = 1_024, 1_000_000
 LEVELS = (("node", 8, 2_000, 300 * 10**9), ("rack", 64, 5_000, 50 * 10**9), ("network", DEVICES, 10_000, 10 * 10**9))

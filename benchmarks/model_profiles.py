@@ -28,12 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.stages import stage_costs
 from pipeplan.files import Profile, write_file
-from pipeplan.runtime.models.capture import replay
 from pipeplan.runtime.models.huggingface import load
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.profiling.measure import profile_model
-from runtime_support.whole_model import WholeBench, WholeModelTimes
+from runtime_support.whole_model import WholeBench, WholeModelTimes, replay
 
 MODELS = {
     "gpt2-124m": "gpt2-124m",

@@ -12,7 +12,7 @@ import argparse
 import multiprocessing
 import multiprocessing.connection
 import resource
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -29,15 +29,13 @@ from pipeplan.costs.communication import all_reduce_time
 from pipeplan.costs.devices import device_preset
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
-from pipeplan.examples.layout import ModelLayout
+from pipeplan.examples.layout import ModelLayout, Stack
 from pipeplan.examples.models import family_of
-from pipeplan.examples.parts import Stack
 from pipeplan.files import Cluster, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.partition.baselines import pipedream, piper
 from pipeplan.partition.graph.search import graphpipe
-from pipeplan.partition.graph.shapes import grouped
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Pricing, Way, together
-from pipeplan.partition.series_parallel import decompose
+from pipeplan.partition.series_parallel import Part, decompose
 from pipeplan.schedule.stage_graph import kfkb_orders
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import training_state
@@ -133,6 +131,41 @@ def by_pipedream(problem: PartitionProblem, size: int) -> Stages:
 
 def by_piper(problem: PartitionProblem, size: int, max_downsets: int = 1 << 40) -> Stages:
     return read(next(piper(problem, max_downsets)), size)
+
+
+def grouped(tree: Part, weights: Mapping[str, int], grain: int) -> Part:
+    """The tree with neighbours in a series, and parallel blocks, taken together while they weigh at most ``grain``."""
+    done: list[tuple[Part, int]] = []
+    for part in tree.post_order():
+        if part.kind == "block":
+            done.append((part, sum(weights[name] for name in part.names)))
+            continue
+        children = done[-len(part.parts) :]
+        del done[-len(part.parts) :]
+        total = sum(weight for _, weight in children)
+        if total <= grain and all(child.kind == "block" for child, _ in children):
+            kept = [_merged([child for child, _ in children])]
+        else:
+            kept = _neighbours(children, grain) if part.kind == "series" else [child for child, _ in children]
+        done.append((kept[0] if len(kept) == 1 else Part(part.kind, tuple(kept)), total))
+    return done[0][0]
+
+
+def _neighbours(children: Sequence[tuple[Part, int]], grain: int) -> list[Part]:
+    groups: list[tuple[list[Part], int]] = []
+    for child, weight in children:
+        open_ = groups and groups[-1][0][-1].kind == child.kind == "block"
+        if open_ and groups[-1][1] + weight <= grain:
+            groups[-1] = ([*groups[-1][0], child], groups[-1][1] + weight)
+        else:
+            groups.append(([child], weight))
+    return [_merged(group) for group, _ in groups]
+
+
+def _merged(parts: Sequence[Part]) -> Part:
+    if len(parts) == 1:
+        return parts[0]
+    return Part("block", names=tuple(name for part in parts for name in part.names))
 
 
 def coarse_piper(problem: PartitionProblem, size: int) -> Stages:

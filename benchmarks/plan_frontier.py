@@ -9,8 +9,8 @@ import sys
 
 from pipeplan.checker import check
 from pipeplan.examples import model
-from pipeplan.planning import Batch, Request
 from pipeplan.planning.plan_frontier import plan_frontier
+from pipeplan.planning.request import Batch, Request
 from pipeplan.simulator.simulation import simulate
 from pipeplan.units import format_bytes, format_ns
 

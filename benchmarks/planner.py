@@ -15,7 +15,9 @@ from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import read_profile
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning import Batch, Request, Result, search_plan
+from pipeplan.planning.build_plan import Result
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.steps import search_plan
 
 PROFILES = Path(__file__).parents[1] / "profiles"
 GB = 10**9

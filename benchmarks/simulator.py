@@ -18,7 +18,7 @@ from tables import machine, markdown, note
 from pipeplan.costs import build_workload
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Plan
-from pipeplan.planning import assemble
+from pipeplan.planning.build_plan import assemble
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.bounds import period_bound, weak_makespan_bound

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeplan.checker import check
-from pipeplan.planning import assemble
+from pipeplan.planning.build_plan import assemble
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.state import Schedule

@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from pipeplan.files import write_file as write_file
     from pipeplan.files import write_text as write_text
     from pipeplan.partition.strategies import STRATEGIES as STRATEGIES
-    from pipeplan.planning import Comparison as Comparison
-    from pipeplan.planning import FrontierResult as FrontierResult
-    from pipeplan.planning import Mode as Mode
-    from pipeplan.planning import Request as Request
-    from pipeplan.planning import Result as Result
-    from pipeplan.planning import Splitting as Splitting
-    from pipeplan.planning import Tuning as Tuning
-    from pipeplan.planning import frontier_request as frontier_request
-    from pipeplan.planning.frontier_result import request_notes as request_notes
+    from pipeplan.planning.build_plan import Result as Result
+    from pipeplan.planning.comparison import Comparison as Comparison
+    from pipeplan.planning.frontier import FrontierResult as FrontierResult
+    from pipeplan.planning.frontier import Mode as Mode
+    from pipeplan.planning.frontier import frontier_request as frontier_request
+    from pipeplan.planning.frontier import request_notes as request_notes
+    from pipeplan.planning.request import Request as Request
+    from pipeplan.planning.request import Splitting as Splitting
+    from pipeplan.planning.tuning import Tuning as Tuning
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
     from pipeplan.runtime.launch.job import StepResult as StepResult
     from pipeplan.runtime.models.load import load_model as load_model
@@ -59,8 +59,8 @@ _PARTS = {
         *("read_cluster", "read_plan", "read_profile", "write_file", "write_text"),
     ),
     "pipeplan.partition.strategies": ("STRATEGIES",),
-    "pipeplan.planning": ("Request", "Splitting", "frontier_request"),
-    "pipeplan.planning.frontier_result": ("request_notes",),
+    "pipeplan.planning.frontier": ("frontier_request", "request_notes"),
+    "pipeplan.planning.request": ("Request", "Splitting"),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
     "pipeplan.runtime.models.load": ("load_model",),
     "pipeplan.runtime.launch.job": ("RunOptions",),
@@ -83,14 +83,14 @@ def __getattr__(name: str) -> object:
 
 
 def search(request: Request, *, progress: Progress | None = None) -> Result:
-    """The best plan; see :func:`pipeplan.planning.search.search_plan`.
+    """The best plan; see :func:`pipeplan.planning.steps.search_plan`.
 
     Raises:
         InfeasibleError: nothing fits.
         SearchTimeoutError: time ran out with nothing found.
         UsageError: the request contradicts the profile.
     """
-    from pipeplan.planning import search_plan
+    from pipeplan.planning.steps import search_plan
 
     return search_plan(request, progress=progress)
 
@@ -105,7 +105,7 @@ def tune(
         SearchTimeoutError: time ran out with nothing found.
         UsageError: the request contradicts the profile, or the cache is none.
     """
-    from pipeplan.planning import tune
+    from pipeplan.planning.tuning import tune
 
     return tune(request, workers=workers or os.cpu_count() or 1, cache=cache, progress=progress)
 
@@ -118,7 +118,7 @@ def compare(request: Request, *, progress: Progress | None = None) -> Comparison
         SearchTimeoutError: time ran out with nothing found.
         UsageError: no placement is possible.
     """
-    from pipeplan.planning import compare
+    from pipeplan.planning.comparison import compare
 
     return compare(request, progress=progress)
 
@@ -130,7 +130,7 @@ def frontier(request: Request, *, mode: Mode = "all", point: int | None = None) 
         InfeasibleError: nothing fits.
         UsageError: there is no such point.
     """
-    from pipeplan.planning import search_frontier
+    from pipeplan.planning.frontier import search_frontier
 
     return search_frontier(request, mode=mode, point=point)
 
@@ -286,7 +286,7 @@ def run_as_rank(
 
 def last_checkpoint(folder: str) -> int | None:
     """The step of the last whole checkpoint in a folder; None if there is none."""
-    from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
+    from pipeplan.runtime.training.checkpoint import CheckpointFolder
 
     return next(reversed(CheckpointFolder(folder).whole()), None)
 

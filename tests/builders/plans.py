@@ -9,6 +9,7 @@ from builders.orders import Entry, Orders, actions_of, holders_of, messages_of, 
 from pipeplan.files import Plan, Predicted, Provenance
 from pipeplan.workload.action import operation_of
 from pipeplan.workload.elements import DeviceMemory, Repetend
+from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes
 from pipeplan.workload.workload import Workload
 from references.replay import Span, durations_of, period_of, replay
 
@@ -116,12 +117,5 @@ def _memory(workload: Workload, device: int, order: Sequence[Entry]) -> DeviceMe
         if held + operation.workspace_bytes > peak:
             peak, parts = held + operation.workspace_bytes, (held, operation.workspace_bytes)
         held -= operation.release_bytes
-    stages = [stage for stage in workload.stages if device in stage.devices]
-    state = {
-        "parameter_bytes": sum(stage.parameter_bytes for stage in stages),
-        "gradient_bytes": sum(stage.gradient_bytes for stage in stages),
-        "optimizer_bytes": sum(stage.optimizer_bytes for stage in stages),
-    }
-    return DeviceMemory(
-        **state, activation_bytes=parts[0], workspace_bytes=parts[1], peak_bytes=sum(state.values()) + peak
-    )
+    state = sum((stage.state for stage in workload.stages if device in stage.devices), MemoryBytes())
+    return DeviceMemory.of(state + MemoryBytes({ACTIVATIONS: parts[0], WORKSPACE: parts[1]}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeplan.files import Placement, Profile
-from pipeplan.planning import Batch, Request
+from pipeplan.planning.request import Batch, Request
 
 
 def request_of(

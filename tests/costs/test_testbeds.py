@@ -11,7 +11,8 @@ from pipeplan.costs.communication import transfer_time
 from pipeplan.errors import UsageError
 from pipeplan.examples import model
 from pipeplan.files import Cluster, parse, to_json
-from pipeplan.planning import Batch, search_plan
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan
 
 PAPERS = {
     "tessel": (32, 8, 32, "V100"),

@@ -17,7 +17,8 @@ from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS, model
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, Source, parse, to_json
 from pipeplan.files.cluster import DeviceKind, LinkLevel
-from pipeplan.planning import Batch, search_plan
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "models.md"

@@ -332,7 +332,7 @@ GREEDY = {
     "half a million wrong objects": (Plan, grown(CHAIN, "operations", [0] * 500_000), r"operations\[0\]: Input"),
     "a number of 100,000 digits": (Plan, f'{{"name": {"9" * 10**5}}}', "not readable as JSON: number out of range"),
     "nesting without end": (Plan, "[" * 10**6, "not readable as JSON: recursion limit"),
-    "a long cycle": (Profile, ring(5000), r"edges form a cycle of 5000: b0 -> b1(.*)\.\.\. -> back to its start"),
+    "a long cycle": (Profile, ring(5000), r"edges form a cycle of 5000: b0 -> b1(.*)\.\.\.(.*) -> b0"),
 }
 
 

@@ -25,7 +25,7 @@ from pipeplan.cli.main import cli
 from pipeplan.costs import build_workload
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan, Profile, parse, read_plan, write_file, write_text
-from pipeplan.planning import assemble
+from pipeplan.planning.build_plan import assemble
 from pipeplan.reporting.terminal import print_simulation
 from pipeplan.reporting.timeline import odd_stages, predicted_trace, timeline_svg
 from pipeplan.schedule.cpsat.solver import Budget

@@ -19,7 +19,7 @@ from pipeplan.checker import check
 from pipeplan.errors import InvalidPlanError
 from pipeplan.examples import ShapeCosts
 from pipeplan.files import Plan
-from pipeplan.planning import assemble
+from pipeplan.planning.build_plan import assemble
 from pipeplan.reporting.terminal import print_simulation
 from pipeplan.reporting.timeline import predicted_trace
 from pipeplan.schedule.classic import CLASSIC

@@ -13,7 +13,7 @@ from builders.chains import chain_workload
 from builders.orders import random_orders
 from pipeplan.checker import check
 from pipeplan.files import Plan
-from pipeplan.planning import assemble
+from pipeplan.planning.build_plan import assemble
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule

@@ -12,7 +12,8 @@ from builders.requests import request_of
 from pipeplan.checker import check
 from pipeplan.costs import build_workload, stage_costs
 from pipeplan.files import CostRow, Edge, PlacedStage, Placement, Profile
-from pipeplan.planning import Batch, search_plan
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan
 
 SIZE = 2
 

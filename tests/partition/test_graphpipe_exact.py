@@ -30,8 +30,8 @@ CHOICES = tuple(
 )
 
 
-def partition(problem: PartitionProblem, *, grain: int = 0, tolerance: float = 0.0) -> GraphPartition:
-    return next(graphpipe(problem, grain=grain, tolerance=tolerance))
+def partition(problem: PartitionProblem, *, tolerance: float = 0.0) -> GraphPartition:
+    return next(graphpipe(problem, tolerance=tolerance))
 
 
 Flow = tuple[tuple[int, int], ...]  # (micro-batch size, samples in flight) of the stages that come first
@@ -261,9 +261,7 @@ def test_more_devices_and_memory_never_hurt_and_nothing_is_below_the_bound(probl
     assert more.value_ns <= found.value_ns
     free = partition(replace(problem, memory_bytes=None))
     assert free.value_ns <= found.value_ns
-    coarse = partition(replace(problem, memory_bytes=None), grain=work // 3)
-    assert coarse.value_ns >= free.value_ns
-    assert problems_of(StageGraph.of(coarse.placement, problem.edges, problem.mini_batch), problem.edges) == ()
+    assert problems_of(StageGraph.of(free.placement, problem.edges, problem.mini_batch), problem.edges) == ()
 
 
 def least_of_all_chains(problem: PartitionProblem) -> int | None:

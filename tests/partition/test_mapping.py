@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
-from pipeplan.partition.cluster_links import GroupLinks, GroupMemory, LinkTime, link_time
-from pipeplan.partition.mapping import LayoutSearch, mapped
+from pipeplan.partition.mapping import GroupLinks, GroupMemory, LayoutSearch, LinkTime, link_time, mapped
 
 Devices = tuple[int, ...]
 Memory = tuple[tuple[int, int | None], ...]  # (devices, bytes of each)

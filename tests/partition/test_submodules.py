@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from builders.towers import towers
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Placement
-from pipeplan.partition.submodules import Submodule, place_submodules
+from pipeplan.partition.placement import Submodule, place_submodules
 
 IMAGE, TEXT = Submodule("image.*"), Submodule("text.*")
 

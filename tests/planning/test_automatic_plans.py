@@ -10,7 +10,8 @@ from pipeplan.checker import check
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, Plan, Profile, Source, parse, to_json
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning import Batch, search_plan
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
 
 SOURCE = Source(method="estimated")

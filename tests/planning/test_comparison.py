@@ -12,8 +12,10 @@ from builders.requests import request_of
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Profile
-from pipeplan.planning import Batch, Request, compare, comparison, search_plan
-from pipeplan.planning.comparison import OURS, Comparison, NotThere, compare_on
+from pipeplan.planning import comparison
+from pipeplan.planning.comparison import OURS, Comparison, NotThere, compare, compare_on
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.steps import search_plan
 from pipeplan.reporting.tables import print_comparison
 from pipeplan.reporting.terminal import bottleneck, print_stages
 from pipeplan.schedule.classic import CLASSIC, Classic

@@ -5,7 +5,9 @@ from __future__ import annotations
 from builders.requests import request_of
 from pipeplan.checker import check
 from pipeplan.files import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, PlacedStage, Placement, Profile, Source
-from pipeplan.planning import Batch, PlacementCandidate, Request, search_plan
+from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import on_cluster
 from support.paths import ROOT
 

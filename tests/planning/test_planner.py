@@ -15,7 +15,9 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import shape
 from pipeplan.files import Block, Cluster, Profile, read_profile
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning import Batch, Result, search_plan
+from pipeplan.planning.build_plan import Result
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan
 from pipeplan.units import parse_bytes
 from support.paths import ROOT
 

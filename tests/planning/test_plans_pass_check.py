@@ -11,7 +11,8 @@ from pipeplan.checker import check
 from pipeplan.errors import InfeasibleError
 from pipeplan.examples import SHAPES, ShapeCosts, shape
 from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source, parse, to_json
-from pipeplan.planning import Batch, search_plan
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
 
 numbers = st.integers(1, 9)

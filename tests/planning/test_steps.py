@@ -10,10 +10,11 @@ import pytest
 from builders.requests import request_of
 from builders.shapes import shape_workload
 from pipeplan.examples import shape
-from pipeplan.planning import Batch, search_plan
-from pipeplan.planning.steps import STEPS, named, schedule_steps, table, without
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import STEPS, search_plan, table, without
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.state import ScheduleStep, named
 from pipeplan.schedule.steps import BuiltInRules, FirstSchedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms" / "search.md"
@@ -40,7 +41,9 @@ def test_each_step_can_be_switched_off(name: str) -> None:
     steps = without({name})
     assert name not in {step.name for step in steps}
     workload = shape_workload("v", num_microbatches=4)
-    found = search_schedule(workload, Budget(0.2, deterministic=True), steps=schedule_steps(steps))
+    found = search_schedule(
+        workload, Budget(0.2, deterministic=True), steps=[step for step in steps if isinstance(step, ScheduleStep)]
+    )
     assert found.makespan_ns >= found.bound_ns
     profile = shape("v", 4)
     request = request_of(profile, profile.placement, Batch(4, 1), time_limit=0.1, deterministic=True)
@@ -49,7 +52,7 @@ def test_each_step_can_be_switched_off(name: str) -> None:
 
 def test_without_any_optional_step_there_is_the_first_schedule() -> None:
     workload = shape_workload("v", num_microbatches=4)
-    steps = schedule_steps(without(OPTIONAL))
+    steps = [step for step in without(OPTIONAL) if isinstance(step, ScheduleStep)]
     assert [type(step) for step in steps] == [FirstSchedule]
     assert search_schedule(workload, Budget(1, deterministic=True), steps=steps).scheduler == "sequential"
 

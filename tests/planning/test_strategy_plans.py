@@ -14,7 +14,7 @@ from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.examples import model as paper_model
 from pipeplan.files import Profile, parse, to_json
 from pipeplan.files.plan import Plan
-from pipeplan.planning import Batch, Request, Splitting
+from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import plan_of_strategy, split_frontier
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.details import split_blocks

@@ -15,8 +15,9 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model, shape
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition.per_block_sharding import GroupSplits
-from pipeplan.planning import Batch, PlacementCandidate, Request, Splitting
+from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.plan_frontier import PlanFrontier, chains, plan_frontier
+from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import split_frontier, split_stages
 from pipeplan.planning.trials import Trial
 from pipeplan.simulator.simulation import simulate

@@ -15,8 +15,9 @@ from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import read_profile
 from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning import Batch, Request, Tuning, tune
 from pipeplan.planning.candidates import grid
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.tuning import Tuning, tune
 from pipeplan.planning.tuning_cells import cell_of, rows_of
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
 from pipeplan.simulator.metrics import iteration_time, rates

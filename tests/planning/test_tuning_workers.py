@@ -10,7 +10,7 @@ from multiprocessing import parent_process
 import pytest
 
 from pipeplan.examples import shape
-from pipeplan.planning import Batch, Request
+from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.tuning import Workers
 from pipeplan.time_limit import Limit
 

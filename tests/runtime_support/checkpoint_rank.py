@@ -38,7 +38,7 @@ def work(job: Mapping[str, Any], context: RankContext) -> None:
 def run_leg(leg: Mapping[str, Any], unsplit: Unsplit, context: RankContext) -> dict[str, Any]:
     """Train up to a step, write a checkpoint, and forget everything; or be refused."""
     plan, options = parse(leg["plan"], Plan), TrainOptions(**leg["options"])
-    context.progress.program = plan.programs[context.rank]
+    context.progress.board.programs = plan.programs
     trainer = Trainer(plan, load_model(options.model), options, context.progress)
     try:
         first = trainer.resume()

@@ -19,7 +19,7 @@ def emulate_all(job: Mapping[str, Any], context: RankContext) -> None:
     torch.set_num_threads(1)
     for name, case in job["cases"].items():
         plan = parse(case["plan"], Plan)
-        context.progress.program = plan.programs[context.rank]
+        context.progress.board.programs = plan.programs
         result = emulate(plan, RunOptions(**case["options"]), context.progress, lambda step: None)
         if context.rank == 0:
             context.report({"event": "case", "name": name, "result": result.as_json()})

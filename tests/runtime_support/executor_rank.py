@@ -15,7 +15,7 @@ from pipeplan.runtime.executor.emulate import emulate
 from pipeplan.runtime.launch.__main__ import main
 from pipeplan.runtime.launch.job import RankContext, RunOptions
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.parallel.share import Share
+from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.trainer import Trainer, model_of
 from runtime_support import models as runtime_models
@@ -29,7 +29,7 @@ def compare(job: Mapping[str, Any], context: RankContext) -> None:
         kind = TrainOptions if "model" in case["options"] else RunOptions
         options = kind(**case["options"])
         plan = parse(case["plan"], Plan)
-        context.progress.program = plan.programs[context.rank]
+        context.progress.board.programs = plan.programs
         context.report({"event": "case", "name": name, **run_case(name, plan, options, context)})
         dist.barrier()
 

@@ -169,7 +169,7 @@ def loads(folder: Path, step: int) -> bool:
     import torch
     from torch.distributed.checkpoint import FileSystemReader, load
 
-    from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
+    from pipeplan.runtime.training.checkpoint import CheckpointFolder
 
     checkpoints = CheckpointFolder(str(folder))
     last = max(checkpoints.whole(), default=0)

@@ -74,7 +74,7 @@ def replay(job: Mapping[str, Any], context: Any) -> None:
 
     plan, model, timeout = parse(job["plan"], Plan), chain(), timedelta(seconds=60)
     program = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)[context.rank]
-    context.progress.program = program.texts
+    context.progress.board.programs = plan.programs
     groups, all_ranks = ProcessGroups(program.lines, context.progress), AllRanks(CPU, context.progress, timeout)
     modules = {
         share: model.build_share(share, SEED, groups.shards(share), dtype=torch.float64)

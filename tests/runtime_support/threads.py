@@ -23,9 +23,9 @@ from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
 from pipeplan.runtime.launch.status import Board, Cause, Progress
 from pipeplan.runtime.models.spec import Model, placed
+from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.device import Clock
 from pipeplan.runtime.parallel.sharding import Cut, Shards
-from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.trainer import travelling
@@ -207,7 +207,8 @@ class _Rank:
             )
             for index, part in program.stages.items()
         }
-        progress = Progress(_board(), 0, program.texts)
+        progress = Progress(_board(), 0)
+        progress.board.programs = [program.texts]
         channels = MailChannels(program, specs, mail)
         self._mail = mail
         self._executor = Executor(program, stages, channels, specs, progress, Clock(CPU))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.runtime.models.shapes import outputs_of
-from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.models.spec import Batch, Model
 from pipeplan.runtime.profiling.instruments import blamed, meter_for, saved_tensors, spread_of, steady, storages, timed
 
 
@@ -150,3 +150,14 @@ def in_one_piece(
         return sum(losses[1:], losses[0]) if losses else values[model.blocks[-1].id][0]
 
     return WholeBench(run, tuple(modules.values()), tuple(batch.values()), torch.device(device))
+
+
+def replay(model: Model, modules: Mapping[str, nn.Module], batch: Batch) -> Tensor:
+    """Run all blocks of a model in one piece; returns what the last gives."""
+    values: dict[str, tuple[Tensor, ...]] = {}
+    for block in model.blocks:
+        taken = [values[source][index] for source, index in block.inputs]
+        made = outputs_of(modules[block.id](*taken, *(batch[key] for key in block.samples)))
+        assert made is not None, f"block {block.id!r} returned no tensor"
+        values[block.id] = made
+    return values[model.blocks[-1].id][-1]

@@ -19,10 +19,9 @@ from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import CostRow, Profile
-from pipeplan.partition.placement import place
-from pipeplan.partition.submodules import place_submodules
-from pipeplan.planning import Batch, choose_placement, search_plan
-from pipeplan.planning.request import submodules_of
+from pipeplan.partition.placement import place, place_submodules
+from pipeplan.planning.request import Batch, choose_placement, submodules_of
+from pipeplan.planning.steps import search_plan
 from pipeplan.schedule.list_scheduling import Policy, list_schedule
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.engine import schedule_by_rules

@@ -12,10 +12,13 @@ from hypothesis import strategies as st
 from builders.chains import chain_workload, with_devices_memory
 from builders.problems import problems
 from pipeplan.schedule.list_scheduling import Policy, PolicySearch, in_flight_limits, list_schedule, policies
+from pipeplan.schedule.steps import ListScheduling
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
+STEP = ListScheduling()
+SETTINGS = STEP.swept, STEP.kept, STEP.shares
 times = st.integers(1, 9)
 shares = st.sampled_from([0.0, 0.25, 0.5, 1.0, 1.5])
 
@@ -185,7 +188,7 @@ class TestPolicies:
 
 def proposed(problem: OneMicrobatch, seed: int, tries: int) -> list[tuple[Policy, int | None]]:
     """The policies that are tried, with the makespan of each."""
-    tuning, graph, found = PolicySearch(problem, seed), task_graph(problem.workload), []
+    tuning, graph, found = PolicySearch(problem, seed, *SETTINGS), task_graph(problem.workload), []
     for _ in range(tries):
         policy = tuning.propose()
         orders = list_schedule(problem, task_graph(problem.workload), policy)
@@ -218,7 +221,7 @@ class TestTuning:
             assert all(1 <= limit <= 4 for limit in policy.in_flight)
 
     def test_fruitless_counts_what_was_tried_since_the_best(self) -> None:
-        tuning, seen = PolicySearch(chain(4, 8), 0), set()
+        tuning, seen = PolicySearch(chain(4, 8), 0, *SETTINGS), set()
         for _ in range(400):
             seen.add(policy := tuning.propose())
             tuning.learn(policy, 1000)

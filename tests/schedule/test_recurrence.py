@@ -12,7 +12,8 @@ from builders.chains import chain_workload, with_devices_memory
 from builders.problems import problems
 from builders.requests import request_of
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.planning import Batch, search_plan
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan
 from pipeplan.workload.bounds import Recurrence, memory_recurrences
 from pipeplan.workload.memory import overflow
 from pipeplan.workload.one_microbatch import OneMicrobatch

@@ -9,8 +9,7 @@ import pytest
 from builders.chains import chain_workload, shared_workload
 from builders.shapes import shape_workload
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.classic_orders import makespan
+from pipeplan.schedule.classic import CLASSIC, makespan
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import (
     Check,

@@ -9,9 +9,9 @@ from builders.shapes import shape_workload
 from builders.towers import towers
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.partition.submodules import place_submodules
-from pipeplan.planning import Batch, choose_placement, resolve_batch, search_plan
-from pipeplan.planning.request import SUBMODULES, submodules_of
+from pipeplan.partition.placement import place_submodules
+from pipeplan.planning.request import SUBMODULES, Batch, choose_placement, resolve_batch, submodules_of
+from pipeplan.planning.steps import search_plan
 from pipeplan.schedule import steps
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import Rules

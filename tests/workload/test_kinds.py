@@ -1,8 +1,11 @@
 """Roles instead of letters: where kinds may be named, and what adding one in ``workload/kinds.py`` is enough for."""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,7 @@ from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.stage_graph import Rule, Stages, TrialRun
 from pipeplan.workload.action import Action, operation_of
-from pipeplan.workload.elements import DeviceMemory, Operation, Stage
+from pipeplan.workload.elements import Dependency, DeviceMemory, Operation, Stage
 from pipeplan.workload.kinds import (
     ACTIVATIONS,
     COMPUTE_KINDS,
@@ -23,7 +26,6 @@ from pipeplan.workload.kinds import (
     KINDS,
     MEMORY_KINDS,
     PARAMETERS,
-    STATE_KINDS,
     Kind,
     MemoryBytes,
     Resource,
@@ -34,14 +36,15 @@ from pipeplan.workload.kinds import (
     payload_of,
     role_of,
 )
+from pipeplan.workload.memory import followed, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.task_graph import task_graph
+from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 ALLOWED = {
     "partition/baselines.py": "steps of the paper's simulator",
     "partition/chain/autopipe.py": "steps of the paper's simulator",
-    "schedule/classic_orders.py": "classic schedules are scripts of letters",
+    "schedule/classic.py": "classic schedules are scripts of letters",
 }
 """Modules that compare with a kind's letter, and why they may. Tables keyed by letters count as comparisons.
 
@@ -145,6 +148,36 @@ def test_a_kind_added_to_the_list_is_known_everywhere(letter: str, monkeypatch: 
     assert orders_of(named) == before
 
 
+def test_a_kind_on_the_network_runs_beside_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it gathers is held until it ends, while the device computes; a device has one network."""
+    plain = chain_workload(2, 4, forward=10, backward=20, activation_bytes=100)
+    gather = Operation(kind="GATHER", stage=0, duration_ns=25, acquire_bytes=7, release_bytes=7)
+    wait = Dependency(source="0F", target="0GATHER")
+    own = (plain.operations[0], gather, *plain.operations[1:])
+    given = replace(plain, operations=own, dependencies=(*plain.dependencies, wait))
+
+    ends = {}
+    for resource in (Resource.COMPUTE, Resource.NETWORK):
+        monkeypatch.setitem(KINDS, "GATHER", Kind("GATHER", Role.CUSTOM, resource, "GATHER"))
+        graph, problem = task_graph(replace(given)), OneMicrobatch.of(replace(given))
+        orders = list_schedule(problem, graph, next(policies()))
+        assert orders is not None
+        starts = earliest_starts(graph, orders)
+        ends[resource] = max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
+        gathers = range(graph.offsets[1], graph.offsets[2])
+        assert all(starts[task] >= starts[task - 4] + 10 for task in gathers)
+        assert all(after - before >= 25 for before, after in pairwise(sorted(starts[task] for task in gathers)))
+    assert len(orders) == 3
+    assert sorted(orders[2]) == list(gathers)
+    beside = [other for other in orders[0] for task in gathers if starts[task] <= starts[other] < starts[task] + 25]
+    assert beside, "the device computes while its network is busy"
+    assert ends[Resource.NETWORK] < ends[Resource.COMPUTE]
+    state, memory = followed(graph, starts), peak_memory(graph, orders)
+    assert state.held == [0, 0, 0]
+    assert [each.peak_bytes for each in memory] == state.peak[:2]
+    assert memory[0].parts == MemoryBytes({ACTIVATIONS: 407})
+
+
 def renamed(workload: Workload, letter: str, name: str) -> Workload:
     """The same workload with another name for one kind."""
 
@@ -174,13 +207,44 @@ def orders_of(workload: Workload) -> list[object]:
     ]
 
 
-def test_files_have_a_key_for_every_kind_of_memory() -> None:
-    """What is kept throughout stands beside a stage, and everything in what a device holds at its peak."""
-    keys = [each.name for each in fields(DeviceMemory)]
-    assert keys == [*(kind.key for kind in MEMORY_KINDS), "peak_bytes"]
-    own = {"memory_bytes", *(kind.key for kind in STATE_KINDS)}
-    assert {each.name for each in fields(Stage) if each.name.endswith("_bytes")} <= own
-    assert all(hasattr(Stage(blocks=("a",), devices=(0,), microbatch_size=1), kind.key) for kind in STATE_KINDS)
+ADDED = """
+import sys
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+
+spec = find_spec("pipeplan.workload.kinds")
+kinds = sys.modules[spec.name] = module_from_spec(spec)
+listed = "MEMORY_KINDS = ("
+source = Path(spec.origin).read_text()
+assert source.count(listed) == 1
+exec(source.replace(listed, '''
+MASTER = MemoryKind("master weights", "master_bytes", Lifetime.ALWAYS)
+PROMPTS = MemoryKind("prompts", "prompt_bytes", Lifetime.MICROBATCH)
+MEMORY_KINDS = (PROMPTS, MASTER, '''), kinds.__dict__)
+
+from dataclasses import replace
+from fractions import Fraction
+from builders.chains import chain_workload
+from pipeplan.checker import check
+from pipeplan.planning.build_plan import assemble
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.task_graph import task_graph
+
+given = chain_workload(2, 3, activation_bytes=10)
+stages = tuple(replace(each, master_bytes=7, prompt_bytes=100) for each in given.stages)
+graph = task_graph(replace(given, stages=stages))
+orders = [[task for task in range(graph.num_tasks) if device in graph.devices_of(task)] for device in range(2)]
+plan = assemble(graph, orders, 1, Fraction(1), "gpipe")
+assert [each.prompt_bytes for each in plan.predicted.memory] == [300, 300]
+assert [each.peak_bytes for each in plan.predicted.memory] == [337, 337]
+print(check(plan).figures()["problems"], simulate(plan).memory[0].parts)
+"""
+
+
+def test_kinds_of_memory_added_to_the_list_are_counted_everywhere() -> None:
+    """One kept throughout, one for each micro-batch: from its first action on a stage to its last on the devices."""
+    found = subprocess.run([sys.executable, "-c", ADDED], capture_output=True, text=True, check=False)
+    assert found.stdout == "[] MemoryBytes(prompts=300, master weights=7, activations=30)\n", found.stderr
 
 
 def test_bytes_by_kind_add_up() -> None:
@@ -199,6 +263,6 @@ def test_bytes_by_kind_add_up() -> None:
     adapter = TypeAdapter(MemoryBytes)
     assert adapter.validate_json(adapter.dump_json(held)) == held
     with pytest.raises(ValidationError):
-        adapter.validate_json('{"cache_bytes": 1}')
+        adapter.validate_json('{"unheard_bytes": 1}')
     with pytest.raises(KeyError):
         MemoryBytes({replace(PARAMETERS, name="master weights"): 1})

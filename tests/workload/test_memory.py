@@ -21,23 +21,13 @@ from pipeplan.checker.timeline import check_memory
 from pipeplan.errors import InvalidPlanError
 from pipeplan.planning.build_plan import assemble
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind
-from pipeplan.workload.memory import MemoryState, memory_levels, peak_memory
+from pipeplan.workload.memory import followed, memory_levels, peak_memory
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Hold, Workload
 
 SEEDS = st.integers(0, 2**32)
 ORDERS = 50
 """Of each workload; of 200 workloads they are 10,000."""
-
-
-def followed(graph: TaskGraph, starts: list[int]) -> MemoryState:
-    """The state after all actions have started and ended at these times."""
-    state = MemoryState(graph)
-    starting = [(starts[task], 1, task) for task in range(graph.num_actions)]
-    ending = [(starts[task] + graph.durations[task], 0, task) for task in range(graph.num_actions)]
-    for _, is_start, task in sorted(starting + ending):
-        (state.start if is_start else state.end)(task)
-    return state
 
 
 def checked(facts: Facts, orders: Orders) -> tuple[int, ...]:

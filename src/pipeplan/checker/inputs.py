@@ -12,7 +12,7 @@ from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, sha256_of
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
-from pipeplan.workload.kinds import BACKWARD_ROLES, STATE_KINDS, MemoryBytes, Role, is_instruction
+from pipeplan.workload.kinds import BACKWARD_ROLES, GRADIENTS, STATE_KINDS, MemoryBytes, Role, is_instruction
 
 _EdgesByPair = dict[tuple[str, str], list[Edge]]
 
@@ -155,7 +155,7 @@ def _check_syncs(plan: Plan, cluster: Cluster | None, findings: Findings) -> Non
         if stage.configurations:
             continue
         devices = sorted(set().union(*(devices_of[block] for block in stage.blocks)))
-        expected = {"sync_ns": all_reduce_time(cluster, devices[:: stage.shards], stage.gradient_bytes)}
+        expected = {"sync_ns": all_reduce_time(cluster, devices[:: stage.shards], stage.state[GRADIENTS])}
         _compare(f"stages[{number}]", stage, expected, findings)
 
 

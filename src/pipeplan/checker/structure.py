@@ -9,11 +9,7 @@ from pipeplan.checker.facts import Findings, deliveries_of, goes_with, period_of
 from pipeplan.files import Plan
 from pipeplan.files.placement import configuration_problem
 from pipeplan.workload.elements import Dependency, Operation
-from pipeplan.workload.kinds import BACKWARD_ROLES, Role, in_order
-
-_FULL = [Role.FORWARD, Role.BACKWARD]
-_SPLIT = [Role.FORWARD, Role.INPUT_GRAD, Role.WEIGHT_GRAD]
-"""What a stage with blocks runs, in order."""
+from pipeplan.workload.kinds import BACKWARD_ROLES, COMPUTE_KINDS, PASSES, Role, in_order, role_of
 
 _FEEDS = {Role.FORWARD: (Role.FORWARD,), Role.BACKWARD: BACKWARD_ROLES, Role.INPUT_GRAD: BACKWARD_ROLES}
 """Role -> the roles of other stages that hand something to it."""
@@ -40,14 +36,20 @@ def check_structure(plan: Plan, findings: Findings) -> None:
 def _check_kinds(plan: Plan, stage: int, operations: dict[str, Operation], findings: Findings) -> bool:
     """A stage with blocks runs F and B, or F, I and W; one without runs an instruction."""
     has = ", ".join(operations) or "none"
-    roles = [operations[kind].role for kind in in_order(operations)]
+    roles = tuple(operations[kind].role for kind in in_order(operations))
     if plan.stages[stage].blocks:
-        right, text = roles in (_FULL, _SPLIT), "a stage runs F and B, or F, I and W"
+        right, text = roles in PASSES, f"a stage runs {', or '.join(map(_named, PASSES))}"
     else:
-        right, text = roles == [Role.CUSTOM], "a stage without blocks runs one instruction"
+        right, text = roles == (Role.CUSTOM,), "a stage without blocks runs one instruction"
     if not right:
         findings.add("stages", f"stages[{stage}]", f"has operations {has}; {text}")
     return right
+
+
+def _named(roles: tuple[Role, ...]) -> str:
+    """The kinds that play these roles, as text: ``F, I and W``."""
+    *others, last = (kind for role in roles for kind in COMPUTE_KINDS if role_of(kind) is role)
+    return " and ".join([", ".join(others), last]) if others else last
 
 
 def _check_dependencies(plan: Plan, findings: Findings) -> None:
@@ -140,7 +142,7 @@ def _check_dependency(plan: Plan, number: int, source: str, target: str, finding
     if dependency.has_instruction:
         allowed = True
     elif dependency.source_stage == dependency.target_stage:
-        allowed = roles in (*itertools.pairwise(_FULL), *itertools.pairwise(_SPLIT))
+        allowed = roles in [pair for each in PASSES for pair in itertools.pairwise(each)]
     else:
         allowed = roles[0] in _FEEDS.get(roles[1], ())
     routes = [plan.stage_of(id_).route for id_ in (source, target)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -202,19 +203,21 @@ def check_memory(facts: Facts, programs: Programs, findings: Findings) -> tuple[
     """Every device stays within its memory and its predicted parts are right; returns the peaks [device] in bytes.
 
     An action takes ``acquire_bytes`` at its start and gives ``release_bytes`` back at its end, a part of a forward
-    takes half; workspace is held while it runs. A device runs one action at a time, so all follows from its order.
-    Call it with complete programs only.
+    takes half; workspace is held while it runs. A device runs one action at a time, so all follows from its order, but
+    for what stages keep for each micro-batch. Call it with complete programs only.
     """
     state = _state(facts)
     peaks: list[int] = []
     for device, entries in enumerate(programs.compute):
-        levels = _levels(facts, entries)
-        highest, workspace = max(levels, default=0), 0
+        kept = _kept(facts, device, entries)
+        levels = [level + each.total for level, each in zip(_levels(facts, entries), kept, strict=True)]
+        highest, workspace, beside = max(levels, default=0), 0, MemoryBytes()
         _check_limit(facts, programs, device, state[device].total, levels, findings)
         if highest > 0:
-            operation = entries[levels.index(highest)][0]  # the first moment of the peak
-            workspace = facts.plan.operations[operation].workspace_bytes
-        parts = state[device] + MemoryBytes({ACTIVATIONS: highest - workspace, WORKSPACE: workspace})
+            index = levels.index(highest)  # the first moment of the peak
+            workspace, beside = facts.plan.operations[entries[index][0]].workspace_bytes, kept[index]
+        taken = MemoryBytes({ACTIVATIONS: highest - workspace - beside.total, WORKSPACE: workspace})
+        parts = state[device] + beside + taken
         _check_parts(device, facts.plan.predicted.memory[device], parts, findings)
         peaks.append(parts.total)
     return tuple(peaks)
@@ -239,6 +242,27 @@ def _levels(facts: Facts, entries: list[Entry]) -> list[int]:
         levels.append(held + workspace)
         held -= release
     return levels
+
+
+def _kept(facts: Facts, device: int, entries: list[Entry]) -> list[MemoryBytes]:
+    """What stages keep on a device for micro-batches while each action runs [action], by start times."""
+    kept = [MemoryBytes()] * len(entries)
+    starts = [facts.starts[operation][number] for operation, number in entries]
+    for number, stage in enumerate(facts.plan.stages):
+        if device in stage.devices and stage.kept.total:
+            for begin, end in _kept_times(facts, number):
+                for index in range(bisect_left(starts, begin), bisect_left(starts, end)):
+                    kept[index] += stage.kept
+    return kept
+
+
+def _kept_times(facts: Facts, stage: int) -> Iterator[tuple[int, int]]:
+    """For each micro-batch of a stage, from its first action there to the end of its last on the stage's devices."""
+    devices = facts.plan.stages[stage].devices
+    own = [x for x, operation in enumerate(facts.plan.operations) if operation.stage == stage]
+    there = [x for x, group in enumerate(facts.groups) if not group.isdisjoint(devices)]
+    for number, begin in enumerate(facts.starts[own[0]] if own else ()):
+        yield begin, max(facts.end(x, n) for x in there for n in facts.sharing(own[0], number, x))
 
 
 def _check_limit(

@@ -49,20 +49,18 @@ def _together(names: Iterable[str]) -> Iterator[str]:
 def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_Decorated], _Decorated]:
     """An option ``--x-y`` that is a shape's ``x_y_ns``."""
     parameter = f"{flag[2:].replace('-', '_')}_ns"
-    return click.option(flag, parameter, type=DURATION, default=default, show_default=default is not None, help=text)
+    return click.option(flag, parameter, type=DURATION, default=default, help=text)
 
 
 @click.command("example", cls=_Command)
 @click.argument("name", metavar="NAME")
-@click.option("--devices", type=click.IntRange(min=1), default=4, show_default=True, help="Number of devices.")
+@click.option("--devices", type=click.IntRange(min=1), default=4, help="Number of devices.")
 @click.option(
     *("--chunks", "--vp", "--virtual-stages", "chunks"),
     type=click.IntRange(min=1),
     help="Virtual stages: stages per device of shape-circular.  [default: 2]",
 )
-@click.option(
-    "--forward", "forward_ns", type=DURATION, default="1ms", show_default=True, help="Forward of a chain block."
-)
+@click.option("--forward", "forward_ns", type=DURATION, default="1ms", help="Forward of a chain block.")
 @_duration("--backward", "Backward of a chain block.  [default: 3ms]")
 @click.option(
     "--input-grad", "input_grad_ns", type=DURATION, help="Input gradient of a chain block, instead of --backward."
@@ -76,16 +74,10 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
 @click.option(
     "--shared-backward", "shared_backward_ns", type=DURATION, help="Backward of a block on all devices.  [default: 1ms]"
 )
+@click.option("--comm", "comm_ns", type=DURATION, default="0ns", help="Latency between chain blocks.")
+@click.option("--activation-bytes", type=BYTES, default="1GB", help="Held by each chain block.")
 @click.option(
-    "--comm", "comm_ns", type=DURATION, default="0ns", show_default=True, help="Latency between chain blocks."
-)
-@click.option("--activation-bytes", type=BYTES, default="1GB", show_default=True, help="Held by each chain block.")
-@click.option(
-    "--weight-grad-bytes",
-    type=BYTES,
-    default="0",
-    show_default=True,
-    help="Held from the input gradient to the weight gradient.",
+    "--weight-grad-bytes", type=BYTES, default="0", help="Held from the input gradient to the weight gradient."
 )
 @click.option("--device", metavar="PRESET", help="Device that a model's costs are for.  [default: a100-80gb]")
 @click.option("--microbatch", type=COUNTS, metavar="1,2,4", help="Samples per micro-batch that a model has costs for.")
@@ -93,7 +85,7 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
     "--shards", type=COUNTS, metavar="1,2,4", help="Devices that split a block; costs for each.  [default: 1]"
 )
 @click.option("--cluster", metavar="FILE", help="Whose links time the collectives of split blocks.")
-@click.option("-o", "--output", default="-", show_default=True, metavar="FILE", help="Where to write; - for stdout.")
+@click.option("-o", "--output", default="-", metavar="FILE", help="Where to write; - for stdout.")
 @click.pass_context
 def example_command(
     ctx: click.Context,

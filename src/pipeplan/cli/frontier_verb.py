@@ -55,7 +55,6 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     "--mode",
     type=click.Choice(_MODES),
     default="all",
-    show_default=True,
     help="Of what fits into --memory: all points; all, and choose the quickest; those on fewest devices; or the "
     "quickest for each number of devices.",
 )
@@ -67,7 +66,6 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     was=("--grain",),
     type=click.Choice(["block", "operator"]),
     default="block",
-    show_default=True,
     help="What is split in one way: whole blocks, as plans run them, or every operator inside.",
 )
 @click.option("--device", metavar="PRESET", help="Device whose times splits are estimated with.  [default: profile's]")
@@ -78,7 +76,6 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     was=("--within",),
     type=click.FloatRange(min=0),
     default=0.0,
-    show_default=True,
     help="Without --plans: how far points may be from the frontier, as 0.01 for 1 % of memory and time; 0 is exact.",
 )
 @click.option("--time-limit", type=DURATION, help=_TIME_LIMIT)
@@ -90,10 +87,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 )
 @click.option("--svg", metavar="FILE", help="Draw time against memory as SVG.")
 @click.option(
-    "-o",
-    "--output",
-    metavar="FILE",
-    help="Write the plan that is chosen; by --mode all, the knee of the most devices.",
+    "-o", "--output", metavar="FILE", help="Write the plan that is chosen; by --mode all, the knee of the most devices."
 )
 @click.option(
     "--output-all",
@@ -165,7 +159,7 @@ def frontier_command(
     interrupt_on_sigterm()
     found = _api.frontier(request, mode=mode, point=point)
     if svg is not None:
-        _write(svg, frontier_svg(found))
+        _api.write_text(frontier_svg(found), svg)
     if as_json:
         click.echo(json.dumps(found.figures()))
     elif output != "-":
@@ -197,11 +191,3 @@ def _refuse_idle(ctx: click.Context, plans: bool) -> None:
     for parameter, flag in _ONLY_SPLITS.items() if plans else ():
         if ctx.get_parameter_source(parameter) is ParameterSource.COMMANDLINE:
             raise UsageError(f"{flag} is of no use with --plans; leave out {flag} or --plans")
-
-
-def _write(path: str, text: str) -> None:
-    if path == "-":
-        click.echo(text, nl=False)
-    else:
-        with click.open_file(path, "w", encoding="utf-8", atomic=True) as file:
-            file.write(text)

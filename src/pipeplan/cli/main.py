@@ -50,7 +50,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(verb, text) for verb, (_, text) in VERBS.items()])
 
 
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.version_option(__version__, "--version", prog_name="pipeplan")
 def cli() -> None:
     """Plan, check, simulate and run pipeline-parallel training of large neural networks.

@@ -17,8 +17,10 @@ from pipeplan import _api
 from pipeplan.cli.shared import (
     BYTES,
     COUNTS,
-    RenamedOption,
+    SEED,
+    SEQUENCE,
     Shown,
+    granularity,
     interrupt_on_sigterm,
     require_stdout_once,
     require_writable,
@@ -121,28 +123,22 @@ def _read_text(path: str) -> str:
 
 @click.command("profile")
 @click.argument("name", metavar="[MODEL]", required=False)
-@click.option("--microbatch", type=COUNTS, default="1,2,4", show_default=True, help="Samples per run.")
-@click.option("--sequence", type=click.IntRange(min=1), help="Length of sequences, for the zoo and configurations.")
-@click.option(
-    *("--granularity", "grain"),
-    cls=RenamedOption,
-    was=("--grain",),
-    type=click.Choice(["layer", "half", "operator"]),
-    help="What a block of a captured model is.  [default: half]",
-)
+@click.option("--microbatch", type=COUNTS, default="1,2,4", help="Samples per run.")
+@SEQUENCE
+@granularity("What a block of a captured model is.  [default: half]")
 @click.option("--shared", multiple=True, metavar="BLOCK", help="Blocks for all devices, by id or operator; * matches.")
-@click.option("--shards", type=COUNTS, default="1", show_default=True, help="Devices that split each block.")
+@click.option("--shards", type=COUNTS, default="1", help="Devices that split each block.")
 @click.option("--recompute", is_flag=True, help="Costs with activation checkpointing too.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
     help="Number format.  [default: float32; of an estimate the preset's]",
 )
-@click.option("--device", metavar="cpu|cuda|PRESET", default="cpu", show_default=True, help="Preset of an estimate.")
+@click.option("--device", metavar="cpu|cuda|PRESET", default="cpu", help="Preset of an estimate.")
 @click.option("--threads", type=click.IntRange(1, 4096), help="Threads of CPU operators.  [default: torch's choice]")
-@click.option("--repeats", type=click.IntRange(1, 100_000), default=10, show_default=True, help="Timed runs.")
-@click.option("--warmup", type=click.IntRange(0, 100_000), default=3, show_default=True, help="Runs before them.")
-@click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, show_default=True)
+@click.option("--repeats", type=click.IntRange(1, 100_000), default=10, help="Timed runs.")
+@click.option("--warmup", type=click.IntRange(0, 100_000), default=3, help="Runs before them.")
+@SEED
 @click.option("--estimate", is_flag=True, help="Run nothing: count bytes and work, and take a device's rates.")
 @click.option("--calibrate", metavar="PROFILE", help="Measured profile to fit an estimate's times to.")
 @click.option("--show", metavar="PROFILE", help="Measure nothing: print a profile, and what makes plans from it wrong.")
@@ -154,8 +150,8 @@ def _read_text(path: str) -> str:
 )
 @click.option("--communication", is_flag=True, help="Measure links, under torchrun or with --processes.")
 @click.option("--processes", type=click.IntRange(2, 64), help="Number of local processes to measure links between.")
-@click.option("--min-bytes", type=BYTES, default="1KiB", show_default=True, help="Smallest message.")
-@click.option("--max-bytes", type=BYTES, default="64MiB", show_default=True, help="Largest message.")
+@click.option("--min-bytes", type=BYTES, default="1KiB", help="Smallest message.")
+@click.option("--max-bytes", type=BYTES, default="64MiB", help="Largest message.")
 @click.option("--cluster", metavar="CLUSTER", help="Cluster to put link times into, or to take collectives from.")
 @click.option("--level", metavar="NAME", help="The cluster's level that was measured.  [default: by devices]")
 @click.option("-o", "--output", metavar="FILE", help="Where to write the profile, or the cluster; - for stdout.")

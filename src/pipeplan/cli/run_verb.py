@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pipeplan import _api
-from pipeplan.cli.shared import BYTES, DURATION, FiniteRange, RenamedOption, interrupt_on_sigterm, require_writable
+from pipeplan.cli.shared import (
+    BYTES,
+    DURATION,
+    SEED,
+    SEQUENCE,
+    FiniteRange,
+    granularity,
+    interrupt_on_sigterm,
+    require_writable,
+)
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.units import format_ns
 
@@ -34,23 +43,14 @@ _OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "mes
     *("--message-limit", "message_limit_bytes"),
     type=BYTES,
     default="1MiB",
-    show_default=True,
     help="With --emulate, largest message; smaller ones have the plan's bytes.",
 )
-@click.option("--sequence", type=click.IntRange(min=1), help="Length of sequences, for the zoo and configurations.")
+@SEQUENCE
 @click.option("--instructions", metavar="pkg.mod", help="Module that registers what the plan's instructions do.")
-@click.option(
-    *("--granularity", "grain"),
-    cls=RenamedOption,
-    was=("--grain",),
-    type=click.Choice(["layer", "half", "operator"]),
-    help="What a block of a captured model is, as for the profile.",
-)
-@click.option(
-    "--steps", "num_steps", type=click.IntRange(min=1), default=10, show_default=True, help="Mini-batches to train on."
-)
+@granularity("What a block of a captured model is, as for the profile.")
+@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=10, help="Mini-batches to train on.")
 @click.option("--local", is_flag=True, help="Start one process per device here; otherwise torchrun has done so.")
-@click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, show_default=True)
+@SEED
 @click.option(
     "--data",
     metavar="FILE|builtin|pkg.mod:factory",
@@ -59,7 +59,6 @@ _OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "mes
 @click.option(
     "--optimizer",
     default="adamw",
-    show_default=True,
     metavar="adamw|adam|sgd|pkg.mod:factory",
     help="One of torch's, or a function of the parameters that returns one.",
 )
@@ -68,17 +67,10 @@ _OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "mes
 @click.option(
     "--lr-schedule",
     default="constant",
-    show_default=True,
     metavar="constant|cosine|linear|pkg.mod:factory",
     help="Learning-rate schedule; a factory takes the optimizer and returns a torch LRScheduler.",
 )
-@click.option(
-    "--warmup-steps",
-    type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Steps over which the learning rate grows.",
-)
+@click.option("--warmup-steps", type=click.IntRange(min=0), default=0, help="Steps over which the learning rate grows.")
 @click.option("--lr-steps", type=click.IntRange(min=1), help="Steps of the schedule.  [default: --steps]")
 @click.option(
     "--clip-norm",
@@ -93,23 +85,18 @@ _OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "mes
 @click.option(
     "--checkpoint-every", type=click.IntRange(min=1), metavar="K", help="Every K steps.  [default: at the end]"
 )
-@click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2)
 @click.option("--resume", is_flag=True, help="Resume from the last checkpoint; --steps is the total.")
-@click.option("--dtype", type=click.Choice(["float32", "float64", "bfloat16"]), default="float32", show_default=True)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--dtype", type=click.Choice(["float32", "float64", "bfloat16"]), default="float32")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
 @click.option(
     "--backend",
     type=click.Choice(["auto", "gloo", "nccl"]),
     default="auto",
-    show_default=True,
     help="What carries tensors; auto is nccl for cuda. With gloo several processes can share a GPU.",
 )
 @click.option(
-    *("--timeout", "timeout_ns"),
-    type=DURATION,
-    default="60s",
-    show_default=True,
-    help="Longest time to wait, and longest action.",
+    *("--timeout", "timeout_ns"), type=DURATION, default="60s", help="Longest time to wait, and longest action."
 )
 @click.option("--trace", "trace_path", metavar="FILE", help="Write the measured timeline beside the predicted one.")
 @click.option("--json", "as_json", is_flag=True, help="Print losses and times as one JSON object.")

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 @click.command("search")
 @planning_options
-@click.option(
-    "--scheduler",
-    default="auto",
-    show_default=True,
-    metavar="NAME",
-    help="auto, repetend, rules, or a classic schedule.",
-)
+@click.option("--scheduler", default="auto", metavar="NAME", help="auto, repetend, rules, or a classic schedule.")
 @click.option(
     "--rules",
     "rules_path",

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _MOST = 1_000_000
 
+_Command = TypeVar("_Command", bound=Callable[..., object])
+
 
 class _Quantity(click.ParamType[int]):
     """A number with a unit: a duration as ns (``3.2ms``), a size as bytes (``80GB``, ``80GiB``)."""
@@ -97,11 +99,20 @@ DURATION = _Quantity("duration", parse_ns)
 BYTES = _Quantity("size", parse_bytes)
 COUNTS = _Counts()
 
+SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0)
+SEQUENCE = click.option(
+    "--sequence", type=click.IntRange(min=1), help="Length of sequences, for the zoo and configurations."
+)
+
+
+def granularity(text: str) -> Callable[[_Command], _Command]:
+    """What a block of a captured model is."""
+    kinds = click.Choice(["layer", "half", "operator"])
+    return click.option("--granularity", "grain", cls=RenamedOption, was=("--grain",), type=kinds, help=text)
+
 
 _YES_NO = {"auto": None, "yes": True, "no": False}
 _RECOMPUTE = {"auto": None, "all": True, "none": False}
-
-_Command = TypeVar("_Command", bound=Callable[..., object])
 
 _OPTIONS = (
     click.argument("profile_path", metavar="PROFILE"),
@@ -113,13 +124,7 @@ _OPTIONS = (
     click.option(
         "--microbatches", type=click.IntRange(min=1), help="Micro-batches per iteration.  [default: 4 x devices]"
     ),
-    click.option(
-        "--placement",
-        cls=_PlacementOption,
-        default="auto",
-        show_default=True,
-        metavar="NAME|FILE",
-    ),
+    click.option("--placement", cls=_PlacementOption, default="auto", metavar="NAME|FILE"),
     click.option(
         *("--chunks", "--vp", "--virtual-stages", "chunks"),
         type=click.IntRange(min=1),
@@ -136,28 +141,25 @@ _OPTIONS = (
         was=("--spread",),
         type=click.Choice(list(_YES_NO)),
         default="auto",
-        show_default=True,
         help="Split shared blocks over all devices of the pipeline.",
     ),
     click.option(
         "--slices",
         default="auto",
-        show_default=True,
         metavar="auto|M",
         help="Sliced micro-batches: leading ones whose warm-up forwards run in two halves.",
     ),
-    click.option("--recompute", type=click.Choice(list(_RECOMPUTE)), default="auto", show_default=True),
-    click.option("--unroll", default="auto", show_default=True, metavar="auto|U", help="Micro-batches per repetend."),
-    click.option("--split-backward", type=click.Choice(list(_YES_NO)), default="auto", show_default=True),
+    click.option("--recompute", type=click.Choice(list(_RECOMPUTE)), default="auto"),
+    click.option("--unroll", default="auto", metavar="auto|U", help="Micro-batches per repetend."),
+    click.option("--split-backward", type=click.Choice(list(_YES_NO)), default="auto"),
     click.option(
         "--split-overhead",
         type=DURATION,
         default="0ns",
-        show_default=True,
         help="Extra time of each input and weight gradient for being launched separately.",
     ),
-    click.option("--time-limit", type=DURATION, default="30s", show_default=True, help="Stop after this long."),
-    click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, show_default=True),
+    click.option("--time-limit", type=DURATION, default="30s", help="Stop after this long."),
+    SEED,
     click.option("--deterministic", is_flag=True, help="Same seed, same plan: counts solver steps, not seconds."),
     click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object."),
 )

@@ -14,7 +14,7 @@ from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Edge, PlacedStage, Placement, Profile
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
-from pipeplan.workload.kinds import BACKWARD_ROLES, MemoryBytes, Role
+from pipeplan.workload.kinds import BACKWARD_ROLES, GRADIENTS, MemoryBytes, Role
 from pipeplan.workload.samples import carried
 from pipeplan.workload.workload import Workload
 
@@ -210,7 +210,7 @@ def gradient_sync(stages: Iterable[Stage], stage: Stage, cluster: Cluster | None
     """
     own = set(stage.blocks)
     holders = {device for other in stages if own & set(other.blocks) for device in other.devices}
-    return all_reduce_time(cluster, sorted(holders)[:: stage.shards], stage.gradient_bytes)
+    return all_reduce_time(cluster, sorted(holders)[:: stage.shards], stage.state[GRADIENTS])
 
 
 def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operation:

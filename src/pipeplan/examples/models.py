@@ -14,14 +14,13 @@ from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
 from pipeplan.catalog import ModelSize, model_sizes
-from pipeplan.costs.blocks import state_recipe
 from pipeplan.costs.communication import prices_in
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.operators import Operator, activation, linear, norm, sequence_of
 from pipeplan.errors import UsageError
-from pipeplan.examples.layout import RECIPE, ModelLayout
-from pipeplan.examples.parts import (
+from pipeplan.examples.layout import (
     WIDTH,
+    ModelLayout,
     Part,
     Stack,
     bottleneck,
@@ -231,7 +230,10 @@ class Recommendation:
 
     def build(self, layout: ModelLayout) -> None:
         """Dense and sparse branches, interaction, layers, a head with one number."""
-        feeds = [(self._layers(layout, f"dense{branch}"), self.hidden * WIDTH) for branch in range(self.branches)]
+        dense = (f"dense{branch}.layer" for branch in range(self.branches))
+        feeds = [
+            (layout.perceptron(prefix, self.layers, self.hidden, self.hidden), self.hidden * WIDTH) for prefix in dense
+        ]
         feeds += [
             (self._table(layout, f"sparse{branch}"), self.lookups * self.width * WIDTH)
             for branch in range(self.branches)
@@ -240,9 +242,6 @@ class Recommendation:
         numbers = sum(size for _, size in feeds)
         last = layout.perceptron("top.layer", self.layers, numbers // WIDTH, self.hidden, [(joined, numbers)])
         layout.value_head(last, self.hidden)
-
-    def _layers(self, layout: ModelLayout, branch: str) -> str:
-        return layout.perceptron(f"{branch}.layer", self.layers, self.hidden, self.hidden)
 
     def _table(self, layout: ModelLayout, branch: str) -> str:
         return layout.add(
@@ -417,6 +416,8 @@ def model(
     groups = _usable(shards, cluster)
     layout = ModelLayout(preset, sizes, shards=groups, prices=None if cluster is None else prices_in(cluster))
     family_of(name).build(layout)
+    recipe = layout.recipe
+    estimate = _ESTIMATE.format(recipe=recipe.title, size=recipe.state(1, WIDTH)[OPTIMIZER])
     split = _SPLIT.format(cluster.name if cluster is not None else preset.title) if groups[-1] > 1 else ""
     return Profile(
         name=name,
@@ -425,16 +426,11 @@ def model(
             device=preset.title,
             dtype=preset.dtype,
             reference=paper.reference,
-            notes=" ".join(filter(None, [_estimate(), split, f"Device: {preset.source}.", paper.notes])),
+            notes=" ".join(filter(None, [estimate, split, f"Device: {preset.source}.", paper.notes])),
         ),
         blocks=tuple(layout.blocks),
         edges=tuple(layout.edges),
     )
-
-
-def _estimate() -> str:
-    recipe = state_recipe(RECIPE)
-    return _ESTIMATE.format(recipe=recipe.title, size=recipe.state(1, WIDTH)[OPTIMIZER])
 
 
 def _usable(shards: Sequence[int], cluster: Cluster | None) -> list[int]:

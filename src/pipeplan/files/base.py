@@ -6,14 +6,15 @@ with its default where the file left it out, and every value has its JSON type. 
 placement inside a profile is part of the profile, so a new version of placements is a new version of profiles too,
 whose migration takes the placement along.
 
-To add a version: change the model, add the migration below, run ``python -m pipeplan.files.schema docs/schema``.
-Renaming a key of a profile's blocks and adding one without a default would be::
+To add a version: change the model, enter the migration in the same module, before it, and run
+``python -m pipeplan.files.schema docs/schema``. Renaming a key of a profile's blocks and adding one without a default
+would be::
 
     def _blocks_have_a_family(profile: Content) -> Content:
         blocks = [{"family": block["operator"], "layer": 0, ...} for block in profile["blocks"]]
         return profile | {"blocks": blocks}
 
-    MIGRATIONS = {("profile", 1): _blocks_have_a_family}
+    MIGRATIONS["profile", 1] = _blocks_have_a_family
 
 A key that is new and has a default needs a migration that changes nothing: the version says which keys a fingerprint
 is taken of.
@@ -46,7 +47,7 @@ Content = dict[str, Any]
 Migration = Callable[[Content], Content]
 
 MIGRATIONS: dict[tuple[str, int], Migration] = {}
-"""What leads from version n of a kind of file to n + 1, by kind and n."""
+"""What leads from version n of a kind of file to n + 1, by kind and n; entered in the modules of the kinds."""
 
 
 def current_version(kind: str) -> int:

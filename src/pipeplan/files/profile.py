@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
 from pipeplan.files.base import CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.files.placement import Placement
+from pipeplan.graphs import topological_order
 from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
 from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryBytes, training_state
 
@@ -78,7 +79,7 @@ class Block(FileModel):
     costs: Annotated[Items[CostRow], Field(min_length=1)]
 
     @staticmethod
-    def kept(parameter_bytes: int, state: MemoryBytes) -> dict[str, int]:
+    def kept(parameter_bytes: int, state: MemoryBytes) -> dict[str, Any]:
         """The keys by which a block says what training keeps of it: of ``state`` what is trained, of all else nothing.
 
         Raises:
@@ -171,18 +172,8 @@ class Profile(File):
         Raises:
             ValueError: the edges have a cycle; the text names one.
         """
-        import networkx as nx
-
-        position = {block.id: index for index, block in enumerate(self.blocks)}
-        graph = nx.DiGraph()
-        graph.add_nodes_from(position)
-        graph.add_edges_from((edge.source, edge.target) for edge in self.edges)
-        try:
-            return tuple(nx.lexicographical_topological_sort(graph, key=position.__getitem__))
-        except nx.NetworkXUnfeasible:
-            cycle = [source for source, _ in nx.find_cycle(graph)]
-            shown = " -> ".join([*cycle[:8], *(["..."] if len(cycle) > 8 else [])])
-            raise ValueError(f"edges form a cycle of {len(cycle)}: {shown} -> back to its start") from None
+        edges = ((edge.source, edge.target) for edge in self.edges)
+        return topological_order([block.id for block in self.blocks], edges)
 
     def check_placement(self, placement: Placement, order: tuple[str, ...] | None = None) -> None:
         """Require that a placement holds every block once and that its stages are in topological order.

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
     schemas = {Path(names[0]) / name: text for name, text in schema_files().items()}
     fixed = {Path(__file__).parent / base.FOLDER / name: text for name, text in form_files().items()}
     if changed := [path for path, text in fixed.items() if path.exists() and not _has(path, text)]:
-        return _report(f"{path} is fixed, and the model differs: add a migration (base.py)" for path in changed)
+        return _report(f"{path} is fixed, and the model differs: add a migration (see base.py)" for path in changed)
     stale = [path for path, text in (schemas | fixed).items() if not _has(path, text)]
     if "--check" in arguments:
         return _report(f"{path} is not current; run python -m pipeplan.files.schema {names[0]}" for path in stale)

@@ -16,6 +16,7 @@ import numpy as np
 from pipeplan.errors import PipeplanError
 from pipeplan.files import Cluster, PlacedStage, Profile
 from pipeplan.partition.chain.costs import FloatArray
+from pipeplan.sharding.bounds import RELAXED
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.details import SplitBlocks, StageModels, split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy, undominated
@@ -27,9 +28,6 @@ _WEIGHTINGS = 24
 
 _FEW = 64
 """Up to this many configurations of a block are few."""
-
-_ROUNDING = 1e-9
-"""So much less than their floating-point sums say do bounds promise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +153,7 @@ class RunFrontiers:
         for weight in self._weightings() if np.isfinite(limit) else ():
             best = _sums([(time + weight * memory).min() for memory, time in self.costs])
             np.maximum(found, best - weight * space, out=found)
-        return np.where(possible, np.floor(found * (1 - _ROUNDING)), np.inf)
+        return np.where(possible, np.floor(found * (1 - RELAXED)), np.inf)
 
     def _weightings(self) -> Sequence[float]:
         """Ns per byte between neighbours on the frontiers of blocks, where the best choice changes."""

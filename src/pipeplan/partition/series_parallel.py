@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
+from pipeplan import graphs
 from pipeplan.errors import UsageError
 
 Kind = Literal["block", "series", "parallel"]
@@ -119,24 +120,21 @@ class _Graph:
 
 
 def _ordered(blocks: Sequence[str], edges: Iterable[tuple[str, str]]) -> _Graph:
-    import networkx as nx
-
     if not blocks:
         raise UsageError("a graph without blocks cannot be decomposed; give at least one block")
-    position = {block: at for at, block in enumerate(blocks)}
-    graph = nx.DiGraph()
-    graph.add_nodes_from(blocks)
-    graph.add_edges_from(edges)
-    unknown = [str(name) for name in graph if name not in position]
-    if unknown:
-        raise UsageError(f"an edge names {unknown[0]!r}, which is not among the {len(blocks)} blocks")
+    pairs, known = tuple(edges), set(blocks)
+    unknown = next((name for pair in pairs for name in pair if name not in known), None)
+    if unknown is not None:
+        raise UsageError(f"an edge names {unknown!r}, which is not among the {len(blocks)} blocks")
     try:
-        names = tuple(nx.lexicographical_topological_sort(graph, key=position.__getitem__))
-    except nx.NetworkXUnfeasible:
-        shown = " -> ".join(str(source) for source, _ in nx.find_cycle(graph))
-        raise UsageError(f"blocks in a cycle cannot be decomposed: {shown}; remove one of its edges") from None
+        names = graphs.topological_order(blocks, pairs)
+    except graphs.CycleError as error:
+        raise UsageError(f"{error}: blocks in it cannot be decomposed; remove one of its edges") from None
     index = {name: at for at, name in enumerate(names)}
-    return _Graph(names, [sorted(index[name] for name in graph.successors(block)) for block in names])
+    successors: list[set[int]] = [set() for _ in names]
+    for source, target in pairs:
+        successors[index[source]].add(index[target])
+    return _Graph(names, [sorted(after) for after in successors])
 
 
 def _reach(successors: Sequence[Sequence[int]]) -> list[int]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib.metadata import version
+from typing import Any
 
 from pipeplan._version import __version__
 from pipeplan.checker import check
-from pipeplan.files import Plan, Predicted, Provenance, sha256_of
+from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, sha256_of
 from pipeplan.lower import programs
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
@@ -104,11 +106,10 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
 
 
 def _provenance(request: Request, candidate: PlacementCandidate) -> Provenance:
-    return Provenance(
-        profile=request.profile.name,
-        profile_sha256=sha256_of(request.profile),
-        cluster_sha256=sha256_of(request.cluster) if request.cluster is not None else "",
-        options={
+    return provenance_of(
+        request.profile,
+        request.cluster,
+        {
             "scheduler": request.scheduler,
             "rules": None if request.rules is None else request.rules.name,
             "unroll": request.unroll,
@@ -126,8 +127,22 @@ def _provenance(request: Request, candidate: PlacementCandidate) -> Provenance:
             "microbatch_size": candidate.batch.microbatch_size,
             "stages": candidate.source,
         },
-        seed=request.seed,
-        versions={"pipeplan": __version__, "python": platform.python_version(), "ortools": version("ortools")},
+        request.seed,
+        ortools=version("ortools"),
+    )
+
+
+def provenance_of(
+    profile: Profile, cluster: Cluster | None, options: Mapping[str, Any], seed: int = 0, **versions: str
+) -> Provenance:
+    """What a plan was made from, and by what."""
+    return Provenance(
+        profile=profile.name,
+        profile_sha256=sha256_of(profile),
+        cluster_sha256=sha256_of(cluster) if cluster is not None else "",
+        options=dict(options),
+        seed=seed,
+        versions={"pipeplan": __version__, "python": platform.python_version(), **versions},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain, islice, product
@@ -15,24 +16,12 @@ from pipeplan.files import Block, Placement, Profile
 from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
 from pipeplan.partition.graph.search import graphpipe
-from pipeplan.partition.placement import Cut, can_spread, place
+from pipeplan.partition.placement import Cut, can_spread, place, place_submodules
 from pipeplan.partition.problem import Partition, PartitionProblem, free
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.partition.submodules import place_submodules
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
+from pipeplan.schedule.state import SearchStep
 from pipeplan.time_limit import Limit, TimeUpError
-
-MOST_PUBLISHED = {"PipeDream": 4_000, "DAPPLE": 500, "Piper": 500}
-"""Blocks times devices up to which published planners are asked; beyond that they take too long."""
-
-MOST_DOWNSETS = 500
-"""Piper is asked where the graph has no more sets of blocks that may come before a cut."""
-
-PARTITIONING = 0.15
-"""The part of the time, at least a second, that one stage graph may take."""
-
-TOLERANCE = 0.01
-"""By how much the stage graph's bottleneck may miss the least; schedules differ by more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +49,33 @@ CandidateOrError = PlacementCandidate | InfeasibleError | SearchTimeoutError | U
 """A placement, or why there is none."""
 
 
-def candidates(request: Request) -> Iterator[CandidateOrError]:
-    """All placements that the request leaves open, cheap ones to find first."""
+class CandidateStep(SearchStep, ABC):
+    """Placements other than chains. Where it is tried stages may be of any form."""
+
+    when = "--placement auto, without --slices, --shard-shared and --replicas"
+
+    @abstractmethod
+    def candidates(self, request: Request) -> Iterator[CandidateOrError]:
+        """One after another."""
+
+
+def candidates(request: Request, steps: Sequence[SearchStep], chains_between: int) -> Iterator[CandidateOrError]:
+    """All placements that the request leaves open, cheap ones to find first.
+
+    What ``steps`` find takes longer than chains do, so that ``chains_between`` of these come between each two of those:
+    there may not be time for all candidates.
+    """
     if isinstance(request.placement, Placement):
         yield from _given(request, request.placement)
         return
     chains = _chains(request)
     if _any_stages(request):
-        found = chain(graphs(request), _published(request))
+        found = chain.from_iterable(step.candidates(request) for step in steps if isinstance(step, CandidateStep))
         yield from islice(found, 1)
         for graph in found:
-            yield from islice(chains, _CHAINS_PER_GRAPH)
+            yield from islice(chains, chains_between)
             yield graph
     yield from chains
-
-
-_CHAINS_PER_GRAPH = 8
-"""Stage graphs take longer to find, so they come between the chains: there may not be time for all candidates."""
 
 
 def _given(request: Request, placement: Placement) -> Iterator[PlacementCandidate]:
@@ -133,7 +132,8 @@ def _any_stages(request: Request) -> bool:
 
     Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
     """
-    return request.placement == "auto" and not request.num_parted and not request.spread
+    any_form = request.placement == "auto" and not request.num_parted and not request.spread
+    return any_form and request.replicas is None
 
 
 def _chains(request: Request) -> Iterator[CandidateOrError]:
@@ -277,45 +277,55 @@ def _problem(
     )
 
 
-def graphs(request: Request) -> Iterator[CandidateOrError]:
-    """GraphPipe's stages: with any sizes, and with one size for all stages."""
-    if request.replicas is not None or not _any_stages(request):
-        return
-    sizes_of_stages = open_sizes(request)
-    choices = [sizes_of_stages, *([size] for size in sizes_of_stages if len(sizes_of_stages) > 1)]
-    for sizes in choices:
-        yield _tried(_graph, request, sizes)
-    if request.chunks is not None or _branches(request.profile):
+@dataclass(frozen=True)
+class StageGraphs(CandidateStep):
+    """GraphPipe's stages: with any sizes, and with one size for all stages.
+
+    One may take its ``share`` of the time, and at least ``seconds``. Its bottleneck may miss the least by
+    ``tolerance``; schedules differ by more. Of graphs with branches ``chunks`` stages per device are tried where
+    nothing is said; chains have strategies for that.
+    """
+
+    share: float = 0.15
+    seconds: float = 1.0
+    tolerance: float = 0.01
+    chunks: int = 2
+    name = "stage graphs"
+    of = "the limit, each"
+
+    def candidates(self, request: Request) -> Iterator[CandidateOrError]:
+        if not _any_stages(request):
+            return
+        sizes_of_stages = open_sizes(request)
+        choices = [sizes_of_stages, *([size] for size in sizes_of_stages if len(sizes_of_stages) > 1)]
         for sizes in choices:
-            yield _tried(_graph, request, sizes, request.chunks or _CHUNKS)
+            yield _tried(self._graph, request, sizes)
+        if request.chunks is not None or _branches(request.profile):
+            for sizes in choices:
+                yield _tried(self._graph, request, sizes, request.chunks or self.chunks)
 
-
-_CHUNKS = 2
-"""Stages per device that are tried for graphs with branches where nothing is said; chains have strategies for that."""
+    def _graph(self, request: Request, sizes: Sequence[int], chunks: int = 1) -> PlacementCandidate:
+        """Stages as a graph; with several chunks each device runs as many stages, in turn."""
+        problem = _problem(request, sizes, request.recomputes, chunks=chunks)
+        limit = Limit(math.inf if request.deterministic else max(self.seconds, self.share * request.time_limit))
+        try:
+            with limit.enforced():
+                placement = next(graphpipe(problem, tolerance=self.tolerance)).placement
+        except TimeUpError as up:
+            if up.limit is not limit:
+                raise
+            raise SearchTimeoutError("partitioning took all the time it had; raise --time-limit") from None
+        if max(stage.replicas for stage in placement.stages) > request.num_devices:
+            raise UsageError(f"a stage with more replicas than the {request.num_devices} devices cannot go round them")
+        size = max(stage.microbatch_size or 0 for stage in placement.stages)
+        batch = Batch(request.batch.mini_batch // size, size)
+        return PlacementCandidate(_around(placement, request.num_devices), batch, False, "GraphPipe")
 
 
 def _branches(profile: Profile) -> bool:
     """Whether some block feeds several others, or none but the last does."""
     sources = [edge.source for edge in profile.edges]
     return len(set(sources)) < max(len(sources), len(profile.blocks) - 1)
-
-
-def _graph(request: Request, sizes: Sequence[int], chunks: int = 1) -> PlacementCandidate:
-    """Stages as a graph; with several chunks each device runs as many stages, in turn."""
-    problem = _problem(request, sizes, request.recomputes, chunks=chunks)
-    limit = Limit(math.inf if request.deterministic else max(1.0, PARTITIONING * request.time_limit))
-    try:
-        with limit.enforced():
-            placement = next(graphpipe(problem, tolerance=TOLERANCE)).placement
-    except TimeUpError as up:
-        if up.limit is not limit:
-            raise
-        raise SearchTimeoutError("partitioning took all the time it had; raise --time-limit") from None
-    if max(stage.replicas for stage in placement.stages) > request.num_devices:
-        raise UsageError(f"a stage with more replicas than the {request.num_devices} devices cannot go round them")
-    size = max(stage.microbatch_size or 0 for stage in placement.stages)
-    batch = Batch(request.batch.mini_batch // size, size)
-    return PlacementCandidate(_around(placement, request.num_devices), batch, False, "GraphPipe")
 
 
 def _around(placement: Placement, num_devices: int) -> Placement:
@@ -340,19 +350,31 @@ def open_sizes(request: Request) -> list[int]:
     return [1 << power for power in range(most.bit_length()) if mini_batch % (1 << power) == 0 and 1 << power <= most]
 
 
-def _published(request: Request) -> Iterator[CandidateOrError]:
-    """PipeDream's, DAPPLE's and Piper's stages, for every size."""
-    if request.replicas is not None:
-        return
-    planners: dict[str, Callable[[PartitionProblem], Iterator[Partition]]] = {
-        "PipeDream": pipedream,
-        "DAPPLE": dapple,
-        "Piper": lambda problem: piper(problem, MOST_DOWNSETS),
-    }
-    for name, planner in planners.items():
-        if request.num_devices * len(request.profile.blocks) <= MOST_PUBLISHED[name]:
-            for size in open_sizes(request):
-                yield _tried(_one_published, request, name, planner, size)
+@dataclass(frozen=True)
+class PublishedPlanners(CandidateStep):
+    """PipeDream's, DAPPLE's and Piper's stages, for every size.
+
+    Each up to so many blocks times devices, beyond which it takes too long; Piper where the graph has no more than
+    ``downsets`` sets of blocks that may come before a cut.
+    """
+
+    pipedream: int = 4_000
+    dapple: int = 500
+    piper: int = 500
+    downsets: int = 500
+    name = "published planners"
+    when = f"{CandidateStep.when}; at most {{pipedream}}, {{dapple}}, {{piper}} blocks x devices"
+
+    def candidates(self, request: Request) -> Iterator[CandidateOrError]:
+        planners: list[tuple[str, int, Callable[[PartitionProblem], Iterator[Partition]]]] = [
+            ("PipeDream", self.pipedream, pipedream),
+            ("DAPPLE", self.dapple, dapple),
+            ("Piper", self.piper, lambda problem: piper(problem, self.downsets)),
+        ]
+        for name, most, planner in planners:
+            if request.num_devices * len(request.profile.blocks) <= most:
+                for size in open_sizes(request):
+                    yield _tried(_one_published, request, name, planner, size)
 
 
 def _one_published(

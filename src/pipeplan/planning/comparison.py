@@ -11,7 +11,7 @@ from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
-from pipeplan.planning.search import search_plan
+from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.state import Progress
@@ -108,10 +108,11 @@ def compare_on(placements: Sequence[Placement | str], request: Request, progress
     """
     rows = _RowsSoFar(request)
     for index, wanted in enumerate(placements):
+        chunked = isinstance(wanted, str) and STRATEGIES[wanted].chunked
         asked = replace(
             request,
             placement=wanted,
-            chunks=request.chunks if len(placements) == 1 or _has_chunks(wanted) else None,
+            chunks=request.chunks if len(placements) == 1 or chunked else None,
             sizes=(),
             time_limit=rows.seconds_left / (len(placements) - index),
         )
@@ -122,11 +123,6 @@ def compare_on(placements: Sequence[Placement | str], request: Request, progress
         except (InfeasibleError, SearchTimeoutError, UsageError) as error:
             rows.add_failure(wanted if isinstance(wanted, str) else wanted.strategy, error)
     return rows.comparison()
-
-
-def _has_chunks(wanted: Placement | str) -> bool:
-    """Whether it takes a number of stages per device."""
-    return isinstance(wanted, str) and STRATEGIES[wanted].chunked
 
 
 _Failure = InfeasibleError | SearchTimeoutError | UsageError

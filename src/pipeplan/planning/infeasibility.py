@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
+from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.partition.chain.rebalance import least_short
-from pipeplan.planning.candidates import CandidateOrError, Choice, PlacementCandidate, graphs, grid, placed
+from pipeplan.planning.candidates import CandidateOrError, Choice, PlacementCandidate, StageGraphs, grid, placed
 from pipeplan.planning.request import Request
-from pipeplan.planning.steps import ExplainShortage
-from pipeplan.planning.trials import Trial
+from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import SEARCHING
 from pipeplan.schedule.state import Schedule
@@ -21,8 +21,30 @@ from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import format_bytes
 from pipeplan.workload.memory import peak_memory
 
-_SECONDS = 1.0
-"""For one schedule of a scheduler that was asked for and is not among those that are known at once."""
+
+@dataclass(frozen=True)
+class ExplainShortage(PlanStep):
+    """What would do where nothing fits, looked for in at least ``seconds``; memory is found to ``precision``.
+
+    One schedule of a scheduler that was asked for and is not among those that are known at once may take
+    ``seconds_per_schedule``.
+    """
+
+    seconds: float = 1.0
+    precision: float = 1.01
+    seconds_per_schedule: float = 1.0
+    name = "explain what does not fit"
+    when = "nothing fits into memory"
+
+    def applies(self, search: PlanSearch) -> bool:
+        return search.best is None and not search.budget.interrupted
+
+    def run(self, search: PlanSearch) -> None:
+        error = most_telling(search.failures)
+        if isinstance(error, InfeasibleError):
+            seconds = max(self.seconds, search.budget.remaining)
+            with suppress(KeyboardInterrupt):
+                search.failures.insert(0, shortage(search.request, error, seconds, self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +66,13 @@ class _Fit:
         return f"device {self.device} ({'; '.join(stages[:3])}{'; ...' if len(stages) > 3 else ''})"
 
 
-def shortage(
-    request: Request, error: InfeasibleError, seconds: float, step: ExplainShortage | None = None
-) -> InfeasibleError:
+def most_telling(failures: Sequence[PipeplanError]) -> PipeplanError:
+    """What to say where nothing was found: that it does not fit goes before what could not be asked."""
+    kinds = (InfeasibleError, SearchTimeoutError, PipeplanError)
+    return next(error for kind in kinds for error in failures if isinstance(error, kind))
+
+
+def shortage(request: Request, error: InfeasibleError, seconds: float, step: ExplainShortage) -> InfeasibleError:
     """The error that says by how many bytes nothing fits, where, and what would do; ``error`` where that is unknown.
 
     What would do is looked for with known schedules, for at most about ``seconds``; what is said was found to fit, and
@@ -56,7 +82,7 @@ def shortage(
     if limit is None:
         return error
     asked = replace(request, cluster=None, time_limit=max(1.0, seconds / 4))
-    least = _Least(asked, limit, (step or ExplainShortage()).precision)
+    least = _Least(asked, limit, step)
     least.find(seconds)
     if least.memory is None or least.enough <= rounded_up(limit):
         return error
@@ -72,8 +98,8 @@ class _Least:
     Strategies for chains come first, which are quick to ask; then stages as a graph, with less than those need.
     """
 
-    def __init__(self, request: Request, limit: int, precision: float) -> None:
-        self._request, self._limit, self._precision, self._time = request, limit, precision, Limit()
+    def __init__(self, request: Request, limit: int, step: ExplainShortage) -> None:
+        self._request, self._limit, self._step, self._time = request, limit, step, Limit()
         self.memory: _Fit | None = None
         self.enough = 0
         self.devices: int | None = None
@@ -94,7 +120,7 @@ class _Least:
 
     def _find_memory(self) -> None:
         for point in _points(self._request):
-            self._lower(partial(_point_fit, point))
+            self._lower(partial(self._point, point))
         self._lower(self._graph)
 
     def _find_devices(self) -> None:
@@ -105,10 +131,10 @@ class _Least:
         """The least memory with which something fits, if that is less than what is known."""
         if self.memory is None:
             self._begin(fit)
-        elif not self._less_memory(fit, int(self.enough / self._precision)):
+        elif not self._less_memory(fit, int(self.enough / self._step.precision)):
             return
         low = self._limit
-        while self.memory is not None and self.enough > low * self._precision:
+        while self.memory is not None and self.enough > low * self._step.precision:
             middle = math.isqrt(low * self.enough)
             if not self._less_memory(fit, middle):
                 low = middle
@@ -131,7 +157,9 @@ class _Least:
 
     def _lower_devices(self, fit: _FitOf) -> None:
         """Doubling until a number does, then halving the distance."""
-        low, most = self._request.num_devices, _most_devices(self._request)
+        low = self._request.num_devices
+        # enough, if any number is: every block alone, and its samples on as many replicas as there are
+        most = max(len(self._request.profile.blocks) * max(self._request.sizes), low)
         if self.devices is None:
             while low < most and not self._fewer_devices(fit, min(2 * low, most)):
                 low = min(2 * low, most)
@@ -150,54 +178,46 @@ class _Least:
         return True
 
     def _chain(self, request: Request) -> _Fit | None:
-        return _first_fit(request, self._timely(placed(request, point, least_short) for point in _points(request)))
+        return self._first_fit(request, self._timely(placed(request, point, least_short) for point in _points(request)))
 
     def _graph(self, request: Request) -> _Fit | None:
-        return _first_fit(request, self._timely(graphs(request)))
+        return self._first_fit(request, self._timely(StageGraphs().candidates(request)))
+
+    def _point(self, point: Choice | PlacementCandidate, request: Request) -> _Fit | None:
+        return self._first_fit(request, [placed(request, point, least_short)])
 
     def _timely(self, found: Iterable[CandidateOrError]) -> Iterator[CandidateOrError]:
         for each in found:
             self._time.check()
             yield each
 
+    def _first_fit(self, request: Request, found: Iterable[CandidateOrError]) -> _Fit | None:
+        """The first candidate's schedule that fits, if there is one."""
+        for each in found:
+            schedule = self._schedule(request, each) if isinstance(each, PlacementCandidate) else None
+            if schedule is not None:
+                peaks = [memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders)]
+                return _Fit(schedule, peaks.index(max(peaks)), max(peaks))
+        return None
+
+    def _schedule(self, request: Request, candidate: PlacementCandidate) -> Schedule | None:
+        """One that fits, if there is one: micro-batches one after another, or as the scheduler asked for has it."""
+        try:
+            if request.scheduler in SEARCHING:  # one micro-batch is then as good as many
+                batch = replace(candidate.batch, num_microbatches=candidate.placement.num_routes)
+                trial = Trial.of(request, replace(candidate, batch=batch))
+                trial.look()
+            else:
+                trial, seconds = Trial.of(request, candidate), self._step.seconds_per_schedule
+                trial.search(request, Budget(seconds, request.seed), seconds)
+        except PipeplanError:
+            return None
+        return trial.best
+
 
 def _points(request: Request) -> list[Choice | PlacementCandidate]:
     """What there is without stages as a graph, to be placed so that little memory does."""
     return [point for point in grid(request) if not isinstance(point, UsageError)]
-
-
-def _point_fit(point: Choice | PlacementCandidate, request: Request) -> _Fit | None:
-    return _first_fit(request, [placed(request, point, least_short)])
-
-
-def _first_fit(request: Request, found: Iterable[CandidateOrError]) -> _Fit | None:
-    """The first candidate's schedule that fits, if there is one."""
-    for each in found:
-        schedule = _schedule(request, each) if isinstance(each, PlacementCandidate) else None
-        if schedule is not None:
-            peaks = [memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders)]
-            return _Fit(schedule, peaks.index(max(peaks)), max(peaks))
-    return None
-
-
-def _schedule(request: Request, candidate: PlacementCandidate) -> Schedule | None:
-    """A schedule that fits, if there is one: micro-batches one after another, or as the scheduler asked for has it."""
-    try:
-        if request.scheduler in SEARCHING:  # one micro-batch is then as good as many
-            batch = replace(candidate.batch, num_microbatches=candidate.placement.num_routes)
-            trial = Trial.of(request, replace(candidate, batch=batch))
-            trial.look()
-        else:
-            trial = Trial.of(request, candidate)
-            trial.search(request, Budget(_SECONDS, request.seed), _SECONDS)
-    except PipeplanError:
-        return None
-    return trial.best
-
-
-def _most_devices(request: Request) -> int:
-    """So many are enough, if any number is: every block alone, and its samples on as many replicas as there are."""
-    return max(len(request.profile.blocks) * max(request.sizes), request.num_devices)
 
 
 def rounded_up(size: int) -> int:

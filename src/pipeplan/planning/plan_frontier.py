@@ -24,7 +24,7 @@ from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.planning.build_plan import planned
-from pipeplan.planning.candidates import PlacementCandidate, graphs, open_sizes
+from pipeplan.planning.candidates import PlacementCandidate, StageGraphs, open_sizes
 from pipeplan.planning.infeasibility import rounded_up
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import Splits, split_frontier, split_stages
@@ -32,19 +32,37 @@ from pipeplan.planning.trials import Trial, on_cluster
 from pipeplan.sharding.details import split_blocks
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices
+from pipeplan.workload.kinds import WORKSPACE
 from pipeplan.workload.memory import peak_memory
 
-STEP = 0.92
-"""Each memory limit is at most this part of what the partition before took: frontiers of thousands help nobody."""
 
-_COARSE = STEP**4
-"""The same where limits are looked at for the first time: there may not be time for all."""
+@dataclass(frozen=True)
+class _Constants:
+    """How the frontier is searched; parts are of the time.
 
-_GRAPHS = 20
-"""One stage graph may take its part of the time, were this many to share it."""
+    Each memory limit is at most ``step`` of what the partition before took, and where limits are looked at for the
+    first time ``coarse`` of it: frontiers of thousands help nobody, and there may not be time for all. Of the
+    partitions under a limit, with 1, 2, 3 ... stages, ``scheduled`` are scheduled: those that should be quickest. One
+    stage graph may take its part of the time, were ``graphs`` to share it.
 
-_SCHEDULED = 3
-"""How many of the partitions under a limit, with 1, 2, 3 ... stages, are scheduled: those that should be quickest."""
+    After a part ``one_stage`` strategies of one stage are only tracked to within ``rough`` of the frontier; after
+    ``chains`` partitions of the chain make way for what else there is, after ``split`` split stages. What would do
+    where nothing fits gets ``explaining`` seconds at least, counting what was not tried ``counting``.
+    """
+
+    step: float = 0.92
+    coarse: float = 0.92**4
+    scheduled: int = 3
+    graphs: int = 20
+    one_stage: float = 0.3
+    rough: float = 0.01
+    chains: float = 0.6
+    split: float = 0.85
+    explaining: float = 1.0
+    counting: float = 0.05
+
+
+_HOW = _Constants()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +83,7 @@ def chains(request: Request, splits: GroupSplits, *, quickest: bool = False) -> 
 
     The sizes in turn, or the partitions that promise the ``quickest`` iterations first.
     """
-    steps = (STEP,) if quickest else (_COARSE, STEP)
+    steps = (_HOW.step,) if quickest else (_HOW.coarse, _HOW.step)
     sizes = [_of_size(request, splits, size, steps) for size in open_sizes(request)]
     return merge(*sizes, key=lambda asked: asked.promised_ns) if quickest else in_turn(sizes)
 
@@ -99,7 +117,7 @@ def own_placement(request: Request) -> Iterator[PlacementCandidate]:
 def _limited(request: Request, stages: StageFrontiers, batch: Batch, step: float) -> Iterator[PartitionTrial]:
     limit = request.least_memory
     while True:
-        cuts = stages.fastest(request.num_devices, limit, _SCHEDULED)
+        cuts = stages.fastest(request.num_devices, limit, _HOW.scheduled)
         if not cuts:
             return
         asked = replace(request, memory_bytes=limit)
@@ -113,11 +131,11 @@ def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[Partitio
     """GraphPipe's stages under the request's limit, then under those that points were found for."""
     limits: list[int | None] = [request.least_memory]
     for memory in memories:
-        if limits[-1] is None or memory <= STEP * limits[-1]:
+        if limits[-1] is None or memory <= _HOW.step * limits[-1]:
             limits.append(memory)
     for limit in limits:
         asked = replace(request, memory_bytes=limit)
-        for found in graphs(replace(asked, time_limit=request.time_limit / _GRAPHS)):
+        for found in StageGraphs().candidates(replace(asked, time_limit=request.time_limit / _HOW.graphs)):
             yield PartitionTrial(asked, found, open=True)
 
 
@@ -130,22 +148,6 @@ def in_turn(found: Sequence[Iterator[PartitionTrial]]) -> Iterator[PartitionTria
             yield asked
             waiting.append(turn)
             break
-
-
-_CHAINS, _SPLIT = 0.6, 0.85
-"""Parts of the time after which partitions of the chain, and split stages, make way for what else there is."""
-
-_ONE_STAGE = 0.3
-"""The part of the time after which strategies of one stage are tracked roughly."""
-
-_ROUGH = 0.01
-"""So near the frontier they are then: see :func:`pipeplan.sharding.tracking.track`."""
-
-_EXPLAINING = 1.0
-"""Seconds, at least, in which it is looked for what would do where nothing fits."""
-
-_COUNTING = 0.05
-"""The part of the time that counting what was not tried may take."""
 
 
 @dataclass(frozen=True)
@@ -207,33 +209,23 @@ def plan_frontier(request: Request, *, quickest: bool = False) -> PlanFrontier:
         InfeasibleError: nothing fits; it says what would, as far as there was time to find out.
     """
     found = _searched(request, request.time_limit, quickest)
-    if not found.search.best:
+    if not found.best:
         raise _why(request, found)
-    search = found.search
-    untried = _counted(found.partitions, _COUNTING * request.time_limit) if found.interrupted else 0
-    points = sorted(search.best, key=lambda point: point.figures)
-    seconds, counts = search.limit.elapsed, {point.num_devices for point in points}
-    failures = {count: error for count, error in search.failures.items() if count not in counts}
-    how = search.num_tried, seconds, found.interrupted, untried, tuple(search.rough)
+    untried = _counted(found.partitions, _HOW.counting * request.time_limit) if found.interrupted else 0
+    points = sorted(found.best, key=lambda point: point.figures)
+    seconds, counts = found.limit.elapsed, {point.num_devices for point in points}
+    failures = {count: error for count, error in found.failures.items() if count not in counts}
+    how = found.num_tried, seconds, found.interrupted, untried, tuple(found.rough)
     return PlanFrontier(tuple(points), *how, failures)
 
 
-@dataclass(frozen=True, slots=True)
-class _Searched:
-    """What was found, whether there was more to try, and the partitions of the chain that are left."""
-
-    search: _FrontierSearch
-    interrupted: bool
-    partitions: Iterator[PartitionTrial]
-
-
-def _searched(request: Request, seconds: float, quickest: bool) -> _Searched:
+def _searched(request: Request, seconds: float, quickest: bool) -> _FrontierSearch:
     """Try everything in turn, until the time is up."""
-    search = _FrontierSearch(Limit(seconds))
     requests = request.by_devices
     splits = GroupSplits(request.profile, request.cluster)
     partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in requests])
-    share = (_CHAINS, _SPLIT) if quickest else (1.0, 1.0)
+    search = _FrontierSearch(Limit(seconds), partitions)
+    share = (_HOW.chains, _HOW.split) if quickest else (1.0, 1.0)
     try:
         for asked in requests:
             search.one_stage(asked)
@@ -242,24 +234,24 @@ def _searched(request: Request, seconds: float, quickest: bool) -> _Searched:
         others = [stage_graphs(each, search.memories(each.num_devices)) for each in requests]
         joined = search.try_all(in_turn(others), share[1])
         split = search.try_all(in_turn([_split(splits, points) for points in search.by_devices(requests)]))
-        interrupted = not (search.try_all(partitions) and split and joined)
+        search.interrupted = not (search.try_all(partitions) and split and joined)
     except (KeyboardInterrupt, TimeUpError):
-        interrupted = True
-    return _Searched(search, interrupted, partitions)
+        search.interrupted = True
+    return search
 
 
-def _why(request: Request, found: _Searched) -> PipeplanError:
+def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
     """Why there is nothing; where memory is short, with what the same search finds on every number of devices."""
-    limit, search = request.least_memory, found.search
-    error = next(iter(search.failures.values()), InfeasibleError("no plan fits; raise --memory or --devices"))
+    limit = request.least_memory
+    error = next(iter(found.failures.values()), InfeasibleError("no plan fits; raise --memory or --devices"))
     if limit is None or found.interrupted:
         return error
     free = replace(request, memory_bytes=MAX_BYTES)
-    able = _searched(free, max(_EXPLAINING, search.left()), quickest=False)
-    if not able.search.best:
+    able = _searched(free, max(_HOW.explaining, found.left()), quickest=False)
+    if not able.best:
         return error
     least: dict[int, int] = {}
-    for count, memory, _ in sorted(tried.figures for tried in able.search.best):
+    for count, memory, _ in sorted(tried.figures for tried in able.best):
         least.setdefault(count, memory)
     *enough, last = [f"{named_devices(count)} of {format_bytes(rounded_up(each))}" for count, each in least.items()]
     enough = [", ".join(enough), last] if enough else [last]
@@ -273,9 +265,11 @@ def _why(request: Request, found: _Searched) -> PipeplanError:
 
 @dataclass(slots=True)
 class _FrontierSearch:
-    """What has been found until the time is up."""
+    """What has been found until the time is up; whether there was more to try, and the ``partitions`` that are left."""
 
     limit: Limit
+    partitions: Iterator[PartitionTrial]
+    interrupted: bool = False
     best: list[PlanPoint] = field(default_factory=list)
     failures: dict[int, PipeplanError] = field(default_factory=dict)
     num_tried: int = 0
@@ -291,7 +285,7 @@ class _FrontierSearch:
 
     def one_stage(self, request: Request) -> None:
         """Compare the strategies of one stage: all, or when a share of the time is over some, or none."""
-        for share, within in ((_ONE_STAGE, 0.0), (1.0, _ROUGH)):
+        for share, within in ((_HOW.one_stage, 0.0), (1.0, _HOW.rough)):
             limit = Limit(self.left(share))
             try:
                 with limit.enforced():
@@ -318,7 +312,7 @@ class _FrontierSearch:
                 if tried is None:
                     break
                 self.best = _with(self.best, tried)
-                limit = int(STEP * tried.memory_bytes)
+                limit = int(_HOW.step * tried.memory_bytes)
 
     def try_all(self, found: Iterator[PartitionTrial], share: float = 1.0) -> bool:
         """Try partitions until a share of the time is over, at least until something fits; whether it was all."""
@@ -411,7 +405,7 @@ def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[
         return None
     peak = max(peak_memory(trial.best.graph, trial.best.orders), key=lambda each: each.peak_bytes)
     plan, still_open = partial(_trial_plan, request, trial), trial.candidate if asked.open else None
-    return PlanPoint(request, peak.peak_bytes, peak.workspace_bytes, trial.value_ns, plan, still_open)
+    return PlanPoint(request, peak.peak_bytes, peak.parts[WORKSPACE], trial.value_ns, plan, still_open)
 
 
 def _trial_plan(request: Request, trial: Trial) -> Plan:

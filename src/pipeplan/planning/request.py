@@ -10,9 +10,8 @@ from typing import Any
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
-from pipeplan.partition.placement import follows
+from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.partition.submodules import Submodule
 from pipeplan.schedule.rules import Rules, SubmoduleRules
 from pipeplan.schedule.rules.values import evaluate
 

@@ -7,7 +7,6 @@ the stage's: times of forward and backward with all that is exchanged in them, s
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -16,12 +15,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from pipeplan._version import __version__
 from pipeplan.checker import check
 from pipeplan.costs import StageCost, build_workload
-from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, Provenance, sha256_of
+from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile
 from pipeplan.partition.per_block_sharding import BlockSplits, GroupSplits, RunPoint
-from pipeplan.planning.build_plan import assemble
+from pipeplan.planning.build_plan import assemble, provenance_of
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request, Splitting
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
@@ -230,7 +228,9 @@ def plan_of_strategy(
         weak_makespan_bound(workload),
         Fraction(split.costs.forward_ns + split.costs.backward_ns),
         "strategy",
-        provenance=_provenance(profile, cluster, samples, options.microbatches),
+        provenance=provenance_of(
+            profile, cluster, {"num_microbatches": options.microbatches, "microbatch_size": samples}
+        ),
     )
     check(plan, profile, cluster if memory_bytes is None else None).require("the plan of the strategy")
     return plan
@@ -244,16 +244,6 @@ def _order(graph: TaskGraph, in_flight: int) -> list[int]:
     for microbatch, task in enumerate(backwards):
         order += [*forwards[ahead + microbatch : ahead + microbatch + 1], task]
     return order
-
-
-def _provenance(profile: Profile, cluster: Cluster | None, samples: int, microbatches: int) -> Provenance:
-    return Provenance(
-        profile=profile.name,
-        profile_sha256=sha256_of(profile),
-        cluster_sha256=sha256_of(cluster) if cluster is not None else "",
-        options={"num_microbatches": microbatches, "microbatch_size": samples},
-        versions={"pipeplan": __version__, "python": platform.python_version()},
-    )
 
 
 def split_stages(

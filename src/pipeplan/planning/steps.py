@@ -1,4 +1,8 @@
-"""Everything that a search for a plan tries, in order: placements, their schedules, changes to the best plans.
+"""The search for a plan: everything that it tries, in order, and the plan that comes of it.
+
+All candidates are looked at first: bounds, and known schedules alone. Those that may still become the best then get
+shares of the time, the more promising ones more and more of it. There is a plan from the first look on. Changes to the
+best ones, which keep their orders, come last: no recomputation, forwards in two parts (AutoPipe III-C).
 
 A step is a frozen dataclass whose fields are its constants. A search takes the steps as an argument, so that each can
 be left out: ``search_plan(request, steps=without({"windows"}))``.
@@ -6,78 +10,282 @@ be left out: ``search_plan(request, steps=without({"windows"}))``.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
-from pipeplan.schedule.state import ScheduleStep, SearchStep
+from pipeplan.errors import PipeplanError, UsageError
+from pipeplan.files import PlacedStage, Placement
+from pipeplan.planning.build_plan import Result, planned
+from pipeplan.planning.candidates import PlacementCandidate, PublishedPlanners, StageGraphs, candidates
+from pipeplan.planning.infeasibility import ExplainShortage, most_telling
+from pipeplan.planning.request import Request
+from pipeplan.planning.trials import BackwardWays, PlanSearch, PlanStep, Trial, iteration_of, on_cluster, workloads
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget, load_solver
+from pipeplan.schedule.search import FirstLook
+from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
+from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.kinds import Role
+from pipeplan.workload.memory import fits
+from pipeplan.workload.slices import in_parts
+from pipeplan.workload.task_graph import earliest_starts, task_graph
+from pipeplan.workload.workload import Workload
 
 
 @dataclass(frozen=True)
-class LookAtCandidates(SearchStep):
-    """Known schedules of placements as they come; with less than ``least`` of the limit left no more are looked at."""
-
-    share: float = 0.5
-    least: float = 0.1
-    name = "look at candidates"
-    when = "always, in turn with the search; once there is a plan, only with {least} of the limit left"
-    of = "what is left"
-    needed = True
-
-
-@dataclass(frozen=True)
-class SearchCandidates(SearchStep):
-    """Search the most promising candidates: in each round (how many, their part of the time that is left)."""
-
-    rounds: tuple[tuple[int, float], ...] = ((8, 0.4), (3, 0.5), (1, 1.0))
-    name = "search candidates"
-    when = "always, in turn with the looking; those that may become the best"
-    needed = True
-
-
-@dataclass(frozen=True)
-class BackwardWays(SearchStep):
-    """Each way of running backward gets a short look, then the better one the rest of the candidate's time."""
-
-    share: float = 0.15
-    name = "both ways of backward"
-    when = "--split-backward is open, and the profile has costs for both"
-    of = "the candidate's time, each"
-    needed = True
-
-
-@dataclass(frozen=True)
-class EaseRecomputation(SearchStep):
+class EaseRecomputation(PlanStep):
     """Stages of the best ``finalists`` that need not recompute after all."""
 
     finalists: int = 3
     name = "ease recomputation"
     when = "the best {finalists} plans; recomputation is open; orders still fit"
 
+    def applies(self, search: PlanSearch) -> bool:
+        return search.request.recompute is None
+
+    def run(self, search: PlanSearch) -> None:
+        for trial in search.finalists[: self.finalists]:
+            _ease(search.request, trial, search.budget, search.progress)
+
+
+def _ease(request: Request, trial: Trial, budget: Budget, progress: Progress | None) -> None:
+    """Let stages keep their activations one after another, as far as the same orders still fit: longest first.
+
+    What known schedules, and a search in the time that is left, make of the eased stages counts too.
+    """
+    assert trial.best is not None  # it is a finalist
+    stages = trial.best.workload.stages
+    time_of = {operation.stage: operation.duration_ns for operation in trial.best.workload.operations}
+    eased = False
+    for index in sorted((i for i, stage in enumerate(stages) if stage.recompute), key=lambda i: -time_of[i]):
+        placement = _changed(trial.candidate.placement, {index: {"recompute": False}})
+        schedule = _retimed(request, trial, placement, "")
+        if schedule is not None and iteration_of(schedule) <= iteration_of(trial.best):
+            trial.candidate = replace(trial.candidate, placement=placement)
+            trial.best, trial.bounds = schedule, [schedule.bound_ns]
+            eased = True
+    if eased:
+        trial.begin_again(request)
+        if request.scheduler == "auto":
+            trial.look(thorough=True)
+        if not budget.expired:
+            with suppress(PipeplanError):  # there is a schedule
+                trial.search(request, budget, budget.remaining, progress)
+
 
 @dataclass(frozen=True)
-class SliceForwards(SearchStep):
-    """Leading forwards in two parts: of the best ``finalists``, and of candidates with few actions times stages."""
+class SliceForwards(PlanStep):
+    """Leading forwards in two parts: of the best ``finalists``, and of candidates with few actions times stages.
+
+    Those take but some tenths of a second, so they are tried at once.
+    """
 
     finalists: int = 3
     few: int = 30_000
     name = "slice forwards"
     when = "the best {finalists} plans, and candidates of at most {few} actions x stages; one stage per device"
 
+    def run(self, search: PlanSearch) -> None:
+        for trial in search.finalists[: self.finalists]:
+            slice_forwards(search.request, trial)
+
+    def expect(self, request: Request, trial: Trial) -> None:
+        """Lower the bound of a new trial to what forwards in parts may make of it, if they are to be tried at once."""
+        if self._quick(trial.ways[0]):
+            _expect_parts(request, trial)
+
+    def at_once(self, request: Request, trial: Trial) -> None:
+        """Slice what was found of a trial, where that is open and quick."""
+        trial.parted = None
+        if request.num_parted is None and trial.best is not None and self._quick(trial.best.workload):
+            slice_forwards(request, trial)
+
+    def _quick(self, workload: Workload) -> bool:
+        return len(workload.stages) * sum(map(len, workload.slots)) <= self.few
+
+
+def _expect_parts(request: Request, trial: Trial) -> None:
+    workload = trial.ways[0]
+    if request.num_parted is not None or _reason_against_parts(workload) is not None:
+        return
+    candidate = replace(trial.candidate, placement=_parted(trial, workload, workload.num_microbatches))
+    with suppress(UsageError):  # no costs for half the samples
+        trial.parted_bound = min(map(weak_makespan_bound, workloads(request, candidate)))
+
+
+def slice_forwards(request: Request, trial: Trial) -> None:
+    """Run leading forwards of the trial's best schedule in parts: of as many micro-batches as asked for, or as helps.
+
+    Micro-batch m of those in parts is so on all stages but the last m: there its forward is no warmup any more. On the
+    last of the others its parts are sent together. It is for one stage per device and one size of micro-batch.
+
+    Raises:
+        UsageError: a number is asked for that the placement or the profile does not allow.
+    """
+    trial.parted = None
+    wanted, whole = request.num_parted, trial.best
+    if wanted == 0 or whole is None:
+        return
+    reason = _reason_against_parts(whole.workload)
+    if reason is not None:
+        if wanted is not None:
+            raise UsageError(f"--slices {wanted} does not apply: {reason}")
+        return
+    most = min(1 + max(whole.workload.stage_depths), whole.workload.num_microbatches)
+    for count in [wanted] if wanted is not None else range(1, most + 1):
+        try:
+            schedule = _retimed(request, trial, _parted(trial, whole.workload, count), "+slices")
+        except UsageError:  # no costs for half the samples
+            if wanted is not None:
+                raise
+            return
+        if schedule is not None and (wanted is not None or iteration_of(schedule) < (trial.value_ns or 0)):
+            trial.parted = replace(schedule, pattern=None)
+
+
+def _parted(trial: Trial, workload: Workload, count: int) -> Placement:
+    """The trial's placement with ``count`` micro-batches in parts."""
+    depth = 1 + max(workload.stage_depths)
+    parts = {index: {"num_parted": min(count, depth - place)} for index, place in enumerate(workload.stage_depths)}
+    return _changed(trial.candidate.placement, parts)
+
+
+def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) -> Schedule | None:
+    """The same orders on a changed placement; None if they do not fit there.
+
+    Raises:
+        UsageError: the profile has no costs for it.
+    """
+    base = trial.best
+    assert base is not None
+    split = any(operation.role is Role.INPUT_GRAD for operation in base.workload.operations)
+    (workload,) = workloads(replace(request, split_backward=split), replace(trial.candidate, placement=placement))
+    graph = task_graph(workload)
+    orders = in_parts(base.orders, graph)
+    if not fits(graph, orders):
+        return None
+    starts = earliest_starts(graph, orders)
+    makespan = graph.makespan(starts)
+    return replace(
+        base,
+        workload=workload,
+        graph=graph,
+        orders=orders,
+        starts=starts,
+        makespan_ns=makespan,
+        bound_ns=min(makespan, weak_makespan_bound(workload)),
+        scheduler=base.scheduler + mark,
+    )
+
+
+def _changed(placement: Placement, changes: Mapping[int, Mapping[str, object]]) -> Placement:
+    stages: tuple[PlacedStage, ...] = tuple(
+        stage.model_copy(update=changes.get(index, {})) for index, stage in enumerate(placement.stages)
+    )
+    return placement.model_copy(update={"stages": stages})
+
+
+def _reason_against_parts(workload: Workload) -> str | None:
+    devices = [device for stage in workload.stages for device in stage.devices]
+    if len(set(devices)) < len(devices):
+        return "it needs one stage per device"
+    if not workload.is_uniform:
+        return "it needs one micro-batch size and one route"
+    if any(stage.microbatch_size % (2 * stage.replicas) for stage in workload.stages):
+        return f"micro-batches of {workload.microbatch_size} samples cannot be halved on every replica"
+    return None
+
 
 @dataclass(frozen=True)
-class ExplainShortage(SearchStep):
-    """What would do where nothing fits, looked for in at least ``seconds``; memory is found to ``precision``."""
+class LookAtCandidates(PlanStep):
+    """Known schedules of placements as they come; with less than ``least`` of the limit left no more are looked at.
 
-    seconds: float = 1.0
-    precision: float = 1.01
-    name = "explain what does not fit"
-    when = "nothing fits into memory"
+    ``chains_between`` are as in :func:`pipeplan.planning.candidates.candidates`.
+    """
+
+    share: float = 0.5
+    least: float = 0.1
+    chains_between: int = 8
+    name = "look at candidates"
+    when = "always, in turn with the search; once there is a plan, only with {least} of the limit left"
+    of = "what is left"
+    needed = True
+    in_turn = True
+
+    def run(self, search: PlanSearch) -> None:
+        budget = search.budget
+        until = budget.used + self.share * budget.remaining
+        while search.best is None or (budget.used < until and not budget.interrupted):
+            candidate = search.take()
+            if search.all_seen:
+                return
+            if candidate is not None:
+                self._try(search, candidate)
+        search.all_seen = budget.remaining <= self.least * budget.seconds
+
+    def _try(self, search: PlanSearch, candidate: PlacementCandidate) -> None:
+        """Known schedules alone, unless the candidate cannot be better, or must be searched in any case."""
+        request, slicing, best = search.request, named(search.steps, SliceForwards), search.best
+        try:
+            if best is not None and Trial.of(replace(request, cluster=None), candidate).hopeless(best):
+                return  # wherever its devices are
+            trial = Trial.of(request, on_cluster(request, candidate) or candidate, search.steps)
+            if slicing is not None:
+                slicing.expect(request, trial)
+        except PipeplanError as error:
+            search.failures.append(error)
+            return
+        search.trials.append(trial)
+        searched = isinstance(request.placement, Placement) or request.scheduler != "auto"
+        if searched or trial.hopeless(best):
+            return
+        trial.look()
+        if slicing is not None:
+            slicing.at_once(request, trial)
+        search.budget.charge(SECONDS_PER_LOOK * sum(len(slots) for workload in trial.ways for slots in workload.slots))
+        search.report(trial)
+
+
+@dataclass(frozen=True)
+class SearchCandidates(PlanStep):
+    """Search the most promising candidates: in each round (how many, their part of the time that is left).
+
+    As long as there may be more candidates, the first round alone.
+    """
+
+    rounds: tuple[tuple[int, float], ...] = ((8, 0.4), (3, 0.5), (1, 1.0))
+    name = "search candidates"
+    when = "always, in turn with the looking; those that may become the best"
+    needed = True
+    in_turn = True
+
+    def run(self, search: PlanSearch) -> None:
+        for most, part in self.rounds if search.all_seen else self.rounds[:1]:
+            live = search.live[:most]
+            seconds = search.budget.remaining * (part if len(live) > 1 else 1.0)
+            for trial in live:
+                best = search.best
+                if best is None or not (trial.hopeless(best) or search.budget.expired):
+                    self._search(search, trial, seconds / len(live))
+
+    def _search(self, search: PlanSearch, trial: Trial, seconds: float) -> None:
+        slicing = named(search.steps, SliceForwards)
+        try:
+            trial.search(search.request, search.budget, seconds, search.progress)
+            if slicing is not None:
+                slicing.at_once(search.request, trial)
+        except PipeplanError as error:
+            search.failures.append(error)
+            if trial.best is None:
+                search.trials.remove(trial)
 
 
 STEPS: tuple[SearchStep, ...] = (
     LookAtCandidates(),
+    StageGraphs(),
+    PublishedPlanners(),
+    FirstLook(),
     SearchCandidates(),
     BackwardWays(),
     *SCHEDULE_STEPS,
@@ -85,18 +293,6 @@ STEPS: tuple[SearchStep, ...] = (
     SliceForwards(),
     ExplainShortage(),
 )
-
-AnyStep = TypeVar("AnyStep", bound=SearchStep)
-
-
-def named(steps: Sequence[SearchStep], kind: type[AnyStep]) -> AnyStep | None:
-    """The step of a kind; None where it is switched off."""
-    return next((step for step in steps if isinstance(step, kind)), None)
-
-
-def schedule_steps(steps: Sequence[SearchStep]) -> tuple[ScheduleStep, ...]:
-    """The steps of the search for a schedule."""
-    return tuple(step for step in steps if isinstance(step, ScheduleStep))
 
 
 def without(names: Collection[str], steps: Sequence[SearchStep] = STEPS) -> tuple[SearchStep, ...]:
@@ -115,3 +311,27 @@ def table(steps: Sequence[SearchStep] = STEPS) -> str:
     """The steps as a Markdown table: name, when it is tried, its share of the time."""
     rows = [("step", "tried when", "time, at most"), ("---", "---", "---"), *(step.row for step in steps)]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def search_plan(request: Request, *, progress: Progress | None = None, steps: Sequence[SearchStep] = STEPS) -> Result:
+    """Search the best plan of a placement, a strategy, or with ``auto`` of all of them, for a mini-batch.
+
+    With ``split_backward`` left open both ways get a short look and the better one the rest of the time, and the bound
+    is for both. With ``auto`` micro-batches have any of the request's sizes per replica, and recomputation is a choice
+    like others; otherwise it is tried only where nothing fits without. ``steps`` are what is tried.
+
+    Raises:
+        InfeasibleError: nothing fits; the text names the device, the bytes and what to change.
+        UsageError: a request that contradicts the profile.
+    """
+    load_solver()
+    search = PlanSearch(request, Budget(request.time_limit, request.seed, request.deterministic), progress, steps)
+    looking = named(steps, LookAtCandidates) or LookAtCandidates()
+    search.run(lambda: candidates(request, steps, looking.chains_between))
+    best = search.best
+    if best is None or best.best is None:
+        raise most_telling(search.failures)
+    schedule = best.settled
+    plan = planned(request, best.candidate, schedule, best.best.workload)
+    chosen = None if isinstance(request.placement, Placement) else search.partition_seconds
+    return Result(plan, schedule, search.budget.elapsed, chosen, search.budget.interrupted)

@@ -1,28 +1,33 @@
-"""One candidate's schedules: a first look at what it is worth, then a search with a share of the time.
+"""What a search for a plan knows: the candidates that were tried, and the schedules found of each.
 
-Before that its devices are chosen among a cluster's, so that what talks much is near.
+A candidate's devices are chosen among a cluster's, so that what talks much is near. A first look says what it is worth;
+a search of its schedules takes a share of the time.
 """
 
 from __future__ import annotations
 
+import time
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from pipeplan.costs import build_workload, can_split
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement
 from pipeplan.partition.mapping import mapped
-from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.candidates import CandidateOrError, PlacementCandidate
 from pipeplan.planning.request import Request
-from pipeplan.planning.steps import STEPS, BackwardWays, named, schedule_steps
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
-from pipeplan.schedule.search import SEARCHING, first_look, search_schedule
-from pipeplan.schedule.state import Progress, Schedule, SearchStep
+from pipeplan.schedule.search import SEARCHING, FirstLook, first_look, search_schedule
+from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchStep, named
+from pipeplan.schedule.steps import STEPS
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.kinds import GRADIENTS
 from pipeplan.workload.one_microbatch import device_groups
 from pipeplan.workload.workload import Workload
 
@@ -65,7 +70,7 @@ def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCand
     sync = [0] * len(sizes)
     for stage in workload.stages:
         if stage.replicas > 1:
-            sync[group_of[stage.devices[0]]] += stage.gradient_bytes
+            sync[group_of[stage.devices[0]]] += stage.state[GRADIENTS]
     static = [workload.static_bytes(group_of.index(group)) for group in range(len(sizes))]
     try:
         found = mapped(
@@ -86,6 +91,17 @@ def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCand
         for stage in candidate.placement.stages
     )
     return replace(candidate, placement=candidate.placement.model_copy(update={"stages": stages}))
+
+
+@dataclass(frozen=True)
+class BackwardWays(SearchStep):
+    """Each way of running backward gets a short look, then the better one the rest of the candidate's time."""
+
+    share: float = 0.15
+    name = "both ways of backward"
+    when = "--split-backward is open, and the profile has costs for both"
+    of = "the candidate's time, each"
+    needed = True
 
 
 @dataclass(slots=True)
@@ -135,6 +151,10 @@ class Trial:
         found = self.parted or self.best
         return None if found is None else iteration_of(found)
 
+    def hopeless(self, best: Trial | None) -> bool:
+        """Whether no schedule can have a shorter iteration than the best trial."""
+        return best is not None and best.value_ns is not None and self.bound_ns >= best.value_ns
+
     def begin_again(self, request: Request) -> None:
         """The candidate has changed and its best schedule is one of the changed workload: take that one for a way."""
         assert self.best is not None
@@ -144,8 +164,9 @@ class Trial:
 
     def look(self, *, thorough: bool = False) -> None:
         """Known schedules alone, which takes no solver."""
+        look = named(self.steps, FirstLook) or FirstLook()
         for workload in self.ways:
-            self._offer(first_look(workload, thorough=thorough))
+            self._offer(first_look(workload, look, thorough=thorough))
 
     def search(self, request: Request, budget: Budget, seconds: float, progress: Progress | None = None) -> None:
         """Search for so long, over the ways of running backward.
@@ -163,11 +184,11 @@ class Trial:
     def _search(self, request: Request, share: Budget, progress: Progress | None) -> None:
         found: dict[int, Schedule] = {}
         failures: list[PipeplanError] = []
-        looking = named(self.steps, BackwardWays) if len(self.ways) > 1 else None
+        looking = named(self.steps, BackwardWays) or BackwardWays()
         for way, workload in enumerate(self.ways):
             if self._hopeless(way) or (found and share.interrupted):
                 continue
-            seconds = share.remaining * (1.0 if looking is None else looking.share)
+            seconds = share.remaining * (looking.share if len(self.ways) > 1 else 1.0)
             try:
                 found[way] = self._searched(request, workload, share, seconds, self._known(workload), progress)
             except (InfeasibleError, UsageError) as error:  # a classic schedule may apply to one way alone
@@ -203,7 +224,7 @@ class Trial:
                 unroll=request.unroll,
                 known=known,
                 progress=progress,
-                steps=schedule_steps(self.steps),
+                steps=[step for step in self.steps if isinstance(step, ScheduleStep)],
             )
 
     def _hopeless(self, way: int) -> bool:
@@ -232,6 +253,113 @@ class Trial:
             return self.parted
         assert self.best is not None
         return replace(self.best, bound_ns=min(self.best.makespan_ns, *self.bounds))
+
+
+class PlanStep(SearchStep, ABC):
+    """A step of the search for a plan. Those ``in_turn`` are repeated, the others run once at the end if they apply."""
+
+    in_turn: ClassVar[bool] = False
+
+    def applies(self, search: PlanSearch) -> bool:
+        """Whether the precondition holds."""
+        return True
+
+    @abstractmethod
+    def run(self, search: PlanSearch) -> None:
+        """Add to what is known."""
+
+
+@dataclass(slots=True)
+class PlanSearch:
+    """Trials in the order they were made, and why other candidates are not among them.
+
+    ``open`` are the candidates not yet looked at, of which those that are a ``fallback`` are for now, or the others; no
+    more will be once ``all_seen``. ``finalists`` are the trials with a schedule at the end, best first.
+    """
+
+    request: Request
+    budget: Budget
+    progress: Progress | None
+    steps: Sequence[SearchStep]
+    trials: list[Trial] = field(default_factory=list)
+    failures: list[PipeplanError] = field(default_factory=list)
+    open: Iterator[CandidateOrError] = field(default_factory=lambda: iter(()))
+    fallback: bool = False
+    all_seen: bool = False
+    finalists: list[Trial] = field(default_factory=list)
+    partition_seconds: float = 0.0
+    _seen: set[Hashable] = field(default_factory=set)
+
+    def run(self, candidates: Callable[[], Iterator[CandidateOrError]]) -> None:
+        """Repeat the steps that go in turn until all candidates have been looked at or time is up; then all others.
+
+        What is only a fallback comes if there is nothing else.
+        """
+        steps = [step for step in self.steps if isinstance(step, PlanStep)]
+        for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
+            self.open, self.fallback, self.all_seen = candidates(), fallback, False
+            try:
+                self._repeat([step for step in steps if step.in_turn])
+            except KeyboardInterrupt:
+                if self.best is None:
+                    raise
+                self.budget.interrupted = True
+            if self.best is not None:
+                break
+        self.finalists = sorted(self.done, key=_rank)
+        for step in steps:
+            if not step.in_turn and step.applies(self):
+                step.run(self)
+
+    def _repeat(self, steps: Sequence[PlanStep]) -> None:
+        while not self.all_seen:
+            for step in steps:
+                step.run(self)
+
+    @property
+    def best(self) -> Trial | None:
+        """The trial with the shortest iteration, of equals the one with fewest stages."""
+        return min(self.done, key=_rank, default=None)
+
+    @property
+    def done(self) -> list[Trial]:
+        """Trials with a schedule."""
+        return [trial for trial in self.trials if trial.best is not None]
+
+    @property
+    def live(self) -> list[Trial]:
+        """Trials that may become the best, the most promising first."""
+        best = self.best
+        live = [trial for trial in self.trials if not trial.hopeless(best)]
+        return sorted(live, key=lambda trial: (trial.best is None, (trial.value_ns or 0) + trial.bound_ns))
+
+    def take(self) -> PlacementCandidate | None:
+        """The next candidate; None where there is none, it was seen before, or that were all."""
+        begun = time.monotonic()
+        candidate = next(self.open, None)
+        self.partition_seconds += time.monotonic() - begun
+        if candidate is None:
+            self.all_seen = True
+        elif isinstance(candidate, PipeplanError):
+            self.failures.append(candidate)
+        elif candidate.fallback == self.fallback and candidate.key not in self._seen:
+            self._seen.add(candidate.key)
+            return candidate
+        return None
+
+    def report(self, trial: Trial) -> None:
+        """Say what is known after a look at a trial."""
+        best = self.best
+        if self.progress is not None and best is not None and best.value_ns is not None:
+            bound = min(each.bound_ns for each in self.trials)
+            what = f"{trial.candidate.source} {trial.candidate.placement.strategy}"
+            self.progress(what, best.value_ns, min(bound, best.value_ns), self.budget.elapsed)
+
+
+def _rank(trial: Trial) -> tuple[int, int]:
+    assert trial.best is not None
+    assert trial.value_ns is not None
+    return trial.value_ns, len(trial.best.workload.stages)
 
 
 def iteration_of(schedule: Schedule) -> int:

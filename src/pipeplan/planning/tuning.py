@@ -23,9 +23,8 @@ from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, 
 from pipeplan.files import Placement
 from pipeplan.planning.build_plan import Result, planned
 from pipeplan.planning.candidates import Choice, PlacementCandidate, grid
-from pipeplan.planning.infeasibility import shortage
+from pipeplan.planning.infeasibility import ExplainShortage, most_telling, shortage
 from pipeplan.planning.request import Request
-from pipeplan.planning.search import most_telling
 from pipeplan.planning.tuning_cells import Cache, Cell, CellRows, TuningRow, cell_of, rows_of, schedule_of, settled_cell
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Progress
@@ -137,9 +136,6 @@ _NO_RULES = (
     "no built-in rules make a schedule that fits into the devices' memory; raise --memory or --devices, lower "
     "--microbatch-size, or let --scheduler auto search"
 )
-
-_EXPLAINING = 5.0
-"""Seconds in which it is looked for what would do where nothing fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,4 +392,7 @@ class _Tuner:
             limit = self.request.time_limit
             return SearchTimeoutError(f"no schedule was found in {limit:g} s; {self._kept}raise --time-limit")
         error = most_telling(self.failures)
-        return shortage(self.request, error, _EXPLAINING) if isinstance(error, InfeasibleError) else error
+        if not isinstance(error, InfeasibleError):
+            return error
+        step = ExplainShortage(seconds=5.0)
+        return shortage(self.request, error, step.seconds, step)

@@ -10,12 +10,12 @@ from xml.sax.saxutils import escape
 from rich.table import Table
 from rich.text import Text
 
-from pipeplan.planning.frontier_result import FrontierPoint, FrontierResult
+from pipeplan.planning.frontier import FrontierPoint, FrontierResult
 from pipeplan.reporting.tables import console_for, new_table
 from pipeplan.units import format_bytes, format_ns, named_devices
 
 _MOST_ROWS = 24
-_WIDTH, _HEIGHT = 72, 16
+_COLUMNS, _LINES = 72, 16
 _DOT, _KNEE, _SIGNS = "o", "X", "123456789abcdefghijklmn"
 
 
@@ -70,18 +70,18 @@ def _plot(points: Sequence[FrontierPoint]) -> Iterator[str]:
     counts = sorted({point.num_devices for point in points})
     signs = {count: _DOT if len(counts) == 1 else _SIGNS[i % len(_SIGNS)] for i, count in enumerate(counts)}
     x, y = UnitScale.of([p.memory_bytes for p in points]), UnitScale.of([p.time_ns for p in points])
-    cells = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    cells = [[" "] * _COLUMNS for _ in range(_LINES)]
     for point in sorted(points, key=lambda each: each.turning_point):
-        row = _HEIGHT - 1 - round(y.at(point.time_ns) * (_HEIGHT - 1))
+        row = _LINES - 1 - round(y.at(point.time_ns) * (_LINES - 1))
         sign = _KNEE if point.turning_point and len(counts) == 1 else signs[point.num_devices]
-        cells[row][round(x.at(point.memory_bytes) * (_WIDTH - 1))] = sign
-    labels = {0: format_ns(max(p.time_ns for p in points)), _HEIGHT - 1: format_ns(min(p.time_ns for p in points))}
+        cells[row][round(x.at(point.memory_bytes) * (_COLUMNS - 1))] = sign
+    labels = {0: format_ns(max(p.time_ns for p in points)), _LINES - 1: format_ns(min(p.time_ns for p in points))}
     margin = max(map(len, labels.values()))
     for row, line in enumerate(cells):
         yield f"{labels.get(row, ''):>{margin}} |{''.join(line).rstrip()}"
     least, most = (format_bytes(limit(p.memory_bytes for p in points)) for limit in (min, max))
-    yield f"{'':{margin}} +{'-' * _WIDTH}"
-    yield f"{'':{margin}}  {least}{most:>{_WIDTH - len(least)}}"
+    yield f"{'':{margin}} +{'-' * _COLUMNS}"
+    yield f"{'':{margin}}  {least}{most:>{_COLUMNS - len(least)}}"
     if len(counts) > 1:
         yield f"{'':{margin}}  {', '.join(f'{signs[count]}: {named_devices(count)}' for count in counts)}"
 

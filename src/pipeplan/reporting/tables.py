@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeplan.costs.inspection import SUMMED, Caution, Inspection, alike, cautions, counts, operator_shares, sums
+from pipeplan.costs.inspection import SUMMED, Inspection, alike, cautions, counts, operator_shares, sums
 from pipeplan.files import CostRow, Profile
 from pipeplan.planning.comparison import OURS, Comparison, ComparisonRow
 from pipeplan.planning.tuning_cells import TuningRow
 from pipeplan.reporting.timeline import kind_name
-from pipeplan.simulator.measured import DeviceTimes, KindTimes, MeasuredComparison
+from pipeplan.simulator.measured import DeviceTimes, MeasuredComparison
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.kinds import is_instruction
@@ -171,15 +171,11 @@ def print_inspection(inspection: Inspection, file: TextIO | None = None) -> None
         console.print(f"shares at micro-batch size {sizes[-1]}; states are parameters, gradients and optimizer")
         console.print(_shares(profile, sizes[-1]))
     found = cautions(profile, inspection.asked)
-    console.print(_conclusion(found))
+    console.print(Text(counted(len(found), "warning") if found else "no warnings", style="bold"))
     for caution in found[:_MAX_CAUTIONS]:
         console.print(Text.assemble(("warning: ", "yellow"), caution.text))
     if len(found) > _MAX_CAUTIONS:
         console.print(f"... and {len(found) - _MAX_CAUTIONS} more; --json has them all")
-
-
-def _conclusion(found: Sequence[Caution]) -> Text:
-    return Text(counted(len(found), "warning") if found else "no warnings", style="bold")
 
 
 def print_blocks(profile: Profile, file: TextIO | None = None) -> None:
@@ -315,7 +311,7 @@ def _kinds(comparison: MeasuredComparison) -> Table:
             format_ns(kind.predicted_ns),
             format_ns(kind.measured_ns),
             format_ns(kind.median_ns),
-            _ratio(kind),
+            "" if kind.ratio is None else _percent(kind.ratio),  # of messages the two are not the same thing
         )
     return table
 
@@ -353,11 +349,6 @@ def _device(comparison: MeasuredComparison, device: DeviceTimes) -> list[str]:
         f"{1 - busy / comparison.predicted_ns:.1%}",
         f"{1 - device.busy_ns / comparison.measured_ns:.1%}",
     ]
-
-
-def _ratio(kind: KindTimes) -> str:
-    """Of messages the two are not the same thing."""
-    return "" if kind.ratio is None else _percent(kind.ratio)
 
 
 def _percent(ratio: float) -> str:

@@ -29,7 +29,7 @@ from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.elements import Stage
-from pipeplan.workload.kinds import MEMORY_KINDS, Role, in_order, role_of
+from pipeplan.workload.kinds import MEMORY_KINDS, PARAMETERS, Role, in_order, role_of
 
 _MAX_STAGES = 32
 _MAX_BLOCKS = 4
@@ -85,16 +85,13 @@ def _stage_table(plan: Plan) -> Table:
             _shortened([str(device) for device in stage.devices]),
             _shortened(stage.blocks) if stage.blocks else kinds[index],
             format_ns(work),
-            format_bytes(stage.parameter_bytes),
+            format_bytes(stage.state[PARAMETERS]),
             *([way] if any(ways) else []),
         )
         for index, (stage, work, way) in enumerate(zip(plan.stages, _stage_work(plan), ways, strict=True))
     ]
-    if len(rows) > _MAX_STAGES:
-        half = _MAX_STAGES // 2
-        rows = [*rows[:half], ("...",) * len(rows[0]), *rows[-half:]]
-    for row in rows:
-        table.add_row(*row)
+    for index in shown_rows(len(rows), _MAX_STAGES):
+        table.add_row(*(("...",) * len(rows[0]) if index is None else rows[index]))
     return table
 
 

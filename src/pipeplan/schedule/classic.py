@@ -1,25 +1,310 @@
-"""The classic schedules by name: where each applies, and what makes its orders."""
+"""The classic schedules by name: where each applies, and what makes its orders.
+
+Orders are made by rules of the catalog, from scripts of a device's actions, or by trying many. They have task numbers
+as in :mod:`pipeplan.workload.task_graph`. Classic schedules do not look at memory unless they say so.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice, product
 
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.schedule.classic_orders import (
-    Orderer,
-    as_given,
-    automatic,
-    by_rules,
-    by_rules_in_units,
-    dualpipe_v,
-    repeated_block,
-    scripted,
-    zero_bubble_v,
-)
-from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders
-from pipeplan.workload.kinds import BACKWARD_ROLES, Role
+from pipeplan.schedule.list_scheduling import in_flight_limits, list_schedule, policies
+from pipeplan.schedule.rules.engine import schedule_by_rules
+from pipeplan.schedule.rules.language import named_rules
+from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, makespan
+from pipeplan.workload import task_graph as timing
+from pipeplan.workload.kinds import BACKWARD_ROLES
+from pipeplan.workload.memory import fits, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.task_graph import TaskGraph, task_graph
+from pipeplan.workload.workload import Workload
+
+Orders = list[list[int]]
+Orderer = Callable[[OneMicrobatch, TaskGraph], Orders]
+"""Makes the orders of the devices."""
+
+
+def as_given(make: Callable[[Workload, TaskGraph], timing.Orders]) -> Orderer:
+    """Orders that are made for a workload as it is, with micro-batches of any sizes."""
+
+    def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
+        if problem.reduction is None or problem.reduction.workload.is_uniform:
+            return [list(order) for order in make(problem.workload, graph)]
+        workload = problem.reduction.workload
+        return problem.reduction.to_reduced(make(workload, task_graph(workload)))
+
+    return orders
+
+
+def sorted_by(problem: OneMicrobatch, key: Callable[[int, int], tuple[int, ...]]) -> Orders:
+    """Every device's actions by key(operation, micro-batch)."""
+    count = problem.num_microbatches
+    return [
+        [x * count + m for x, m in sorted(((x, m) for x in operations for m in range(count)), key=lambda xm: key(*xm))]
+        for operations in problem.on_device[: problem.num_devices]
+    ]
+
+
+class Script:
+    """A device's actions, written as words: ``F0`` is the next forward of its first chunk, ``F1`` of its second.
+
+    ``B0`` is the whole backward, W right after I where they are apart; ``I0`` its input gradient (or the whole
+    backward), ``W0`` the weight gradient of the chunk's oldest micro-batch that still owes one, ``W`` that of the
+    oldest of all chunks. A word with nothing left to do is passed over, so that schedules need no ends.
+    """
+
+    def __init__(self, problem: OneMicrobatch, device: int) -> None:
+        self._count = problem.num_microbatches
+        self._chunks = [
+            operations
+            for stage, operations in zip(problem.workload.stages, problem.stage_operations, strict=True)
+            if stage.devices == (device,)
+        ]
+        self._next = {(kind, chunk): 0 for kind in "FI" for chunk in range(len(self._chunks))}
+        self._owed: deque[tuple[int, int]] = deque()  # (chunk, micro-batch) with an input but no weight gradient
+        self.order: list[int] = []
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages of the device."""
+        return len(self._chunks)
+
+    def add(self, words: str, times: int = 1) -> Script:
+        """Append the words, in order, ``times`` times."""
+        for _ in range(times):
+            for word in words.split():
+                self._word(word[0], int(word[1:]) if len(word) > 1 else None)
+        return self
+
+    def finish(self) -> list[int]:
+        """The order, with the weight gradients that are left after it."""
+        return self.add("W", self._count * self.num_chunks).order
+
+    def _word(self, kind: str, chunk: int | None) -> None:
+        if kind == "W":
+            self._weight(chunk)
+            return
+        assert chunk is not None
+        m = self._next["F" if kind == "F" else "I", chunk]
+        if m == self._count:
+            return
+        self._next["F" if kind == "F" else "I", chunk] = m + 1
+        operations = self._chunks[chunk]
+        self.order.append(operations[0 if kind == "F" else 1] * self._count + m)
+        if kind == "B":
+            self.order += [x * self._count + m for x in operations[2:]]
+        elif kind == "I" and len(operations) > 2:
+            self._owed.append((chunk, m))
+
+    def _weight(self, chunk: int | None) -> None:
+        owed = next((entry for entry in self._owed if chunk is None or entry[0] == chunk), None)
+        if owed is not None:
+            self._owed.remove(owed)
+            self.order.append(self._chunks[owed[0]][2] * self._count + owed[1])
+
+
+def scripted(write: Callable[[Script, int, OneMicrobatch], object]) -> Orderer:
+    """Orders from what ``write(script, device, problem)`` adds to each device's script."""
+
+    def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
+        scripts = [Script(problem, device) for device in range(problem.num_devices)]
+        for device, script in enumerate(scripts):
+            write(script, device, problem)
+        return [script.finish() for script in scripts]
+
+    return orders
+
+
+def by_rules(name: str) -> Orderer:
+    """The orders by the catalog's rules ``name``; on unit steps they are remembered, as costs do not matter there."""
+
+    def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
+        rules = named_rules(name)
+        if rules.time == "true":
+            return schedule_by_rules(graph, rules)
+        key = name, _structure(graph.workload)
+        if key not in _remembered:
+            _remembered[key] = schedule_by_rules(graph, rules)
+            while len(_remembered) > 1 and sum(map(_size, _remembered.values())) > _MOST_REMEMBERED:
+                del _remembered[next(iter(_remembered))]
+        return [list(order) for order in _remembered[key]]
+
+    return orders
+
+
+def by_rules_in_units(name: str) -> Orderer:
+    """Units of D micro-batches one after another, each by the rules alone; or all at once, where that is shorter."""
+
+    def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
+        sizes = {min(problem.num_devices, problem.num_microbatches), problem.num_microbatches}
+        return min((_in_units(problem, name, size) for size in sorted(sizes)), key=lambda found: makespan(graph, found))
+
+    return orders
+
+
+def _in_units(problem: OneMicrobatch, name: str, size: int) -> Orders:
+    """Units of ``size`` micro-batches, the last one cut."""
+    count = problem.num_microbatches
+    unit = schedule_by_rules(task_graph(problem.workload.with_microbatches(size)), named_rules(name))
+    return [
+        [
+            task // size * count + base + task % size
+            for base in range(0, count, size)
+            for task in order
+            if base + task % size < count
+        ]
+        for order in unit
+    ]
+
+
+_remembered: dict[Hashable, Orders] = {}
+"""{(name, structure): orders}, the oldest first."""
+
+_MOST_REMEMBERED = 200_000
+"""Actions of all orders that are remembered; about 8 MB."""
+
+
+def _size(orders: Orders) -> int:
+    return sum(map(len, orders))
+
+
+def _structure(workload: Workload) -> Hashable:
+    """All of a workload that rules on unit steps look at."""
+    return (
+        workload.num_microbatches,
+        len(workload.devices),
+        workload.num_routes,
+        tuple((stage.devices, stage.route, stage.microbatch_size, stage.num_parted) for stage in workload.stages),
+        tuple((operation.kind, operation.stage) for operation in workload.operations),
+        tuple((source, target) for source, target, _ in workload.edges),
+        tuple((transfer.source, transfer.target, transfer.link) for transfer in workload.transfers),
+    )
+
+
+def zero_bubble_v(script: Script, device: int, problem: OneMicrobatch) -> None:
+    """ZB-V (Zero Bubble Pipeline Parallelism, ICLR'24, section 6): memory as 1F1B's, no bubble if F = I = W."""
+    down, up = problem.num_devices - device, device
+    script.add("F0", 2 * down - 1).add("F1 F0", up).add("F1 I1 W1", down)
+    script.add("F0 I0 W0 F1 I1 W1", max(problem.num_microbatches, 2 * problem.num_devices - 1) - problem.num_devices)
+    script.add("I0 I1", up).add("I0 W0", down).add("W1", problem.num_microbatches)
+
+
+def dualpipe_v(script: Script, device: int, problem: OneMicrobatch) -> None:
+    """DualPipeV (DeepSeek's DualPipe cut in half, 2025), forward and backward that it overlaps one after the other."""
+    down, up = problem.num_devices - 1 - device, device + 1
+    half = up // 2
+    script.add("F0", 2 * down).add("F0 F1", up).add("I1 W F1", down)
+    script.add("F0 B1 F1 B0", problem.num_microbatches - 2 * problem.num_devices + up)
+    script.add("B1 F1 B0", down)
+    script.add("B1 B0", half).add("I1 I0" if up % 2 == 0 else "B1 I0", min(1, up - half)).add("I1 I0", up - half - 1)
+    script.add("W I0", down).add("W", up)
+
+
+def repeated_block(steps: tuple[int, int, int, int]) -> Orderer:
+    """A building block repeated every six slots (Pipeline Parallelism with Controllable Memory, NeurIPS'24, section 3).
+
+    From device to device a micro-batch's F of the first chunk moves on by ``steps[0]`` slots, then F of the second,
+    I of the second and I of the first by the others; each weight gradient takes the next free slot. The smaller
+    the steps, the sooner a micro-batch is through and the less is held: V-Min, V-Half. Orders only; true costs then
+    close the slots up. Of the blocks with these steps it is the one that holds least, then the shortest.
+    """
+
+    def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
+        enough = min(problem.num_microbatches, 2 * problem.num_devices)  # to reach the most that is ever held
+        trial = replace(problem, workload=problem.workload.with_microbatches(enough))
+        short = task_graph(trial.workload)
+
+        def worth(block: _Block) -> tuple[int, int]:
+            found = _repeated(trial, block)
+            return max(device.peak_bytes for device in peak_memory(short, found)), makespan(short, found)
+
+        return _repeated(problem, min(_blocks(problem.num_devices, steps), key=worth))
+
+    return orders
+
+
+_Block = list[tuple[int, ...]]
+"""[device] slots of F0, F1, I1, I0, W1, W0 of micro-batch 0; on no device two are alike modulo 6."""
+
+
+def _repeated(problem: OneMicrobatch, block: _Block) -> Orders:
+    stages = problem.stage_operations
+    slot_of: dict[int, int] = {}
+    for device, (f0, f1, i1, i0, w1, w0) in enumerate(block):
+        first, second = stages[device], stages[2 * problem.num_devices - 1 - device]
+        slot_of.update(zip((*first, *second), (f0, i0, w0, f1, i1, w1), strict=True))
+    return sorted_by(problem, lambda x, m: (slot_of[x] + 6 * m, x))
+
+
+def _blocks(num_devices: int, steps: tuple[int, int, int, int]) -> Iterator[_Block]:
+    """All building blocks with these steps, by the slots that the three turns wait."""
+    last = num_devices - 1
+    for waits in product(range(6), repeat=3):
+        second = last * steps[0] + 1 + waits[0]
+        back = second + last * steps[1] + 1 + waits[1]
+        home = back + last * steps[2] + 1 + waits[2]
+        places = [
+            [d * steps[0], second + (last - d) * steps[1], back + d * steps[2], home + (last - d) * steps[3]]
+            for d in range(num_devices)
+        ]
+        if all(len({slot % 6 for slot in taken}) == 4 for taken in places):
+            yield [_with_weights(taken) for taken in places]
+
+
+def _with_weights(taken: list[int]) -> tuple[int, ...]:
+    """The slots of F0, F1, I1, I0 and of W1 and W0, each the next free one after its I."""
+    for after in taken[2:]:
+        used = {slot % 6 for slot in taken}
+        taken = [*taken, next(slot for slot in range(after + 1, after + 7) if slot % 6 not in used)]
+    return tuple(taken)
+
+
+def automatic(depth: int | None) -> Orderer:
+    """The automatic schedules (section 3): by true costs, the best of the rules' settings within the memory.
+
+    The handcrafted schedules that fit are tried too, so that the automatic ones are never longer.
+
+    ``depth`` times as many micro-batches' activations as there are devices are kept at most (ZB-1p, ZB-2p), even
+    where the devices have more memory; None takes what they have. Forwards run ahead of the next device's by none, one
+    or two at least.
+    """
+
+    def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
+        bounded = problem if depth is None else replace(problem, capacity=_room(problem, depth))
+        limits = [None, *(limit for limit in in_flight_limits(bounded) if len(set(limit)) == len(limit))]
+        tried = islice(policies(limits[:3]), max(_LEAST_TRIED, _TASKS_TRIED // graph.num_tasks))
+        found = [order for policy in tried if (order := list_schedule(bounded, graph, policy)) is not None]
+        return min([*found, *_handcrafted(problem, graph, depth)], key=lambda order: makespan(graph, order))
+
+    return orders
+
+
+def _handcrafted(problem: OneMicrobatch, graph: TaskGraph, depth: int | None) -> list[Orders]:
+    """ZB-H2, which needs room for 2 D - 1 micro-batches, and ZB-H1 for D: those for which there is that much."""
+    names = ["zb-h1"] if depth == 1 else ["zb-h2", "zb-h1"]
+    written = [by_rules(name)(problem, graph) for name in names]
+    return [orders for orders in written if depth is not None or fits(graph, orders)]
+
+
+_TASKS_TRIED = 200_000
+"""Settings are tried until their schedules have this many actions in all: all settings up to 5,000 actions ..."""
+
+_LEAST_TRIED = 3
+"""... and at least this many settings."""
+
+
+def _room(problem: OneMicrobatch, depth: int) -> tuple[int | None, ...]:
+    """[device] bytes of ``depth`` x D micro-batches, whatever the device has."""
+    return tuple(
+        sum(problem.acquire[x] for x in operations) * depth * problem.num_devices
+        + max(problem.workspace[x] for x in operations)
+        for operations in problem.on_device
+    )
+
 
 Condition = Callable[[OneMicrobatch], str | None]
 """None, or why a schedule has no meaning for a placement."""
@@ -52,12 +337,7 @@ def all_of(*conditions: Condition) -> Condition:
 
 def chains(problem: OneMicrobatch) -> list[list[int]]:
     """The stages in the order in which forwards follow each other, one list per first stage."""
-    dependencies = problem.workload.dependencies
-    following = {
-        each.source_stage: each.target_stage
-        for each in dependencies
-        if each.source_role is each.target_role is Role.FORWARD
-    }
+    following = dict(problem.workload.stage_edges)
     found = []
     for first in sorted(set(range(len(problem.workload.stages))) - set(following.values())):
         chain = [first]

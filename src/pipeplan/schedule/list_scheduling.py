@@ -169,11 +169,13 @@ class PolicySearch:
     """Local search over policies: which to try next, given what the ones before were worth.
 
     First every limit of :func:`in_flight_limits` with a few settings of the switches, then all settings with the best
-    limits, then changes of the best few: a switch, or the limits of some neighbouring devices by one.
+    limits, then changes of the best few: a switch, or the limits of some neighbouring devices by one. ``swept``,
+    ``kept`` and ``shares`` are those of the step (:class:`pipeplan.schedule.steps.ListScheduling`).
     """
 
-    def __init__(self, problem: OneMicrobatch, seed: int) -> None:
+    def __init__(self, problem: OneMicrobatch, seed: int, swept: int, kept: int, shares: Sequence[float]) -> None:
         self._count, self._random = problem.num_microbatches, Random(seed)
+        self._num_swept, self._num_kept, self._shares = swept, kept, shares
         limits = in_flight_limits(problem)
         self._planned = [replace(rules, in_flight=limit) for limit in limits for rules in _FIRST_RULES]
         self._known: dict[Policy, int] = {}
@@ -187,7 +189,7 @@ class PolicySearch:
             self._swept = True
             self._planned = [
                 policy
-                for policy in policies([policy.in_flight for policy in self._best[:_SWEPT]])
+                for policy in policies([policy.in_flight for policy in self._best[: self._num_swept]])
                 if policy not in self._known
             ]
         return self._planned.pop(0) if self._planned else self._changed(self._random.choice(self._best))
@@ -199,7 +201,7 @@ class PolicySearch:
         self.fruitless = 0 if better or self._planned else self.fruitless + 1
         if policy not in self._known:
             self._known[policy] = value
-            self._best = sorted([*self._best, policy], key=self._known.__getitem__)[:_KEPT]
+            self._best = sorted([*self._best, policy], key=self._known.__getitem__)[: self._num_kept]
 
     def _changed(self, policy: Policy) -> Policy:
         random = self._random
@@ -212,8 +214,8 @@ class PolicySearch:
             for device in range(first, last + 1):
                 limits[device] = max(1, min(self._count, limits[device] + change))
         return Policy(
-            random.choice(_SHARES) if random.random() < 0.3 else policy.patience,
-            random.choice(_SHARES) if random.random() < 0.3 else policy.wait_for_backward,
+            random.choice(self._shares) if random.random() < 0.3 else policy.patience,
+            random.choice(self._shares) if random.random() < 0.3 else policy.wait_for_backward,
             policy.deep_first != (random.random() < 0.1),
             policy.alternate != (random.random() < 0.1),
             tuple(limits),
@@ -221,12 +223,3 @@ class PolicySearch:
 
 
 _FIRST_RULES = (Policy(), Policy(alternate=True), Policy(1.0, 0.5, alternate=True), Policy(0.5, 1.0, alternate=True))
-
-_SWEPT = 2
-"""With so many of the best limits all settings of the switches are tried."""
-
-_KEPT = 8
-"""So many policies are changed further."""
-
-_SHARES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5)
-"""Values of ``patience`` and ``wait_for_backward``."""

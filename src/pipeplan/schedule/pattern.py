@@ -115,15 +115,14 @@ _SETTLING = 8
 """Repetitions after which times are taken to have settled."""
 
 
-def microbatch_by_microbatch(problem: OneMicrobatch, in_flight: int = 1) -> list[list[int]]:
-    """Groups of ``in_flight`` micro-batches, one group after another: with 1, the least memory there is."""
+def microbatch_by_microbatch(problem: OneMicrobatch) -> list[list[int]]:
+    """One micro-batch after another: the least memory there is."""
     count = problem.num_microbatches
     orders: list[list[int]] = [[] for _ in problem.on_device]
-    for begin in range(0, count, in_flight):
+    for m in range(count):
         for operation in problem.order:
-            for m in range(begin, min(begin + in_flight, count)):
-                for device in problem.devices[operation]:
-                    orders[device].append(operation * count + m)
+            for device in problem.devices[operation]:
+                orders[device].append(operation * count + m)
     return orders
 
 

@@ -7,7 +7,7 @@ bound, the budget is spent, or the user interrupts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.schedule.classic import CLASSIC
@@ -15,8 +15,8 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import microbatch_by_microbatch
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.sweep import schedule_of_rules
-from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchState, fitting
-from pipeplan.schedule.steps import CHEAP_TASKS, STEPS
+from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchState, SearchStep, fitting
+from pipeplan.schedule.steps import STEPS
 from pipeplan.time_limit import checkpoint
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.engine import with_links
@@ -66,7 +66,18 @@ def search_schedule(
     return _restored(state.problem, state.search())
 
 
-def first_look(workload: Workload, *, thorough: bool = False) -> Schedule | None:
+@dataclass(frozen=True)
+class FirstLook(SearchStep):
+    """Known schedules. Greedy tries many limits, so it is for few actions; other slow ones are for a thorough look."""
+
+    greedy_tasks: int = 1_500
+    thorough_tasks: int = 5_000
+    name = "first look"
+    when = "each candidate; greedy with at most {greedy_tasks} actions; with at most {thorough_tasks} all, if eased"
+    needed = True
+
+
+def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: bool = False) -> Schedule | None:
     """The best of the known schedules that apply, without any search; None if none of them fits.
 
     A ``thorough`` look has those that are made by trying rules, too, where there are few actions.
@@ -76,7 +87,7 @@ def first_look(workload: Workload, *, thorough: bool = False) -> Schedule | None
     graph = task_graph(problem.workload)
     given = graph if problem.reduction is None else task_graph(workload)
     best: Schedule | None = None
-    for name, orders in _known_orders(problem, graph, thorough and graph.num_tasks <= CHEAP_TASKS):
+    for name, orders in _known_orders(problem, graph, thorough, look):
         found = timed(problem, given, orders, name)
         if found is not None and (best is None or found.makespan_ns < best.makespan_ns):
             best = found
@@ -90,18 +101,17 @@ def _require_known_kinds(workload: Workload) -> None:
         raise UsageError(f"the workload has instructions ({kinds}), which rules alone schedule; give --scheduler rules")
 
 
-def _known_orders(problem: OneMicrobatch, graph: TaskGraph, thorough: bool) -> Iterator[tuple[str, Orders]]:
+def _known_orders(
+    problem: OneMicrobatch, graph: TaskGraph, thorough: bool, look: FirstLook
+) -> Iterator[tuple[str, Orders]]:
     """One micro-batch after another, and the classic schedules; those that are slow to make only if ``thorough``."""
     yield "sequential", microbatch_by_microbatch(problem)
+    thorough = thorough and graph.num_tasks <= look.thorough_tasks
     for name, classic in CLASSIC.items():
         checkpoint()
-        slow = classic.automatic or (name == "greedy" and graph.num_tasks > _GREEDY_TASKS)
+        slow = classic.automatic or (name == "greedy" and graph.num_tasks > look.greedy_tasks)
         if (thorough or not slow) and classic.applies(problem) is None:
             yield name, classic.orders(problem, graph)
-
-
-_GREEDY_TASKS = 1_500
-"""Up to this many actions the greedy schedule is quick enough for a first look: it tries many limits."""
 
 
 def timed(problem: OneMicrobatch, given: TaskGraph, orders: Orders, scheduler: str) -> Schedule | None:
@@ -110,7 +120,7 @@ def timed(problem: OneMicrobatch, given: TaskGraph, orders: Orders, scheduler: s
     if found is None:
         return None
     complete, starts = found
-    makespan = max(map(sum, zip(starts, given.durations, strict=True)))
+    makespan = given.makespan(starts)
     bound = min(makespan, weak_makespan_bound(given.workload))
     return Schedule(given.workload, given, complete, starts, makespan, bound, scheduler)
 
@@ -123,7 +133,7 @@ def _restored(problem: OneMicrobatch, found: Schedule) -> Schedule:
     graph = task_graph(workload)
     orders = with_links(graph, problem.reduction.from_reduced(found.orders))
     starts = earliest_starts(graph, orders)
-    makespan = max(map(sum, zip(starts, graph.durations, strict=True)))
+    makespan = graph.makespan(starts)
     return replace(found, workload=workload, graph=graph, orders=orders, starts=starts, makespan_ns=makespan)
 
 

@@ -82,21 +82,8 @@ class Stages:
     @cached_property
     def after(self) -> list[list[int]]:
         """[stage] the stages its outputs go to."""
-        edges = [
-            (each.source_stage, each.target_stage)
-            for each in self.graph.workload.dependencies
-            if each.source_role is each.target_role is Role.FORWARD
-        ]
+        edges = self.graph.workload.stage_edges
         return [sorted({target for source, target in edges if source == stage}) for stage in range(self.count)]
-
-    @cached_property
-    def depths(self) -> list[int]:
-        """[stage] stages before it on the longest way there."""
-        found = [0] * self.count
-        for stage in range(self.count):
-            for other in self.after[stage]:
-                found[other] = max(found[other], found[stage] + 1)
-        return found
 
     @cached_property
     def totals(self) -> list[int]:
@@ -136,7 +123,7 @@ class Stages:
         """
         graph, workload = self.graph, self.graph.workload
         needs = [0] * graph.num_tasks
-        for item in sorted(range(len(workload.durations)), key=workload.rank, reverse=True):
+        for item in reversed(workload.items_in_order):
             behind = left = 0
             is_forward = item < len(self.roles) and self.roles[item] is Role.FORWARD
             for task in reversed(range(*graph.offsets[item : item + 2])):
@@ -225,7 +212,7 @@ class TrialRun(Engine):
         stage, rank = self._stages.stage_of[operation], _RANKS.get(self._stages.roles[operation], 1)
         if rank == _RANKS[Role.FORWARD] and self.rules[stage].forward_first:
             rank = 0
-        return rank, -self._stages.depths[stage], operation
+        return rank, -self.graph.workload.stage_depths[stage], operation
 
     def choose(self, device: int) -> int | None:
         """The first of a device's actions that can run; if its other devices are busy, it waits for them."""
@@ -316,12 +303,12 @@ def best_kfkb_orders(workload: Workload, graph: TaskGraph) -> Orders:
     most = max(Stages(graph).counts)
     least = kfkb_orders(workload, graph, least_ks(graph))
     tried = [least, *(kfkb_orders(workload, graph, 1 << power) for power in range(most.bit_length()))]
-    return min((orders for orders in tried if fits(graph, orders)), key=lambda o: _makespan(graph, o), default=least)
+    return min((orders for orders in tried if fits(graph, orders)), key=lambda o: makespan(graph, o), default=least)
 
 
-def _makespan(graph: TaskGraph, orders: Orders) -> int:
-    starts = earliest_starts(graph, with_links(graph, orders))
-    return max(map(int.__add__, starts, graph.durations))
+def makespan(graph: TaskGraph, orders: Orders) -> int:
+    """Length of the orders in ns when every action starts as soon as it can."""
+    return graph.makespan(earliest_starts(graph, with_links(graph, orders)))
 
 
 def _require_one_stage_each(workload: Workload) -> None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.cpsat.solver import Budget
@@ -100,6 +100,14 @@ class ScheduleStep(SearchStep, ABC):
         """Improve what is known."""
 
 
+AnyStep = TypeVar("AnyStep", bound=SearchStep)
+
+
+def named(steps: Sequence[SearchStep], kind: type[AnyStep]) -> AnyStep | None:
+    """The step of a kind; None where it is switched off."""
+    return next((step for step in steps if isinstance(step, kind)), None)
+
+
 @dataclass(slots=True)
 class SearchState:
     """What the search knows so far: the best schedule, and the best of those with a repetition frozen in them.
@@ -179,9 +187,8 @@ class SearchState:
         if timed is None:
             return None
         orders, starts = timed
-        makespan = max(start + duration for start, duration in zip(starts, self.graph.durations, strict=True))
         most = max(memory.peak_bytes for memory in peak_memory(self.graph, orders))
-        return Candidate(orders, starts, makespan, most, scheduler, frozen)
+        return Candidate(orders, starts, self.graph.makespan(starts), most, scheduler, frozen)
 
     def offer(self, candidate: Candidate | None) -> bool:
         """Keep the candidate where it is better than what is known; whether it was anywhere."""

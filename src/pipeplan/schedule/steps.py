@@ -30,12 +30,6 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 
-CHEAP_TASKS = 5000
-"""Up to this many actions the classic schedules take milliseconds and are tried in any case."""
-
-MOST_ADOPTED = 8
-"""Repetends of up to this many micro-batches are taken from schedules."""
-
 
 @dataclass(frozen=True)
 class ShorterRun(ScheduleStep):
@@ -43,12 +37,14 @@ class ShorterRun(ScheduleStep):
 
     Runs at least twice as long as ``tasks`` actions, and as two micro-batches per device, are planned that short, with
     fewer micro-batches by a multiple of ``unrolls``: repetends of unroll 1, 2, 3, 4 and 6 then reach the whole number.
-    Nothing is settled where nothing that can be repeated up to the end is found.
+    Repeated are repetends of at most ``most_unroll`` micro-batches; nothing is settled where none is found that can be
+    repeated up to the end.
     """
 
     share: float = 0.8
     tasks: int = 20_000
     unrolls: int = 12
+    most_unroll: int = 8
     name = "shorter run, repeated"
     when = "at least twice {tasks} actions, and 4 micro-batches per device"
     of = "what is left"
@@ -68,7 +64,7 @@ class ShorterRun(ScheduleStep):
             short.steps, short.scheduler, short.unroll = state.steps, state.scheduler, state.unroll
             short.search()
         for candidate in (short.best, short.steady):
-            orders = None if candidate is None else _extended(short, candidate, state.problem.num_microbatches)
+            orders = None if candidate is None else self._extended(short, candidate, state.problem.num_microbatches)
             if orders is not None:
                 state.offer(state.candidate(orders, short.chosen.scheduler))
         if state.best is None:
@@ -78,13 +74,12 @@ class ShorterRun(ScheduleStep):
         state.pattern, state.period_proved = short.pattern, short.period_proved
         state.repetend_seconds, state.settled = short.repetend_seconds, True
 
-
-def _extended(state: SearchState, candidate: Candidate, count: int) -> list[list[int]] | None:
-    """The orders of a schedule for more micro-batches; None without a repetend that reaches them."""
-    repetend = find_repetend(state.graph, candidate.orders, candidate.starts, MOST_ADOPTED)
-    if repetend is None or (count - state.problem.num_microbatches) % repetend.unroll:
-        return None
-    return extend(state.problem.workload, candidate.orders, repetend, count)[1]
+    def _extended(self, state: SearchState, candidate: Candidate, count: int) -> list[list[int]] | None:
+        """The orders of a schedule for more micro-batches; None without a repetend that reaches them."""
+        repetend = find_repetend(state.graph, candidate.orders, candidate.starts, self.most_unroll)
+        if repetend is None or (count - state.problem.num_microbatches) % repetend.unroll:
+            return None
+        return extend(state.problem.workload, candidate.orders, repetend, count)[1]
 
 
 @dataclass(frozen=True)
@@ -144,7 +139,7 @@ class QuickClassics(ScheduleStep):
     they may need less memory.
     """
 
-    most_tasks: int = CHEAP_TASKS
+    most_tasks: int = 5000
     name = "classic schedules"
     when = "auto; at most {most_tasks} actions"
 
@@ -159,7 +154,7 @@ class QuickClassics(ScheduleStep):
 class SlowClassics(ScheduleStep):
     """Those that are made by trying many orders, as long as there is time, and all others if they were not tried."""
 
-    few_tasks: int = CHEAP_TASKS
+    few_tasks: int = QuickClassics.most_tasks
     name = "slow classic schedules"
     when = "auto; at most {few_tasks} actions, or nothing proved best"
 
@@ -243,10 +238,17 @@ class BuiltInRules(ScheduleStep):
 
 @dataclass(frozen=True)
 class ListScheduling(ScheduleStep):
-    """Local search over list-scheduling policies, given up after ``fruitless`` changes without improvement."""
+    """Local search over list-scheduling policies, given up after ``fruitless`` changes without improvement.
+
+    All settings of the switches are tried with ``swept`` of the best limits of micro-batches in flight; ``kept``
+    policies are changed further, to ``shares`` of durations to wait.
+    """
 
     share: float = 0.15
     fruitless: int = 400
+    swept: int = 2
+    kept: int = 8
+    shares: tuple[float, ...] = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.5)
     name = "list scheduling"
     when = "auto; nothing proved best; every stage on one device"
 
@@ -256,7 +258,7 @@ class ListScheduling(ScheduleStep):
 
     def run(self, state: SearchState) -> None:
         problem, budget = state.problem, state.budget
-        policies = PolicySearch(problem, budget.seed)
+        policies = PolicySearch(problem, budget.seed, self.swept, self.kept, self.shares)
         limit = budget.used + budget.seconds * self.share
         while not state.finished and budget.used < limit and policies.fruitless < self.fruitless:
             policy = policies.propose()
@@ -271,7 +273,7 @@ class ListScheduling(ScheduleStep):
 class AdoptedRepetitions(ScheduleStep):
     """Where a good schedule has a repetition of its own that is quicker than the pattern's, that is the pattern."""
 
-    most_unroll: int = MOST_ADOPTED
+    most_unroll: int = ShorterRun.most_unroll
     name = "adopted repetitions"
     when = "the unroll is open; at least 2 micro-batches"
 

@@ -33,6 +33,9 @@ from pipeplan.time_limit import checkpoint
 _SPREAD_SUMS = 1 << 20
 """Sums that are worth a thread of their own."""
 
+RELAXED = 1e-9
+"""The share by which limits are relaxed, so that rounding loses nothing."""
+
 
 def inside(root: Expression, weights: Weights, known: dict[int, FloatArray] | None = None) -> dict[int, FloatArray]:
     """The least weighted cost of every cell of every part, [rows, columns], by the part's key; with those ``known``."""
@@ -145,9 +148,6 @@ def _cheapest(table: Table, cell: int, weights: Weights) -> int:
     return int(points[np.argmin(costs)])
 
 
-_RELAXED_HULL = 1e-9
-
-
 @dataclass(frozen=True, slots=True)
 class Solved:
     """A strategy that is best for some weights; ``at`` says where it was found."""
@@ -200,7 +200,7 @@ def hull_of(solve: Callable[[Weights], Solved], ends: tuple[Solved, Solved], wit
         gap = heapq.heappop(open_)[-1]
         middle = solve(level(gap.left, gap.right))
         least = _cost(middle.at, middle)
-        if least >= _cost(middle.at, gap.left) * (1 - _RELAXED_HULL):
+        if least >= _cost(middle.at, gap.left) * (1 - RELAXED):
             closed.append(Gap(gap.left, gap.right, middle.at, least))
             continue
         for pair in ((gap.left, middle), (middle, gap.right)):
@@ -226,8 +226,6 @@ def level(left: Solved, right: Solved) -> Weights:
 def _cost(weights: Weights, solved: Solved) -> float:
     return weights[0] * solved.memory_bytes + weights[1] * solved.time_ns
 
-
-_RELAXED = 1e-9
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -264,7 +262,7 @@ class Corner:
         """Those of some points of a part's table that can be under the corner in all of its weightings."""
         for weighing, most in zip(self.weighings, self.most, strict=True):
             cost = weighing.cost(table.memory_bytes[points], table.time_ns[points])
-            points = points[cost + weighing.rest[key].ravel()[cells[points]] <= most * (1 + _RELAXED)]
+            points = points[cost + weighing.rest[key].ravel()[cells[points]] <= most * (1 + RELAXED)]
         return points
 
 
@@ -286,7 +284,7 @@ class Bounds:
         if len(self.corners) > 1:
             return None
         weighing, most = self.corners[0].weighings[-1], self.corners[0].most[-1]
-        return PointLimit(weighing.solved.at, most * (1 + _RELAXED) - weighing.rest[key])
+        return PointLimit(weighing.solved.at, most * (1 + RELAXED) - weighing.rest[key])
 
 
 def bounds_of(root: Expression, num_weightings: int) -> Bounds:

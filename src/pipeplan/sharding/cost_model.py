@@ -23,7 +23,7 @@ from pipeplan.files import Block, Cluster, Profile
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode, expand
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode
 from pipeplan.sharding.layouts import Layout, Resharding, Tensor
-from pipeplan.sharding.operator_kinds import Data
+from pipeplan.sharding.operator_kinds import Data, row_for
 from pipeplan.sharding.operators import (
     MOST_DIMENSIONS,
     Axis,
@@ -36,7 +36,6 @@ from pipeplan.sharding.operators import (
     recomputed,
 )
 from pipeplan.sharding.table import IntArray, Table, table
-from pipeplan.sharding.whole_blocks import row_for
 from pipeplan.time_limit import checkpoint
 from pipeplan.workload.kinds import training_state
 
@@ -241,7 +240,7 @@ class CostModel:
             possible[..., 0] &= ~moved | (not need.taken)
             possible[..., 1] &= ~moved | (not need.alone)
         whole = np.ceil(np.where(possible, time, 0)).astype(np.int64)
-        held = self.options.in_flight * _held(tensor, given, taken, moved, need)
+        held = self.options.in_flight * held_bytes(tensor, given, taken, moved, need)
         return table(held, whole, possible, copies=len(VARIANTS))
 
     def _numbers(self, layouts: Sequence[Layout]) -> IntArray:
@@ -281,10 +280,13 @@ class CostModel:
         return TensorNeed(source.operation.keeps_output and first, self._taken(link), self._kept(source))
 
 
-def _held(
+def held_bytes(
     tensor: Tensor, given: Sequence[Layout], taken: Sequence[Layout], moved: BoolArray, need: TensorNeed
 ) -> IntArray:
-    """Bytes that a tensor holds beyond what its giver keeps, of each variant: before, after, both, [Ks, Kt, 3]."""
+    """Bytes that a tensor holds beyond what its giver keeps, of each variant: before, after, both, [Ks, Kt, 3].
+
+    ``moved`` [Ks, Kt]: whether the layouts differ.
+    """
     before = np.array([tensor.local_bytes(each) for each in given], np.int64)[:, None] * (need.held and not need.kept)
     after = np.array([tensor.local_bytes(each) for each in taken], np.int64)[None, :] * need.held
     own = np.where(moved | (not need.kept), after, 0)  # the same layout as what is kept anyway costs nothing more
@@ -379,16 +381,12 @@ def _scales(profile: Profile, operators: OperatorGraph, preset: DevicePreset) ->
 def _block_scales(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> Iterable[OperatorScale]:
     """Its operators in proportion: times so that they add up to its row's, bytes to its parameters'."""
     forward, backward = _measured_over_computed(block, nodes, preset)
-    counts = [_parameters(node.operation) for node in nodes]
+    counts = [node.operation.parameters if node.operation.kind != "block" else 1 for node in nodes]
     total = max(1, sum(counts))
     for count in counts:
         parameters = block.parameter_bytes * count // total
         state = training_state(parameters, block.optimizer_bytes * count // total)
         yield OperatorScale(forward, backward, parameters, state.total)
-
-
-def _parameters(operation: Splittable) -> int:
-    return operation.parameters if operation.kind != "block" else 1
 
 
 def _measured_over_computed(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> tuple[float, float]:

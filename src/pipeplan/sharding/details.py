@@ -10,13 +10,15 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+
 from pipeplan.costs import StageCost, state_of_total
 from pipeplan.costs.operators import Operator
 from pipeplan.errors import UsageError
-from pipeplan.sharding.cost_model import CostModel, TensorNeed
+from pipeplan.sharding.cost_model import VARIANTS, CostModel, held_bytes
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, Strategy
-from pipeplan.sharding.layouts import Layout, Move, Tensor
+from pipeplan.sharding.layouts import Move, Tensor
 from pipeplan.sharding.operators import Configuration, Numbers, OperatorScale, Splittable
 from pipeplan.workload.kinds import training_state
 
@@ -104,19 +106,10 @@ def _tensor(model: CostModel, link: Link, variant: str, source: Configuration, t
     spent = [
         round(sum(model.resharding.move_ns(tensor, move) for move in moves)) for moves in (forward, again, backward)
     ]
-    held = _held_bytes(tensor, given, taken, need, variant)
-    return TensorDetail(link, variant, tensor.num_bytes, held, forward, again, backward, spent[0], spent[1] + spent[2])
-
-
-def _held_bytes(tensor: Tensor, given: Layout, taken: Layout, need: TensorNeed, variant: str) -> int:
-    """As :func:`pipeplan.sharding.cost_model` counts it, for one pair of layouts."""
-    if not need.held:
-        return 0
-    before = 0 if need.kept else tensor.local_bytes(given)
-    after = 0 if need.kept and given == taken else tensor.local_bytes(taken)
-    if variant == "both" and given != taken:
-        return before + after
-    return after if variant == "after" else before
+    held = held_bytes(tensor, [given], [taken], np.array([[given != taken]]), need)[0, 0, VARIANTS.index(variant)]
+    return TensorDetail(
+        link, variant, tensor.num_bytes, int(held), forward, again, backward, spent[0], spent[1] + spent[2]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +218,8 @@ class StageModels:
         before: dict[Link, Link] = {}
         after: dict[str, Link] = {}
         for number, link in enumerate(inner):
-            outside = _outside(f"{OUTSIDE}, before {number}", model.tensor(link), nodes[0].operation.width)
+            ends = _OtherStages((), nodes[0].operation.width, passed=model.tensor(link))
+            outside = OperatorNode(f"{OUTSIDE}, before {number}", OUTSIDE, ends)
             before[link] = replace(link, source=outside.name)
             nodes.append(outside)
             if link.source not in after:
@@ -279,7 +273,3 @@ class StageModels:
     def edges(self) -> dict[Link, CostEdge]:
         """Tensors with their costs; those that are alike share their tables."""
         return dict(zip(self.whole.operators.links, self.whole.graph.edges, strict=True))
-
-
-def _outside(name: str, tensor: Tensor, width: int) -> OperatorNode:
-    return OperatorNode(name, OUTSIDE, _OtherStages((), width, passed=tensor))

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from pipeplan.files import Block, Edge, Profile
 from pipeplan.sharding import operator_kinds as ops
+from pipeplan.sharding.operator_kinds import WholeBlock, WordTable, shards_axis, single_operator
 from pipeplan.sharding.operators import Axis, Splittable
-from pipeplan.sharding.whole_blocks import WholeBlock, WordTable, shards_axis, single_operator
 
 
 @dataclass(frozen=True, slots=True)

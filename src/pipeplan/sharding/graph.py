@@ -18,11 +18,11 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
 from pipeplan.costs import UNLIMITED
+from pipeplan.graphs import topological_order
 from pipeplan.sharding.table import (
     CellPairs,
     IntArray,
@@ -86,11 +86,9 @@ class CostGraph:
 
     def order(self) -> tuple[str, ...]:
         """The operators in topological order, ties as they are listed."""
-        graph = nx.DiGraph()
-        graph.add_nodes_from(node.name for node in self.nodes)
-        graph.add_edges_from((edge.source, edge.target) for edge in self.edges)
-        position = {node.name: index for index, node in enumerate(self.nodes)}
-        return tuple(nx.lexicographical_topological_sort(graph, key=position.__getitem__))
+        return topological_order(
+            [node.name for node in self.nodes], [(edge.source, edge.target) for edge in self.edges]
+        )
 
     def restricted(self, kept: Mapping[str, IntArray]) -> CostGraph:
         """The graph with only some configurations of each operator, by their places."""

@@ -116,7 +116,7 @@ def weighed(costs: Table, weights: Weights) -> FloatArray:
 
 def made(rows: int, columns: int, points: Points) -> Table:
     """A table of points in order of their cells, each cell already a frontier."""
-    starts = _starts(points.cells, rows * columns)
+    starts = np.searchsorted(points.cells, np.arange(rows * columns + 1)).astype(np.int64)
     return Table(rows, columns, starts, points.memory_bytes, points.time_ns, points.picks)
 
 
@@ -157,10 +157,6 @@ def reduce_points(points: Points) -> Points:
     kept = points.at(order[faster])
     same = (kept.cells[1:] == kept.cells[:-1]) & (kept.memory_bytes[1:] == kept.memory_bytes[:-1])
     return kept.at(np.r_[~same, True])
-
-
-def _starts(cells: IntArray, num_cells: int) -> IntArray:
-    return np.searchsorted(cells, np.arange(num_cells + 1)).astype(np.int64)
 
 
 def _keys(cells: IntArray, values: IntArray) -> IntArray:

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeplan.sharding.bounds import (
+    RELAXED,
     Bounds,
     Corner,
     Gap,
@@ -143,8 +144,6 @@ _WIDER = (4.0, 2.0)
 
 _MANY_SUMS = 300_000
 
-_RELAXED = 1e-9
-
 
 def fewer(whole: Whole, bounds: Bounds) -> ReducedPart:
     """The part without configurations that the bounds rule out; equal operators keep the same."""
@@ -214,7 +213,7 @@ def _left(found: PartFrontier, gap: Gap, line: Weighing, limit: float) -> _Left:
     memory = np.r_[gap.left.memory_bytes, found.strategies.memory_bytes, gap.right.memory_bytes]
     time = np.r_[gap.left.time_ns, found.strategies.time_ns, gap.right.time_ns]
     costs = line.cost(memory[1:], time[:-1])
-    open_ = np.flatnonzero(costs > limit * (1 + _RELAXED))
+    open_ = np.flatnonzero(costs > limit * (1 + RELAXED))
     if not len(open_):
         return _Left(1.0, limit)
     points = [Solved(int(m), int(t), line.solved.at) for m, t in zip(memory, time, strict=True)]
@@ -303,9 +302,6 @@ def _points(end: int, found: PartFrontier) -> Points:
     return Points(np.zeros_like(index), memory, time, np.stack((np.full_like(index, end), index)))
 
 
-_ROUNDING = 1e-9
-
-
 def knee(memory_bytes: npt.ArrayLike, time_ns: npt.ArrayLike) -> int | None:
     """Which point, of a frontier with memory ascending and time descending; None where there is no such point.
 
@@ -318,4 +314,4 @@ def knee(memory_bytes: npt.ArrayLike, time_ns: npt.ArrayLike) -> int | None:
     along = (memory - memory[0]) / (memory[-1] - memory[0])
     above = (time - time[-1]) / (time[0] - time[-1])
     farthest = int(np.argmin(along + above))
-    return farthest if along[farthest] + above[farthest] < 1 - _ROUNDING else None
+    return farthest if along[farthest] + above[farthest] < 1 - RELAXED else None

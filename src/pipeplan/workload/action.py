@@ -94,7 +94,7 @@ class Action:
     @property
     def is_compute(self) -> bool:
         """Whether the action is an operation's: computing or an instruction; otherwise it sends or receives."""
-        return kind_of(self.kind).resource is Resource.COMPUTE
+        return kind_of(self.kind).resource is not Resource.LINK
 
     @property
     def sends(self) -> bool:

@@ -46,7 +46,7 @@ def period_bound(problem: OneMicrobatch) -> Fraction:
     for device, capacity in enumerate(problem.capacity):
         if not capacity:
             continue
-        holds = _holds_on(problem, device)
+        holds = problem.holds_on(device)
         area = sum(hold.size * problem.path(hold.source, hold.target) for hold in holds)
         area += sum(problem.workspace[x] * problem.durations[x] for x in problem.on_device[device])
         best = max(best, Fraction(area, capacity))
@@ -146,7 +146,7 @@ def _area(problem: OneMicrobatch, device: int) -> int:
     capacity = problem.capacity[device]
     if not capacity:
         return 0
-    holds = _holds_on(problem, device)
+    holds = problem.holds_on(device)
     area = sum(hold.size * problem.path(hold.source, hold.target) for hold in holds)
     if not area:
         return 0
@@ -224,10 +224,6 @@ def _one_machine(problem: OneMicrobatch, device: int, heads: list[list[int]], ta
     return best
 
 
-def _holds_on(problem: OneMicrobatch, device: int) -> list[Hold]:
-    return [hold for hold in problem.workload.holds if device in problem.devices[hold.source]]
-
-
 @dataclass(frozen=True, slots=True)
 class Recurrence:
     """(target, m) starts after (source, m - distance) has ended, for every m >= distance."""
@@ -255,7 +251,7 @@ def memory_recurrences(problem: OneMicrobatch) -> list[Recurrence]:
     for device, capacity in enumerate(problem.capacity):
         if capacity is None:
             continue
-        holds = [hold for hold in problem.workload.holds if device in problem.devices[hold.source]]
+        holds = problem.holds_on(device)
         for target in problem.on_device[device]:
             begun = [hold for hold in holds if problem.path(hold.source, target) >= 0]
             room = capacity - problem.workspace[target]

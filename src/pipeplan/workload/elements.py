@@ -7,7 +7,7 @@ Nothing reads them here: files enforce them where they are read or written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -16,7 +16,17 @@ from annotated_types import Ge, Le, MaxLen, MinLen
 
 from pipeplan.units import MAX_BYTES, MAX_NS
 from pipeplan.workload.action import KIND_PATTERN, NUMBER_PATTERN, operation_of
-from pipeplan.workload.kinds import STATE_KINDS, MemoryBytes, Role, is_instruction, payload_of, role_of
+from pipeplan.workload.kinds import (
+    KEPT_KINDS,
+    MEMORY_KINDS,
+    STATE_KINDS,
+    MemoryBytes,
+    MemoryKind,
+    Role,
+    is_instruction,
+    payload_of,
+    role_of,
+)
 from pipeplan.workload.mesh import SHARDS, Mesh
 from pipeplan.workload.samples import Slots
 
@@ -94,7 +104,30 @@ class Device(Element):
     memory_bytes: Bytes | None = None
 
 
+Class = TypeVar("Class", bound=type)
+
+
+def _with_bytes(kinds: Iterable[MemoryKind], meaning: str = "") -> Callable[[Class], Class]:
+    """Gives a class a key for the bytes of each of these kinds of memory.
+
+    With a meaning they stand after its own keys, and are 0 by default; without, before these, and must be there.
+    """
+    bytes_: Any = Annotated[Bytes, Meaning(meaning)] if meaning else Bytes
+    keys = {kind.key: bytes_ for kind in kinds}
+
+    def give(cls: Class) -> Class:
+        own = cls.__annotations__
+        cls.__annotations__ = own | keys if meaning else keys | own
+        for key in keys if meaning else ():
+            setattr(cls, key, 0)
+        return cls
+
+    return give
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
+@_with_bytes(KEPT_KINDS, "on each device of the stage, for each micro-batch")
+@_with_bytes(STATE_KINDS, "on each device of the stage")
 class Stage(Element):
     """A stage: blocks, device group, how it is split, and what it keeps on each of its devices.
 
@@ -117,14 +150,16 @@ class Stage(Element):
     route: Annotated[Index, Meaning("of the plan's routes, the one whose micro-batches come here")] = 0
     num_parted: Annotated[Index, Meaning("leading micro-batches whose forward runs in two parts")] = 0
     sync_ns: Annotated[Nanoseconds, Meaning("summing gradients over replicas and routes, at the end")] = 0
-    parameter_bytes: Annotated[Bytes, Meaning("on each device of the stage, as the next two")] = 0
-    gradient_bytes: Bytes = 0
-    optimizer_bytes: Bytes = 0
 
     @property
     def state(self) -> MemoryBytes:
         """What each of its devices keeps throughout an iteration."""
         return MemoryBytes.of_keys(self, STATE_KINDS)
+
+    @property
+    def kept(self) -> MemoryBytes:
+        """What each of its devices keeps for each micro-batch while any action of that is to come there."""
+        return MemoryBytes.of_keys(self, KEPT_KINDS)
 
     def with_state(self, state: MemoryBytes) -> Stage:
         """The stage with other bytes that each of its devices keeps."""
@@ -301,14 +336,10 @@ class Repetend(Element):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+@_with_bytes(MEMORY_KINDS)
 class DeviceMemory(Element):
     """Memory of one device at the moment it holds most: what there is of every kind adds up to ``peak_bytes``."""
 
-    parameter_bytes: Bytes
-    gradient_bytes: Bytes
-    optimizer_bytes: Bytes
-    activation_bytes: Bytes
-    workspace_bytes: Bytes
     peak_bytes: Bytes
 
     @classmethod

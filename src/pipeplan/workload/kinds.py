@@ -27,14 +27,18 @@ class Role(Enum):
     __hash__ = object.__hash__  # that of Enum runs in Python
 
 
+PASSES = ((Role.FORWARD, Role.BACKWARD), (Role.FORWARD, Role.INPUT_GRAD, Role.WEIGHT_GRAD))
+"""What a stage with blocks may run for a micro-batch, in order."""
+
 BACKWARD_ROLES = (Role.BACKWARD, Role.INPUT_GRAD)
 """Roles that return gradients to the stages whose outputs were used."""
 
 
 class Resource(Enum):
-    """What an action occupies while it runs: the compute of its devices, or a link."""
+    """What an action occupies while it runs: the compute of its devices, their network beside it, or a link."""
 
     COMPUTE = "compute"
+    NETWORK = "network"
     LINK = "link"
 
 
@@ -106,30 +110,45 @@ def in_order(names: Iterable[str]) -> list[str]:
     return sorted(set(names), key=lambda name: ((*COMPUTE_KINDS, name).index(name), name))
 
 
+class Lifetime(Enum):
+    """How long memory is held, and where a plan says how much."""
+
+    ALWAYS = "always"
+    """Throughout an iteration: *state*. A stage has a key for it."""
+
+    MICROBATCH = "microbatch"
+    """For each micro-batch, from its first action on a stage to its last on the stage's devices. A stage has a key."""
+
+    RETURNED = "returned"
+    """From the action that acquires it to the one that releases it."""
+
+    RUNNING = "running"
+    """While an action runs."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryKind:
-    """What memory is for: the name that texts and recipes give it, and the key that files give its bytes.
+    """What memory is for: the name that texts and recipes give it, the key that files give its bytes, how it is held.
 
     Kinds are single objects, as roles are.
-
-    A device keeps the *state* of its stages throughout an iteration; all other kinds come and go with actions.
     """
 
     name: str
     key: str
-    is_state: bool
+    lifetime: Lifetime
 
 
-PARAMETERS = MemoryKind("parameters", "parameter_bytes", is_state=True)
-GRADIENTS = MemoryKind("gradients", "gradient_bytes", is_state=True)
-OPTIMIZER = MemoryKind("optimizer", "optimizer_bytes", is_state=True)
-ACTIVATIONS = MemoryKind("activations", "activation_bytes", is_state=False)
-WORKSPACE = MemoryKind("workspace", "workspace_bytes", is_state=False)
+PARAMETERS = MemoryKind("parameters", "parameter_bytes", Lifetime.ALWAYS)
+GRADIENTS = MemoryKind("gradients", "gradient_bytes", Lifetime.ALWAYS)
+OPTIMIZER = MemoryKind("optimizer", "optimizer_bytes", Lifetime.ALWAYS)
+ACTIVATIONS = MemoryKind("activations", "activation_bytes", Lifetime.RETURNED)
+WORKSPACE = MemoryKind("workspace", "workspace_bytes", Lifetime.RUNNING)
 
 MEMORY_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE)
-"""Every kind of memory, in the order of tables and files. One that is added here needs its key in the plan's file."""
+"""Every kind of memory, in the order of tables and files; keys of plans follow, in a new version of the format."""
 
-STATE_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.is_state)
+STATE_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.lifetime is Lifetime.ALWAYS)
+KEPT_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.lifetime is Lifetime.MICROBATCH)
 
 _PLACES = {kind: place for place, kind in enumerate(MEMORY_KINDS)}
 

@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import islice
 from math import inf
 
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import DeviceMemory
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind, Role
 from pipeplan.workload.samples import Slots
-from pipeplan.workload.task_graph import Orders, TaskGraph
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
 from pipeplan.workload.workload import Hold, Workload
 
 
@@ -41,8 +43,9 @@ class MemoryState:
     limit; by default what its memory leaves.
 
     In time, every action has its :meth:`start` and its :meth:`end`, which come in order, ends before starts of the same
-    moment; ``peak`` [device] and ``at_peak`` [device] are then of the first moment at which it held most.
-    :meth:`run` is both in one step, for those who only know the order; it leaves out the peak.
+    moment; ``peak`` [device] and ``at_peak`` [device] are then of the first moment at which it held most, and
+    ``peak_task`` [device] is what started then. :meth:`run` is both in one step, for those who only know the order; it
+    leaves out the peak, and what several actions give back together stays held.
     """
 
     def __init__(self, graph: TaskGraph, capacity: Sequence[int | None] | None = None) -> None:
@@ -50,12 +53,13 @@ class MemoryState:
         self.held = [0] * workload.num_resources
         self.peak = self.held.copy()
         self.at_peak = [MemoryBytes()] * len(self.held)
+        self.peak_task: list[int | None] = [None] * len(self.held)
         self._capacity = capacities(workload) if capacity is None else capacity
-        self._graph, self._operation_of, self._resources = graph, graph.operation_of, workload.resources
+        self._graph, self._operation_of, self._holders = graph, graph.operation_of, workload.holders
         self._effects = workload.effects
         self._begins_of = [_begins(slots, workload.mini_batch) for slots in workload.slots]
         self._begins = [begins[0] for begins in self._begins_of]
-        self._places: list[list[_Place]] = [[] for _ in workload.resources]  # [operation] on its limited devices
+        self._places: list[list[_Place]] = [[] for _ in workload.holders]  # [operation] on its limited devices
         self._by_kind: list[Counter[MemoryKind]] = [Counter() for _ in self.held]
         self._targets_left: dict[tuple[int, int], int] = {}  # {(hold, micro-batch): targets that have not ended}
         for device, limit in enumerate(self._capacity[: len(workload.devices)]):
@@ -108,7 +112,7 @@ class MemoryState:
         """An action runs; what it gives back is free before its devices start anything else."""
         x = self._operation_of[task]
         change = self.acquired(task) - self._effects[x].release
-        for device in self._resources[x]:
+        for device in self._holders[x]:
             self.held[device] += change
         begins = self._begins_of[x][task + 1 - self._graph.offsets[x]]
         if self._begins[x] < begins:
@@ -120,22 +124,23 @@ class MemoryState:
         number = task - self._graph.offsets[x]
         for kind, size in self._taken[x].items():
             self._change(
-                self._resources[x], kind, _part_of(size, number) if number < self._effects[x].num_parts else size
+                self._holders[x], kind, _part_of(size, number) if number < self._effects[x].num_parts else size
             )
-        self._change(self._resources[x], WORKSPACE, self._effects[x].workspace)
-        for device in self._resources[x]:
+        self._change(self._holders[x], WORKSPACE, self._effects[x].workspace)
+        for device in self._holders[x]:
             if self.held[device] > self.peak[device]:
-                self.peak[device], self.at_peak[device] = self.held[device], MemoryBytes(self._by_kind[device])
+                self.peak[device], self.peak_task[device] = self.held[device], task
+                self.at_peak[device] = MemoryBytes(self._by_kind[device])
 
     def end(self, task: int) -> None:
         """An action has ended, and gives back its workspace and what it is the last target of."""
         x = self._operation_of[task]
-        self._change(self._resources[x], WORKSPACE, -self._effects[x].workspace)
+        self._change(self._holders[x], WORKSPACE, -self._effects[x].workspace)
         for number, hold in self._given[x]:
             place = number, task - self._graph.offsets[x]
             self._targets_left[place] = self._targets_left.get(place, len(hold.targets)) - 1
             if not self._targets_left[place]:
-                self._change(self._resources[hold.source], hold.kind, -hold.size)
+                self._change(self._holders[hold.source], hold.kind, -hold.size)
 
     def _change(self, devices: Sequence[int], kind: MemoryKind, size: int) -> None:
         for device in devices:
@@ -145,7 +150,7 @@ class MemoryState:
     @cached_property
     def _taken(self) -> list[Counter[MemoryKind]]:
         """[operation] {kind: bytes} that it takes at its start, beside its workspace."""
-        taken: list[Counter[MemoryKind]] = [Counter() for _ in self._resources]
+        taken: list[Counter[MemoryKind]] = [Counter() for _ in self._holders]
         for hold in self._graph.workload.holds:
             taken[hold.source][hold.kind] += hold.size
         return taken
@@ -153,7 +158,7 @@ class MemoryState:
     @cached_property
     def _given(self) -> list[list[tuple[int, Hold]]]:
         """[operation] the holds, with their numbers, of which it is a target."""
-        given: list[list[tuple[int, Hold]]] = [[] for _ in self._resources]
+        given: list[list[tuple[int, Hold]]] = [[] for _ in self._holders]
         for number, hold in enumerate(self._graph.workload.holds):
             for x in hold.targets:
                 given[x].append((number, hold))
@@ -162,7 +167,7 @@ class MemoryState:
     def _add_places(self, device: int, capacity: int) -> None:
         """Note a limited device for each of its operations."""
         workload = self._graph.workload
-        there = [x for x, operation in enumerate(workload.operations) if device in self._resources[x]]
+        there = [x for x, operation in enumerate(workload.operations) if device in self._holders[x]]
         for route in sorted({workload.stages[workload.operations[x].stage].route for x in there}):
             mine = [x for x in there if workload.stages[workload.operations[x].stage].route == route]
             others = tuple(x for x in mine if workload.operations[x].role is not Role.WEIGHT_GRAD)
@@ -239,12 +244,9 @@ class Overflow:
 
 
 def peak_memory(graph: TaskGraph, orders: Orders) -> tuple[DeviceMemory, ...]:
-    """The five parts of each device's memory at the first moment of its peak.
-
-    Activations are what is held then, with what the running action took at its start; a device without actions
-    holds its parameters, gradients and optimizer state.
-    """
-    return tuple(_device_memory(graph, device, order) for device, order in enumerate(graph.on_devices(orders)))
+    """What each device holds of every kind at the first moment of its peak; without actions it is its state."""
+    peaks = zip(graph.workload.states, _peaks(graph, orders), strict=True)
+    return tuple(DeviceMemory.of(state + taken) for state, (taken, _) in peaks)
 
 
 def memory_levels(graph: TaskGraph, order: Sequence[int]) -> list[int]:
@@ -270,26 +272,41 @@ def fits(graph: TaskGraph, orders: Orders) -> bool:
 def overflow(graph: TaskGraph, orders: Orders) -> Overflow | None:
     """The device that exceeds its memory by most, or None if all stay within; ties go to the first."""
     worst: Overflow | None = None
-    for index, (device, order) in enumerate(zip(graph.workload.devices, graph.on_devices(orders), strict=True)):
+    for index, (device, (taken, task)) in enumerate(zip(graph.workload.devices, _peaks(graph, orders), strict=True)):
         if device.memory_bytes is None:
             continue
-        highest, task = _peak(graph, order)
-        needed = graph.workload.static_bytes(index) + highest
+        needed = graph.workload.static_bytes(index) + taken.total
         if needed - device.memory_bytes > (worst.over_bytes if worst is not None else 0):
             action = graph.label(task) if task is not None else ""
             worst = Overflow(index, action, needed, device.memory_bytes)
     return worst
 
 
-def _peak(graph: TaskGraph, order: Sequence[int]) -> tuple[int, int | None]:
-    """Bytes beyond the static ones at the first moment of the peak, and the action that runs then."""
+def _peaks(graph: TaskGraph, orders: Orders) -> list[tuple[MemoryBytes, int | None]]:
+    """[device] what it holds beyond its state at the first moment of the peak, and the action that starts then."""
+    if graph.workload.order_tells_memory:
+        return [_peak(graph, order) for order in graph.on_devices(orders)]
+    state = followed(graph, earliest_starts(graph, with_links(graph, orders)))
+    found = zip(state.at_peak, state.peak_task, strict=True)
+    return list(islice(found, len(graph.workload.devices)))
+
+
+def _peak(graph: TaskGraph, order: Sequence[int]) -> tuple[MemoryBytes, int | None]:
+    """The same of a device whose order tells it."""
     levels = memory_levels(graph, order)
     highest = max(levels, default=0)
-    return highest, order[levels.index(highest)] if highest else None
+    if not highest:
+        return MemoryBytes(), None
+    task = order[levels.index(highest)]
+    workspace = graph.workload.effects[graph.operation_of[task]].workspace
+    return MemoryBytes({ACTIVATIONS: highest - workspace, WORKSPACE: workspace}), task
 
 
-def _device_memory(graph: TaskGraph, device: int, order: Sequence[int]) -> DeviceMemory:
-    highest, task = _peak(graph, order)
-    workspace = 0 if task is None else graph.workload.effects[graph.operation_of[task]].workspace
-    taken = MemoryBytes({ACTIVATIONS: highest - workspace, WORKSPACE: workspace})
-    return DeviceMemory.of(graph.workload.states[device] + taken)
+def followed(graph: TaskGraph, starts: Sequence[int]) -> MemoryState:
+    """The state after all actions have started at ``starts`` [task], in ns, and ended."""
+    state = MemoryState(graph)
+    starting = [(starts[task], 1, task) for task in range(graph.num_actions)]
+    ending = [(starts[task] + graph.durations[task], 0, task) for task in range(graph.num_actions)]
+    for _, is_start, task in sorted(starting + ending):
+        (state.start if is_start else state.end)(task)
+    return state

@@ -26,13 +26,14 @@ from functools import cached_property
 from itertools import accumulate
 
 from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.graphs import connected_parts
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import Dependency, Device, Hop, Stage
 from pipeplan.workload.kinds import MemoryBytes, Role
 from pipeplan.workload.memory import capacities
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.task_graph import Orders
-from pipeplan.workload.workload import Workload
+from pipeplan.workload.workload import Hold, Workload
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,9 @@ class OneMicrobatch:
         """
         reduction = Reduction.of(workload)
         workload = workload if reduction is None else reduction.reduced
-        problem = cls(workload, (*capacities(workload), *[None] * len(workload.links)), reduction)
+        problem = cls(
+            workload, (*capacities(workload), *[None] * (workload.num_resources - len(workload.devices))), reduction
+        )
         rank = workload.rank
         assert all(rank(source) < rank(target) for source, target, _ in problem.edges)
         if require_room:
@@ -95,6 +98,14 @@ class OneMicrobatch:
         """[operation] bytes held while it runs."""
         return tuple(effect.workspace for effect in self.workload.effects)
 
+    def holds_on(self, device: int) -> list[Hold]:
+        """What a device holds until one action has ended; what waits for several, or for none, searches leave out."""
+        return [
+            hold
+            for hold in self.workload.holds
+            if device in self.workload.holders[hold.source] and len(hold.targets) == 1
+        ]
+
     @property
     def microbatches_per_round(self) -> int:
         """The workload's own micro-batches in one of the problem's: 1 where all are alike."""
@@ -124,7 +135,7 @@ class OneMicrobatch:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """The operations, each after everything it waits for."""
-        return tuple(sorted(range(self.num_operations), key=self.workload.rank))
+        return self.workload.items_in_order
 
     @cached_property
     def on_device(self) -> tuple[tuple[int, ...], ...]:
@@ -168,14 +179,10 @@ class OneMicrobatch:
     @cached_property
     def one_last_forward(self) -> bool:
         """Whether each connected part of a micro-batch's graph has one forward that no other one follows."""
-        import networkx  # a third of a second, which replaying a plan need not wait for
-
         waits = [(source, target) for source, target, _ in self.workload.lags]
         forwards = {x for x, role in enumerate(self.roles) if role is Role.FORWARD}
         last = forwards - {source for source, target in waits if target in forwards}
-        graph = networkx.Graph(waits)
-        graph.add_nodes_from(last)
-        return all(len(part & last) <= 1 for part in networkx.connected_components(graph))
+        return all(len(part & last) <= 1 for part in connected_parts(last, waits))
 
     def path(self, source: int, target: int) -> int:
         """Longest path from the start of one operation to the end of another in a micro-batch; -1 without one."""
@@ -200,7 +207,7 @@ class OneMicrobatch:
         While an operation runs, everything is held that was taken by what it depends on and is given back by what
         depends on it.
         """
-        here = [hold for hold in self.workload.holds if device in self.devices[hold.source]]
+        here = self.holds_on(device)
         return max(
             (
                 self.workspace[x]

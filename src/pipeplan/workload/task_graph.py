@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import add
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.workload.workload import Workload
@@ -58,6 +59,10 @@ class TaskGraph:
     def on_devices(self, orders: Orders) -> Orders:
         """The orders of the devices alone, without those of links."""
         return orders[: len(self.workload.devices)]
+
+    def makespan(self, starts: Sequence[int]) -> int:
+        """When the last action ends, in ns."""
+        return max(map(add, starts, self.durations), default=0)
 
 
 def task_graph(workload: Workload) -> TaskGraph:

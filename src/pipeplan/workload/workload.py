@@ -14,12 +14,25 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, compress
+from operator import itemgetter
 from typing import NamedTuple
 
 from pipeplan.errors import InvalidPlanError
+from pipeplan.graphs import longest_paths
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
-from pipeplan.workload.kinds import ACTIVATIONS, MemoryBytes, MemoryKind, is_instruction, payload_of
+from pipeplan.workload.kinds import (
+    ACTIVATIONS,
+    KEPT_KINDS,
+    MemoryBytes,
+    MemoryKind,
+    Resource,
+    Role,
+    is_instruction,
+    kind_of,
+    payload_of,
+)
 from pipeplan.workload.samples import Slots
 
 
@@ -40,7 +53,8 @@ class Transfer:
 class Hold:
     """``size`` bytes kept for every micro-batch on each device of ``source``, an operation.
 
-    From the start of its action on, to the end of the last of the actions of ``targets`` for that micro-batch.
+    From the start of its action on, to the end of the last of the actions of ``targets`` for that micro-batch; to the
+    end of the iteration where there are none.
     """
 
     kind: MemoryKind
@@ -157,8 +171,17 @@ class Workload:
 
     @cached_property
     def num_resources(self) -> int:
-        """Devices, and links on which messages may have to wait."""
-        return len(self.devices) + len(self.links)
+        """Devices, links on which messages may have to wait, and networks of devices."""
+        return len(self.devices) + len(self.links) + len(self.networks)
+
+    @cached_property
+    def networks(self) -> tuple[int, ...]:
+        """Devices on whose network operations run, beside their compute; ascending. They are resources after the links.
+
+        Schedulers and replays know them; programs of plans do not yet.
+        """
+        there = [each for each in self.operations if kind_of(each.kind).resource is Resource.NETWORK]
+        return tuple(sorted({device for each in there for device in self.stages[each.stage].devices}))
 
     @cached_property
     def durations(self) -> tuple[int, ...]:
@@ -174,7 +197,19 @@ class Workload:
 
     @cached_property
     def resources(self) -> tuple[tuple[int, ...], ...]:
-        """[item] its devices, or the number of its link after the devices."""
+        """[item] what it occupies: its devices, or their networks, or the number of its link after the devices."""
+        if not self.networks:
+            return self.holders
+        number = {device: len(self.devices) + len(self.links) + index for index, device in enumerate(self.networks)}
+        compute = tuple(
+            devices if kind_of(each.kind).resource is Resource.COMPUTE else tuple(number[device] for device in devices)
+            for each, devices in zip(self.operations, self.holders, strict=False)
+        )
+        return compute + self.holders[len(compute) :]
+
+    @cached_property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """[item] whose memory it takes: its devices', or that of its link, which has none."""
         compute = tuple(self.stages[operation.stage].devices for operation in self.operations)
         return compute + tuple((len(self.devices) + transfer.link,) for transfer in self.transfers)
 
@@ -221,6 +256,22 @@ class Workload:
         return not self.needs and all(slots == whole for slots in self.slots)
 
     @cached_property
+    def stage_edges(self) -> tuple[tuple[int, int], ...]:
+        """(stage, stage) of forwards that wait for forwards."""
+        return tuple(
+            (each.source_stage, each.target_stage)
+            for each in self.dependencies
+            if each.source_role is each.target_role is Role.FORWARD
+        )
+
+    @cached_property
+    def stage_depths(self) -> tuple[int, ...]:
+        """[stage] how many stages come before it, on the longest way."""
+        stages = range(len(self.stages))
+        depths = longest_paths(stages, ((source, target, 1) for source, target in self.stage_edges))
+        return tuple(depths.values())
+
+    @cached_property
     def needs(self) -> dict[tuple[int, int], tuple[int, ...]]:
         """{(source, target)} of dependencies that count: for each action of the target, how many of the source's."""
         return {(source, target): each.needs for source, target, each in self._ends if each.needs is not None}
@@ -235,39 +286,70 @@ class Workload:
 
     @cached_property
     def holds(self) -> tuple[Hold, ...]:
-        """What each stage takes, with where it is given back; of what a stage holds, the oldest is given back first.
+        """Everything that actions hold beside workspace, whatever it is for: what is acquired, what stages keep.
 
-        One micro-batch of a stage takes in F (and I) and gives back in B, or in I and W. What none gives back is
-        in no hold. Raises InvalidPlanError where an operation gives back more than is held.
+        Raises InvalidPlanError where an operation gives back more than is held.
         """
-        found: list[Hold] = []
-        for stage in range(len(self.stages)):
-            open_: list[list[int]] = []  # [operation, bytes left]
-            for x, operation in enumerate(self.operations):
-                if operation.stage != stage:
-                    continue
-                if operation.acquire_bytes:
-                    open_.append([x, operation.acquire_bytes])
-                left = operation.release_bytes
-                while left:
-                    if not open_:
-                        raise InvalidPlanError(
-                            f"{operation.id} gives back {left} bytes more than stage {stage} "
-                            "has taken by then; lower its release_bytes, or raise acquire_bytes before it"
-                        )
-                    given = min(left, open_[0][1])
-                    found.append(Hold(ACTIVATIONS, given, open_[0][0], (x,)))
-                    left -= given
-                    open_[0][1] -= given
-                    if open_[0][1] == 0:
-                        open_.pop(0)
-        return tuple(found)
+        own: list[list[int]] = [[] for _ in self.stages]
+        for x, operation in enumerate(self.operations):
+            own[operation.stage].append(x)
+        kept = [self._kept(stage, numbers[0]) for stage, numbers in zip(self.stages, own, strict=True) if numbers]
+        return tuple(chain(*map(self._acquired, own), *kept))
+
+    def _acquired(self, operations: list[int]) -> Iterator[Hold]:
+        """What a stage's operations acquire and release; of what a stage holds, the oldest is given back first.
+
+        One micro-batch of a stage takes in F (and I) and gives back in B, or in I and W.
+        """
+        open_: list[list[int]] = []  # [operation, bytes left]
+        for x in operations:
+            operation = self.operations[x]
+            if operation.acquire_bytes:
+                open_.append([x, operation.acquire_bytes])
+            left = operation.release_bytes
+            while left:
+                if not open_:
+                    raise InvalidPlanError(
+                        f"{operation.id} gives back {left} bytes more than stage {operation.stage} "
+                        "has taken by then; lower its release_bytes, or raise acquire_bytes before it"
+                    )
+                given = min(left, open_[0][1])
+                yield Hold(ACTIVATIONS, given, open_[0][0], (x,))
+                left -= given
+                open_[0][1] -= given
+                if open_[0][1] == 0:
+                    open_.pop(0)
+        yield from (Hold(ACTIVATIONS, size, x, ()) for x, size in open_)
+
+    def _kept(self, stage: Stage, first: int) -> Iterator[Hold]:
+        """What a stage keeps for a micro-batch, from its first operation to the last ones on the stage's devices."""
+        if not stage.kept.total:
+            return
+        near = [each.route == stage.route and not set(stage.devices).isdisjoint(each.devices) for each in self.stages]
+        sizes = {(each.num_parted, each.microbatch_size) for each in compress(self.stages, near)}
+        if sizes != {(0, stage.microbatch_size)}:
+            raise InvalidPlanError("where a stage keeps memory, all stages need its micro-batch size, and no parts")
+        there = {x for x, operation in enumerate(self.operations) if near[operation.stage]}
+        before: set[int] = set()
+        for source, target, _ in sorted(self._ends, key=itemgetter(0), reverse=True):
+            if target in there or target in before:
+                before.add(source)
+        yield from (Hold(kind, stage.kept[kind], first, tuple(sorted(there - before))) for kind in KEPT_KINDS)
+
+    @cached_property
+    def order_tells_memory(self) -> bool:
+        """Whether what a device holds follows from its order: all it holds is activations that it gives back itself."""
+        return not self.networks and all(
+            hold.kind is ACTIVATIONS and all(self.holders[x] == self.holders[hold.source] for x in hold.targets)
+            for hold in self.holds
+        )
 
     @cached_property
     def effects(self) -> tuple[Effect, ...]:
         """[item] what each of its actions does to the memory of its devices; nothing where it is a transfer."""
-        acquire, release = [operation.acquire_bytes for operation in self.operations], [0] * len(self.operations)
+        acquire, release = [0] * len(self.operations), [0] * len(self.operations)
         for hold in self.holds:
+            acquire[hold.source] += hold.size
             if len(hold.targets) == 1:
                 release[hold.target] += hold.size
         workspace = [operation.workspace_bytes for operation in self.operations]
@@ -320,12 +402,15 @@ class Workload:
 
         A dependency that counts is on the path if every action of its target waits for one of its source.
         """
-        heads = [0] * len(self.durations)
-        for source, target, lag in self._ordered_edges:
-            if min(self.needs.get((source, target), (1,))) > 0:
-                lag = self.part_lags.get((source, target), lag)
-                heads[target] = max(heads[target], heads[source] + self.least_durations[source] + lag)
-        return tuple(heads)
+        paths = longest_paths(
+            self.items_in_order,
+            (
+                (source, target, self.least_durations[source] + self.part_lags.get((source, target), lag))
+                for source, target, lag in self.edges
+                if min(self.needs.get((source, target), (1,))) > 0
+            ),
+        )
+        return tuple(paths[item] for item in range(len(paths)))
 
     @cached_property
     def tails(self) -> tuple[int, ...]:
@@ -333,18 +418,20 @@ class Workload:
 
         A dependency that counts is on the path if some action of its target waits for all of its source.
         """
-        tails = [0] * len(self.durations)
-        for source, target, lag in reversed(self._ordered_edges):
-            all_needed = len(self.slots[source])
-            if max(self.needs.get((source, target), (all_needed,))) >= all_needed:
-                lag = self.part_lags.get((source, target), lag)
-                tails[source] = max(tails[source], lag + self.least_durations[target] + tails[target])
-        return tuple(tails)
+        paths = longest_paths(
+            self.items_in_order[::-1],
+            (
+                (target, source, self.least_durations[target] + self.part_lags.get((source, target), lag))
+                for source, target, lag in self.edges
+                if max(self.needs.get((source, target), (len(self.slots[source]),))) >= len(self.slots[source])
+            ),
+        )
+        return tuple(paths[item] for item in range(len(paths)))
 
     @cached_property
-    def _ordered_edges(self) -> tuple[tuple[int, int, int], ...]:
-        """The edges, those into an item before those out of it."""
-        return tuple(sorted(self.edges, key=lambda edge: self.rank(edge[0])))
+    def items_in_order(self) -> tuple[int, ...]:
+        """The items, each after everything it waits for."""
+        return tuple(sorted(range(len(self.durations)), key=self.rank))
 
     def _free_hops(self, dependency: Dependency) -> list[Hop]:
         """Messages that never wait for their link."""

@@ -42,7 +42,7 @@ class TrialRun:
         stage, rank = self._stages.stage_of[operation], _RANKS.get(self._stages.roles[operation], 1)
         if rank == _RANKS[Role.FORWARD] and self.rules[stage].forward_first:
             rank = 0
-        return rank, -self._stages.depths[stage], operation
+        return rank, -self._stages.graph.workload.stage_depths[stage], operation
 
     def _run(self) -> None:
         done = 0

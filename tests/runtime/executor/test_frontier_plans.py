@@ -12,10 +12,10 @@ from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.costs.devices import device_preset
 from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
-from pipeplan.planning import Batch, Request
 from pipeplan.planning.build_plan import planned
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.plan_frontier import chains
+from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.trials import Trial
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model

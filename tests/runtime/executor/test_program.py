@@ -15,7 +15,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, PlacedStage, Placement, Plan
 from pipeplan.runtime.executor.message_graph import Message, Numbers
 from pipeplan.runtime.executor.rank_program import Program, programs_of
-from pipeplan.runtime.parallel.share import Share
+from pipeplan.runtime.parallel import Share
 from pipeplan.workload.elements import Dependency
 
 BLOCKS = ["block0", "block1", "block2"]

@@ -175,7 +175,9 @@ def test_ranks_die_with_their_parent(sent: int, status: int, mark: str, tmp_path
 def board() -> Iterator[Board]:
     with tempfile.TemporaryFile() as file:
         file.truncate(Board.size(4))
-        yield Board(file.fileno(), 4)
+        found = Board(file.fileno(), 4)
+        found.programs = PROGRAMS
+        yield found
 
 
 PROGRAMS = [("0F0", "0F1"), ("1RECV_F0", "1F0"), ("2RECV_F0", "2F0"), ("3RECV_F0", "3F0")]
@@ -225,7 +227,7 @@ def test_a_stopped_process_is_the_culprit_wherever_it_stands(board: Board) -> No
         sleeper.wait()
     assert board.gone == [2]
     lost = Failure(0, Cause.LOST, "rank 0 lost the others")
-    assert str(verdict([lost], {}, board, PROGRAMS, SECOND)) == (
+    assert str(verdict([lost], {}, board, SECOND)) == (
         "rank 0 lost the others; rank 2 was last in step 0, after its program: reporting the loss"
     )
 
@@ -246,9 +248,9 @@ def test_a_verdict_prefers_causes_to_effects(board: Board) -> None:
     refused = Failure(1, Cause.REFUSED, "no such model", exit_code=2)
 
     def said(failures: list[Failure], deaths: dict[int, int]) -> str:
-        return str(verdict(failures, deaths, board, PROGRAMS, SECOND))
+        return str(verdict(failures, deaths, board, SECOND))
 
-    assert isinstance(verdict([raised, refused], {}, board, PROGRAMS, SECOND), UsageError)
+    assert isinstance(verdict([raised, refused], {}, board, SECOND), UsageError)
     assert said([lost, late, raised], {1: -9}) == "rank 3 failed"
     assert said([lost, late], {1: -15}) == "rank 1 was killed (SIGTERM) in 1F0 (step 0, program counter 1 of 2)"
     assert said([], {2: 3}) == "rank 2 ended with exit code 3 in 2F0 (step 0, program counter 1 of 2)"

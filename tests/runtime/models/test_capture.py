@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.capture import capture, replay
+from pipeplan.runtime.models.capture import capture
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.profiling.build_profile import block_graph_of
 from pipeplan.runtime.profiling.instruments import saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
+from runtime_support.whole_model import replay
 from support.marks import slow_but
 
 WIDTH, HEADS, SEQUENCE, VOCABULARY = 8, 2, 4, 11

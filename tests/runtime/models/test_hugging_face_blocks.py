@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeplan.runtime.models.capture import parameters_of, replay
+from pipeplan.runtime.models.capture import parameters_of
 from pipeplan.runtime.models.huggingface import LoadedModel, load_configuration
 from pipeplan.runtime.models.shapes import shaped_blocks
 from pipeplan.runtime.models.spec import Grain, Model
@@ -27,6 +27,7 @@ from runtime_support.hugging_face import (
     text,
     whole,
 )
+from runtime_support.whole_model import replay
 from support.marks import slow_but
 
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import output_shapes, shaped_blocks
-from pipeplan.runtime.models.spec import BlockSpec, Model
-from pipeplan.runtime.models.synthetic_batches import token_batch
+from pipeplan.runtime.models.spec import BlockSpec, Model, token_batch
 from pipeplan.runtime.models.zoo import ZOO, zoo_model
 from pipeplan.runtime.parallel.weight_grads import DeferredLinear
 

@@ -18,14 +18,15 @@ from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples import model as paper_model
 from pipeplan.files import PlacedStage
-from pipeplan.planning import Batch, search_plan
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan
 from pipeplan.runtime.executor.rank_program import programs_of
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import ShapedBlock, output_shapes, shaped_blocks
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo import ZOO
+from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.sharding import Shards
-from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.plans import Unsplit, placed_plan

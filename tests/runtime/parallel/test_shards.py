@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.sharding import Cut, ParameterPart, Shards, Slice, Split, share_of
-from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.split_layers import RowLinear, WordEmbedding, cross_entropy
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
 from pipeplan.workload.mesh import Mesh

@@ -24,7 +24,7 @@ from pipeplan.costs.operators import (
     sequence_of,
     vocabulary_loss,
 )
-from pipeplan.examples.parts import Stack, bottleneck, class_loss, dense, image_stem, long_memory, table_rows
+from pipeplan.examples.layout import Stack, bottleneck, class_loss, dense, image_stem, long_memory, table_rows
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import shaped_blocks
 from pipeplan.runtime.profiling.instruments import saved_tensors, storages

@@ -18,10 +18,12 @@ from pipeplan.costs.devices import device_preset
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.examples import model as paper_model
 from pipeplan.files import Profile, read_profile
-from pipeplan.planning import Batch, search_plan
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import BlockSpec, Model
-from pipeplan.runtime.profiling.estimate import estimate_model, work_of_blocks
+from pipeplan.runtime.profiling.build_profile import splits_of
+from pipeplan.runtime.profiling.estimate import counted, estimate_model
 from pipeplan.runtime.profiling.measure import profile_model
 from support.marks import slow_but
 from support.paths import ROOT
@@ -123,11 +125,12 @@ def test_bytes_are_those_that_measuring_finds(name: str, dtype: torch.dtype) -> 
 
 def test_work_is_what_torch_counts() -> None:
     model = load_model("gpt2-124m", sequence=64)
-    found = work_of_blocks(model, 2, torch.float32)
-    flops = {
-        id_: {phase: sum(k.flops for k in work[phase] if k.matrix) for phase in work}
-        for id_, (_, work) in found.items()
+    splits = splits_of(model, (1,), torch.float32, None)
+    works = {bench.key.block: work for bench, work in counted(splits, [2], torch.float32)}
+    of_kind = {
+        id_: {phase: sum(k.flops for k in work[phase] if k.matrix) for phase in work} for id_, work in works.items()
     }
+    flops = {node.spec.id: of_kind[node.kind] for node in splits[0].graph.blocks}
     tokens, hidden = 2 * 64, 768
     linears = {"layer0.ffn": 8 * hidden**2, "layer3.attention": 4 * hidden**2, "head": hidden * 50257}
     for id_, weights in linears.items():

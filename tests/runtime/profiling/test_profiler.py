@@ -20,8 +20,8 @@ from pipeplan.errors import ExecutionError, InfeasibleError, UsageError
 from pipeplan.files import CostRow, Profile, parse, read_profile, to_json
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.parallel import device
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
-from pipeplan.runtime.profiling import instruments
 from pipeplan.runtime.profiling.build_profile import block_graph_of
 from pipeplan.runtime.profiling.instruments import meter_for, saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
@@ -407,7 +407,7 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0
 
-    def perf_counter_ns(self) -> int:
+    def monotonic_ns(self) -> int:
         return self.now
 
     def pass_by(self, nanoseconds: int) -> None:
@@ -444,7 +444,7 @@ class SlowBlock(nn.Module):
 
 
 def test_times_are_of_the_right_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(instruments, "time", CLOCK)
+    monkeypatch.setattr(device, "time", CLOCK)
     row = row_of(measure(chain(linear, SlowBlock), repeats=3), "b")
     assert (row.forward_ns, row.backward_ns) == (FORWARD, INPUT_GRAD + WEIGHT_GRAD)
     assert (row.input_grad_ns, row.weight_grad_ns) == (INPUT_GRAD, WEIGHT_GRAD)
@@ -453,8 +453,8 @@ def test_times_are_of_the_right_action(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_median_and_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warm-up runs are dropped; the spread is the interquartile range over the median."""
     runs = [[9999] * 4, [10, 100, 30, 7], [50, 300, 30, 7], [20, 200, 30, 7], [40, 500, 30, 7], [30, 400, 90, 7]]
-    ticks = (tick for durations in runs for duration in durations for tick in (0, duration))
-    monkeypatch.setattr(instruments, "time", SimpleNamespace(perf_counter_ns=lambda: next(ticks)))
+    ticks = (tick for durations in runs for duration in durations for tick in (0, 0, *[duration] * 3))
+    monkeypatch.setattr(device, "time", SimpleNamespace(monotonic_ns=lambda: next(ticks)))
     row = row_of(measure(chain(linear), repeats=5, warmup=1), "a")
     assert (row.forward_ns, row.backward_ns, row.input_grad_ns, row.weight_grad_ns) == (30, 300, 30, 7)
     assert row.repeats == 5

@@ -22,7 +22,7 @@ from pipeplan.runtime.launch.job import StepResult
 from pipeplan.runtime.launch.local import watch_local
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.training import trainer as training
-from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
+from pipeplan.runtime.training.checkpoint import CheckpointFolder
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.plans import PLACEMENTS, TOLERANCE, TRAINING, four_devices, model_plan, placed_plan
 from runtime_support.warm import warm_ranks

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder, metadata_of, rest_of, undamaged
+from pipeplan.runtime.training.checkpoint import CheckpointFolder, metadata_of, rest_of, undamaged
 
 # in one process there is no process group
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

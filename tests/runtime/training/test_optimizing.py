@@ -17,9 +17,8 @@ from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.parallel.device import Autocast
-from pipeplan.runtime.training.optimizer import Updater, factor_at
 from pipeplan.runtime.training.options import TrainOptions
-from pipeplan.runtime.training.trainer import autocast_of
+from pipeplan.runtime.training.trainer import Updater, autocast_of, factor_at
 from runtime_support import models as runtime_models
 
 HERE = "test_optimizing"

@@ -1,8 +1,7 @@
 """Parts of a graph made one where they are equal, and the fewest devices that parts can do with in a given time.
 
 What is solved once for parts with equal loads and equal structure holds for all of them. A *run* is children
-begin..end-1 of a series as one stage. Blocks may be taken together before, never to be taken apart, so that less has to
-be searched (GraphPipe 3.5).
+begin..end-1 of a series as one stage.
 
 Tables of fewest devices bound the exact search: from the first child of a series to the last, and for every state of
 what comes after (:class:`Needs`, rounded down), the fewest devices for a number of children. Where memory has no limit,
@@ -14,7 +13,7 @@ branch is said to hold what the state with the least does. A beginning of a seri
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import product
@@ -27,42 +26,6 @@ from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.graph.in_flight import Integers, Needs
 from pipeplan.partition.problem import Costs, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part
-
-
-def grouped(tree: Part, weights: Mapping[str, int], grain: int) -> Part:
-    """The tree with neighbours in a series, and parallel blocks, taken together while they weigh at most ``grain``."""
-    done: list[tuple[Part, int]] = []
-    for part in tree.post_order():
-        if part.kind == "block":
-            done.append((part, sum(weights[name] for name in part.names)))
-            continue
-        children = done[-len(part.parts) :]
-        del done[-len(part.parts) :]
-        total = sum(weight for _, weight in children)
-        if total <= grain and all(child.kind == "block" for child, _ in children):
-            kept = [_merged([child for child, _ in children])]
-        else:
-            kept = _neighbours(children, grain) if part.kind == "series" else [child for child, _ in children]
-        done.append((kept[0] if len(kept) == 1 else Part(part.kind, tuple(kept)), total))
-    return done[0][0]
-
-
-def _neighbours(children: Sequence[tuple[Part, int]], grain: int) -> list[Part]:
-    groups: list[tuple[list[Part], int]] = []
-    for child, weight in children:
-        open_ = groups and groups[-1][0][-1].kind == child.kind == "block"
-        if open_ and groups[-1][1] + weight <= grain:
-            groups[-1] = ([*groups[-1][0], child], groups[-1][1] + weight)
-        else:
-            groups.append(([child], weight))
-    return [_merged(group) for group, _ in groups]
-
-
-def _merged(parts: Sequence[Part]) -> Part:
-    if len(parts) == 1:
-        return parts[0]
-    return Part("block", names=tuple(name for part in parts for name in part.names))
-
 
 MAX_GROUPS = 3_000
 """Ways to take a group of branches from those that are left, over all that can be left, of a parallel part; beyond

@@ -15,7 +15,7 @@ import contextlib
 import math
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep
 from pipeplan.runtime.executor.tensors import TensorSpec
-from pipeplan.runtime.launch.status import Cause, cause_of
+from pipeplan.runtime.launch.status import Cause, transport_errors
 
 Ranks = tuple[int, ...]
 
@@ -60,7 +60,10 @@ _MAX_UNFINISHED_SENDS = 8
 
 
 class TransferError(RuntimeError):
-    """A transfer failed: ``cause`` is TIMEOUT or LOST, ``peer`` the rank at the other end."""
+    """A transfer failed: ``cause`` is TIMEOUT or LOST, ``peer`` the rank at the other end.
+
+    Of ranks that run an action together the transport does not say which is gone or late: -1.
+    """
 
     def __init__(self, cause: Cause, peer: int, message: str) -> None:
         self.cause = cause
@@ -70,7 +73,12 @@ class TransferError(RuntimeError):
     @property
     def who(self) -> str:
         """The other end."""
-        return f"rank {self.peer}"
+        return f"rank {self.peer}" if self.peer >= 0 else "a rank that shares the action"
+
+
+def transfer_errors(peer: int) -> contextlib.AbstractContextManager[None]:
+    """Turn what the transport raises into :class:`TransferError`."""
+    return transport_errors(lambda cause, text: TransferError(cause, peer, text))
 
 
 @dataclass(slots=True)
@@ -177,18 +185,9 @@ class Channels:
             self._wait(work, peer)
 
     def _wait(self, work: dist.Work, peer: int) -> None:
-        with self._errors(peer):
+        with transfer_errors(peer):
             # NCCL would block the host when given a time; its own watchdog has the group's
             work.wait() if self._nccl else work.wait(self._timeout)
-
-    @contextlib.contextmanager
-    def _errors(self, peer: int) -> Iterator[None]:
-        """Turn what the transport raises into :class:`TransferError`."""
-        try:
-            yield
-        except RuntimeError as error:
-            cause, text = cause_of(error)
-            raise TransferError(cause, peer, text) from error
 
     def _tags(self, step: ProgramStep) -> range:
         """One tag per tensor, unlike all others of a step; steps are kept apart by their end."""
@@ -219,7 +218,7 @@ class Channels:
     def _start(self, sends: bool, peer: int, tensor: Tensor, tag: int) -> dist.Work:
         rank = self._program.rank
         start, ends = (dist.isend, (rank, peer)) if sends else (dist.irecv, (peer, rank))
-        with self._errors(peer):
+        with transfer_errors(peer):
             work = start(tensor, peer, self._groups.get(ends), tag)
         assert work is not None, "this rank is a member of the group"
         return work

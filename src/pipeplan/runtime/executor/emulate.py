@@ -13,7 +13,9 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -157,36 +159,31 @@ class Pace:
         return end_ns
 
 
+@dataclass(frozen=True, slots=True)
 class EmulatedRunner:
     """A stage or custom op whose actions sleep as long as the plan says, from when all of ``group`` can start."""
 
-    idle = True
-
-    def __init__(
-        self,
-        plan: Plan,
-        tensors: Mapping[Message, Sequence[str]],
-        specs: Mapping[str, TensorSpec],
-        pace: Pace,
-        group: RankGroup,
-    ) -> None:
-        self._plan, self._tensors, self._specs, self._pace, self._group = plan, tensors, specs, pace, group
+    plan: Plan
+    tensors: Mapping[Message, Sequence[str]]
+    specs: Mapping[str, TensorSpec]
+    pace: Pace
+    group: RankGroup
+    idle: ClassVar[bool] = True
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Rows, made at the end. Agreeing with the other devices on the start is part of an action's time."""
         needed = [_stamp(rows) for given in inputs.values() for _, rows in given]
-        start_ns = self._group.latest(max([self._pace.free_ns(), *needed]))
-        end_ns = start_ns + _duration_ns(self._plan, step)
+        start_ns = self.group.latest(max([self.pace.free_ns(), *needed]))
+        end_ns = start_ns + _duration_ns(self.plan, step)
         made = self._made(step, end_ns)
-        ended_ns = self._pace.until(end_ns)
+        ended_ns = self.pace.until(end_ns)
         return made if ended_ns == end_ns else self._made(step, ended_ns)
 
     def _made(self, step: ProgramStep, at_ns: int) -> Produced:
         found: dict[Numbers, dict[str, Tensor]] = defaultdict(dict)
         for message, own in step.gives:
-            found[own].update(
-                {name: _stamped(self._specs[name].of(len(own)), at_ns) for name in self._tensors[message]}
-            )
+            for name in self.tensors[message]:
+                found[own][name] = _stamped(self.specs[name].of(len(own)), at_ns)
         return found
 
 

@@ -80,7 +80,7 @@ class MessageGraph:
 
 
 def model_messages(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> MessageGraph:
-    """The flow of a model's tensors under a plan that has its blocks. Raises UsageError where they differ."""
+    """How a model's tensors go under a plan that has its blocks. Raises UsageError where they differ."""
     crossings = _crossings(plan, edges, model)
     gradients = _gradients(plan, crossings)
     _require_same_edges(plan, crossings, model)
@@ -90,7 +90,7 @@ def model_messages(plan: Plan, edges: Sequence[tuple[str, str]], model: str) -> 
             name for (source, _), names in crossings.items() if source == dependency.source_stage for name in names
         )
         tensors[Message.of(dependency)] = tuple(leaving)
-    return _whole_flow(plan, crossings, gradients, tensors)
+    return _with_gradients(plan, crossings, gradients, tensors)
 
 
 def planned_messages(plan: Plan) -> MessageGraph:
@@ -115,13 +115,13 @@ def planned_messages(plan: Plan) -> MessageGraph:
             )
     forward = [each for each in plan.dependencies if _carries_forward(each)]
     tensors = {Message.of(each): (f"{each.source_stage}>{each.target_stage}",) for each in forward}
-    return _whole_flow(plan, crossings, _gradients(plan, crossings), tensors)
+    return _with_gradients(plan, crossings, _gradients(plan, crossings), tensors)
 
 
-def _whole_flow(
+def _with_gradients(
     plan: Plan, crossings: Mapping[_Pair, _Names], gradients: Collection[_Pair], tensors: Mapping[Message, _Names]
 ) -> MessageGraph:
-    """With the gradients' messages; every hop must have something to carry."""
+    """The graph, with the gradients' messages, too. Raises UsageError where a hop has nothing to carry."""
     found = {**tensors, **{Message("B", target, source): crossings[source, target] for source, target in gradients}}
     for number, dependency in enumerate(plan.dependencies):
         carries = _carries_forward(dependency) and found.get(Message.of(dependency))

@@ -17,21 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.executor.channels import Ranks, TransferError, groups_of
-from pipeplan.runtime.launch.status import Phase, Progress, cause_of, lost_others
+from pipeplan.runtime.executor.channels import Ranks, groups_of, transfer_errors
+from pipeplan.runtime.launch.status import Phase, Progress, lost_others
 from pipeplan.runtime.models.spec import placed
-from pipeplan.runtime.parallel.device import Clock, Mark, Span, offset_ns
+from pipeplan.runtime.parallel import Share
+from pipeplan.runtime.parallel.device import Clock, Mark, Span, gathered, offset_ns
 from pipeplan.runtime.parallel.sharding import WHOLE, Shards
-from pipeplan.runtime.parallel.share import Share
-
-
-class GroupError(TransferError):
-    """An exchange failed: a rank is gone, or did not come in time. Which one the transport does not say."""
-
-    @property
-    def who(self) -> str:
-        """The other end."""
-        return "a rank that shares the action"
 
 
 class ProcessGroups:
@@ -141,15 +132,12 @@ class RankGroup:
 
     @contextlib.contextmanager
     def _waiting(self, peer: int | None = None) -> Iterator[None]:
-        """Note it, and turn what the transport raises into :class:`GroupError`."""
+        """Note it, and turn what the transport raises into :class:`TransferError`."""
         assert self.group is not None, "groups are made before the first step"
         before = self._progress.board.read(self._rank)
         self._progress.begin(Phase.WAITING, before.counter, self._next if peer is None else peer)
-        try:
+        with transfer_errors(-1):
             yield
-        except RuntimeError as error:
-            cause, text = cause_of(error)
-            raise GroupError(cause, -1, text) from error
         self._progress.begin(Phase.RUNNING, before.counter)
 
 
@@ -172,10 +160,8 @@ class AllRanks:
 
     def gather(self, value: Any) -> list[Any]:
         """What all ranks pass to this call, by rank."""
-        found: list[Any] = [None] * dist.get_world_size()
         with lost_others(self._progress):
-            dist.all_gather_object(found, value, group=self._group)
-        return found
+            return gathered(value, self._group)
 
     def sum(self, number: float) -> float:
         """The sum of what all ranks pass to this call, the same on each."""

@@ -21,7 +21,7 @@ from pipeplan.runtime.executor.message_graph import (
     model_messages,
     planned_messages,
 )
-from pipeplan.runtime.parallel.share import Share
+from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Attribute, Stage
 from pipeplan.workload.kinds import Role, is_instruction
@@ -143,9 +143,9 @@ def planned_programs(plan: Plan) -> tuple[Program, ...]:
     return _programs(plan, planned_messages(plan))
 
 
-def _programs(plan: Plan, flow: MessageGraph) -> tuple[Program, ...]:
+def _programs(plan: Plan, graph: MessageGraph) -> tuple[Program, ...]:
     ownership, holders, lines = SampleOwnership(plan), _holders(plan), _lines(plan)
-    return tuple(_Lowering(plan, rank, flow, ownership).program(holders, lines) for rank in range(len(plan.devices)))
+    return tuple(_Lowering(plan, rank, graph, ownership).program(holders, lines) for rank in range(len(plan.devices)))
 
 
 def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
@@ -164,8 +164,8 @@ def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
 class _Lowering:
     """What a plan means to one rank."""
 
-    def __init__(self, plan: Plan, rank: int, flow: MessageGraph, ownership: SampleOwnership) -> None:
-        self._plan, self._rank, self._flow, self._ownership, self._hops = plan, rank, flow, ownership, hops_of(plan)
+    def __init__(self, plan: Plan, rank: int, graph: MessageGraph, ownership: SampleOwnership) -> None:
+        self._plan, self._rank, self._graph, self._ownership, self._hops = plan, rank, graph, ownership, hops_of(plan)
         self._sent: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
         self._received: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
         for message, source, target in self._hops:
@@ -187,14 +187,14 @@ class _Lowering:
             steps=tuple(self._step(counter, Action.parse(text)) for counter, text in enumerate(texts)),
             stages=self._stages,
             holders=holders,
-            tensors=self._flow.tensors,
+            tensors=self._graph.tensors,
             custom_ops=self._custom_ops,
             lines=lines,
             edges=tuple(sorted({(source, target) for _, source, target in self._hops})),
         )
 
     def _stage(self, index: int) -> StagePart:
-        stage, crossings, gradients = self._plan.stages[index], self._flow.crossings, self._flow.gradients
+        stage, crossings, gradients = self._plan.stages[index], self._graph.crossings, self._graph.gradients
         return StagePart(
             index=index,
             blocks=stage.blocks,
@@ -212,7 +212,7 @@ class _Lowering:
 
     def _custom_op(self, index: int) -> CustomOpPart:
         (operation,) = [each for each in self._plan.operations if each.stage == index]
-        takers = {message: self._takers(message) for message in self._flow.gives(index)}
+        takers = {message: self._takers(message) for message in self._graph.gives(index)}
         return CustomOpPart(
             index=index,
             kind=operation.kind,
@@ -236,7 +236,7 @@ class _Lowering:
         if action.role is Role.WEIGHT_GRAD:
             return ProgramStep(counter, action, samples)
         backward = action.role is not Role.FORWARD
-        takes, gives = self._flow.takes(action.stage, backward), self._flow.gives(action.stage, backward)
+        takes, gives = self._graph.takes(action.stage, backward), self._graph.gives(action.stage, backward)
         return ProgramStep(
             counter,
             action,
@@ -259,7 +259,7 @@ class _Lowering:
 
     def _held(self, action: Action, own: Numbers) -> Iterator[tuple[Message, int, Numbers]]:
         """What a custom op takes, by the ranks that have it."""
-        for message in self._flow.takes(action.stage):
+        for message in self._graph.takes(action.stage):
             for rank in self._plan.stages[action.stage].devices:
                 there = self._ownership.held(message, rank)
                 samples = tuple(sample for sample in own if sample in there)

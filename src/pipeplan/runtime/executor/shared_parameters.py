@@ -5,6 +5,9 @@ gradients add by themselves. Between ranks every holder has a copy; after a step
 summed, each rank's once, and all make the same update. Equal shares of split blocks are copies of each other, too.
 Where a parameter is split in one stage and whole, or split otherwise, in another, gradients are assembled into whole
 ones, summed over all ranks, and each takes its part.
+
+torch's DistributedDataParallel sums, too, but over one set of ranks for a whole module, and in hooks, which weight
+gradients that wait for W do not call.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from torch import Tensor, nn
 from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.channels import Ranks, groups_of
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.sharding import ParameterPart
-from pipeplan.runtime.parallel.share import Share
 
 Holder = tuple[str, str]
 """A block and the name of its parameter."""

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from pipeplan.runtime.executor.channels import TransferError
 from pipeplan.runtime.executor.message_graph import Numbers
 from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
-from pipeplan.runtime.executor.tensors import WHOLE, Produced, Received, StageLayouts, TensorLayout
+from pipeplan.runtime.executor.tensors import WHOLE_TENSOR, Produced, Received, StageLayouts, TensorLayout
 from pipeplan.runtime.models.spec import BlockSpec
 from pipeplan.runtime.parallel.device import Autocast, precise
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_nothing_waits
@@ -86,21 +86,21 @@ class _Values:
 
     def __init__(self, layouts: StageLayouts, num_samples: int, received: Mapping[str, Tensor]) -> None:
         self._layouts, self._num_samples = layouts, num_samples
-        self._found = {(name, WHOLE): tensor for name, tensor in received.items()}
-        self._given = dict.fromkeys(received, WHOLE)
+        self._found = {(name, WHOLE_TENSOR): tensor for name, tensor in received.items()}
+        self._given = dict.fromkeys(received, WHOLE_TENSOR)
 
     def put(self, block: str, made: Tensor) -> None:
         """Keep a block's output; a loss is whole."""
-        self._given[block] = self._layouts.given.get(block, WHOLE) if made.ndim else WHOLE
+        self._given[block] = self._layouts.given.get(block, WHOLE_TENSOR) if made.ndim else WHOLE_TENSOR
         self._found[block, self._given[block]] = made
 
     def taken(self, source: str, block: str) -> Tensor:
         """A block's output as another takes it."""
-        return self._in(source, self._layouts.taken.get(block, WHOLE))
+        return self._in(source, self._layouts.taken.get(block, WHOLE_TENSOR))
 
     def whole(self, block: str) -> Tensor:
         """A block's output, whole on every device."""
-        return self._in(block, WHOLE)
+        return self._in(block, WHOLE_TENSOR)
 
     def _in(self, block: str, layout: TensorLayout) -> Tensor:
         if (block, layout) not in self._found:

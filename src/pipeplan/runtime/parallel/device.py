@@ -56,10 +56,10 @@ class Clock:
         return at_ns + round(passed_ms * 1e6) - self.offset_ns
 
 
-def gathered(value: Any) -> list[Any]:
-    """What all ranks of the default group pass to this call, by rank."""
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """What all ranks pass to this call, by rank; ``group`` is one of all ranks, the default one without it."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    dist.all_gather_object(found, value, group=group)
     return found
 
 

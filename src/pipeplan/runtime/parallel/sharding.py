@@ -182,6 +182,11 @@ class Shards:
         """This device's share of ``total`` rows: first, and the one after the last. Shares differ by one at most."""
         return range_of(total, self.count, self.index)
 
+    def own(self, total: int) -> int:
+        """How many of ``total`` rows are this device's."""
+        begin, end = self.range(total)
+        return end - begin
+
     def shared(self, whole: Tensor) -> Tensor:
         """A whole tensor on its way into split work: its gradient is the sum of what the devices find."""
         return whole if self.count == 1 else _mapped(whole, lambda same: same.view_as(same), self._collectives.sum)

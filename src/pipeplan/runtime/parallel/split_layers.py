@@ -36,8 +36,7 @@ class RowLinear(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, shards: Shards = WHOLE, *, bias: bool = True) -> None:
         super().__init__()
-        begin, end = shards.range(inputs)
-        made = nn.Linear(end - begin, outputs, bias=bias)
+        made = nn.Linear(shards.own(inputs), outputs, bias=bias)
         self.shards, self.weight = shards, made.weight
         self.register_parameter("bias", made.bias)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -39,9 +38,7 @@ class WeightGradQueue:
         WeightGradQueue._active = self
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         WeightGradQueue._active = None
 
     def __len__(self) -> int:

@@ -48,6 +48,11 @@ class RowKey:
     recompute: bool = False
 
     @property
+    def kind(self) -> tuple[int, str]:
+        """Shards and block."""
+        return self.shards, self.block
+
+    @property
     def label(self) -> str:
         """For progress and errors."""
         split = f", split over {self.shards} devices" if self.shards > 1 else ""
@@ -91,7 +96,7 @@ class Bench:
     activation_bytes: int = 0
     weight_grad_bytes: int = 0
     workspace_bytes: int = 0
-    times: dict[Time, list[int]] = field(default_factory=dict)
+    times: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def forward(self) -> _Roots:
         """F: what backward starts from; nothing if no gradient is needed. The outputs themselves are let go of."""
@@ -123,8 +128,7 @@ class Bench:
         with blamed(self.key.label):
             times = (*self._time_full(), *self._time_split())
         if keep:
-            for name, nanoseconds in zip(TIMES, times, strict=True):
-                self.times.setdefault(name, []).append(nanoseconds)
+            self.times.append(times)
 
     def _time_full(self) -> tuple[int, int]:
         roots, forward_ns = timed(self.forward, self.device)
@@ -141,22 +145,21 @@ class Bench:
 
     def runs_left(self, repeats: int, warmup: int) -> int:
         """Timed runs to come and those to warm up before; 0 if all times are there."""
-        left = repeats - len(self._rows_of_times())
+        left = repeats - len(self.times)
         return warmup + left if left > 0 else 0
 
     def is_unsteady(self, max_spread: float) -> bool:
         """Whether the spread of one of its times that matter is above the one asked for."""
         floor = _WORTH_A_LOOK * (self.median("forward_ns") + self.median("backward_ns"))
-        return any(spread_of(self.times[name]) > max_spread for name in TIMES if self.median(name) > floor)
+        return any(spread_of(self.series(name)) > max_spread for name in TIMES if self.median(name) > floor)
 
     def median(self, name: Time) -> int:
         """Of the runs so far, in ns."""
-        return int(statistics.median(self.times[name]))
+        return int(statistics.median(self.series(name)))
 
-    def _rows_of_times(self) -> list[tuple[int, int, int, int]]:
-        """The times of each run; of one that was interrupted while they were noted, nothing."""
-        forward, backward, input_grad, weight_grad = (self.times.get(name, []) for name in TIMES)
-        return list(zip(forward, backward, input_grad, weight_grad, strict=False))
+    def series(self, name: Time) -> list[int]:
+        """Of each run, in ns."""
+        return [times[TIMES.index(name)] for times in self.times]
 
     def kept(self) -> KeptRow:
         """What there is so far."""
@@ -168,7 +171,7 @@ class Bench:
             activation_bytes=self.activation_bytes,
             weight_grad_bytes=self.weight_grad_bytes,
             workspace_bytes=self.workspace_bytes,
-            times=tuple(self._rows_of_times()),
+            times=tuple(self.times),
         )
 
     def take_up(self, kept: KeptRow) -> None:
@@ -176,8 +179,7 @@ class Bench:
         self.activation_bytes = kept.activation_bytes
         self.weight_grad_bytes = kept.weight_grad_bytes
         self.workspace_bytes = kept.workspace_bytes
-        columns = zip(*kept.times, strict=True) if kept.times else ((),) * len(TIMES)
-        self.times = {name: list(column) for name, column in zip(TIMES, columns, strict=True)}
+        self.times = list(kept.times)
 
     def measure_memory(self) -> None:
         """Bytes held after F and after I, and what running takes beyond them."""
@@ -249,8 +251,8 @@ class Bench:
         return CostRow(
             **self.kept().model_dump(exclude={"block", "times"}),
             **medians,
-            repeats=len(self.times["forward_ns"]),
-            spread={name: spread_of(self.times[name]) for name in TIMES},
+            repeats=len(self.times),
+            spread={name: spread_of(self.series(name)) for name in TIMES},
         )
 
 

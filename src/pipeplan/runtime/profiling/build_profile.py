@@ -6,15 +6,19 @@ Blocks that are alike are measured or estimated once; from the rows of one of ea
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+import platform
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from pipeplan._version import __version__
 from pipeplan.costs.blocks import state_recipe
 from pipeplan.costs.communication import Exchange, Prices
 from pipeplan.errors import UsageError
@@ -245,17 +249,44 @@ def unsplit_of(splits: Sequence[ModelShare], model: Model, dtype: torch.dtype) -
     return splits[0].graph if splits[0].shards == 1 else block_graph_of(model, dtype)
 
 
-def costs_of(
-    splits: Sequence[ModelShare], kinds: Mapping[Hashable, Kind], rows: Mapping[Kind, Sequence[CostRow]], price: Price
-) -> dict[str, list[CostRow]]:
-    """Rows of every block by micro-batch size, shards and recomputation, from the ``rows`` of its kind."""
-    found: dict[str, list[CostRow]] = {}
+def profile_of_kinds(
+    model: Model,
+    splits: Sequence[ModelShare],
+    unsplit: BlockGraph,
+    rows: Iterable[tuple[Kind, CostRow]],
+    price: Price,
+    source: Source,
+) -> Profile:
+    """The profile whose blocks have the rows of their kinds, with what collectives take. Raises UsageError."""
+    kinds, of_kind = kinds_of(splits), defaultdict[Kind, list[CostRow]](list)
+    for kind, row in rows:
+        of_kind[kind].append(row)
+    costs: dict[str, list[CostRow]] = defaultdict(list)
     for split in splits:
         for block in split.graph.blocks:
-            for row in rows[kinds[block.likeness]]:
+            for row in of_kind[kinds[block.likeness]]:
                 own = row.model_copy(update={"shards": split.shards})
-                found.setdefault(block.spec.id, []).append(_with_collectives(own, block.spec.collectives, price))
-    return {id_: sorted(rows, key=lambda row: row.key) for id_, rows in found.items()}
+                costs[block.spec.id].append(_with_collectives(own, block.spec.collectives, price))
+    return profile_of(model, unsplit, {id_: sorted(own, key=lambda row: row.key) for id_, own in costs.items()}, source)
+
+
+def bare_profile(model: Model, graph: BlockGraph) -> Profile:
+    """A profile that says nothing of times, for its blocks and edges. Raises UsageError where names do not fit one."""
+    nothing = (CostRow(microbatch_size=1, forward_ns=0, backward_ns=0),)
+    return profile_of(model, graph, {block.spec.id: nothing for block in graph.blocks}, Source(method="estimated"))
+
+
+def source_of(method: Literal["measured", "estimated"], device: str, dtype: torch.dtype, notes: str = "") -> Source:
+    """Where and when numbers were made; of estimates it does not matter in which Python."""
+    python = {"python": platform.python_version()} if method == "measured" else {}
+    return Source(
+        method=method,
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        versions={"pipeplan": __version__, **python, "torch": torch.__version__},
+        date=datetime.now(UTC).date().isoformat(),
+        notes=notes,
+    )
 
 
 def priced_by(prices: Prices | None, dtype: torch.dtype) -> Price:
@@ -300,12 +331,6 @@ def profile_of(model: Model, graph: BlockGraph, costs: Mapping[str, Sequence[Cos
 
 
 def _block(block: BlockNode, costs: Sequence[CostRow]) -> Block:
-    return Block(
-        id=block.spec.id,
-        operator=block.spec.operator,
-        dimensions=dict(block.spec.dimensions),
-        **Block.kept(block.parameter_bytes, state_recipe(_RECIPE).state(block.trainable, block.trainable_bytes)),
-        tied=block.tied,
-        shared=block.spec.shared,
-        costs=tuple(costs),
-    )
+    state = state_recipe(_RECIPE).state(block.trainable, block.trainable_bytes)
+    said = {**block.spec.described, **Block.kept(block.parameter_bytes, state)}
+    return Block(id=block.spec.id, **said, tied=block.tied, costs=tuple(costs))

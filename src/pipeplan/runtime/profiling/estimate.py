@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 from weakref import finalize
 
@@ -20,30 +19,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from pipeplan._version import __version__
 from pipeplan.costs.communication import prices_in, prices_of
 from pipeplan.costs.devices import Calibration, DevicePreset, Kernel, KnownRow, Work, calibrate, likeness, measured_rows
 from pipeplan.errors import UsageError
-from pipeplan.files import Cluster, CostRow, Profile, Source
+from pipeplan.files import Cluster, CostRow, Profile
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
 from pipeplan.runtime.profiling.benches import Bench
 from pipeplan.runtime.profiling.build_profile import (
     STATE_NOTES,
-    Kind,
     ModelShare,
-    costs_of,
-    kinds_of,
+    bare_profile,
     priced_by,
-    profile_of,
+    profile_of_kinds,
+    source_of,
     splits_of,
     unsplit_of,
 )
 from pipeplan.runtime.profiling.instruments import Meter, Usage
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
 
-_attention_flops: Any = sdpa_flop_count
-_attention_backward_flops: Any = sdpa_backward_flop_count
 _CPU = torch.device("cpu")
 _aten = torch.ops.aten
 _NOTES = " ".join(
@@ -88,30 +83,18 @@ def estimate_model(
     if not sizes or sizes[0] < 1:
         raise UsageError(f"micro-batch sizes {sizes}: give at least one, each 1 or more, with --microbatch")
     splits = splits_of(model, shards, dtype, cluster)
-    rows = {bench.key: (bench.row(), work) for bench, work in _counted(splits, sizes, dtype, recompute, progress)}
+    rows = {bench.key: (bench.row(), work) for bench, work in counted(splits, sizes, dtype, recompute, progress)}
     unsplit, notes = unsplit_of(splits, model, dtype), _NOTES
     timed = {key: _on_device(row, work, device) for key, (row, work) in rows.items()}
-    by_kind: dict[Kind, list[CostRow]] = {}
     if calibration is not None:
-        bare = profile_of(model, unsplit, {b.spec.id: [_ANY] for b in unsplit.blocks}, _source(device, dtype, ""))
+        bare = bare_profile(model, unsplit)
         fitted = _fitted(calibration, reference or model, dtype)
         blocks = {block.id: block for block in bare.blocks}
         timed = {key: fitted.row(blocks[key.block], *rows[key]) for key in rows}
         notes = f"{notes} {_fit_notes(calibration, fitted, bare)}"
-    for key, row in timed.items():
-        by_kind.setdefault((key.shards, key.block), []).append(row)
     price = priced_by(prices_in(cluster) if cluster is not None else prices_of(device), dtype)
-    return profile_of(model, unsplit, costs_of(splits, kinds_of(splits), by_kind, price), _source(device, dtype, notes))
-
-
-_ANY = CostRow(microbatch_size=1, forward_ns=0, backward_ns=0)
-
-
-def work_of_blocks(model: Model, microbatch_size: int, dtype: torch.dtype) -> dict[str, tuple[CostRow, Work]]:
-    """Bytes, in a row without times, and kernels of every block for one micro-batch, by block id."""
-    splits = splits_of(model, (1,), dtype, None)
-    found = {b.key.block: (b.row(), work) for b, work in _counted(splits, [microbatch_size], dtype, False, None)}
-    return {block.spec.id: found[block.kind] for block in splits[0].graph.blocks}
+    source = source_of("estimated", device.title, dtype, f"{notes} Device: {device.source}.")
+    return profile_of_kinds(model, splits, unsplit, ((key.kind, row) for key, row in timed.items()), price, source)
 
 
 def _on_device(row: CostRow, work: Work, device: DevicePreset) -> CostRow:
@@ -122,17 +105,6 @@ def _on_device(row: CostRow, work: Work, device: DevicePreset) -> CostRow:
     return row.model_copy(update={**times, "backward_ns": times["input_grad_ns"] + times["weight_grad_ns"]})
 
 
-def _source(device: DevicePreset, dtype: torch.dtype, notes: str) -> Source:
-    return Source(
-        method="estimated",
-        device=device.title,
-        dtype=str(dtype).removeprefix("torch."),
-        versions={"pipeplan": __version__, "torch": torch.__version__},
-        date=datetime.now(UTC).date().isoformat(),
-        notes=notes if not notes else f"{notes} Device: {device.source}.",
-    )
-
-
 # Calibration ------------------------------------------------------------------------------------------------------
 
 
@@ -140,7 +112,7 @@ def _fitted(measured: Profile, reference: Model, dtype: torch.dtype) -> Calibrat
     """Rates and factors from the measured rows of blocks that the reference has."""
     splits = splits_of(reference, (1,), dtype, None)
     unsplit = splits[0].graph
-    bare = profile_of(reference, unsplit, {b.spec.id: [_ANY] for b in unsplit.blocks}, Source(method="estimated"))
+    bare = bare_profile(reference, unsplit)
     kinds = {likeness(block): node.kind for block, node in zip(bare.blocks, unsplit.blocks, strict=True)}
     rows = [(block, row) for block, row in measured_rows(measured) if likeness(block) in kinds]
     if not rows:
@@ -149,7 +121,7 @@ def _fitted(measured: Profile, reference: Model, dtype: torch.dtype) -> Calibrat
             f"of {reference.name!r}; measure some of its blocks, in the same --dtype and with the same --sequence"
         )
     sizes = sorted({row.microbatch_size for _, row in rows})
-    works = {(b.key.block, b.key.size): work for b, work in _counted(splits, sizes, dtype, False, None)}
+    works = {(b.key.block, b.key.size): work for b, work in counted(splits, sizes, dtype)}
     return calibrate([KnownRow(block, row, works[kinds[likeness(block)], row.microbatch_size]) for block, row in rows])
 
 
@@ -167,8 +139,12 @@ def _fit_notes(measured: Profile, fitted: Calibration, estimated: Profile) -> st
 # Counting ---------------------------------------------------------------------------------------------------------
 
 
-def _counted(
-    splits: Sequence[ModelShare], sizes: Sequence[int], dtype: torch.dtype, recompute: bool, progress: Progress | None
+def counted(
+    splits: Sequence[ModelShare],
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    recompute: bool = False,
+    progress: Progress | None = None,
 ) -> Iterator[tuple[Bench, Work]]:
     """Every kind of block at every size, with its bytes, and its kernels in F, I and W."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -179,22 +155,13 @@ def _counted(
         tallies.append(_Tally())
         return tallies[-1]
 
-    kinds, choices = kinds_of(splits), (False, True) if recompute else (False,)
-    benches = Benches(fake, kinds, choices, dtype, _CPU, 0, UnfinishedProfile(), (), tally)
-    rounds = RunCounter(progress, len(set(kinds.values())) * len(choices) * len(sizes))
+    benches = Benches(fake, recompute, dtype, _CPU, 0, UnfinishedProfile(), (), tally)
     with mode:
-        benches.fill(sizes, rounds)
+        benches.fill(sizes, RunCounter(progress, benches.num_of_size * len(sizes)))
     for bench, found in zip(benches.all, tallies, strict=True):
-        for name in ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns"):
-            bench.times[name] = [0]
-        yield (
-            bench,
-            {
-                "forward_ns": found.kernels["F"],
-                "input_grad_ns": found.kernels["I"],
-                "weight_grad_ns": found.kernels["W"],
-            },
-        )
+        bench.times = [(0, 0, 0, 0)]
+        kernels = found.kernels
+        yield bench, {"forward_ns": kernels["F"], "input_grad_ns": kernels["I"], "weight_grad_ns": kernels["W"]}
 
 
 class _FakeModel(Model):
@@ -283,34 +250,28 @@ def _kernel(
 ) -> Kernel:
     """An operator's FLOPs, the bytes it reads and writes, and whether matrix units do it."""
     read = given[1:] + outputs if func._overloadpacket is _aten.embedding else given  # rows, not the whole table
-    moved = sum(_shown_bytes(tensor) for tensor in (*read, *outputs))
+    moved = sum(tensor.nbytes for tensor in (*read, *outputs))
     count = _FLOPS.get(func._overloadpacket)
     if count is not None:
         return Kernel(int(count(*args, **kwargs, out_val=made)), moved, matrix=True)
     return Kernel(max((tensor.numel() for tensor in outputs), default=0), moved)
 
 
-def _shown_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _of_attention(flops: Any, num_tensors: int, causal_at: int) -> Any:
+    """Counts FLOPs of fused attention on the CPU, which torch misses before 2.15; a causal mask leaves half.
 
+    The first ``num_tensors`` arguments count; number ``causal_at`` is whether there is such a mask.
+    """
 
-def _cpu_attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None, **more: Any) -> int:
-    """FLOPs of fused attention on the CPU, which torch's counter misses before 2.15; a causal mask leaves half."""
-    causal = more.get("is_causal", rest[1] if len(rest) > 1 else False)
-    flops = int(_attention_flops(query.shape, key.shape, value.shape))
-    return flops // 2 if causal else flops
+    def count(*arguments: Any, out_val: Any = None, **more: Any) -> int:
+        causal = more.get("is_causal", any(arguments[causal_at : causal_at + 1]))
+        return int(flops(*(each.shape for each in arguments[:num_tensors]))) // (2 if causal else 1)
 
-
-def _cpu_attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, out_val: Any = None, **more: Any
-) -> int:
-    causal = more.get("is_causal", rest[3] if len(rest) > 3 else False)
-    flops = int(_attention_backward_flops(gradient.shape, query.shape, key.shape, value.shape))
-    return flops // 2 if causal else flops
+    return count
 
 
 _FLOPS: dict[Any, Any] = {
     **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _of_attention(sdpa_flop_count, 3, 4),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention(sdpa_backward_flop_count, 4, 7),
 }

@@ -7,19 +7,18 @@ import json
 import os
 import statistics
 import tempfile
-import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from pipeplan.errors import ExecutionError, InfeasibleError
+from pipeplan.runtime.parallel.device import Clock
 
 T = TypeVar("T")
 
@@ -31,18 +30,12 @@ _FAR = 3.0
 
 def timed(work: Callable[[], T], device: torch.device) -> tuple[T, int]:
     """What some work returns, and how long it takes in ns: by the processor's clock, or by events on the device."""
-    if device.type == "cuda":
-        event: Callable[..., torch.cuda.Event] = torch.cuda.Event
-        start, end = event(enable_timing=True), event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        start.record()
-        result = work()
-        end.record()
-        end.synchronize()
-        return result, round(start.elapsed_time(end) * 1e6)
-    begin = time.perf_counter_ns()
+    clock = Clock(device)
+    began = clock.anchor()
     result = work()
-    return result, time.perf_counter_ns() - begin
+    end = clock.mark()
+    clock.anchor()  # waits until the stream has passed the mark
+    return result, clock.resolve(end, began) - began[1]
 
 
 def spread_of(values: Sequence[int]) -> float:
@@ -145,9 +138,7 @@ class Meter(Protocol):
         """Begin to count."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Stop counting."""
         return
 
@@ -158,6 +149,9 @@ class Meter(Protocol):
 def meter_for(device: torch.device) -> Meter:
     """A meter of the allocator of a device."""
     return _CudaMeter(device) if device.type == "cuda" else _CpuMeter()
+
+
+_ON_CPU = 0
 
 
 class _CpuMeter:
@@ -179,11 +173,9 @@ class _CpuMeter:
         self._profiler.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._profiler.__exit__(kind, error, trace)
-        if error is None:
+    def __exit__(self, *error: Any) -> None:
+        self._profiler.__exit__(*error)
+        if error[1] is None:
             self.usage = self._read()
 
     def phase(self, name: str) -> AbstractContextManager[Any]:
@@ -195,17 +187,13 @@ class _CpuMeter:
             path = Path(folder) / "trace.json"
             self._profiler.export_chrome_trace(str(path))
             events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        changes = [(e["ts"], e["args"]["Bytes"]) for e in events if e["name"] == "[memory]" and _is_cpu(e["args"])]
-        changes.sort(key=lambda change: change[0])
+        memory = [event for event in events if event["name"] == "[memory]" and event["args"]["Device Type"] == _ON_CPU]
+        changes = sorted(((event["ts"], event["args"]["Bytes"]) for event in memory), key=lambda change: change[0])
         return {
             event["name"].removeprefix(self._PREFIX): _between(changes, event["ts"], event["ts"] + event["dur"])
             for event in events
             if event["name"].startswith(self._PREFIX)
         }
-
-
-def _is_cpu(event: Mapping[str, Any]) -> bool:
-    return bool(event["Device Type"] == 0)
 
 
 def _between(changes: Iterable[tuple[float, int]], begin: float, end: float) -> Usage:

@@ -7,7 +7,6 @@ reduce-scatter and all-to-all the whole array.
 
 from __future__ import annotations
 
-import platform
 import socket
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,16 +19,17 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 
-from pipeplan._version import __version__
 from pipeplan.costs.communication import latency_and_bandwidth
 from pipeplan.errors import UsageError
-from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source, parse, to_json
+from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, parse, to_json
 from pipeplan.files.cluster import Operation
-from pipeplan.runtime.launch.job import RankContext, RunOptions
+from pipeplan.runtime.launch.job import RankContext, Report, RunOptions
 from pipeplan.runtime.launch.local import RANK, watch_local
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others
-from pipeplan.runtime.launch.worker import Started, under_torchrun
-from pipeplan.runtime.parallel.device import Clock, gathered, rank_device
+from pipeplan.runtime.launch.worker import under_torchrun
+from pipeplan.runtime.parallel.device import gathered, rank_device
+from pipeplan.runtime.profiling.build_profile import source_of
+from pipeplan.runtime.profiling.instruments import timed
 
 OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 """What can be measured, in the order it is: ``send`` first, since latency and bandwidth come from it."""
@@ -145,12 +145,9 @@ def measure_links(
         keep: called on rank 0 with all that is measured, whenever a curve is whole; the first time when the sends of
             every level are.
     """
-
-    def as_rank(started: Started) -> Cluster | None:
-        with started.group():
-            return _Measuring(options, cluster, started.progress, on_point, keep).run(started.programs)
-
-    return under_torchrun(as_rank, options.timeout_ns)
+    listener = _LinkListener(on_point, keep)
+    under_torchrun(_WORK, lambda: _job_of(options, cluster), options.timeout_ns, listener)
+    return listener.cluster
 
 
 def measure_local(
@@ -168,31 +165,41 @@ def measure_local(
     """
     base = cluster or _bare([""] * num_processes, torch.device("cpu"), options)
     program = tuple(map(str, tasks_of(base, num_processes, options)))
-    kept: list[Cluster] = []
+    listener, job = _LinkListener(on_point, keep), _job_of(options, cluster)
+    watch_local(_WORK, [program] * num_processes, job, options.timeout_ns, listener, command)
+    assert listener.cluster is not None, "rank 0 ends well only after it has reported it"
+    return listener.cluster
 
-    def listen(_: int, report: Mapping[str, Any]) -> None:
+
+@dataclass(slots=True)
+class _LinkListener:
+    """Reads what rank 0 reports; ``cluster`` is the last."""
+
+    on_point: OnPoint
+    keep: Keep
+    cluster: Cluster | None = None
+
+    def __call__(self, rank: int, report: Report) -> None:
+        """A report."""
         if report["event"] == "point":
-            on_point(LinkPoint(**report["point"]))
+            self.on_point(LinkPoint(**report["point"]))
         else:
-            kept.append(parse(report["cluster"], Cluster))
-            keep(kept[-1])
-
-    job = {"options": asdict(options), "cluster": None if cluster is None else to_json(cluster)}
-    work = "pipeplan.runtime.profiling.links:measure_job"
-    watch_local(work, [program] * num_processes, job, options.timeout_ns, listen, command)
-    return kept[-1]
+            self.cluster = parse(report["cluster"], Cluster)
+            self.keep(self.cluster)
 
 
-def measure_job(job: Mapping[str, Any], context: RankContext) -> None:
-    """The job of a local rank; rank 0 reports."""
+_WORK = "pipeplan.runtime.profiling.links:measure_job"
+
+
+def _job_of(options: LinkOptions, cluster: Cluster | None) -> Report:
+    return {"options": asdict(options), "cluster": None if cluster is None else to_json(cluster)}
+
+
+def measure_job(job: Report, context: RankContext) -> None:
+    """The job of a rank; rank 0 reports."""
     options = LinkOptions(**{**job["options"], "operations": tuple(job["options"]["operations"])})
-    _Measuring(
-        options,
-        None if job["cluster"] is None else parse(job["cluster"], Cluster),
-        context.progress,
-        lambda point: context.report({"event": "point", "point": asdict(point)}),
-        lambda cluster: context.report({"event": "cluster", "cluster": to_json(cluster)}),
-    ).run([()] * context.world_size)
+    given = None if job["cluster"] is None else parse(job["cluster"], Cluster)
+    _Measuring(options, given, context.progress, context.report).run()
 
 
 # What to measure --------------------------------------------------------------------------------------------------
@@ -260,13 +267,7 @@ def _bare(hosts: Sequence[str], device: torch.device, options: LinkOptions) -> C
         for name, size in groups.items()
         if size > 1 or len(hosts) == 1
     )
-    source = Source(
-        method="measured",
-        device=kind.name,
-        dtype="float32",
-        versions={"pipeplan": __version__, "python": platform.python_version(), "torch": torch.__version__},
-        date=datetime.now(UTC).date().isoformat(),
-    )
+    source = source_of("measured", kind.name, torch.float32)
     return Cluster(name=f"{len(hosts)}-{kind.name}", source=source, devices=(kind,), levels=tuple(levels))
 
 
@@ -275,36 +276,32 @@ def _bare(hosts: Sequence[str], device: torch.device, options: LinkOptions) -> C
 
 @dataclass(slots=True)
 class _Measuring:
-    """A rank's way through the tasks; ``on_point`` and ``keep`` are called on rank 0 alone."""
+    """A rank's way through the tasks; rank 0 alone reports."""
 
     options: LinkOptions
     given: Cluster | None
     progress: Progress
-    on_point: OnPoint
-    keep: Keep
+    report: Callable[[Report], None]
     points: list[LinkPoint] = field(default_factory=list)
     missing: list[Operation] = field(default_factory=list)
 
-    def run(self, programs: list[tuple[str, ...]]) -> Cluster | None:
-        """Measure everything; ``programs`` gets the tasks' names for errors. The cluster on rank 0, else None."""
+    def run(self) -> None:
+        """Measure everything."""
         device = rank_device(self.options.device, self.options.transport)
         with lost_others(self.progress):
             hosts = gathered(socket.gethostname())
         base = self.given or _bare(hosts, device, self.options)
         tasks = tasks_of(base, len(hosts), self.options)
-        self.progress.program = tuple(map(str, tasks))
-        programs[:] = [tuple(self.progress.program)] * len(hosts)
+        self.progress.board.programs = [tuple(map(str, tasks))] * len(hosts)
         groups = self._connect(tasks)
         last_send = max((index for index, task in enumerate(tasks) if task.operation == "send"), default=-1)
-        cluster = None
         for _, numbered in groupby(enumerate(tasks), key=lambda entry: entry[1].key):
             curve = list(numbered)
             for ranks, same in groupby(curve, key=lambda entry: entry[1].ranks):
                 self._measure(list(same), groups[ranks], device)
             if self.progress.rank == 0 and curve[-1][0] >= last_send:
                 cluster = self._so_far(base, len(set(hosts)))
-                self.keep(cluster)
-        return cluster
+                self.report({"event": "cluster", "cluster": to_json(cluster)})
 
     def _connect(self, tasks: Sequence[Task]) -> dict[tuple[int, ...], Any]:
         """A process group for each set of ranks, made by all ranks in the same order."""
@@ -322,12 +319,12 @@ class _Measuring:
         if task.operation in self.missing:
             return
         self.progress.begin(Phase.WAITING, first)
-        rank, clock = self.progress.rank, Clock(device)
+        rank = self.progress.rank
         calls = [(*each, _call(each[1], rank, group, device)) for each in numbered if rank in each[1].ranks]
         rounds = []
         for _ in range(self.options.warmup + self.options.repeats):
             self.progress.begin(Phase.WAITING, first)
-            own = self._round(calls, group, clock)
+            own = self._round(calls, group, device)
             with lost_others(self.progress):
                 given = [times for times in gathered(own) if times != []]
             if None in given:
@@ -339,7 +336,7 @@ class _Measuring:
                 self._note(task, times)
 
     def _round(
-        self, calls: Sequence[tuple[int, Task, Callable[[], object]]], group: Any, clock: Clock
+        self, calls: Sequence[tuple[int, Task, Callable[[], object]]], group: Any, device: torch.device
     ) -> list[int] | None:
         """Times in ns of each size as this rank sees them; None if the transport does not have the operation."""
         times = []
@@ -347,7 +344,7 @@ class _Measuring:
             self.progress.begin(Phase.WAITING, index)
             with lost_others(self.progress):
                 try:
-                    times.append(_time(call, task, group, clock))
+                    times.append(_time(call, task, group, device))
                 except RuntimeError as error:
                     if not _lacking(error):
                         raise
@@ -359,7 +356,7 @@ class _Measuring:
         ns = max(1, round(statistics.median(times)))
         low, _, high = statistics.quantiles(times, n=4, method="inclusive")
         self.points.append(LinkPoint(*task.key, task.size, ns, (high - low) / ns))
-        self.on_point(self.points[-1])
+        self.report({"event": "point", "point": asdict(self.points[-1])})
 
     def _so_far(self, base: Cluster, num_hosts: int) -> Cluster:
         """The cluster with the curves that there are, and the links' figures fitted to sends if it is a new one."""
@@ -401,15 +398,11 @@ def _fitted(level: LinkLevel, curves: Mapping[Key, MeasuredCurve]) -> LinkLevel:
     return level.model_copy(update={"latency_ns": latency, "bandwidth_bytes_per_s": bandwidth})
 
 
-def _time(call: Callable[[], object], task: Task, group: Any, clock: Clock) -> int:
+def _time(call: Callable[[], object], task: Task, group: Any, device: torch.device) -> int:
     """All ranks start together; a send's two ways are halved."""
     dist.barrier(group)
-    began = clock.anchor()
-    for _ in range(task.calls):
-        call()
-    end = clock.mark()
-    clock.anchor()  # waits until the stream has passed the mark
-    return round((clock.resolve(end, began) - began[1]) / task.calls / (2 if task.operation == "send" else 1))
+    _, ns = timed(lambda: [call() for _ in range(task.calls)], device)
+    return round(ns / task.calls / (2 if task.operation == "send" else 1))
 
 
 def _lacking(error: RuntimeError) -> bool:

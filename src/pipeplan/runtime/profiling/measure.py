@@ -9,26 +9,23 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
-from pipeplan._version import __version__
 from pipeplan.costs.communication import prices_in
 from pipeplan.errors import UsageError
-from pipeplan.files import Cluster, CostRow, Profile, Source
+from pipeplan.files import Cluster, Profile, Source
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.benches import TIMES, Bench
 from pipeplan.runtime.profiling.build_profile import (
     STATE_NOTES,
-    BlockGraph,
     Kind,
     ModelShare,
-    costs_of,
-    kinds_of,
+    bare_profile,
     priced_by,
-    profile_of,
+    profile_of_kinds,
+    source_of,
     splits_of,
     unsplit_of,
 )
@@ -90,12 +87,11 @@ def profile_model(
     where = _require_usable(sizes, runs, device)
     splits = splits_of(model, shards, dtype, cluster)
     unsplit = unsplit_of(splits, model, dtype)
-    _require_fitting(model, unsplit, dtype, where)
-    kinds, choices = kinds_of(splits), (False, True) if recompute else (False,)
+    bare_profile(model, unsplit)  # before anything runs
     partial = UnfinishedProfile() if partial is None else partial
     partial.open(_question(splits, runs, dtype, where, recompute=recompute, seed=seed))
-    benches = Benches(splits, kinds, choices, dtype, where, seed, partial, beside)
-    rounds = RunCounter(progress, len(set(kinds.values())) * len(choices) * len(sizes) * (1 + warmup + repeats))
+    benches = Benches(splits, recompute, dtype, where, seed, partial, beside)
+    rounds = RunCounter(progress, benches.num_of_size * len(sizes) * (1 + warmup + repeats))
     try:
         with steady(where):
             missing = benches.fill(sizes, rounds)
@@ -104,12 +100,10 @@ def profile_model(
     finally:
         benches.keep()
         partial.save()
-    notes = " ".join([*_notes(splits, kinds, runs, cluster, recompute=recompute), *_findings(benches.all, missing)])
-    rows: dict[Kind, list[CostRow]] = {}
-    for bench in benches.all:
-        rows.setdefault((bench.key.shards, bench.key.block), []).append(bench.row())
-    costs = costs_of(splits, kinds, rows, priced_by(None if cluster is None else prices_in(cluster), dtype))
-    return profile_of(model, unsplit, costs, _source(dtype, where, notes))
+    notes = [*_notes(splits, benches.kinds, runs, cluster, recompute=recompute), *_findings(benches.all, missing)]
+    price = priced_by(None if cluster is None else prices_in(cluster), dtype)
+    rows = ((bench.key.kind, bench.row()) for bench in benches.all)
+    return profile_of_kinds(model, splits, unsplit, rows, price, _source(dtype, where, " ".join(notes)))
 
 
 def _require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device | str) -> torch.device:
@@ -128,12 +122,6 @@ def _require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device 
     return found
 
 
-def _require_fitting(model: Model, graph: BlockGraph, dtype: torch.dtype, device: torch.device) -> None:
-    """Check before anything runs that names and edges are those of a profile. Raises UsageError."""
-    nothing = (CostRow(microbatch_size=1, forward_ns=0, backward_ns=0),)
-    profile_of(model, graph, {block.spec.id: nothing for block in graph.blocks}, _source(dtype, device, ""))
-
-
 def _question(
     splits: Sequence[ModelShare],
     runs: RunCounts,
@@ -144,7 +132,7 @@ def _question(
     seed: int,
 ) -> dict[str, str]:
     """All that a row depends on beside its block and size, by the words an error uses for it."""
-    source = _source(dtype, device, "")
+    source = _source(dtype, device)
     return {
         "model": splits[0].model.name,
         "--shards": ",".join(str(split.shards) for split in splits),
@@ -160,15 +148,9 @@ def _question(
     }
 
 
-def _source(dtype: torch.dtype, device: torch.device, notes: str) -> Source:
-    return Source(
-        method="measured",
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        dtype=str(dtype).removeprefix("torch."),
-        versions={"pipeplan": __version__, "python": platform.python_version(), "torch": torch.__version__},
-        date=datetime.now(UTC).date().isoformat(),
-        notes=notes,
-    )
+def _source(dtype: torch.dtype, device: torch.device, notes: str = "") -> Source:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return source_of("measured", name, dtype, notes)
 
 
 def _processor() -> str:
@@ -221,7 +203,7 @@ def _groups(splits: Sequence[ModelShare], kinds: Mapping[Hashable, Kind]) -> lis
 
 def _findings(benches: Sequence[Bench], missing: str | None) -> Iterator[str]:
     """What the runs showed that a reader must know: drift, outliers, sizes that are missing."""
-    series = [(bench.key.label, name, bench.times[name]) for bench in benches for name in TIMES[:2]]
+    series = [(bench.key.label, name, bench.series(name)) for bench in benches for name in TIMES[:2]]
     drifts = {f"{name} of {label}": drift_of(values) for label, name, values in series}
     if drifted := {what: drift for what, drift in drifts.items() if abs(drift) > _DRIFT}:
         worst = max(drifted, key=lambda what: abs(drifted[what]))

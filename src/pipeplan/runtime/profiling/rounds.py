@@ -6,7 +6,7 @@ import contextlib
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,7 +19,7 @@ from pipeplan.files.base import CurrentVersion, current_version
 from pipeplan.files.read_write import read_bytes
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.profiling.benches import Bench, KeptRow, RowKey
-from pipeplan.runtime.profiling.build_profile import BlockNode, Kind, ModelShare
+from pipeplan.runtime.profiling.build_profile import BlockNode, Kind, ModelShare, kinds_of
 from pipeplan.runtime.profiling.instruments import Meter, blamed, meter_for
 from pipeplan.workload.elements import Items
 
@@ -56,11 +56,10 @@ class RunCounter:
 
 @dataclass(slots=True)
 class Benches:
-    """All that is measured: a bench per kind, size and recomputation choice. ``beside`` are called once a round."""
+    """All that is measured: a bench per kind and size, also recomputed if asked. ``beside`` are called once a round."""
 
     splits: Sequence[ModelShare]
-    kinds: Mapping[Hashable, Kind]
-    recompute: tuple[bool, ...]
+    recompute: bool
     dtype: torch.dtype
     device: torch.device
     seed: int
@@ -68,7 +67,16 @@ class Benches:
     beside: Sequence[Callable[[bool], None]] = ()
     meter: Callable[[torch.device], Meter] = meter_for
     all: list[Bench] = field(default_factory=list)
+    kinds: Mapping[Hashable, Kind] = field(init=False)
     _modules: dict[Kind, nn.Module] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.kinds = kinds_of(self.splits)
+
+    @property
+    def num_of_size(self) -> int:
+        """How many there are of each size."""
+        return len(set(self.kinds.values())) * (1 + self.recompute)
 
     def fill(self, sizes: Sequence[int], rounds: RunCounter) -> str | None:
         """Build a bench for every kind and size and measure its memory. Returns why sizes are missing, if some are."""
@@ -155,10 +163,9 @@ class Benches:
                     samples = tuple(batch[name] for name in block.spec.samples)
                     outputs[kind] = self._outputs(split, block, (*inputs, *samples))
                     gradients = self._gradients(block, outputs[kind])
-                for recompute in self.recompute:
-                    key = RowKey(block.spec.id, size, split.shards, recompute)
-                    needs = block.input_needs_grad
-                    yield Bench(key, self._modules[kind], inputs, needs, samples, gradients, self.device, self.meter)
+                own = (inputs, block.input_needs_grad, samples, gradients, self.device, self.meter)
+                for each in (key, replace(key, recompute=True))[: 1 + self.recompute]:
+                    yield Bench(each, self._modules[kind], *own)
 
     def _outputs(self, split: ModelShare, block: BlockNode, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         kind, id_ = (split.shards, block.spec.id), block.spec.id

@@ -27,7 +27,7 @@ from pipeplan.runtime.training.data import fingerprint
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import Stage
-from pipeplan.workload.kinds import Role, role_of
+from pipeplan.workload.kinds import PARAMETERS, Role, role_of
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, Mesh
 
 _SAMPLES = 2  # some losses compare samples with each other
@@ -139,7 +139,7 @@ def _parameters(plan: Plan, model: Model, dtype: torch.dtype) -> Iterator[tuple[
         counts = {block.id: sum(each.numel() for each in block.build().parameters()) for block in model.blocks}
     for stage in plan.stages:
         own = (counts[block] / _num_parts(stage.mesh_of(n)) for n, block in enumerate(stage.blocks))
-        yield stage.parameter_bytes, sum(own) * dtype.itemsize
+        yield stage.state[PARAMETERS], sum(own) * dtype.itemsize
 
 
 def _num_parts(mesh: Mesh) -> int:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from pipeplan.graphs import longest_paths
 from pipeplan.schedule.cpsat.solver import Answer, Budget, solve
 from pipeplan.schedule.pattern import Pattern, one_after_another, sequential_time
 from pipeplan.workload.bounds import memory_recurrences, period_bound
@@ -85,13 +86,16 @@ def _reach(problem: OneMicrobatch, durations: Sequence[int], lags: Sequence[int]
     The longest path, if nothing has several last forwards; else what no chain of dependencies followed either way
     exceeds. The proof is in docs/algorithms/repetend.md.
     """
-    reach = [0] * problem.num_operations
-    most = [0] * problem.num_operations
-    place = {x: index for index, x in enumerate(problem.order)}
-    for (source, target, _), lag in sorted(zip(problem.edges, lags, strict=True), key=lambda edge: place[edge[0][0]]):
-        step = 1 + math.ceil((durations[source] + lag) / period)
-        reach[target], most[target] = max(reach[target], reach[source] + step), max(most[target], step)
-    return max(reach) if problem.one_last_forward else sum(most)
+    steps = [
+        (source, target, 1 + math.ceil((durations[source] + lag) / period))
+        for (source, target, _), lag in zip(problem.edges, lags, strict=True)
+    ]
+    if problem.one_last_forward:
+        return max(longest_paths(problem.order, steps).values())
+    most: dict[int, int] = {}
+    for _, target, step in steps:
+        most[target] = max(most.get(target, 0), step)
+    return sum(most.values())
 
 
 class _Constraints:

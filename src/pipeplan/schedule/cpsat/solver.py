@@ -76,13 +76,12 @@ class Answer:
     """What a solve ended with.
 
     ``feasible``: True with ``value`` to read solutions from, False if proved infeasible, None if time ran out first.
-    ``objective`` and ``bound`` are of the model's own objective, None without one or without a solution.
+    ``bound`` is of the model's own objective, None without one.
     """
 
     feasible: bool | None
     optimal: bool
     value: Callable[[cp_model.LinearExprT], int]
-    objective: int | None
     bound: int | None
 
 
@@ -117,16 +116,13 @@ def solve(
         parameters.num_workers = budget.workers
         parameters.max_time_in_seconds = limit
     if limit <= 0.0:
-        return Answer(None, False, solver.value, None, None)
+        return Answer(None, False, solver.value, None)
     status = _run(solver, model, budget, _callback(on_solution) if on_solution is not None else None)
     budget.spent += solver.response_proto.deterministic_time / _DETERMINISTIC_PER_SECOND + _SOLVE_SECONDS
     found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
-    objective = bound = None
-    if model.has_objective():
-        bound = round(solver.best_objective_bound)
-        objective = round(solver.objective_value) if found else None
+    bound = round(solver.best_objective_bound) if model.has_objective() else None
     feasible = True if found else False if status == cp_model.INFEASIBLE else None
-    return Answer(feasible, status == cp_model.OPTIMAL, solver.value, objective, bound)
+    return Answer(feasible, status == cp_model.OPTIMAL, solver.value, bound)
 
 
 def _run(

@@ -67,7 +67,7 @@ def reschedule(
     for all schedules that keep the rest as it is: for every schedule, if the window is everything. ``on_solution``
     hears (makespan, bound) in ns.
     """
-    makespan = max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
+    makespan = graph.makespan(starts)
     window = _cut(problem, graph, orders, starts, begin_ns, makespan if end_ns is None else end_ns)
     if not window.tasks or window.passing >= makespan:
         return Rescheduled(None, None, True)
@@ -214,9 +214,7 @@ class _WindowModel:
         end = makespan // self._unit
         intervals: list[cp_model.IntervalVar] = []
         demands: list[int] = []
-        for hold in self._problem.workload.holds:
-            if device not in self._problem.devices[hold.source]:
-                continue
+        for hold in self._problem.holds_on(device):
             for m in range(self._count):
                 source, target = hold.source * self._count + m, hold.target * self._count + m
                 if target in held_before or (source not in held_before and source not in held_inside):
@@ -246,41 +244,47 @@ class _WindowModel:
         self.model.minimize(self.makespan)
 
 
-_SIZES = (40, 80, 160, 320)
-"""Actions of windows in which everything may change: what CP-SAT decides in about a second, and less."""
-
-_SECONDS = 1.0
-"""For one window."""
-
-
 @dataclass(frozen=True)
-class Ramps(ScheduleStep):
-    """Reschedule what runs before and after the frozen repetition: warmup and cooldown, as Tessel's IV-C."""
+class _Rescheduling(ScheduleStep):
+    """Reschedule windows of about so many actions (``sizes``), each for ``seconds``, growing while nothing helps.
 
-    share: float = 1 / 8
-    sizes: tuple[int, ...] = _SIZES
-    seconds: float = _SECONDS
-    name = "ramps"
-    when = "nothing proved best; some schedule can be repeated"
+    CP-SAT decides in about a second what may change in the largest of them, and less.
+    """
+
+    sizes: tuple[int, ...] = (40, 80, 160, 320)
+    seconds: float = 1.0
 
     def applies(self, state: SearchState) -> bool:
         return not state.finished
 
+    def improve(self, state: SearchState, size: int, candidate: Callable[[], Candidate | None]) -> None:
+        """Try windows of a size as long as one of them helps and there still is a ``candidate``."""
+        improved = True
+        while improved and (found := candidate()) is not None:
+            improved = False
+            for window in _windows(found, size):
+                if (now := candidate()) is not None:
+                    improved = _try_window(state, now, window, self.seconds) or improved
+
+
+@dataclass(frozen=True)
+class Ramps(_Rescheduling):
+    """Reschedule what runs before and after the frozen repetition: warmup and cooldown, as Tessel's IV-C."""
+
+    share: float = 1 / 8
+    name = "ramps"
+    when = "nothing proved best; some schedule can be repeated"
+
     def run(self, state: SearchState) -> None:
         limit = state.budget.used + state.budget.seconds * self.share
-        for size in self.sizes:
-            improved = True
-            while improved and not self._done(state, limit):
-                assert state.steady is not None
-                improved = False
-                for window in _windows(state.steady, size):
-                    if not self._done(state, limit):
-                        improved = _try_window(state, state.steady, window, self.seconds) or improved
 
-    def _done(self, state: SearchState, limit: float) -> bool:
-        if state.steady is None or state.budget.expired or state.budget.used > limit:
-            return True
-        return state.steady.makespan <= state.bound
+        def candidate() -> Candidate | None:
+            late = state.budget.expired or state.budget.used > limit
+            proved = state.steady is not None and state.steady.makespan <= state.bound
+            return None if late or proved else state.steady
+
+        for size in self.sizes:
+            self.improve(state, size, candidate)
 
 
 @dataclass(frozen=True)
@@ -319,33 +323,22 @@ class WholeHorizon(ScheduleStep):
 
 
 @dataclass(frozen=True)
-class SlidingWindows(ScheduleStep):
-    """Reschedule windows that slide over the whole schedule, from its two ends first, growing while nothing helps."""
+class SlidingWindows(_Rescheduling):
+    """Reschedule windows that slide over the whole schedule, from its two ends first."""
 
-    sizes: tuple[int, ...] = _SIZES
-    seconds: float = _SECONDS
     name = "windows"
     when = "nothing proved best"
 
-    def applies(self, state: SearchState) -> bool:
-        return not state.finished
-
     def run(self, state: SearchState) -> None:
+        def candidate() -> Candidate | None:
+            """The best schedule, of which everything may change."""
+            assert state.best is not None
+            return None if state.finished else replace(state.best, frozen=frozenset())
+
         for size in self.sizes:
-            improved = True
-            while improved and not state.finished:
-                improved = False
-                for window in _windows(_free(state), size):
-                    if not state.finished:
-                        improved = _try_window(state, _free(state), window, self.seconds) or improved
+            self.improve(state, size, candidate)
             if size >= state.graph.num_tasks:
                 return
-
-
-def _free(state: SearchState) -> Candidate:
-    """The best schedule, of which everything may change."""
-    assert state.best is not None
-    return replace(state.best, frozen=frozenset())
 
 
 def _windows(candidate: Candidate, size: int) -> list[tuple[int, int]]:

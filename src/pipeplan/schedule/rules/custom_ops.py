@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from graphlib import CycleError, TopologicalSorter
 
 from pipeplan.costs.communication import all_gather_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster
+from pipeplan.graphs import CycleError, find_cycle, in_circle, topological_order
 from pipeplan.schedule.rules.language import CustomOp, Ready
 from pipeplan.workload.action import operation_of
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage, slots_of
@@ -78,17 +78,13 @@ def _require_earlier(workload: Workload, instructions: Sequence[CustomOp]) -> No
 
 def _circle(instructions: Sequence[CustomOp]) -> str:
     """Which of the instructions would wait for each other; empty if none would."""
-    sorter: TopologicalSorter[int | str] = TopologicalSorter()
-    for each in instructions:
-        sorter.add(each.kind, *each.after)
-        for name in each.before:
-            sorter.add(name, each.kind)
-    try:
-        sorter.prepare()
-    except CycleError as error:
-        circle = " before ".join(str(kind) for kind in error.args[1])
-        return f"these would wait for each other in a circle: {circle}; leave out one of its steps"
-    return ""
+    edges: list[tuple[int | str, int | str]] = [(name, each.kind) for each in instructions for name in each.after]
+    edges += [(each.kind, name) for each in instructions for name in each.before]
+    cycle = find_cycle(edges)
+    if cycle is None:
+        return ""
+    circle = in_circle(cycle, " before ")
+    return f"these would wait for each other in a circle: {circle}; leave out one of its steps"
 
 
 def _stage(workload: Workload, instruction: CustomOp, ends: Sequence[str]) -> Stage:
@@ -156,11 +152,7 @@ def _of_blocks(workload: Workload, pattern: str, *, last: bool) -> list[str]:
         for index, stage in enumerate(workload.stages)
         if any(fnmatchcase(block, pattern) for block in stage.blocks)
     }
-    steps = [
-        (each.source_stage, each.target_stage)
-        for each in workload.dependencies
-        if each.source_role is each.target_role is Role.FORWARD and {each.source_stage, each.target_stage} <= stages
-    ]
+    steps = [edge for edge in workload.stage_edges if stages.issuperset(edge)]
     inner = {source if last else target for source, target in steps}
     return [f"{stage}F" for stage in sorted(stages - inner)]
 
@@ -265,14 +257,14 @@ def _sorted(operations: Sequence[Operation], dependencies: Sequence[Dependency],
     Raises:
         UsageError: some wait for each other.
     """
-    import networkx as nx  # which takes time, and few workloads have instructions
-
     position = {operation.id: index for index, operation in enumerate(operations)}
-    follows: nx.DiGraph[int] = nx.DiGraph()
-    follows.add_nodes_from(range(len(operations)))
-    follows.add_edges_from((position[each.source], position[each.target]) for each in dependencies)
-    if not nx.is_directed_acyclic_graph(follows):
-        stuck = [operations[source].id for source, *_ in nx.find_cycle(follows)]
-        raise UsageError(f"{place}: {', '.join(stuck[:8])} would wait for each other; change after or before")
-    order = nx.lexicographical_topological_sort(follows, lambda x: (not is_instruction(operations[x].kind), x))
-    return tuple(operations[x] for x in order)
+    edges = [(each.source, each.target) for each in dependencies]
+    try:
+        order = topological_order(
+            position, edges, key=lambda id_: (not is_instruction(operations[position[id_]].kind), position[id_])
+        )
+    except CycleError as error:
+        raise UsageError(
+            f"{place}: {in_circle(error.cycle)} would wait for each other; change after or before"
+        ) from None
+    return tuple(operations[position[id_]] for id_ in order)

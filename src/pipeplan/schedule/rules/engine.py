@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
+from pipeplan.graphs import find_cycle, in_circle
 from pipeplan.schedule.rules.choosing import Chooser, Obstacle
 from pipeplan.schedule.rules.language import ReadyAction, Rules, naming
 from pipeplan.schedule.rules.separation import Joined, separate
@@ -325,7 +326,9 @@ def stuck_error(
     obstacles = {task: found for task in stuck if waiting[task] == 0 and (found := obstacle(task)) is not None}
     lines = list(_lines(graph, stuck, unmet, obstacles))
     head = f"stuck with {len(stuck)} of {graph.num_actions} actions left"
-    if (circle := _circle(graph, unmet)) is not None:
+    cycle = find_cycle((task, source) for task, sources in unmet.items() for source in sources)
+    if cycle is not None:
+        circle = in_circle([graph.label(task) for task in cycle])
         return UsageError(f"{head}: {circle} wait for each other in a circle; take one of these dependencies out")
     never = [task for task in stuck if waiting[task] > 0 and not unmet[task]]
     if never:
@@ -360,20 +363,6 @@ def _unmet(graph: TaskGraph, waiting: Sequence[int], begun: Sequence[int | None]
             for target, _ in graph.successors[source]:
                 unmet[target].append(source)
     return unmet
-
-
-def _circle(graph: TaskGraph, unmet: Mapping[int, list[int]]) -> str | None:
-    """Actions that wait for each other, each for the next; None if none do."""
-    import networkx as nx  # which takes time, and is for errors alone
-
-    waits: nx.DiGraph[int] = nx.DiGraph((task, source) for task, sources in unmet.items() for source in sources)
-    try:
-        edges = nx.find_cycle(waits)
-    except nx.NetworkXNoCycle:
-        return None
-    names = [graph.label(edge[0]) for edge in edges]
-    shown = names if len(names) <= 2 * _NAMED else [*names[:_NAMED], "...", *names[-_NAMED:]]
-    return " -> ".join([*shown, names[0]])
 
 
 _REMEDIES = {

@@ -69,7 +69,7 @@ class Timed:
     def of(cls, graph: TaskGraph, orders: list[list[int]]) -> Timed:
         """Every action starts as soon as it can."""
         starts = earliest_starts(graph, orders)
-        return cls(orders, starts, max(map(sum, zip(starts, graph.durations, strict=True)), default=0))
+        return cls(orders, starts, graph.makespan(starts))
 
 
 @dataclass(frozen=True, slots=True)

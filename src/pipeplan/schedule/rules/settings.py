@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from pipeplan.errors import UsageError
+from pipeplan.graphs import connected_parts
 from pipeplan.schedule.rules.language import Rules, Settings, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.values import Limit, evaluate
 from pipeplan.workload.elements import Stage
@@ -127,18 +128,11 @@ class Resolved:
     @cached_property
     def _connected(self) -> list[int]:
         """[stage] a stage that stands for its connected part of the stage graph; routes are never connected."""
-        leader = list(range(len(self._workload.stages)))
-
-        def find(stage: int) -> int:
-            while leader[stage] != stage:
-                leader[stage] = leader[leader[stage]]
-                stage = leader[stage]
-            return stage
-
         stage_of = [operation.stage for operation in self._workload.operations]
-        for source, target, _ in self._workload.lags:
-            leader[find(stage_of[target])] = find(stage_of[source])
-        return [find(stage) for stage in range(len(leader))]
+        edges = [(stage_of[source], stage_of[target]) for source, target, _ in self._workload.lags]
+        stages = range(len(self._workload.stages))
+        leader = {stage: min(part) for part in connected_parts(stages, edges) for stage in part}
+        return [leader[stage] for stage in stages]
 
     def _part(self, stage: int) -> _SubmodulePart:
         return self._parts[self._submodule_of[stage], self._connected[stage]]

@@ -174,8 +174,7 @@ class _RepetendFinder:
         for device, line in enumerate(lines):
             for time in line.times:
                 steps.setdefault(time, []).append(device)
-        makespan = max(start + duration for start, duration in zip(starts, graph.durations, strict=True))
-        return cls(graph.workload, lines, sorted(steps.items()), makespan, {})
+        return cls(graph.workload, lines, sorted(steps.items()), graph.makespan(starts), {})
 
     def unrolls(self, limit: int) -> list[int]:
         """Unrolls worth a sweep, ascending."""

@@ -4,6 +4,6 @@ Here: tracing a module and grouping its operators into blocks. Not here: which m
 that come in blocks already (zoo, sequential).
 """
 
-from pipeplan.runtime.models.capture.to_blocks import capture, parameters_of, replay
+from pipeplan.runtime.models.capture.to_blocks import capture, parameters_of
 
-__all__ = ["capture", "parameters_of", "replay"]
+__all__ = ["capture", "parameters_of"]

@@ -299,7 +299,7 @@ def _paired(first: list[OpNode], second: list[OpNode]) -> list[tuple[OpNode, OpN
         if other is not None and (one.kind, one.name, str(one.target)) == (other.kind, other.name, str(other.target)):
             pairs.append((one, other))
             other = next(rest)
-        elif one.kind == "call" and name_of_target(one.target) == "to" and one.arguments[1:2] == (_FORMATS[0],):
+        elif one.kind == "call" and one.operator == "to" and one.arguments[1:2] == (_FORMATS[0],):
             pairs.append((one, None))
         else:
             return None

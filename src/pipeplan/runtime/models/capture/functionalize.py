@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +20,8 @@ from pipeplan.errors import UsageError
 _aten = torch.ops.aten
 
 
-class Append(Protocol):
-    """Appends a call whose result is like another operation's."""
-
-    def __call__(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: OpNode) -> OpNode:
-        """Returns the new operation."""
-
+Append = Callable[[Any, tuple[Any, ...], dict[str, Any], "OpNode"], "OpNode"]
+"""Appends a call of a target with arguments and keywords, whose result is like another operation's; returns it."""
 
 _OTHERS: dict[Any, Callable[..., Any]] = {
     _aten.fill_.Scalar: _aten.full_like.default,
@@ -65,7 +61,7 @@ class Changes:
         schema = getattr(op.target, "_schema", None)
         aliases = schema is not None and any(argument.alias_info is not None for argument in schema.arguments)
         source = op.sources[0] if op.sources else None
-        if source is not None and (aliases or (name_of_target(op.target) == "getitem" and source in self._base)):
+        if source is not None and (aliases or (op.operator == "getitem" and source in self._base)):
             self._base[op] = source
 
     def change(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: OpNode) -> OpNode:
@@ -99,8 +95,8 @@ class Changes:
         """Let ``made`` stand for ``changed``, and for its part of every tensor that this is a view of."""
         old, chain = changed, {changed}
         while old in self._base:
-            base, scatter = self._base[old], _SCATTERS.get(name_of_target(old.target))
-            if scatter is None and name_of_target(old.target) not in _SAME:
+            base, scatter = self._base[old], _SCATTERS.get(old.operator)
+            if scatter is None and old.operator not in _SAME:
                 raise self._refused(old)
             self._newer[old] = made
             if scatter is not None:
@@ -166,6 +162,11 @@ class OpNode:
     per_sample: int = 0
     misplaced: bool = False
     needs_grad: bool = False
+
+    @property
+    def operator(self) -> str:
+        """``linear`` of ``aten.linear.default``."""
+        return name_of_target(self.target)
 
     @property
     def path(self) -> str:

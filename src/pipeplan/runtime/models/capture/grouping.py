@@ -14,7 +14,7 @@ from itertools import groupby, pairwise
 import networkx as nx
 from torch import Tensor, nn
 
-from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode, name_of_target
+from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode
 from pipeplan.runtime.models.spec import Grain
 
 HEAVY = {
@@ -49,7 +49,7 @@ class OpGroup:
     @property
     def is_heavy(self) -> bool:
         """Whether it has an operator worth a block."""
-        return any(name_of(op) in HEAVY for op in self.operations)
+        return any(op.operator in HEAVY for op in self.operations)
 
     @property
     def has_parameters(self) -> bool:
@@ -66,11 +66,6 @@ class OpGroup:
         return replace(self, operations=(*self.operations, *other.operations))
 
 
-def name_of(op: OpNode) -> str:
-    """``linear`` of ``aten.linear.default``."""
-    return name_of_target(op.target)
-
-
 def _free_operations(trace: CapturedGraph) -> set[OpNode]:
     """Those that depend on sizes, buffers and inputs alone, and do no work on floating-point inputs."""
     free: set[OpNode] = set()
@@ -83,9 +78,9 @@ def _free_operations(trace: CapturedGraph) -> set[OpNode]:
                 numbers.add(op)
             continue
         taken = op.sources
-        is_view = name_of(op) in VIEWS
+        is_view = op.operator in VIEWS
         works = not is_view and any(source in numbers for source in taken)
-        if all(source in free for source in taken) and not works and "rand" not in name_of(op):
+        if all(source in free for source in taken) and not works and "rand" not in op.operator:
             free.add(op)
             if any(source in numbers for source in taken):
                 numbers.add(op)
@@ -98,9 +93,9 @@ def group_operations(trace: CapturedGraph, module: nn.Module, grain: Grain) -> t
     Returns the groups, and the free operations; with single operators those that only show a tensor are free, too.
     """
     free = _free_operations(trace)
-    needed = _needed(trace.output)
+    needed = made_from(trace.output)
     if grain == "operator":
-        free |= {op for op in needed if name_of(op) in _SHOWN and op is not trace.output}
+        free |= {op for op in needed if op.operator in _SHOWN and op is not trace.output}
     kept = [op for op in trace.operations if op.kind == "call" and op in needed and op not in free]
     if grain == "operator":
         return _single(kept), free
@@ -134,11 +129,12 @@ def taken_by(group: OpGroup, free: set[OpNode]) -> list[OpNode]:
     return list(dict.fromkeys(s for op in wanted for s in op.sources if s.kind == "call" and s not in known))
 
 
-def _needed(output: OpNode) -> set[OpNode]:
+def made_from(output: OpNode, among: Collection[OpNode] | None = None) -> set[OpNode]:
+    """An operation and those that it needs, directly or not; only such as are ``among`` these, if given."""
     found, waiting = {output}, [output]
     while waiting:
         for source in waiting.pop().sources:
-            if source not in found:
+            if source not in found and (among is None or source in among):
                 found.add(source)
                 waiting.append(source)
     return found
@@ -189,7 +185,7 @@ def _placed(operations: Sequence[OpNode], layers: Collection[str]) -> Iterator[t
     places: dict[OpNode, _Place] = {}
     for op in operations:
         place = _place(op, layers, around)
-        if name_of(op) == "getitem":  # what an operator with several results gave stays with it
+        if op.operator == "getitem":  # what an operator with several results gave stays with it
             place = places.get(op.sources[0], place)
         places[op] = place
         yield place, op
@@ -305,7 +301,8 @@ def _without_commons(groups: Sequence[OpGroup], free: set[OpNode]) -> list[OpGro
             if known and not op.per_sample and not op.misplaced:
                 common[op] = None
         shared = [op for op in common if takers[op] > (op in inside)]
-        apart = replace(group, in_layer=False, operations=_made_from(shared, common))
+        needed = {each for op in shared for each in made_from(op)}
+        apart = replace(group, in_layer=False, operations=tuple(op for op in common if op in needed))
         rest = tuple(op for op in group.operations if op not in set(apart.operations))
         if apart.is_heavy and rest:
             found += [apart, replace(group, operations=rest)]
@@ -314,19 +311,13 @@ def _without_commons(groups: Sequence[OpGroup], free: set[OpNode]) -> list[OpGro
     return found
 
 
-def _made_from(wanted: Sequence[OpNode], among: Collection[OpNode]) -> tuple[OpNode, ...]:
-    """Some operations and all before them that they need."""
-    needed = {each for op in wanted for each in _needed(op)}
-    return tuple(op for op in among if op in needed)
-
-
 def _single(operations: Sequence[OpNode]) -> list[OpGroup]:
     """A group for each operator, with the views of what it made and the parts of its results."""
     owner: dict[OpNode, int] = {}
     found: list[list[OpNode]] = []
     for op in operations:
         owners = {owner[made] for made in (_maker(source, owner) for source in op.sources) if made is not None}
-        if name_of(op) in VIEWS and len(owners) == 1:
+        if op.operator in VIEWS and len(owners) == 1:
             index = owners.pop()
         else:
             index = len(found)

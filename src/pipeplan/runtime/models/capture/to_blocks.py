@@ -17,12 +17,10 @@ from pipeplan.runtime.models.capture.grouping import (
     OpGroup,
     group_operations,
     joined_path,
-    name_of,
+    made_from,
     taken_by,
 )
-from pipeplan.runtime.models.shapes import outputs_of
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output, tied_groups
-from pipeplan.runtime.models.synthetic_batches import batch_like
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output, batch_like, tied_groups
 
 
 def capture(
@@ -113,17 +111,6 @@ def _blocks(
     )
 
 
-def replay(model: Model, modules: Mapping[str, nn.Module], batch: Batch) -> Tensor:
-    """Run all blocks of a model in one piece; returns what the last gives."""
-    values: dict[str, tuple[Tensor, ...]] = {}
-    for block in model.blocks:
-        taken = [values[source][index] for source, index in block.inputs]
-        made = outputs_of(modules[block.id](*taken, *(batch[key] for key in block.samples)))
-        assert made is not None, f"block {block.id!r} returned no tensor"
-        values[block.id] = made
-    return values[model.blocks[-1].id][-1]
-
-
 def parameters_of(block: BlockSpec) -> Mapping[str, str]:
     """Of a captured block: the names in the captured module that its parameters had, by those they have now."""
     recipe = getattr(getattr(block.build, "func", None), "__self__", None)
@@ -142,7 +129,7 @@ def operator_of(group: OpGroup, crossing: Sequence[OpNode], grain: Grain) -> str
 
 
 def _operator_of(group: OpGroup, crossing: Sequence[OpNode]) -> str:
-    names = [name_of(op) for op in group.operations]
+    names = [op.operator for op in group.operations]
     if _LOSSES & set(names):
         return "head" if _PRODUCTS & set(names) else "loss"
     if _attends(names):
@@ -166,7 +153,7 @@ def _attends_to_another(group: OpGroup, crossing: Sequence[OpNode]) -> bool:
     """Whether queries and keys are made in the block of different tensors."""
     own = set(group.operations)
     for op in group.operations:
-        if name_of(op) in _SCORES and all(source in own for source in op.sources[:2]) and len(op.sources) > 1:
+        if op.operator in _SCORES and all(source in own for source in op.sources[:2]) and len(op.sources) > 1:
             query, key = (_origins(source, own, set(crossing)) for source in op.sources[:2])
             return bool(query and key) and not query & key
     return False
@@ -178,15 +165,8 @@ _SCORES = {"scaled_dot_product_attention", "matmul", "bmm", "baddbmm", "einsum"}
 
 def _origins(op: OpNode, own: set[OpNode], crossing: set[OpNode]) -> set[OpNode]:
     """What of other blocks, or of the batch, it is made of."""
-    found, seen, waiting = set[OpNode](), {op}, [op]
-    while waiting:
-        for source in waiting.pop().sources:
-            if source in crossing or source.kind == "input":
-                found.add(source)
-            elif source in own and source not in seen:
-                seen.add(source)
-                waiting.append(source)
-    return found
+    sources = (source for each in made_from(op, own) for source in each.sources)
+    return {source for source in sources if source in crossing or source.kind == "input"}
 
 
 def _light(names: Sequence[str]) -> str:
@@ -213,7 +193,7 @@ def dimensions_of(group: OpGroup, operator: str) -> dict[str, int]:
 
 
 def _shown_by(op: OpNode, operator: str) -> dict[str, int]:
-    name = name_of(op)
+    name = op.operator
     weight = next((source for source in op.sources if source.kind == "parameter" and len(source.shape) == 2), None)
     if name == "scaled_dot_product_attention":
         return {"heads": op.sources[0].shape[1]}
@@ -233,7 +213,7 @@ def _shown_by(op: OpNode, operator: str) -> dict[str, int]:
 def _sequence(group: OpGroup) -> dict[str, int]:
     """The second of three dimensions, where tensors of a block have three."""
     for op in group.operations:
-        if isinstance(op.value, Tensor) and op.per_sample == 1 and len(op.shape) == 3 and name_of(op) in HEAVY:
+        if isinstance(op.value, Tensor) and op.per_sample == 1 and len(op.shape) == 3 and op.operator in HEAVY:
             return {"sequence": op.shape[1]}
     for op in group.operations:
         if op.per_sample == 1 and len(op.shape) == 3:
@@ -275,7 +255,7 @@ def _modules_and_operators(groups: Sequence[OpGroup]) -> list[str]:
 
 def _work_of(group: OpGroup) -> str:
     """Name of the operator that computes, or else of the first."""
-    names = [name_of(op) for op in group.operations]
+    names = [op.operator for op in group.operations]
     return next((name for name in names if name not in VIEWS), names[0])
 
 

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeplan.runtime.models.spec import Texts
-from pipeplan.runtime.models.synthetic_batches import next_tokens, stacked, token_batch
+from pipeplan.runtime.models.spec import Texts, next_tokens, stacked, token_batch
 from pipeplan.runtime.parallel.device import precise
 
 _IGNORED = -100
@@ -42,16 +41,12 @@ Maker = Callable[[Contents, dict[str, Tensor]], dict[str, Tensor]]
 """Makes a batch out of ``tokens`` and the ``targets`` that follow them."""
 
 
-def batch_of(contents: Contents) -> Callable[[int, int, int], dict[str, Tensor]]:
-    """The function of samples, step and seed that makes a batch of named tensors."""
-
-    def batch(num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
-        made = contents.make(contents, token_batch(contents.vocabulary, contents.sequence, num_samples, step, seed))
-        if contents.image is not None:
-            made["pixels"] = _images(contents.image, num_samples, step, seed)
-        return made
-
-    return batch
+def batch_of(contents: Contents, num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
+    """A batch of named tensors."""
+    made = contents.make(contents, token_batch(contents.vocabulary, contents.sequence, num_samples, step, seed))
+    if contents.image is not None:
+        made["pixels"] = _images(contents.image, num_samples, step, seed)
+    return made
 
 
 def texts_of(contents: Contents) -> Texts | None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture import capture, parameters_of
-from pipeplan.runtime.models.huggingface.adapters import ATTENTION, batch_of, register_functions, texts_of
+from pipeplan.runtime.models.huggingface.adapters import ATTENTION, Contents, batch_of, register_functions, texts_of
 from pipeplan.runtime.models.huggingface.families import (
     COLUMNS,
     ROWS,
@@ -31,7 +31,7 @@ from pipeplan.runtime.models.huggingface.families import (
     split_weights,
     widths_of,
 )
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model, Texts
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model
 
 Description = tuple[str, dict[str, Any], bool]
 """A family's ``model_type`` or class name, its keyword arguments, and whether unknown ones are mistakes."""
@@ -110,28 +110,52 @@ def _refuse_unknown(default: Any, keywords: Mapping[str, Any], where: str) -> No
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A module and all that capturing it needs; ``batch``, ``predictions``, ``texts`` as :class:`Model` has them.
+    """The module of a configuration, whole or one device's share of it.
 
     Attributes:
         name: the family's, and what sets this model apart.
+        family: which one.
+        config: of transformers.
         module: its forward takes the tensors of a batch by name and returns the summed loss; no dropout, no cache.
-        inputs: a batch of two samples, on the module's device.
-        sharded: the same for one device's share, by their number; raises UsageError if it cannot be split so.
+        sequence: tokens per text.
         ways: how each parameter is split, by its name: "colwise", "packed_colwise", "rowwise" or "words".
-        tokens: positions per sample by the beginning of parameters' names, the longest that fits.
-        settings: all of the configuration, but the version of transformers that reads it.
+        devices: that share the whole.
     """
 
     name: str
+    family: ModelFamily
+    config: Any
     module: nn.Module
-    inputs: Mapping[str, Tensor]
-    batch: Callable[[int, int, int], dict[str, Tensor]]
-    predictions: Callable[[Batch], int]
-    sharded: Callable[[int], LoadedModel]
+    sequence: int
     ways: Mapping[str, str]
-    tokens: Mapping[str, int]
-    texts: Texts | None = None
-    settings: Mapping[str, object] = field(default_factory=dict)
+    devices: int = 1
+
+    @property
+    def contents(self) -> Contents:
+        """What samples are made of: for a share, of one device's words."""
+        words = -(-self.family.words(self.config) // self.devices)
+        return self.family.contents(self.config, words, self.sequence)
+
+    def batch(self, num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
+        """As :class:`Model` has it."""
+        return batch_of(self.contents, num_samples, step, seed)
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """A batch of two samples, on the module's device."""
+        device = next(self.module.parameters()).device
+        return {key: tensor.to(device) for key, tensor in self.batch(2, 0, 0).items()}
+
+    @staticmethod
+    def predictions(batch: Batch) -> int:
+        """Words that are predicted; samples, where the loss is one of whole samples."""
+        targets = batch.get("targets")
+        return int((targets >= 0).sum()) if targets is not None else next(iter(batch.values())).shape[0]
+
+    def sharded(self, num_devices: int) -> LoadedModel:
+        """One device's share, by their number. Raises UsageError if it cannot be split so."""
+        require_divisible(_counts(self.config), num_devices, self.name)
+        return replace(self, module=share_of(self.module, self.ways, num_devices), devices=num_devices)
 
 
 def load(text_or_path: str, *, sequence: int | None = None, meta: bool = False, seed: int = 0) -> LoadedModel:
@@ -155,40 +179,7 @@ def load(text_or_path: str, *, sequence: int | None = None, meta: bool = False, 
         length = _sequence(family, config, sequence, text_or_path)
         module = _module(family, config, text_or_path, meta, seed)
     name = f"{config.model_type}-{_signature(module)}"
-    ways = split_weights(module, _plan(family, config))
-    return _whole(name, family, config, module, length, ways)
-
-
-def _whole(
-    name: str,
-    family: ModelFamily,
-    config: Any,
-    module: nn.Module,
-    sequence: int,
-    ways: Mapping[str, str],
-    devices: int = 1,
-) -> LoadedModel:
-    words = -(-family.words(config) // devices)
-    contents = family.contents(config, words, sequence)
-    batch = batch_of(contents)
-    device = next(module.parameters()).device
-
-    def sharded(num_devices: int) -> LoadedModel:
-        require_divisible(_counts(config), num_devices, name)
-        return _whole(name, family, config, share_of(module, ways, num_devices), sequence, ways, num_devices)
-
-    return LoadedModel(
-        name=name,
-        module=module,
-        inputs={key: tensor.to(device) for key, tensor in batch(2, 0, 0).items()},
-        batch=batch,
-        predictions=_predictions,
-        sharded=sharded,
-        ways=ways,
-        tokens=family.tokens(config, sequence),
-        texts=texts_of(contents),
-        settings=_settings(config),
-    )
+    return LoadedModel(name, family, config, module, length, split_weights(module, _plan(family, config)))
 
 
 def _transformers() -> Any:
@@ -243,17 +234,6 @@ def _counts(config: Any) -> dict[str, int]:
     return found
 
 
-def _settings(config: Any) -> dict[str, object]:
-    found: dict[str, object] = config.to_dict()
-    return {key: value for key, value in found.items() if key != "transformers_version"}
-
-
-def _predictions(batch: Batch) -> int:
-    """Words that are predicted; samples, where the loss is one of whole samples."""
-    targets = batch.get("targets")
-    return int((targets >= 0).sum()) if targets is not None else next(iter(batch.values())).shape[0]
-
-
 def _signature(module: nn.Module) -> str:
     """Parameters in millions or billions."""
     count = sum(parameter.numel() for parameter in module.parameters())
@@ -284,8 +264,9 @@ def load_configuration(
 ) -> Model:
     """The blocks of a Hugging Face configuration; arguments and errors are those of ``load`` and ``capture``."""
     whole = load(text_or_path, sequence=sequence, meta=meta, seed=seed)
+    settings = {key: value for key, value in whole.config.to_dict().items() if key != "transformers_version"}
     model, sharded = _captured(whole, grain), partial(_share, whole, grain)
-    return replace(model, sharded=sharded, texts=whole.texts, settings=whole.settings)
+    return replace(model, sharded=sharded, texts=texts_of(whole.contents), settings=settings)
 
 
 def _captured(whole: LoadedModel, grain: Grain) -> Model:
@@ -321,7 +302,7 @@ def _with_collectives(block: BlockSpec, share: LoadedModel, seen: set[str]) -> B
 
 
 def _of_weight(name: str, way: str, block: BlockSpec, share: LoadedModel, seen: set[str]) -> Iterator[Collective]:
-    tokens = _tokens(name, share.tokens)
+    tokens = _tokens(name, share.family.tokens(share.config, share.sequence))
     inputs, outputs = widths_of(share.module, name)
     hidden = share.module.get_parameter(name).shape[-1]  # of a table, whichever of two tied ones it is named after
     if way in ROWS:
@@ -347,5 +328,5 @@ def _is_table(module: nn.Module, name: str) -> bool:
 
 
 def _tokens(name: str, tokens: Mapping[str, int]) -> int:
-    """Positions per sample where a parameter is used, by the longest beginning of its name."""
+    """Positions per sample where a parameter is used: those of the longest beginning of its name."""
     return tokens[max((prefix for prefix in tokens if name.startswith(prefix)), key=len)]

@@ -3,6 +3,9 @@
 Ways of splitting a layer, as transformers names them: ``colwise`` splits its outputs, ``rowwise`` its inputs, so that
 its output is a sum over the devices; ``packed_colwise`` splits each of the parts that its outputs consist of. The
 bias of a ``rowwise`` layer is whole on every device. Attention between the two has a share of the heads.
+
+transformers applies such plans by itself, with a process group of as many ranks and DTensors, when it loads a model.
+Here one device's share is made by itself, without the other devices, to be captured and measured.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeplan.runtime.models.spec import BlockSpec, Model
-from pipeplan.runtime.models.synthetic_batches import token_batch
+from pipeplan.runtime.models.spec import BlockSpec, Model, token_batch
 from pipeplan.runtime.models.zoo.gpt import norm_by_operator
 from pipeplan.runtime.models.zoo.layers import (
     FeedForward,
@@ -56,11 +55,6 @@ class TranslationSize(ZooSize):
     sequence: int
     biased: bool
     shared: bool
-
-    @property
-    def longest(self) -> int:
-        """The longest text."""
-        return self.sequence
 
     @property
     def stack(self) -> LayerStack:

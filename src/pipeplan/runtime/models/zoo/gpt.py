@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeplan.runtime.models.spec import BlockSpec, Model, Texts
-from pipeplan.runtime.models.synthetic_batches import next_tokens, token_batch
+from pipeplan.runtime.models.spec import BlockSpec, Model, Texts, next_tokens, token_batch
 from pipeplan.runtime.models.zoo.layers import (
     LayerStack,
     ZooSize,
@@ -243,11 +242,6 @@ class GPTSize(ZooSize):
     tied: bool = True
     shared: bool = False
     by_operator: bool = False
-
-    @property
-    def longest(self) -> int:
-        """The longest sequence."""
-        return self.positions
 
     @property
     def stack(self) -> LayerStack:

@@ -41,8 +41,9 @@ class ZooSize(ABC):
 
     @property
     def longest(self) -> int:
-        """The longest sequence it takes; 0 where samples are no sequences."""
-        return 0
+        """The longest sequence it takes: as it has positions, or else its own; 0 where samples are no sequences."""
+        found: int = getattr(self, "positions", getattr(self, "sequence", 0))
+        return found
 
     def model(self, name: str) -> Model:
         """The whole model, which can be cut into models of which every block is one device's share."""
@@ -156,10 +157,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
         super().__init__()
-        begin, end = shards.range(4 * stack.hidden)
         self.shards = shards
         self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
-        self.expand = linear(stack.hidden, end - begin, biased=stack.biased)
+        self.expand = linear(stack.hidden, shards.own(4 * stack.hidden), biased=stack.biased)
         self.project = row_linear(4 * stack.hidden, stack, shards)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -176,8 +176,7 @@ class FeedForward(nn.Module):
 
 def halves(stack: LayerStack, shards: Shards) -> dict[str, dict[str, int]]:
     """The operators of a layer's halves, and the dimensions each can be split along, or one device's share of them."""
-    begin, end = shards.range(4 * stack.hidden)
-    return {"attention": {"heads": stack.heads_of(shards)}, "ffn": {"ffn": end - begin}}
+    return {"attention": {"heads": stack.heads_of(shards)}, "ffn": {"ffn": shards.own(4 * stack.hidden)}}
 
 
 def layers(
@@ -241,10 +240,9 @@ class ClassHead(nn.Module):
         self, stack: LayerStack, classes: int, shards: Shards = WHOLE, *, biased: bool = False, first: bool = False
     ) -> None:
         super().__init__()
-        begin, end = shards.range(classes)
         self.classes, self.shards, self.first = classes, shards, first
         self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
-        self.output = linear(stack.hidden, end - begin, biased=biased)
+        self.output = linear(stack.hidden, shards.own(classes), biased=biased)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """[samples, sequence, hidden] and targets [samples, sequence], or [samples], to a scalar."""
@@ -265,13 +263,12 @@ def word_embedding(
     shared: bool,
 ) -> BlockSpec:
     """The embedding of a batch's words by a module with these ``tables``, of which ``token`` has the words."""
-    begin, end = shards.range(vocabulary)
     return BlockSpec(
         id_,
         "embedding",
         partial(build, shards),
         samples=(sample,),
-        dimensions=stack.sizes | {"vocabulary": end - begin},
+        dimensions=stack.sizes | {"vocabulary": shards.own(vocabulary)},
         shared=shared,
         collectives=exchanged(shards, ("all_reduce", "F", stack.numbers)),
         split=Split(build, {"token.weight": WORDS}),
@@ -281,7 +278,6 @@ def word_embedding(
 
 def word_head(source: str, stack: LayerStack, vocabulary: int, shards: Shards, *, shared: bool) -> BlockSpec:
     """The prediction of a word for every token, whose output layer can share the embedding's table."""
-    begin, end = shards.range(vocabulary)
     build = partial(ClassHead, stack, vocabulary)
     return BlockSpec(
         "head",
@@ -290,7 +286,7 @@ def word_head(source: str, stack: LayerStack, vocabulary: int, shards: Shards, *
         (source,),
         ("targets",),
         loss=True,
-        dimensions=stack.sizes | {"vocabulary": end - begin},
+        dimensions=stack.sizes | {"vocabulary": shards.own(vocabulary)},
         shared=shared,
         collectives=exchanged(shards, loss_exchange(shards, stack.sequence), ("all_reduce", "I", stack.numbers)),
         split=Split(build, {"output.weight": WORDS}),

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from pipeplan.runtime.models.spec import BlockSpec, Model
-from pipeplan.runtime.models.synthetic_batches import stacked
+from pipeplan.runtime.models.spec import BlockSpec, Model, stacked
 from pipeplan.runtime.models.zoo.gpt import GPTSize, words
 from pipeplan.runtime.models.zoo.layers import (
     WORDS,
@@ -48,11 +47,6 @@ class MultiModalSize(ZooSize):
     heads: int
     patch: int
     sequence: int
-
-    @property
-    def longest(self) -> int:
-        """The longest sequence."""
-        return self.sequence
 
     @property
     def stack(self) -> LayerStack:
@@ -103,13 +97,12 @@ class RecommendationSize(ZooSize):
         return Model(name, blocks, partial(stacked, self._sample), num_targets)
 
     def _table(self, index: int, shards: Shards) -> BlockSpec:
-        begin, end = shards.range(self.vocabulary)
         return BlockSpec(
             f"sparse{index}.embedding",
             "embedding",
             partial(EmbeddingRows, self.vocabulary, self.width, shards),
             samples=(f"sparse{index}",),
-            dimensions={"lookups": self.lookups, "hidden": self.width, "vocabulary": end - begin},
+            dimensions={"lookups": self.lookups, "hidden": self.width, "vocabulary": shards.own(self.vocabulary)},
             collectives=exchanged(shards, ("all_reduce", "F", self.lookups * self.width)),
             split=Split(partial(EmbeddingRows, self.vocabulary, self.width), {"table.weight": WORDS}),
         )
@@ -199,11 +192,6 @@ class CaptionsSize(ZooSize):
     patch: int
 
     @property
-    def longest(self) -> int:
-        """The longest text."""
-        return self.positions
-
-    @property
     def text(self) -> GPTSize:
         """The tower for text; it is read with a causal mask."""
         return GPTSize(self.layers, self.hidden, self.heads, self.vocabulary, self.positions, self.sequence)
@@ -230,7 +218,6 @@ class CaptionsSize(ZooSize):
         return Model(name, blocks, partial(stacked, self._sample), num_targets)
 
     def _pool(self, source: str, shards: Shards) -> BlockSpec:
-        begin, end = shards.range(self.hidden)
         build = partial(ClassHead, self.cross, self.hidden, biased=True, first=True)
         return BlockSpec(
             "cross.pool",
@@ -239,7 +226,7 @@ class CaptionsSize(ZooSize):
             (source,),
             ("targets",),
             loss=True,
-            dimensions=self.cross.sizes | {"outputs": end - begin},
+            dimensions=self.cross.sizes | {"outputs": shards.own(self.hidden)},
             shared=True,
             collectives=exchanged(shards, loss_exchange(shards, 1), ("all_reduce", "I", self.hidden)),
             split=Split(build, {"output.weight": WORDS, "output.bias": WORDS}),

@@ -1,0 +1,95 @@
+"""Graphs of few nodes: orders that edges allow, circles named, longest paths, connected parts.
+
+What runs for every action of a workload, or for every candidate of a search, has loops of its own: timing
+(``workload.task_graph``), copies of a repetend (``workload.steady_state.rate``), bounds, windows, and series-parallel
+reductions on bits (``partition.series_parallel``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+Node = TypeVar("Node", bound=Hashable)
+
+
+class CycleError(ValueError):
+    """Nodes that come before each other: ``cycle``, each before the next and the last before the first."""
+
+    def __init__(self, cycle: Sequence[Hashable]) -> None:
+        self.cycle = tuple(cycle)
+        super().__init__(f"edges form a cycle of {len(cycle)}: {in_circle(cycle)}")
+
+
+def in_circle(cycle: Sequence[object], arrow: str = " -> ", most: int = 10) -> str:
+    """A cycle as text, back to its start; the middle of a long one is left out."""
+    half = most // 2
+    shown = list(cycle) if len(cycle) <= most else [*cycle[:half], "...", *cycle[-half:]]
+    return arrow.join(map(str, [*shown, cycle[0]]))
+
+
+def find_cycle(edges: Iterable[tuple[Node, Node]]) -> tuple[Node, ...] | None:
+    """Nodes of which each has an edge to the next, and the last one to the first; None if there are none."""
+    import networkx as nx
+
+    try:
+        return tuple(edge[0] for edge in nx.find_cycle(nx.DiGraph(edges)))
+    except nx.NetworkXNoCycle:
+        return None
+
+
+def topological_order(
+    nodes: Iterable[Node], edges: Iterable[tuple[Node, Node]], key: Callable[[Node], Any] | None = None
+) -> tuple[Node, ...]:
+    """The nodes such that every edge points forward, otherwise by ``key``, or as they are given.
+
+    Raises:
+        CycleError: the edges do not allow any order.
+    """
+    import networkx as nx
+
+    position = {node: index for index, node in enumerate(nodes)}
+    graph = _directed(position, edges)
+    try:
+        return tuple(nx.lexicographical_topological_sort(graph, key or position.__getitem__))
+    except nx.NetworkXUnfeasible:
+        raise CycleError([edge[0] for edge in nx.find_cycle(graph)]) from None
+
+
+def longest_paths(order: Sequence[Node], edges: Iterable[tuple[Node, Node, int]]) -> dict[Node, int]:
+    """{node: length of the longest path that ends there}, of (source, target, length); ``order`` is topological."""
+    place = {node: index for index, node in enumerate(order)}
+    found = dict.fromkeys(order, 0)
+    for source, target, length in sorted(edges, key=lambda edge: place[edge[0]]):
+        found[target] = max(found[target], found[source] + length)
+    return found
+
+
+def connected_parts(nodes: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> list[set[Node]]:
+    """The nodes by what edges join, whichever way they point; those of the first node first."""
+    import networkx as nx
+
+    graph = nx.Graph()
+    graph.add_nodes_from(nodes)
+    graph.add_edges_from(edges)
+    return list(nx.connected_components(graph))
+
+
+def before_and_after(node: Node, edges: Iterable[tuple[Node, Node]]) -> tuple[set[Node], set[Node]]:
+    """The nodes with a path to this one, and those to which one leads from it."""
+    import networkx as nx
+
+    graph = _directed([node], edges)
+    return nx.ancestors(graph, node), nx.descendants(graph, node)
+
+
+def _directed(nodes: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> nx.DiGraph[Node]:
+    import networkx as nx
+
+    graph: nx.DiGraph[Node] = nx.DiGraph()
+    graph.add_nodes_from(nodes)
+    graph.add_edges_from(edges)
+    return graph
