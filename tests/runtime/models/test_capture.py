@@ -23,6 +23,7 @@ from pipeplan.runtime.profiling.build_profile import block_graph_of
 from pipeplan.runtime.profiling.instruments import saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
 from runtime_support.whole_model import replay
+from support.marks import slow_but
 
 WIDTH, HEADS, SEQUENCE, VOCABULARY = 8, 2, 4, 11
 GRAINS: tuple[Literal["layer", "half", "operator"], ...] = ("layer", "half", "operator")
@@ -339,9 +340,10 @@ def require_same(module: nn.Module, model: Model, num_samples: int) -> None:
     require_same_set(gradients(model, modules), [each.grad for each in whole.parameters() if each.grad is not None])
 
 
-@pytest.mark.parametrize(
-    ("case", "grain"),
+@slow_but(
+    "case, grain",
     [(case, grain) for case in CASES for grain in GRAINS if (case, grain) != ("recurrent", "operator")],
+    lambda case: case[1] == "operator" or case[0] in ("pre-norm", "recurrent"),
 )
 def test_blocks_compute_what_the_module_computes(case: str, grain: Any) -> None:
     module, model = captured(case, grain)
