@@ -18,13 +18,13 @@ from pipeplan.schedule.list_scheduling import Policy, in_flight_limits, list_sch
 from pipeplan.schedule.rules import Rules, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.engine import RulesRun
 from pipeplan.schedule.rules.separation import refill
-from pipeplan.schedule.stage_graph import NEVER, Rule, Stages, TrialRun
+from pipeplan.schedule.stage_graph import Rule, Stages, TrialRun
 from pipeplan.workload.elements import Hop
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
+from pipeplan.workload.task_graph import NEVER, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 from references.loops import listing, trial
 from references.loops import refill as old_refill

@@ -24,7 +24,7 @@ from pipeplan.cli.shared import (
     interrupt_on_sigterm,
     require_stdout_once,
     require_writable,
-    warnings_told,
+    warnings_shown,
 )
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
 from pipeplan.units import format_bytes
@@ -244,7 +244,7 @@ def _measure(ctx: click.Context) -> None:
         click.echo(f"pipeplan: resuming from {partial.path}", err=True)
     shown = Shown("measuring")
     try:
-        with warnings_told(), shown:
+        with warnings_shown(), shown:
             profile = _api.profile(
                 _model(given),
                 given["microbatch"],
@@ -273,7 +273,7 @@ def _estimate(given: Mapping[str, Any]) -> None:
     """Estimate a model for a device preset, calibrated by a measured profile if there is one, and write the profile."""
     begin = time.monotonic()
     calibration = _api.read_profile(given["calibrate"]) if given["calibrate"] else None
-    with warnings_told(), Shown("estimating") as shown:
+    with warnings_shown(), Shown("estimating") as shown:
         profile = _api.estimate(
             _model(given, meta=True),
             given["microbatch"],

@@ -282,7 +282,7 @@ class Status:
 
 
 @contextmanager
-def warnings_told() -> Iterator[None]:
+def warnings_shown() -> Iterator[None]:
     """Pipeplan's own warnings in the form of its other messages, on stderr when all is measured."""
     with warnings.catch_warnings(record=True) as caught:
         yield

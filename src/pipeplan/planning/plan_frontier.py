@@ -175,7 +175,7 @@ class PlanPoint:
         return self.request.num_devices
 
     @property
-    def figures(self) -> tuple[int, int, int]:
+    def place(self) -> tuple[int, int, int]:
         """What points are compared by; less is better."""
         return self.num_devices, self.memory_bytes, self.iteration_ns
 
@@ -212,7 +212,7 @@ def plan_frontier(request: Request, *, quickest: bool = False) -> PlanFrontier:
     if not found.best:
         raise _why(request, found)
     untried = _counted(found.partitions, _HOW.counting * request.time_limit) if found.interrupted else 0
-    points = sorted(found.best, key=lambda point: point.figures)
+    points = sorted(found.best, key=lambda point: point.place)
     seconds, counts = found.limit.elapsed, {point.num_devices for point in points}
     failures = {count: error for count, error in found.failures.items() if count not in counts}
     how = found.num_tried, seconds, found.interrupted, untried, tuple(found.rough)
@@ -251,7 +251,7 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
     if not able.best:
         return error
     least: dict[int, int] = {}
-    for count, memory, _ in sorted(tried.figures for tried in able.best):
+    for count, memory, _ in sorted(tried.place for tried in able.best):
         least.setdefault(count, memory)
     *enough, last = [f"{named_devices(count)} of {format_bytes(rounded_up(each))}" for count, each in least.items()]
     enough = [", ".join(enough), last] if enough else [last]
@@ -398,7 +398,7 @@ def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[
     except PipeplanError:
         return None
     static = max(map(trial.ways[0].static_bytes, range(request.num_devices)))
-    if any(_beats(each.figures, (request.num_devices, static, trial.bound_ns)) for each in best):
+    if any(_beats(each.place, (request.num_devices, static, trial.bound_ns)) for each in best):
         return None
     trial.look()
     if trial.best is None or trial.value_ns is None:
@@ -415,11 +415,11 @@ def _trial_plan(request: Request, trial: Trial) -> Plan:
 
 def _with(best: Sequence[PlanPoint], found: PlanPoint) -> list[PlanPoint]:
     """The frontier with another point, if it belongs there."""
-    if any(_beats(each.figures, found.figures) for each in best):
+    if any(_beats(each.place, found.place) for each in best):
         return list(best)
-    return [each for each in best if not _beats(found.figures, each.figures)] + [found]
+    return [each for each in best if not _beats(found.place, each.place)] + [found]
 
 
-def _beats(figures: tuple[int, ...], others: tuple[int, ...]) -> bool:
+def _beats(place: tuple[int, ...], others: tuple[int, ...]) -> bool:
     """At most as much of everything."""
-    return all(own <= other for own, other in zip(figures, others, strict=True))
+    return all(own <= other for own, other in zip(place, others, strict=True))

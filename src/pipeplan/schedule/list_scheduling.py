@@ -18,9 +18,7 @@ from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import MemoryState, num_that_fit
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.task_graph import TaskGraph
-
-_NEVER = 2**62
+from pipeplan.workload.task_graph import NEVER, TaskGraph
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ class _Listing(Engine):
         """What the device starts now; None to wait, with an event at the moment to ask again."""
         durations, policy, now = self._durations, self._policy, self.now
         backward = forward = weight = -1
-        backward_at = forward_at = _NEVER
+        backward_at = forward_at = NEVER
         blocked = False
         longest = 0
         for x in self._rank[device]:
@@ -148,10 +146,10 @@ class _Listing(Engine):
             or policy.wait_for_backward == 0.0
         ):
             return forward
-        soon = min(backward_at, forward_at if forward_at > now else _NEVER)
+        soon = min(backward_at, forward_at if forward_at > now else NEVER)
         if weight >= 0 and (blocked or soon - now >= policy.patience * longest):
             return weight
-        if soon < _NEVER:
+        if soon < NEVER:
             heapq.heappush(self.events, (soon, device))
         return None
 
@@ -196,7 +194,7 @@ class PolicySearch:
 
     def learn(self, policy: Policy, makespan: int | None) -> None:
         """Take in what a policy was worth, in ns; None if it got stuck."""
-        value = _NEVER if makespan is None else makespan
+        value = NEVER if makespan is None else makespan
         better = not self._best or value < self._known[self._best[0]]
         self.fruitless = 0 if better or self._planned else self.fruitless + 1
         if policy not in self._known:

@@ -24,12 +24,8 @@ from pipeplan.partition.graph.in_flight import KFKB, kfkb_word, samples_in_fligh
 from pipeplan.workload.engine import Engine, with_links
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.memory import capacities, fits, num_that_fit
-from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
+from pipeplan.workload.task_graph import NEVER, Orders, TaskGraph, earliest_starts
 from pipeplan.workload.workload import Workload
-
-NEVER = 2**62
-"""More than any time in ns, or any number of samples."""
-
 
 _RANKS = {Role.FORWARD: 2, Role.WEIGHT_GRAD: 3}
 """What goes first where several could run; all other roles, which are backwards, have rank 1."""

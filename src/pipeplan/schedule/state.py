@@ -51,7 +51,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ScheduleCandidate:
     """A valid schedule. ``frozen`` are the tasks of one repetition in its middle, which keep it repeatable."""
 
     orders: list[list[int]]
@@ -128,9 +128,9 @@ class SearchState:
     scheduler: str = "auto"
     unroll: int | None = None
     known: Schedule | None = None
-    best: Candidate | None = None
-    steady: Candidate | None = None
-    others: list[Candidate] = field(default_factory=list)
+    best: ScheduleCandidate | None = None
+    steady: ScheduleCandidate | None = None
+    others: list[ScheduleCandidate] = field(default_factory=list)
     pattern: Pattern | None = None
     period_proved: Fraction = Fraction(0)
     repetend_seconds: float | None = None
@@ -181,16 +181,16 @@ class SearchState:
 
     def candidate(
         self, orders: list[list[int]], scheduler: str, frozen: frozenset[int] = frozenset()
-    ) -> Candidate | None:
+    ) -> ScheduleCandidate | None:
         """The schedule of these orders; None if they block each other or do not fit into memory."""
         timed = fitting(self.graph, orders)
         if timed is None:
             return None
         orders, starts = timed
         most = max(memory.peak_bytes for memory in peak_memory(self.graph, orders))
-        return Candidate(orders, starts, self.graph.makespan(starts), most, scheduler, frozen)
+        return ScheduleCandidate(orders, starts, self.graph.makespan(starts), most, scheduler, frozen)
 
-    def offer(self, candidate: Candidate | None) -> bool:
+    def offer(self, candidate: ScheduleCandidate | None) -> bool:
         """Keep the candidate where it is better than what is known; whether it was anywhere."""
         if candidate is None:
             return False
@@ -217,7 +217,7 @@ class SearchState:
             self.progress(what, min(best, value or best), max(proved, bound or proved), self.budget.elapsed)
 
     @property
-    def chosen(self) -> Candidate:
+    def chosen(self) -> ScheduleCandidate:
         """The shortest schedule; among equals one that can be repeated."""
         assert self.best is not None
         if self.steady is not None and self.steady.makespan <= self.best.makespan:

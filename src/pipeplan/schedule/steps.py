@@ -23,7 +23,7 @@ from pipeplan.schedule.pattern import (
     sequential_time,
 )
 from pipeplan.schedule.rules.sweep import built_in_rules, sweeping
-from pipeplan.schedule.state import Candidate, ScheduleStep, SearchState
+from pipeplan.schedule.state import ScheduleCandidate, ScheduleStep, SearchState
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -74,7 +74,7 @@ class ShorterRun(ScheduleStep):
         state.pattern, state.period_proved = short.pattern, short.period_proved
         state.repetend_seconds, state.settled = short.repetend_seconds, True
 
-    def _extended(self, state: SearchState, candidate: Candidate, count: int) -> list[list[int]] | None:
+    def _extended(self, state: SearchState, candidate: ScheduleCandidate, count: int) -> list[list[int]] | None:
         """The orders of a schedule for more micro-batches; None without a repetend that reaches them."""
         repetend = find_repetend(state.graph, candidate.orders, candidate.starts, self.most_unroll)
         if repetend is None or (count - state.problem.num_microbatches) % repetend.unroll:

@@ -186,14 +186,14 @@ def _in_gap(reducing: Reducing, whole: Whole, gap: Gap, ends: tuple[Weighing, We
     least, most = corner.weighings[-1].least, corner.most[-1]
     limit = least + _SHARE * (most - least)
     while True:
-        found = _in_corridor(reducing, whole, corner.lower(limit))
+        found = _at_corner(reducing, whole, corner.lower(limit))
         left = _left(found, gap, corner.weighings[-1], limit)
         if left.factor <= 1 + within:
             return found.within(left.factor)
         limit = min(left.highest, least + _WIDER[found.num_sums > _MANY_SUMS] * (limit - least))
 
 
-def _in_corridor(reducing: Reducing, whole: Whole, corner: Corner) -> PartFrontier:
+def _at_corner(reducing: Reducing, whole: Whole, corner: Corner) -> PartFrontier:
     """All strategies under a corner; its weightings are computed anew from the few configurations that it leaves."""
     narrow = reducing.whole(fewer(whole, Bounds((corner,))))
     again = tuple(weighing(narrow.expression, each.solved.at) for each in corner.weighings)

@@ -20,6 +20,9 @@ from pipeplan.workload.workload import Workload
 
 Orders = Sequence[Sequence[int]]
 
+NEVER = 2**62
+"""More than any time in ns, or any number of samples."""
+
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:

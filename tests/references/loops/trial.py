@@ -5,8 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from pipeplan.schedule.stage_graph import NEVER, Rule, Stages
+from pipeplan.schedule.stage_graph import Rule, Stages
 from pipeplan.workload.kinds import Role
+from pipeplan.workload.task_graph import NEVER
 
 __all__ = ["TrialRun"]
 

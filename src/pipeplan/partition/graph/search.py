@@ -363,7 +363,7 @@ def graphpipe(problem: PartitionProblem, *, tolerance: float = 0.0) -> Iterator[
             series_parallel = better[0]
         best = better or best
     if best is None:
-        raise InfeasibleError(_told(problem, found.tree))
+        raise InfeasibleError(_shortage(problem, found.tree))
     yield GraphPartition(
         problem.placed(best[1], sized=True),
         best[0],
@@ -490,7 +490,7 @@ def _entries(trace: EntryTrace | None) -> Iterator[Entry]:
         trace = trace.rest
 
 
-def _told(problem: PartitionProblem, tree: Part) -> str:
+def _shortage(problem: PartitionProblem, tree: Part) -> str:
     """Why nothing fits, and what memory would do, as far as there is time to find out."""
     assert problem.memory_bytes is not None  # without a limit one block per stage, or all in one, is a solution
     devices = named_devices(problem.num_devices)

@@ -405,10 +405,10 @@ def undamaged(folder: CheckpointFolder, step: int) -> Iterator[None]:
     try:
         yield
     except _DamagedFileError as error:
-        raise UsageError(_told(folder, step, str(error))) from error
+        raise UsageError(_unusable(folder, step, str(error))) from error
     except CheckpointException as error:
         rank, (reason, _) = min(error.failures.items())
-        raise UsageError(_told(folder, step, f"rank {rank} cannot read tensors: {_brief(reason)}")) from error
+        raise UsageError(_unusable(folder, step, f"rank {rank} cannot read tensors: {_brief(reason)}")) from error
 
 
 def rest_of(path: Path, name: str) -> dict[str, Any]:
@@ -455,7 +455,7 @@ def _brief(error: BaseException) -> str:
     return first if type(error) is ValueError else f"{type(error).__name__}: {first}".removesuffix(": ")
 
 
-def _told(folder: CheckpointFolder, step: int, what: str) -> str:
+def _unusable(folder: CheckpointFolder, step: int, what: str) -> str:
     before = [other for other in folder.whole() if other < step]
     remedy = (
         f"the one before is {folder.of(before[-1]).name}: remove this folder to go on from it"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeplan.schedule.cpsat.solver import Budget, solve
-from pipeplan.schedule.state import Candidate, ScheduleStep, SearchState, origin_of
+from pipeplan.schedule.state import ScheduleCandidate, ScheduleStep, SearchState, origin_of
 from pipeplan.workload.bounds import memory_recurrences
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph
@@ -257,7 +257,7 @@ class _Rescheduling(ScheduleStep):
     def applies(self, state: SearchState) -> bool:
         return not state.finished
 
-    def improve(self, state: SearchState, size: int, candidate: Callable[[], Candidate | None]) -> None:
+    def improve(self, state: SearchState, size: int, candidate: Callable[[], ScheduleCandidate | None]) -> None:
         """Try windows of a size as long as one of them helps and there still is a ``candidate``."""
         improved = True
         while improved and (found := candidate()) is not None:
@@ -278,7 +278,7 @@ class Ramps(_Rescheduling):
     def run(self, state: SearchState) -> None:
         limit = state.budget.used + state.budget.seconds * self.share
 
-        def candidate() -> Candidate | None:
+        def candidate() -> ScheduleCandidate | None:
             late = state.budget.expired or state.budget.used > limit
             proved = state.steady is not None and state.steady.makespan <= state.bound
             return None if late or proved else state.steady
@@ -330,7 +330,7 @@ class SlidingWindows(_Rescheduling):
     when = "nothing proved best"
 
     def run(self, state: SearchState) -> None:
-        def candidate() -> Candidate | None:
+        def candidate() -> ScheduleCandidate | None:
             """The best schedule, of which everything may change."""
             assert state.best is not None
             return None if state.finished else replace(state.best, frozen=frozenset())
@@ -341,7 +341,7 @@ class SlidingWindows(_Rescheduling):
                 return
 
 
-def _windows(candidate: Candidate, size: int) -> list[tuple[int, int]]:
+def _windows(candidate: ScheduleCandidate, size: int) -> list[tuple[int, int]]:
     """Moments between which about ``size`` actions start: both ends first, then overlapping by half.
 
     None reaches into the frozen repetition.
@@ -362,7 +362,7 @@ def _windows(candidate: Candidate, size: int) -> list[tuple[int, int]]:
     return windows
 
 
-def _try_window(state: SearchState, candidate: Candidate, window: tuple[int, int], seconds: float) -> bool:
+def _try_window(state: SearchState, candidate: ScheduleCandidate, window: tuple[int, int], seconds: float) -> bool:
     """Offer the candidate with a better order of a window, if there is one; whether it was better."""
     found = reschedule(
         state.problem,

@@ -43,9 +43,9 @@ from pipeplan.schedule.rules.values import (
     TableError,
     fields_of,
     in_units,
+    reason_of,
     says,
     shown,
-    told,
     usage_errors,
 )
 from pipeplan.units import parse_bytes, parse_ns
@@ -405,7 +405,7 @@ def parse_rules(text: str, name: str, where: str | None = None) -> Rules:
     try:
         return TypeAdapter(Rules).validate_python({"name": name, **table}, context="a file")
     except ValidationError as error:
-        raise FileError(f"{where}: not a valid rules file: {told(error)}") from None
+        raise FileError(f"{where}: not a valid rules file: {reason_of(error)}") from None
 
 
 def to_toml(rules: Rules) -> str:

@@ -24,7 +24,7 @@ from pipeplan.workload.elements import Dependency, Operation
 from pipeplan.workload.engine import Engine, with_links
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import MemoryState, capacities, memory_levels
-from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
+from pipeplan.workload.task_graph import NEVER, Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 
@@ -254,9 +254,6 @@ def _whole(parts: list[Operation]) -> Operation:
     )
 
 
-_NEVER = 2**62
-
-
 def refill(
     graph: TaskGraph,
     orders: Orders,
@@ -349,7 +346,7 @@ class _Refill(Engine):
     def _limit(self, device: int) -> int:
         """Until when a device waits."""
         task = self._head[device]
-        return _NEVER if task is None else max(self._start_of(task) or 0, self._expected[task])
+        return NEVER if task is None else max(self._start_of(task) or 0, self._expected[task])
 
     def _fill(self, device: int) -> int | None:
         """The longest W of the device's pool for which all of its devices wait long enough."""

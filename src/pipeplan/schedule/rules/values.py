@@ -90,7 +90,7 @@ def usage_errors(cls: _Class) -> _Class:
         try:
             plain(self, *args[len(names) :], **dict(zip(names, args, strict=False)), **kwargs)
         except ValidationError as error:
-            raise UsageError(told(error)) from None
+            raise UsageError(reason_of(error)) from None
 
     cls.__init__ = init  # type: ignore[misc]  # a constructor with the same arguments
     return cls
@@ -124,7 +124,7 @@ def in_units(parse: Callable[[str], int]) -> BeforeValidator:
     return BeforeValidator(read)
 
 
-def told(error: ValidationError) -> str:
+def reason_of(error: ValidationError) -> str:
     """What is wrong at the innermost place: where, the value, and what to write instead."""
     wrong = [each for each in error.errors(include_url=False) if each["type"] != "callable_type"]
     first = max(wrong, key=lambda each: len(_keys(each["loc"])))
