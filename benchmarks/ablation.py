@@ -41,8 +41,11 @@ from pipeplan.schedule.steps import AdoptedRepetitions
 from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.workload import Workload
 
-NAMES = tuple(dict.fromkeys(step.name for step in STEPS if isinstance(step, ScheduleStep) and not step.needed))
-"""The steps of the search for a schedule that can be switched off."""
+NAMES = tuple(dict.fromkeys(step.name for step in STEPS if not step.needed))
+"""The steps that can be switched off."""
+
+OF_PLANS = frozenset(NAMES) - {step.name for step in STEPS if isinstance(step, ScheduleStep)}
+"""Those of them that only the search for a whole plan has."""
 
 Steps = Sequence[SearchStep]
 Off = frozenset[str]
@@ -56,6 +59,7 @@ class Cell:
 
     name: str
     search: Callable[[float, Steps], Found]
+    is_plan: bool = False
 
 
 def cells() -> list[Cell]:
@@ -102,7 +106,7 @@ def _profile_cells() -> Iterator[Cell]:
     for devices in (4, 8):
         for name in planning.MEMORY:
             cell = (name, devices)
-            yield Cell(f"{name} on {devices}", partial(_planned, *cell))
+            yield Cell(f"{name} on {devices}", partial(_planned, *cell), is_plan=True)
 
 
 def _planned(name: str, devices: int, limit: float, steps: Steps) -> Found:
@@ -182,7 +186,7 @@ class Results:
     def _equal(self, cell: Cell, off: Off) -> dict[str, Any] | None:
         """The result with fewer steps off, if the others that are off changed nothing there."""
         for (name, fewer), entry in self.found.items():
-            if name == cell.name and fewer < off and not (off - fewer) & set(entry["telling"]):
+            if name == cell.name and fewer < off and not (off - fewer) & {*entry["telling"], *OF_PLANS}:
                 return {**entry, "off": sorted(off), "cpu_s": 0.0}
         return None
 
@@ -204,7 +208,7 @@ def _searched(cell: Cell, off: Off, limit: float) -> dict[str, Any]:
 def row(results: Results, off: Off, chosen: Sequence[Cell]) -> tuple[str, ...]:
     """What is lost without these steps."""
     lost, fewer = {}, 0
-    for cell in chosen:
+    for cell in (each for each in chosen if each.is_plan or not off & OF_PLANS):
         everything, without = results.of(cell, frozenset()), results.of(cell, off)
         fewer += everything["repeats"] and not without["repeats"]
         if everything["value"] is not None:

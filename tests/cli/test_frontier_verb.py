@@ -250,7 +250,7 @@ def test_one_point_has_no_turning_point(profile_path: Path) -> None:
 
 
 def test_when_time_runs_out_the_rest_is_proved_roughly(profile_path: Path) -> None:
-    summary = json.loads(run(profile_path, "--devices", 2, "--time-limit", "1ms", "--json").stdout)
+    summary = json.loads(run(profile_path, "--devices", 2, "--time-limit", "1ns", "--json").stdout)
     assert summary["interrupted"]
     assert summary["points"]
     assert any("ended early" in note for note in summary["notes"])
