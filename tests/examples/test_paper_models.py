@@ -19,6 +19,7 @@ from pipeplan.files import Cluster, PlacedStage, Placement, Profile, Source, par
 from pipeplan.files.cluster import DeviceKind, LinkLevel
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
+from support.marks import slow_but
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "models.md"
@@ -308,7 +309,7 @@ def test_faster_devices_take_less_time() -> None:
     assert times["v100-16gb"] == times["v100-32gb"] < times["rtx3090-24gb"]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@slow_but("name", MODELS, SMALLEST.__contains__)
 def test_the_same_name_gives_the_same_file(name: str) -> None:
     made = model(name)
     text = to_json(made)

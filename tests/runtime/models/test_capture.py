@@ -340,10 +340,14 @@ def require_same(module: nn.Module, model: Model, num_samples: int) -> None:
     require_same_set(gradients(model, modules), [each.grad for each in whole.parameters() if each.grad is not None])
 
 
+QUICK = ("pre-norm", "recurrent")
+"""Cases that are always tried at every grain and in every format."""
+
+
 @slow_but(
     "case, grain",
     [(case, grain) for case in CASES for grain in GRAINS if (case, grain) != ("recurrent", "operator")],
-    lambda case: case[1] == "operator" or case[0] in ("pre-norm", "recurrent"),
+    lambda case: case[1] == "operator" or case[0] in QUICK,
 )
 def test_blocks_compute_what_the_module_computes(case: str, grain: Any) -> None:
     module, model = captured(case, grain)
@@ -507,7 +511,7 @@ def test_a_model_without_data_is_captured_and_gets_numbers_when_built() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", CASES)
+@slow_but("case", CASES, QUICK.__contains__)
 def test_blocks_run_in_other_formats(case: str, dtype: torch.dtype) -> None:
     module, model = captured(case, "half")
     batch = model.mini_batch(2, 0, 0, dtype=dtype)
@@ -517,7 +521,7 @@ def test_blocks_run_in_other_formats(case: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES)
+@slow_but("case", CASES, QUICK.__contains__)
 def test_blocks_can_be_profiled(case: str) -> None:
     _, model = captured(case, "half")
     profile = profile_model(model, [1, 2], repeats=1, warmup=0)
