@@ -82,7 +82,7 @@ def _model_size(name: str, keys: Mapping[str, Any]) -> ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """What another tool can run, which a search for it keeps to. Stages are whole layers, micro-batches whole.
+    """What another tool can run: what a plan exported to it may have. Stages are whole layers, micro-batches whole.
 
     ``schedules`` are by name, None where orders of one's own are read; ``most_chunks`` by placement where they are
     limited; ``source`` says where that is known from.

@@ -246,7 +246,7 @@ class Violation:
 class Figures:
     """What the plan comes to by its stated start times and programs; times in ns, sizes in bytes.
 
-    Rates are those of design section 2; ``iteration_ns`` is the makespan, and then gradients summed. ``period_ns``
+    Rates are as in ``docs/check.md``; ``iteration_ns`` is the makespan, and then gradients summed. ``period_ns``
     (per micro-batch, when the repetend is repeated without end) and ``bubble_rate_steady`` are None without a valid
     repetend, ``peak_memory_bytes`` [device] is empty where the programs lack actions.
     """
@@ -384,7 +384,7 @@ def _bubble_rate_span(facts: Facts, busy: list[int]) -> float:
 
 
 def check_figures(facts: Facts, figures: Figures, findings: Findings) -> None:
-    """Makespan, iteration, bound and gap, bubble rates, period (design section 2), as stated."""
+    """Makespan, iteration, bound and gap, bubble rates, period, as stated."""
     predicted = facts.plan.predicted
     _compare("makespan_ns", predicted.makespan_ns, figures.makespan_ns, findings)
     if predicted.iteration_ns:  # older plans do not say it

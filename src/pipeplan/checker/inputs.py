@@ -162,7 +162,7 @@ def _check_syncs(plan: Plan, cluster: Cluster | None, findings: Findings) -> Non
 def _check_operations(
     operations: Sequence[Operation], rows: Sequence[CostRow], again: int, split_overhead_ns: int, findings: Findings
 ) -> None:
-    """Durations add up over the blocks; activations are taken and given back as design section 5 says.
+    """Durations add up over the blocks; activations are taken by F (and I), and given back by B, or by I and W.
 
     ``again`` bytes are of tensors that more than one block counts.
     """

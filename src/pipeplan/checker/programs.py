@@ -227,7 +227,7 @@ def _check_sides(facts: Facts, messages: Messages, programs: Programs, findings:
 
 
 def _check_fifo(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
-    """NCCL matches messages between two devices first in, first out (design section 10)."""
+    """NCCL matches messages between two devices first in, first out."""
     base = len(facts.ids)
     sent: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)
     received: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)
@@ -251,7 +251,7 @@ def _check_deadlock(facts: Facts, messages: Messages, programs: Programs, findin
     """Run the programs with everything joint done together: SEND with RECV, an action on all its devices.
 
     That this comes to the end is the same as that the union of the program orders has no cycle, and then no
-    interleaving deadlocks, even with blocking sends (design section 10).
+    interleaving deadlocks, even with blocking sends.
     """
     members = [*facts.devices, *((hop.source_device, hop.target_device) for *_, hop in messages.hops)]
     at = [0] * len(programs.entries)

@@ -121,7 +121,7 @@ def _check_own_order(
 
 
 def _check_balance(stage: int, operations: dict[str, Operation], findings: Findings) -> None:
-    """What a micro-batch takes it gives back, and never more than it holds (design section 5)."""
+    """What a micro-batch takes it gives back, and never more than it holds."""
     held = 0
     for kind in in_order(operations):
         operation = operations[kind]

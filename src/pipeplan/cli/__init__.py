@@ -1,5 +1,5 @@
 """The command line, whose verbs are joined in :mod:`pipeplan.cli.main`.
 
-Here: one file per verb, which reads flags, calls :mod:`pipeplan._api` and prints. Not here: planning, measuring,
-running; tables and drawings (reporting).
+Here: the verbs, one or two to a file, which read flags, call :mod:`pipeplan._api` and print. Not here: planning,
+measuring, running; tables and drawings (reporting).
 """

@@ -1,8 +1,9 @@
 """The search for a plan: everything that it tries, in order, and the plan that comes of it.
 
-All candidates are looked at first: bounds, and known schedules alone. Those that may still become the best then get
-shares of the time, the more promising ones more and more of it. There is a plan from the first look on. Changes to the
-best ones, which keep their orders, come last: no recomputation, forwards in two parts (AutoPipe III-C).
+Candidates get a first look as they come: bounds, and known schedules alone. In turn with that, those that may still
+become the best are searched, the more promising ones for more and more of the time. There is a plan from the first look
+on. Changes that keep the orders of the best ones come last: no recomputation, forwards in two parts (AutoPipe III-C);
+the latter are also tried along the way where they are quick.
 
 A step is a frozen dataclass whose fields are its constants. A search takes the steps as an argument, so that each can
 be left out: ``search_plan(request, steps=without({"windows"}))``.
@@ -117,8 +118,8 @@ def _expect_parts(request: Request, trial: Trial) -> None:
 def slice_forwards(request: Request, trial: Trial) -> None:
     """Run leading forwards of the trial's best schedule in parts: of as many micro-batches as asked for, or as helps.
 
-    Micro-batch m of those in parts is so on all stages but the last m: there its forward is no warmup any more. On the
-    last of the others its parts are sent together. It is for one stage per device and one size of micro-batch.
+    Sliced micro-batch m is cut in two on every stage except the last m, where its forward is no longer warmup. On the
+    last stage that cuts it its parts are sent together. It is for one stage per device and one size of micro-batch.
 
     Raises:
         UsageError: a number is asked for that the placement or the profile does not allow.
@@ -199,7 +200,7 @@ def _reason_against_parts(workload: Workload) -> str | None:
 
 @dataclass(frozen=True)
 class LookAtCandidates(PlanStep):
-    """Known schedules of placements as they come; with less than ``least`` of the limit left no more are looked at.
+    """Known schedules of placements as they come; once there is a plan, only while ``least`` of the limit is left.
 
     ``chains_between`` are as in :func:`pipeplan.planning.candidates.candidates`.
     """
@@ -208,7 +209,7 @@ class LookAtCandidates(PlanStep):
     least: float = 0.1
     chains_between: int = 8
     name = "look at candidates"
-    when = "always, in turn with the search; once there is a plan, only with {least} of the limit left"
+    when = "always, in turn with the search; once there is a plan, only while more than {least} of the limit is left"
     of = "what is left"
     needed = True
     in_turn = True

@@ -271,7 +271,7 @@ class ListScheduling(ScheduleStep):
 
 @dataclass(frozen=True)
 class AdoptedRepetitions(ScheduleStep):
-    """Where a good schedule has a repetition of its own that is quicker than the pattern's, that is the pattern."""
+    """If a good schedule repeats with a shorter period than the pattern, its repetition becomes the pattern."""
 
     most_unroll: int = ShorterRun.most_unroll
     name = "adopted repetitions"
@@ -326,7 +326,7 @@ class UnrolledRepetends(ScheduleStep):
 
 @dataclass(frozen=True)
 class LessMemory(ScheduleStep):
-    """The best schedule cannot be repeated: look for one as short that can, with no more memory than one that can.
+    """Where the best schedule cannot be repeated: search for one as short that can, with the memory of one that can.
 
     Without a cap, patterns with many micro-batches in flight are as good as any to the solver; with one it finds
     those that fill and drain sooner.

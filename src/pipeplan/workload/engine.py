@@ -47,7 +47,7 @@ class Engine(ABC):
 
     @abstractmethod
     def choose(self, device: int) -> int | None:
-        """What a device that is free starts now, all of whose devices are free; None to wait for the next event."""
+        """The task a free device starts now, all of whose devices must be free; None to wait for the next event."""
 
     def arrived(self, task: int) -> None:
         """All sources of an action have begun: its devices are asked once it is ready, if they are free then."""

@@ -1,7 +1,7 @@
 """Kinds of actions, with the role each one plays, and kinds of memory: the one place where a kind is added.
 
-Code asks for roles, and goes over the kinds of memory. Only the text form of actions, file readers and the classic
-schedules, which are published in letters, name kinds by their letters.
+Code asks for roles, and goes over the kinds of memory. Nothing compares with a kind's letter but the classic schedules
+and published planners, which are published in letters; makers of workloads and files name the kinds that they make.
 """
 
 from __future__ import annotations

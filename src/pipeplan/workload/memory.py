@@ -1,7 +1,7 @@
-"""What devices hold beyond parameters, gradients and optimizer state while actions run, and whether more has room.
+"""What devices hold beyond state while actions run, and whether there is room for more.
 
-An action takes what the workload's holds say at its start, which their last target gives back at its end; workspace is
-held while it runs. :class:`MemoryState` follows starts and ends in time. Where all that holds memory on a device runs
+An action allocates its holds when it starts; each is freed when the last of its targets ends. Workspace is held while
+the action runs. :class:`MemoryState` follows starts and ends in time. Where all that holds memory on a device runs
 on its compute, one after another, order alone says it all: an action's start and end are then one step.
 """
 
@@ -74,9 +74,9 @@ class MemoryState:
         return None
 
     def missing(self, task: int) -> int | None:
-        """The same, or a device that could then not run its oldest samples to their end.
+        """Like :meth:`full`, but also the first device that could then no longer finish its oldest samples.
 
-        Of an action that takes nothing, nothing is asked.
+        None for an action that allocates nothing.
         """
         x = self._operation_of[task]
         places = self._places[x]

@@ -70,10 +70,10 @@ class Hold:
 
 
 class Effect(NamedTuple):
-    """What an action does to the memory of each of its devices, in bytes: taken at its start, while, at its end.
+    """What an action does to each of its devices, in bytes: allocated at its start, workspace, freed at its end.
 
-    The first ``num_parts`` actions of an operation are halves of micro-batches, and take halves; ``release`` is what it
-    gives back as the only target of holds.
+    The first ``num_parts`` actions of an operation run half a micro-batch each, and allocate half; ``release`` is what
+    it frees as the only target of holds.
     """
 
     acquire: int
@@ -109,7 +109,7 @@ class Workload:
         return self.num_microbatches * self.microbatch_size
 
     def static_bytes(self, device: int) -> int:
-        """State that a device keeps throughout: parameters, gradients, optimizer."""
+        """State that a device keeps throughout."""
         return self.states[device].total
 
     @cached_property
