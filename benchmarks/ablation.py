@@ -5,7 +5,9 @@ memory cap; and the shipped profiles, searched for a whole plan with the memory 
 devices. Seconds are deterministic, so what else runs on the machine changes nothing. A search whose result is known is
 not made: where a step left everything as it was, the search without it finds the same.
 
-Results are JSON lines in the file given by --results; what is there is not searched again.
+Results are JSON lines in the file given by --results; what is there is not searched again. With --hours, no search
+begins after so much processor time in all, that of earlier runs with it; cells come in a drawn order, so that those it
+does not come to are of no one kind, and rows have the cells that all of them come to.
 
     python benchmarks/ablation.py --results /tmp/ablation.jsonl [--limit 2] [--off "ramps;windows"] [--cells "grid 4"]
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -205,10 +208,26 @@ def _searched(cell: Cell, off: Off, limit: float) -> dict[str, Any]:
     return {"cell": cell.name, "off": sorted(off), "limit": limit, **found}
 
 
+def searched(results: Results, sets: Sequence[Off], chosen: Sequence[Cell], hours: float) -> list[Cell]:
+    """Those of the cells that are searched with everything and without each of the sets before time is up."""
+    drawn = random.Random(0).sample(chosen, len(chosen))
+    for count, cell in enumerate(drawn):
+        for off in [frozenset[str](), *(each for each in sets if _tells(each, cell))]:
+            if sum(entry["cpu_s"] for entry in results.found.values()) > 3600 * hours:
+                return drawn[:count]
+            results.of(cell, off)
+    return drawn
+
+
+def _tells(off: Off, cell: Cell) -> bool:
+    """Whether the search of a cell has these steps."""
+    return cell.is_plan or not off & OF_PLANS
+
+
 def row(results: Results, off: Off, chosen: Sequence[Cell]) -> tuple[str, ...]:
     """What is lost without these steps."""
     lost, fewer = {}, 0
-    for cell in (each for each in chosen if each.is_plan or not off & OF_PLANS):
+    for cell in (each for each in chosen if _tells(off, each)):
         everything, without = results.of(cell, frozenset()), results.of(cell, off)
         fewer += everything["repeats"] and not without["repeats"]
         if everything["value"] is not None:
@@ -235,6 +254,7 @@ def main() -> int:
         "--off", action="append", help="steps to leave out together, with ; between; by default each alone"
     )
     parser.add_argument("--cells", default="", help="only cells with this in their name")
+    parser.add_argument("--hours", type=float, default=float("inf"), help="processor time of all searches together")
     asked = parser.parse_args()
     sets = [frozenset(each.split(";")) for each in asked.off or NAMES]
     unknown = frozenset[str]().union(*sets) - set(NAMES)
@@ -242,7 +262,7 @@ def main() -> int:
         parser.error(f"--off {', '.join(sorted(unknown))}: not one of {', '.join(NAMES)}")
     load_solver()
     results = Results.read(asked.results, asked.limit)
-    chosen = [cell for cell in cells() if asked.cells in cell.name]
+    chosen = searched(results, sets, [cell for cell in cells() if asked.cells in cell.name], asked.hours)
     header = ("without", "cells", "longer", "most", "shorter", "most", "mean", "no longer repeatable")
     print(markdown(header, [row(results, off, chosen) for off in sets]))
     print(f"\n{asked.limit:g} deterministic s per search; {machine()}.")

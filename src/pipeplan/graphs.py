@@ -48,11 +48,14 @@ def topological_order(
 
     Raises:
         CycleError: the edges do not allow any order.
+        ValueError: an edge has an end that is not among the nodes.
     """
     import networkx as nx
 
     position = {node: index for index, node in enumerate(nodes)}
     graph = _directed(position, edges)
+    if unknown := [node for node in graph if node not in position]:
+        raise ValueError(f"edges name what is not a node: {', '.join(map(str, unknown))}")
     try:
         return tuple(nx.lexicographical_topological_sort(graph, key or position.__getitem__))
     except nx.NetworkXUnfeasible:

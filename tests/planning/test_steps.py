@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 
+from builders.profiles import profile_of
 from builders.requests import request_of
 from builders.shapes import shape_workload
 from pipeplan.examples import shape
-from pipeplan.planning.request import Batch
+from pipeplan.files import CostRow, PlacedStage, Placement
+from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import STEPS, search_plan, table, without
+from pipeplan.planning.trials import Trial
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.state import ScheduleStep, named
-from pipeplan.schedule.steps import BuiltInRules, FirstSchedule
+from pipeplan.schedule.state import ScheduleStep, SearchState, named
+from pipeplan.schedule.steps import BuiltInRules, FirstSchedule, QuickClassics, ShorterRun
+from pipeplan.workload.memory import fits
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms" / "search.md"
 OPTIONAL = sorted({step.name for step in STEPS if not step.needed})
@@ -62,3 +67,48 @@ def test_what_cannot_be_switched_off_is_refused() -> None:
         with pytest.raises(ValueError, match=name):
             without({name})
     assert named(without({"built-in rules"}), BuiltInRules) is None
+
+
+def test_stages_ease_their_recomputation_longest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage is as long as all of its operations, not as the last of them."""
+    long, short = (
+        CostRow(
+            microbatch_size=1,
+            forward_ns=forward,
+            backward_ns=60,
+            input_grad_ns=30,
+            weight_grad_ns=weight,
+            activation_bytes=100,
+        )
+        for forward, weight in ((50, 10), (10, 30))
+    )
+    profile = profile_of([short, short, long, long, short, short])
+    pairs = [tuple(block.id for block in profile.blocks[first : first + 2]) for first in (0, 2, 4)]
+    stages = tuple(PlacedStage(blocks=pair, devices=(device,)) for device, pair in enumerate(pairs))
+    placement = Placement(strategy="by-hand", num_devices=3, stages=stages)
+    asked: list[int] = []
+
+    def refuse(request: Request, trial: Trial, placement: Placement, mark: str) -> None:
+        asked.extend(index for index, stage in enumerate(placement.stages) if stage.recompute is False)
+
+    monkeypatch.setattr("pipeplan.planning.steps._retimed", refuse)
+    request = request_of(
+        profile, placement, Batch(4, 1), memory_bytes=150, split_backward=True, time_limit=0.1, deterministic=True
+    )
+    plan = search_plan(request).plan
+    assert all(stage.recompute for stage in plan.stages)
+    assert asked == [1, 0, 2]
+
+
+@pytest.mark.parametrize("count", [20, 21, 24, 32, 35])
+def test_a_shorter_run_is_never_shorter_than_two_microbatches_per_device(count: int) -> None:
+    """Even where one micro-batch has more actions than the run is to have; the whole run is still reached."""
+    step = ShorterRun(tasks=1)
+    workload = shape_workload("v", num_devices=4, num_microbatches=count)
+    state = SearchState.of(OneMicrobatch.of(workload), Budget(0.1, deterministic=True), None)
+    state.steps = [step, FirstSchedule(), QuickClassics()]
+    assert step.applies(state)
+    found = state.search()
+    assert state.settled
+    assert fits(found.graph, found.orders)
+    assert [len(order) for order in found.orders] == [2 * count] * 4

@@ -19,6 +19,7 @@ from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.stage_graph import Rule, Stages, TrialRun
 from pipeplan.workload.action import Action, operation_of
 from pipeplan.workload.elements import Dependency, DeviceMemory, Operation, Stage
+from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import (
     ACTIVATIONS,
     COMPUTE_KINDS,
@@ -176,6 +177,30 @@ def test_a_kind_on_the_network_runs_beside_compute(monkeypatch: pytest.MonkeyPat
     assert state.held == [0, 0, 0]
     assert [each.peak_bytes for each in memory] == state.peak[:2]
     assert memory[0].parts == MemoryBytes({ACTIVATIONS: 407})
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_networks_without_an_order_run_what_comes_first(
+    monkeypatch: pytest.MonkeyPatch, waits: bool, shards: int
+) -> None:
+    """Orders of devices are completed by those of networks, also for what waits for nothing."""
+    monkeypatch.setitem(KINDS, "GATHER", Kind("GATHER", Role.CUSTOM, Resource.NETWORK, "GATHER"))
+    devices = [[*range(shards)], [shards]]
+    plain = chain_workload(1 + shards, 4, devices=devices, forward=10, backward=20, activation_bytes=100)
+    gather = Operation(kind="GATHER", stage=0, duration_ns=25)
+    waits_for = (Dependency(source="0F", target="0GATHER"),) if waits else ()
+    operations = (plain.operations[0], gather, *plain.operations[1:])
+    dependencies = (*plain.dependencies, *waits_for, Dependency(source="0GATHER", target="0B"))
+    graph = task_graph(replace(plain, operations=operations, dependencies=dependencies))
+    num_devices, items = len(graph.workload.devices), graph.workload.on_resource
+    orders = [[t for x in there for t in range(*graph.offsets[x : x + 2])] for there in items[:num_devices]]
+    complete = with_links(graph, orders)
+    assert complete[:num_devices] == orders
+    gathers = range(graph.offsets[1], graph.offsets[2])
+    assert all(order == list(gathers) for order in complete[-shards:])
+    assert len(complete) == num_devices + len(graph.workload.links) + shards
+    assert peak_memory(graph, complete)
 
 
 def renamed(workload: Workload, letter: str, name: str) -> Workload:

@@ -56,10 +56,9 @@ def _ease(request: Request, trial: Trial, budget: Budget, progress: Progress | N
     What known schedules, and a search in the time that is left, make of the eased stages counts too.
     """
     assert trial.best is not None  # it is a finalist
-    stages = trial.best.workload.stages
-    time_of = {operation.stage: operation.duration_ns for operation in trial.best.workload.operations}
+    stages, work = trial.best.workload.stages, trial.best.workload.work_of_stages
     eased = False
-    for index in sorted((i for i, stage in enumerate(stages) if stage.recompute), key=lambda i: -time_of[i]):
+    for index in sorted((i for i, stage in enumerate(stages) if stage.recompute), key=lambda i: -work[i]):
         placement = _changed(trial.candidate.placement, {index: {"recompute": False}})
         schedule = _retimed(request, trial, placement, "")
         if schedule is not None and iteration_of(schedule) <= iteration_of(trial.best):

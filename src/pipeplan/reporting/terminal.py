@@ -62,14 +62,6 @@ def bottleneck(plan: Plan) -> str:
     )
 
 
-def _stage_work(plan: Plan) -> list[int]:
-    """[stage] ns of its operations for one micro-batch, on each of its devices."""
-    work = [0] * len(plan.stages)
-    for operation in plan.operations:
-        work[operation.stage] += operation.duration_ns
-    return work
-
-
 def _stage_table(plan: Plan) -> Table:
     table = new_table(("stage", "device"), left=("device",))
     table.add_column("blocks", overflow="fold")
@@ -88,7 +80,7 @@ def _stage_table(plan: Plan) -> Table:
             format_bytes(stage.state[PARAMETERS]),
             *([way] if any(ways) else []),
         )
-        for index, (stage, work, way) in enumerate(zip(plan.stages, _stage_work(plan), ways, strict=True))
+        for index, (stage, work, way) in enumerate(zip(plan.stages, plan.workload.work_of_stages, ways, strict=True))
     ]
     for index in shown_rows(len(rows), _MAX_STAGES):
         table.add_row(*(("...",) * len(rows[0]) if index is None else rows[index]))

@@ -35,10 +35,10 @@ from pipeplan.workload.steady_state.repetend import extend, find_repetend
 class ShorterRun(ScheduleStep):
     """A very long run: a shorter one is searched, and the repetend of what was found there repeated.
 
-    Runs at least twice as long as ``tasks`` actions, and as two micro-batches per device, are planned that short, with
-    fewer micro-batches by a multiple of ``unrolls``: repetends of unroll 1, 2, 3, 4 and 6 then reach the whole number.
-    Repeated are repetends of at most ``most_unroll`` micro-batches; nothing is settled where none is found that can be
-    repeated up to the end.
+    Runs at least twice as long as ``tasks`` actions, and as two micro-batches per device, are planned about that short,
+    with fewer micro-batches by a multiple of ``unrolls``: repetends of unroll 1, 2, 3, 4 and 6 then reach the whole
+    number. Repeated are repetends of at most ``most_unroll`` micro-batches; nothing is settled where none is found that
+    can be repeated up to the end.
     """
 
     share: float = 0.8
@@ -55,7 +55,7 @@ class ShorterRun(ScheduleStep):
     def _fewer(self, problem: OneMicrobatch) -> int:
         """Micro-batches of the shorter run."""
         fewer = max(self.tasks // problem.num_operations, 2 * problem.num_devices)
-        return fewer - (fewer - problem.num_microbatches) % self.unrolls
+        return fewer + (problem.num_microbatches - fewer) % self.unrolls
 
     def run(self, state: SearchState) -> None:
         shorter = OneMicrobatch.of(state.problem.workload.with_microbatches(self._fewer(state.problem)))

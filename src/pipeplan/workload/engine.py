@@ -18,7 +18,7 @@ class Engine(ABC):
 
     ``now`` in ns. ``waiting`` [task] what it still waits for; once that is 0, its sources have begun, and it may start
     from ``ready_at`` [task] ns on. ``free`` [device, link] ns at which it can run something else; ``orders``
-    [device, link] what it has run. ``events`` is a heap of (ns, device): when a device is to be asked.
+    [device, link] what it has run. ``events`` is a heap of (ns, device): when a device, or its network, is to be asked.
 
     With ``unit_steps`` every action takes 1 instead of its duration, and messages nothing. With ``links_choose`` links
     are asked as devices are; otherwise they carry their messages first come, first served.
@@ -32,7 +32,8 @@ class Engine(ABC):
         self.ready_at = [0] * graph.num_tasks
         self.free = [0] * workload.num_resources
         self.orders: list[list[int]] = [[] for _ in self.free]
-        self.events = [(0, device) for device in range(len(self.free) if links_choose else len(workload.devices))]
+        links = range(len(workload.devices), len(workload.devices) + len(workload.links))
+        self.events = [(0, each) for each in range(len(self.free)) if links_choose or each not in links]
         self.durations = graph.durations
         self._resources, self._operation_of, self._successors = workload.resources, graph.operation_of, graph.successors
         self._num_chosen = graph.num_tasks if links_choose else graph.num_actions
@@ -119,11 +120,18 @@ _NONE = -1
 
 
 class _Replay(Engine):
-    """Devices run their orders as soon as they can."""
+    """Devices run their orders as soon as they can; networks, which have none, what comes first."""
 
     def __init__(self, graph: TaskGraph, orders: Orders) -> None:
         super().__init__(graph)
         self._left = [[_NONE, *reversed(order)] for order in orders]
+        self._left += [[_NONE] for _ in range(len(orders), len(self.free))]
+        self._num_ordered = len(orders)
+        for item, resources in enumerate(self._resources[: len(graph.workload.operations)]):
+            if resources[0] >= self._num_ordered:
+                for task in range(graph.offsets[item], graph.offsets[item + 1]):
+                    if not self.waiting[task]:
+                        self._queue(task)
 
     @property
     def is_complete(self) -> bool:
@@ -143,9 +151,15 @@ class _Replay(Engine):
     def _all_wait_for(self, task: int, devices: Sequence[int]) -> bool:
         return all(self.free[device] <= self.now and self._left[device][-1] == task for device in devices)
 
+    def _queue(self, task: int) -> None:
+        for network in self._resources[self._operation_of[task]]:
+            self._left[network].insert(1, task)
+
     def arrived(self, task: int) -> None:
-        ready = self.ready_at[task]
-        for device in self._resources[self._operation_of[task]]:
+        ready, resources = self.ready_at[task], self._resources[self._operation_of[task]]
+        if resources[0] >= self._num_ordered:
+            self._queue(task)
+        for device in resources:
             if self.free[device] <= ready and self._left[device][-1] == task:
                 heappush(self.events, (ready, device))
 

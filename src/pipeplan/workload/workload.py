@@ -228,6 +228,14 @@ class Workload:
         return tuple(sum(self.durations[item] for item in items) for items in self.on_resource)
 
     @cached_property
+    def work_of_stages(self) -> tuple[int, ...]:
+        """[stage] ns of its operations for one micro-batch, on each of its devices."""
+        work = [0] * len(self.stages)
+        for operation in self.operations:
+            work[operation.stage] += operation.duration_ns
+        return tuple(work)
+
+    @cached_property
     def slots(self) -> tuple[Slots, ...]:
         """[item] which samples each of its actions, or messages, holds."""
         compute = tuple(

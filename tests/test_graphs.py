@@ -1,0 +1,22 @@
+"""Orders and circles of small graphs, and what is no graph at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeplan.graphs import CycleError, topological_order
+
+
+def test_an_order_follows_the_edges_and_otherwise_what_is_given() -> None:
+    assert topological_order("dcba", [("a", "d"), ("b", "c")]) == ("b", "c", "a", "d")
+    assert topological_order("dcba", [("a", "d"), ("b", "c")], key=str) == ("a", "b", "c", "d")
+
+
+def test_a_circle_is_named() -> None:
+    with pytest.raises(CycleError, match="a -> b -> a"):
+        topological_order("abc", [("a", "b"), ("b", "a"), ("b", "c")])
+
+
+def test_edges_join_nodes() -> None:
+    with pytest.raises(ValueError, match=r"not a node: x, y$"):
+        topological_order("abc", [("a", "x"), ("y", "b")])
