@@ -1,4 +1,4 @@
-"""pipeplan: a planner for pipeline-parallel training and inference of large neural networks.
+"""pipeplan: a planner for pipeline-parallel training of large neural networks.
 
 Here: the public face, lazy: what a function needs is imported when it is called. Not here: anything that does the work,
 which starts in :mod:`pipeplan._api`; the rooms and their order are in ``docs/architecture.md``.
