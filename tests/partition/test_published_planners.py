@@ -19,6 +19,7 @@ from pipeplan.partition.baselines import dapple, downsets, latency, pipedream, p
 from pipeplan.partition.chain.autopipe import timeline
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
+from references.dapple import plain_latency, plain_plan
 
 MINI_BATCH, MICRO_BATCH, DEVICES = 8, 4, 4
 RECOMPUTE = (False, True)
@@ -273,7 +274,40 @@ def test_dapple_lies_between_the_best_plan_and_the_best_of_two_stages(costs: lis
     assert sum(stage.replicas for stage in plan.placement.stages) <= DEVICES
 
 
+@settings(max_examples=60)
+@given(st.lists(COSTS, min_size=1, max_size=8), MEMORY)
+def test_dapple_is_the_plain_algorithm(costs: list[Costs], memory: int | None) -> None:
+    """Stages in arrays against one plan after another: the same stages, not only the same latency."""
+    profile, number = profile_of(costs), MINI_BATCH // MICRO_BATCH
+    order, problem = profile.topological_order(), problem_of(profile, memory)
+    plain = plain_plan(
+        len(order),
+        DEVICES,
+        number,
+        [way.replicas for way in problem.ways],
+        lambda begin, end, way: load_of(profile, order[begin:end], problem.ways[way]),
+        lambda begin, end, way, later: (
+            stage_value(profile, order[begin:end], problem.ways[way], later, memory) is not None
+        ),
+    )
+    if plain is None:
+        with pytest.raises(InfeasibleError, match="DAPPLE"):
+            next(dapple(problem))
+        return
+    plan = next(dapple(problem))
+    assert plan.value_ns == plain[0]
+    found = [(stage.blocks, stage.replicas, stage.recompute) for stage in plan.placement.stages]
+    ways = [(order[begin:end], problem.ways[way]) for begin, end, way in plain[1]]
+    assert found == [(blocks, way.replicas, way.recompute) for blocks, way in ways]
+
+
 TIMES = st.integers(1, 30)
+LOADS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=8)
+
+
+@given(LOADS, st.integers(1, 12))
+def test_dapples_latency_is_that_of_the_pivot(stages: list[tuple[int, int, int]], number: int) -> None:
+    assert latency(stages, number) == plain_latency(stages, number)
 
 
 @given(st.lists(st.tuples(TIMES, TIMES, st.just(0)), min_size=1, max_size=6), st.integers(1, 12))

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from builders.requests import request_of
 from pipeplan.checker import check
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.files import Block, Cluster, CostRow, DeviceKind, Edge, LinkLevel, Plan, Profile, Source, parse, to_json
+from pipeplan.files import (
+    Block,
+    Cluster,
+    CostRow,
+    DeviceKind,
+    Edge,
+    LinkLevel,
+    Plan,
+    Profile,
+    Source,
+    parse,
+    read_profile,
+    to_json,
+)
 from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.planning.candidates import PlacementCandidate, PublishedPlanners
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
 
+ROOT = Path(__file__).parents[2]
 SOURCE = Source(method="estimated")
 
 
@@ -96,3 +115,31 @@ def test_they_pass_the_check(
     assert plan.mini_batch == 16
     assert memory is None or all(each.peak_bytes <= memory for each in plan.predicted.memory)
     assert parse(to_json(plan), Plan) == plan
+
+
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
+@given(profiles(), st.integers(2, 4))
+def test_they_are_no_worse_than_what_published_planners_choose(profile: Profile, num_devices: int) -> None:
+    limits: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
+    request = request_of(profile, "auto", Batch(4, 4), num_devices=num_devices, sizes=(1, 2, 4), **limits)
+    best = search_plan(request).plan.predicted.iteration_ns
+    compared = set()
+    for candidate in PublishedPlanners().candidates(request):
+        assert isinstance(candidate, PlacementCandidate)
+        with suppress(UsageError):  # 1F1B wants every stage to have the same devices
+            theirs = request_of(profile, candidate.placement, candidate.batch, scheduler="1f1b", **limits)
+            assert best <= search_plan(theirs).plan.predicted.iteration_ns
+            compared.add(candidate.source)
+    assert compared
+
+
+def test_published_planners_are_asked_about_models_of_common_size() -> None:
+    """GPT-2 345M, 50 blocks, on 16 devices was too much for two of them."""
+    profile = read_profile(str(ROOT / "profiles" / "gpt2-345m-cpu.json"))
+    request = request_of(profile, "auto", Batch(64, 2), num_devices=16, sizes=(2,))
+    sources = [each.source for each in PublishedPlanners().candidates(request) if isinstance(each, PlacementCandidate)]
+    assert sources == ["PipeDream", "DAPPLE", "Piper"]
+
+
+def test_the_readme_says_how_far_published_planners_are_asked() -> None:
+    assert f"up to {PublishedPlanners().most:,} blocks times devices" in (ROOT / "README.md").read_text()

@@ -262,110 +262,114 @@ Load = tuple[int, int, int]
 """Of a stage: forward and backward of a micro-batch, and the gradients' all-reduce, in ns."""
 
 
-def latency(stages: tuple[Load, ...], num_microbatches: int) -> int:
+def latency(stages: Sequence[Load], num_microbatches: int) -> int:
     """DAPPLE's pipeline latency of stages, in ns."""
-    pivot = pivot_of(stages, num_microbatches)
-    forward, backward, _ = stages[pivot]
-    backs = list(accumulate((stage[1] for stage in stages), initial=0))
-    warmup = sum(stage[0] for stage in stages[: pivot + 1])
-    ending = max(wait + backs[pivot + 1] - backs[index] for index, (_, _, wait) in enumerate(stages))
-    return warmup + (num_microbatches - 1) * (forward + backward) + ending
+    pipeline = _NO_STAGES
+    for stage in reversed(stages):
+        pipeline = _with_first(np.array(stage), pipeline, num_microbatches - 1)
+    return int(_latency(pipeline, num_microbatches - 1))
 
 
-def pivot_of(stages: tuple[Load, ...], num_microbatches: int) -> int:
-    """The stage whose steady phase bounds the pipeline.
+_NO_STAGES = np.array([0, -1, 0, 0, -UNLIMITED])
+"""A pipeline [quantity, ...]: the pivot's forward and backward, the same of all stages before it, forwards of the
+stages up to the pivot, their backwards, and the longest all-reduce less the backwards of the stages before it."""
 
-    From the last stage towards the first, a stage takes over if its steady phase is longer than that of the pivot
-    with what lies between them.
+
+def _with_first(stage: Array, pipeline: Array, rounds: int) -> Array:
+    """A pipeline with one more stage at its start, given by its forward, backward and all-reduce [quantity, ...].
+
+    That stage becomes the pivot if its steady phase is longer than that of the pivot with what lies between them.
     """
-    pivot, between = len(stages) - 1, 0
-    for index in range(len(stages) - 2, -1, -1):
-        forward, backward, _ = stages[index]
-        steady = (num_microbatches - 1) * (stages[pivot][0] + stages[pivot][1])
-        if (num_microbatches - 1) * (forward + backward) > steady + between:
-            pivot, between = index, 0
-        else:
-            between += forward + backward
-    return pivot
+    forward, backward, wait = stage
+    steady, between, forwards, backwards, ending = pipeline
+    both = forward + backward
+    pivots = rounds * both > rounds * steady + between
+    quantities = (
+        np.where(pivots, both, steady),
+        np.where(pivots, 0, between + both),
+        forward + np.where(pivots, 0, forwards),
+        backward + np.where(pivots, 0, backwards),
+        np.maximum(wait, ending - backward),
+    )
+    return np.stack(np.broadcast_arrays(*quantities))
 
 
-@dataclass(frozen=True, slots=True)
-class _DappleStage:
-    """A stage: blocks begin .. end-1 and a way, by number."""
-
-    begin: int
-    end: int
-    way: int
+def _latency(pipeline: Array, rounds: int) -> Array:
+    """[...] ns, with ``rounds`` micro-batches after the first one."""
+    steady, _, forwards, backwards, ending = pipeline
+    found: Array = forwards + rounds * steady + backwards + ending
+    return found
 
 
-Suffix = tuple[_DappleStage, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _DappleSearch:
-    """Plans for one micro-batch size; ``loads`` and ``most`` [begin][end][way] of every range of blocks.
+    """Plans for one micro-batch size.
 
-    ``kept`` is, by (first block of what was cut off, devices it takes), the best of it with its latency.
+    ``loads`` [quantity, begin, end, way] and ``most`` [begin, end, way] are of every range of blocks. Kept is by [first
+    block of what was cut off, devices it takes] the best of it: its latency in ``values``, ``pipelines`` [quantity,
+    ...], ``lengths`` in stages, and of its first stage in ``firsts`` the end, the devices of all stages after it, and
+    the way.
     """
 
-    num_blocks: int
-    num_devices: int
-    num_microbatches: int
-    ways: tuple[Way, ...]
-    loads: list[list[list[Load]]]
-    most: list[list[list[int]]]
-    kept: dict[tuple[int, int], tuple[int, Suffix]]
-
-    @classmethod
-    def of(cls, problem: PartitionProblem, ways: Sequence[Way], order: Sequence[str]) -> _DappleSearch:
-        sums, rows, count = problem.chain(order), [way.row for way in ways], len(order)
-        stages = StageTable.of_chain(problem, ways, order)
+    def __init__(self, problem: PartitionProblem, ways: Sequence[Way], order: Sequence[str]) -> None:
+        stages, sums = StageTable.of_chain(problem, ways, order), problem.chain(order)
+        count, rows = len(order), [way.row for way in ways]
         forward = (sums.forward[:, stages.ends] - sums.forward[:, stages.begins])[rows]
         each = (forward, sums.time(stages.begins, stages.ends)[rows] - forward, stages.waits, stages.most)
-        table = np.zeros((count + 1, count + 1, len(ways), len(each)), dtype=np.int64)
-        table[stages.begins, stages.ends] = np.stack(each).T
-        loads = [[[(f, b, w) for f, b, w, _ in of] for of in row] for row in table.tolist()]
-        number = problem.mini_batch // ways[0].microbatch_size
-        kept: dict[tuple[int, int], tuple[int, Suffix]] = {(count, 0): (0, ())}
-        return cls(count, problem.num_devices, number, tuple(ways), loads, table[..., 3].tolist(), kept)
+        table = np.zeros((len(each), count + 1, count + 1, len(ways)), dtype=np.int64)
+        table[:, stages.begins, stages.ends] = np.stack(each).transpose(0, 2, 1)
+        self.loads, self.most = table[:3], table[3]
+        self.replicas = np.array([way.replicas for way in ways])
+        self.num_devices, self.rounds = problem.num_devices, problem.mini_batch // ways[0].microbatch_size - 1
+        shape = (count + 1, problem.num_devices)
+        self.values, self.lengths = np.full(shape, UNLIMITED + 1), np.zeros(shape, dtype=np.int64)
+        self.pipelines = np.zeros((len(_NO_STAGES), *shape), dtype=np.int64)
+        self.firsts = np.zeros((3, *shape), dtype=np.int64)
+        self.values[count, 0], self.pipelines[:, count, 0] = 0, _NO_STAGES
 
-    def best(self) -> tuple[int, Suffix]:
-        """The least latency of the plans looked at that fit, and its stages."""
-        best: tuple[int, Suffix] = (UNLIMITED, ())
-        for end in range(self.num_blocks, 0, -1):
-            for used in range(self.num_devices):
-                if (end, used) in self.kept:
-                    suffix = self.kept[end, used][1]
-                    value, way = self._whole(end, self.num_devices - used, suffix, must_fit=True)
-                    best = min(best, (value, (_DappleStage(0, end, way), *suffix)), key=lambda plan: plan[0])
-                    self._extend(end, used, suffix)
-        return best
+    def best(self) -> tuple[int, list[tuple[int, int, int]]]:
+        """The least latency of the plans looked at that fit, and the (begin, end, way) of its stages."""
+        best, found = UNLIMITED, []
+        for end in range(len(self.values) - 1, 0, -1):
+            for used in map(int, np.flatnonzero(self.values[end] <= UNLIMITED)):
+                value, way = self._whole(end, used)
+                if value < best:
+                    best, found = value, [(0, end, way), *self._traced(end, used)]
+                self._extend(end, used)
+        return best, found
 
-    def _extend(self, end: int, used: int, suffix: Suffix) -> None:
+    def _whole(self, end: int, used: int) -> tuple[int, int]:
+        """(latency, way) of the best first stage of all blocks before ``end`` on the devices that are left."""
+        pipelines = _with_first(self.loads[:, 0, end], self.pipelines[:, end, used, None], self.rounds)
+        fits = self._fit(0, end, used) & (self.replicas <= self.num_devices - used)
+        values = np.where(fits, _latency(pipelines, self.rounds), UNLIMITED)
+        way = int(values.argmin())
+        return int(values[way]), way
+
+    def _extend(self, end: int, used: int) -> None:
         """Cut one more stage off before ``end``, in every way that leaves a block and a device for the first."""
-        for begin in range(1, end):
-            for index, way in enumerate(self.ways):
-                state, part = (begin, used + way.replicas), _DappleStage(begin, end, index)
-                if state[1] >= self.num_devices or not self._fits(part, len(suffix)):
-                    continue
-                value, _ = self._whole(begin, self.num_devices - state[1], (part, *suffix), must_fit=False)
-                if state not in self.kept or value < self.kept[state][0]:
-                    self.kept[state] = (value, (part, *suffix))
+        longer = _with_first(self.loads[:, 1:end, end], self.pipelines[:, end, used, None, None], self.rounds)
+        whole = _with_first(self.loads[:, 0, 1:end, None], longer[..., None], self.rounds)
+        left = self.num_devices - used - self.replicas
+        values = np.where(self.replicas <= left[:, None], _latency(whole, self.rounds), UNLIMITED).min(axis=-1)
+        values = np.where(self._fit(slice(1, end), end, used), values, UNLIMITED + 1)
+        for way in np.flatnonzero(left > 0):
+            taken = used + self.replicas[way]
+            (better,) = np.nonzero(values[:, way] < self.values[1:end, taken])
+            kept = better + 1, taken
+            self.values[kept], self.lengths[kept] = values[better, way], self.lengths[end, used] + 1
+            self.pipelines[:, *kept] = longer[:, better, way]
+            self.firsts[:, *kept] = np.array([end, used, way])[:, None]
 
-    def _whole(self, end: int, devices: int, suffix: Suffix, *, must_fit: bool) -> tuple[int, int]:
-        """(latency, way) of the best first stage of all blocks before ``end`` on at most ``devices``."""
-        later = tuple(self.loads[part.begin][part.end][part.way] for part in suffix)
-        return min(
-            (
-                (latency((self.loads[0][end][index], *later), self.num_microbatches), index)
-                for index, way in enumerate(self.ways)
-                if way.replicas <= devices and (not must_fit or self._fits(_DappleStage(0, end, index), len(suffix)))
-            ),
-            default=(UNLIMITED, 0),
-        )
+    def _fit(self, begins: int | slice, end: int, used: int) -> Mask:
+        """[..., way] whether a stage fits before those that are kept; no more than all micro-batches are in flight."""
+        fits: Mask = self.most[begins, end] >= min(self.rounds + 1, self.lengths[end, used] + 1)
+        return fits
 
-    def _fits(self, part: _DappleStage, later: int) -> bool:
-        return self.most[part.begin][part.end][part.way] >= min(self.num_microbatches, later + 1)
+    def _traced(self, end: int, used: int) -> Iterator[tuple[int, int, int]]:
+        """The (begin, end, way) of the stages that are kept."""
+        while end < len(self.values) - 1:
+            begin, (end, used, way) = end, map(int, self.firsts[:, end, used])
+            yield begin, end, way
 
 
 def dapple(problem: PartitionProblem) -> Iterator[Partition]:
@@ -380,10 +384,10 @@ def dapple(problem: PartitionProblem) -> Iterator[Partition]:
     order = problem.order
 
     def planned(ways: Sequence[Way]) -> Partition | None:
-        value, parts = _DappleSearch.of(problem, ways, order).best()
+        value, parts = _DappleSearch(problem, ways, order).best()
         if value >= UNLIMITED:
             return None
-        stages = [(order[part.begin : part.end], ways[part.way]) for part in parts]
+        stages = [(order[begin:end], ways[way]) for begin, end, way in parts]
         return Partition(problem.placed(stages), value)
 
     return for_each_size(problem, planned, "no plan that DAPPLE's planner looks at fits")

@@ -354,27 +354,25 @@ def open_sizes(request: Request) -> list[int]:
 class PublishedPlanners(CandidateStep):
     """PipeDream's, DAPPLE's and Piper's stages, for every size.
 
-    Each up to so many blocks times devices, beyond which it takes too long; Piper where the graph has no more than
-    ``downsets`` sets of blocks that may come before a cut.
+    Up to ``most`` blocks times devices, beyond which they take too long: there DAPPLE's takes a second or two for each
+    size. Piper's where the graph has no more than ``downsets`` sets of blocks that may come before a cut.
     """
 
-    pipedream: int = 4_000
-    dapple: int = 500
-    piper: int = 500
+    most: int = 4_000
     downsets: int = 500
     name = "published planners"
-    when = f"{CandidateStep.when}; at most {{pipedream}}, {{dapple}}, {{piper}} blocks x devices"
+    when = f"{CandidateStep.when}; at most {{most}} blocks x devices"
 
     def candidates(self, request: Request) -> Iterator[CandidateOrError]:
-        planners: list[tuple[str, int, Callable[[PartitionProblem], Iterator[Partition]]]] = [
-            ("PipeDream", self.pipedream, pipedream),
-            ("DAPPLE", self.dapple, dapple),
-            ("Piper", self.piper, lambda problem: piper(problem, self.downsets)),
-        ]
-        for name, most, planner in planners:
-            if request.num_devices * len(request.profile.blocks) <= most:
-                for size in open_sizes(request):
-                    yield _tried(_one_published, request, name, planner, size)
+        if request.num_devices * len(request.profile.blocks) > self.most:
+            return
+        planners: dict[str, Callable[[PartitionProblem], Iterator[Partition]]] = {
+            "PipeDream": pipedream,
+            "DAPPLE": dapple,
+            "Piper": lambda problem: piper(problem, self.downsets),
+        }
+        for (name, planner), size in product(planners.items(), open_sizes(request)):
+            yield _tried(_one_published, request, name, planner, size)
 
 
 def _one_published(
