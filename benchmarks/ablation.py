@@ -213,7 +213,8 @@ def searched(results: Results, sets: Sequence[Off], chosen: Sequence[Cell], hour
     drawn = random.Random(0).sample(chosen, len(chosen))
     for count, cell in enumerate(drawn):
         for off in [frozenset[str](), *(each for each in sets if _tells(each, cell))]:
-            if sum(entry["cpu_s"] for entry in results.found.values()) > 3600 * hours:
+            spent = sum(entry["cpu_s"] for entry in results.found.values())
+            if spent > 3600 * hours and (cell.name, off) not in results.found:
                 return drawn[:count]
             results.of(cell, off)
     return drawn
