@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 
+from builders.profiles import profile_of
 from builders.requests import request_of
 from pipeplan.checker import check
 from pipeplan.costs import clusters as testbeds
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import shape
-from pipeplan.files import Block, Cluster, Profile, read_profile
+from pipeplan.files import Block, Cluster, CostRow, Profile, read_profile
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.build_plan import Result
-from pipeplan.planning.request import Batch
+from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import search_plan
+from pipeplan.reporting.terminal import report
+from pipeplan.simulator.simulation import simulate
 from pipeplan.units import parse_bytes
 from support.paths import ROOT
 
@@ -238,3 +241,33 @@ def spreadable(model: Profile, shards: int) -> Profile:
         return block.model_copy(update={"shared": True, "costs": (*block.costs, *split)})
 
     return model.model_copy(update={"blocks": tuple(map(shared, model.blocks))})
+
+
+def test_one_profiled_size_is_not_a_fixed_one() -> None:
+    """Replicas each take micro-batches of the size that was profiled; only what the user says is fixed."""
+    rows = [CostRow(microbatch_size=1, forward_ns=100, backward_ns=200)] * 2
+    chain = profile_of(rows)
+    assert Request.of(chain, devices=8, mini_batch=16).sizes == (1,)
+    for asked in ({"microbatch_size": 1}, {"num_microbatches": 16}):
+        assert Request.of(chain, devices=8, mini_batch=16, **asked).sizes == ()
+    found = {
+        size: search_plan(Request.of(chain, devices=8, mini_batch=16, microbatch_size=size, **QUICK))
+        for size in (None, 1)
+    }
+    assert found[None].plan.predicted.iteration_ns == 1200, "two samples on each of 8 replicas"
+    assert found[None].figures()["idle_devices"] == []
+    assert found[1].plan.num_microbatches == 16
+    assert found[1].figures()["idle_devices"] == [2, 3, 4, 5, 6, 7]
+    assert search_plan(Request.of(chain, devices=8, mini_batch=16, replicas=4, **QUICK)).plan.microbatch_size == 4
+    with pytest.raises(UsageError, match="no micro-batch size of 1 suits 4 replicas"):
+        search_plan(Request.of(chain, devices=8, mini_batch=16, microbatch_size=1, replicas=4, **QUICK))
+
+
+def test_idle_devices_are_said_first() -> None:
+    chain = profile_of([CostRow(microbatch_size=1, forward_ns=100, backward_ns=200)] * 2)
+    simulation = simulate(search_plan(Request.of(chain, devices=4, mini_batch=4, microbatch_size=1, **QUICK)).plan)
+    first, second, *_ = report(simulation, 80)
+    assert str(first) == "2 of 4 devices run nothing: 2, 3"
+    assert str(second).startswith("test: ")
+    busy = simulate(search_plan(Request.of(chain, devices=2, mini_batch=4, microbatch_size=1, **QUICK)).plan)
+    assert str(report(busy, 80)[0]).startswith("test: ")

@@ -209,6 +209,7 @@ class Result:
             "num_microbatches": self.plan.num_microbatches,
             "microbatch_size": self.plan.microbatch_size,
             "num_devices": len(self.plan.devices),
+            "idle_devices": list(self.plan.workload.idle_devices),
             "placement": self.plan.placement,
             "repeats": repetend is not None,
             "interrupted": self.interrupted,

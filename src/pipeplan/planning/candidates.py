@@ -185,7 +185,7 @@ def _batches(request: Request, replicas: int, spread: bool) -> Iterator[Batch]:
     """Micro-batches that replicas can share, of sizes per replica that all blocks were profiled around."""
     low, high = _profiled(request, replicas, spread)
     mini_batch, unit = request.batch.mini_batch, replicas * (2 if request.num_parted else 1)
-    sizes = request.sizes if len(request.sizes) == 1 else [size * replicas for size in request.sizes]
+    sizes = [size * replicas for size in request.sizes] or [request.batch.microbatch_size]
     for size in sizes:
         if mini_batch % size == 0 and size % unit == 0 and low <= size // replicas <= high:
             yield Batch(mini_batch // size, size)
@@ -195,8 +195,9 @@ def _no_size(request: Request, replicas: int, spread: bool) -> UsageError:
     low, high = _profiled(request, replicas, spread)
     if low > high:
         return _no_costs(request, replicas, spread)
+    sizes = [size * replicas for size in request.sizes] or [request.batch.microbatch_size]
     return UsageError(
-        f"no micro-batch size of {', '.join(map(str, request.sizes))} suits {replicas} replicas: it must divide the "
+        f"no micro-batch size of {', '.join(map(str, sizes))} suits {replicas} replicas: it must divide the "
         f"mini-batch of {request.batch.mini_batch} and give each replica {low} to {high} samples"
         f"{', an even number for --slices' if request.num_parted else ''}; choose another --microbatch-size, "
         "--mini-batch or --replicas"
@@ -343,8 +344,8 @@ def _around(placement: Placement, num_devices: int) -> Placement:
 
 def open_sizes(request: Request) -> list[int]:
     """Micro-batch sizes of which each divides the next, and the mini-batch."""
-    if len(request.sizes) == 1:
-        return list(request.sizes)
+    if not request.sizes:
+        return [request.batch.microbatch_size]
     mini_batch = request.batch.mini_batch
     most = max(request.sizes) * request.num_devices
     return [1 << power for power in range(most.bit_length()) if mini_batch % (1 << power) == 0 and 1 << power <= most]

@@ -159,7 +159,8 @@ class _Least:
         """Doubling until a number does, then halving the distance."""
         low = self._request.num_devices
         # enough, if any number is: every block alone, and its samples on as many replicas as there are
-        most = max(len(self._request.profile.blocks) * max(self._request.sizes), low)
+        samples = max(self._request.sizes or [self._request.batch.microbatch_size])
+        most = max(len(self._request.profile.blocks) * samples, low)
         if self.devices is None:
             while low < most and not self._fewer_devices(fit, min(2 * low, most)):
                 low = min(2 * low, most)

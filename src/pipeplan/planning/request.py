@@ -101,9 +101,9 @@ class Splitting:
 class Request:
     """What is asked of a search: a profile, what it may run on, and what is left open (None: whatever is better).
 
-    ``placement`` is one that exists, a strategy, or ``auto``. ``sizes`` are the micro-batch sizes to choose from, for
-    the mini-batch of ``batch``; by default its own. ``memory_bytes`` per device goes before the cluster's; without
-    either, memory is unlimited.
+    ``placement`` is one that exists, a strategy, or ``auto``. ``sizes`` are the micro-batch sizes that a replica may
+    have, for the mini-batch of ``batch``; without any, all replicas together have its own. ``memory_bytes`` per device
+    goes before the cluster's; without either, memory is unlimited.
 
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
     and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
@@ -141,8 +141,6 @@ class Request:
     splitting: Splitting | None = None
 
     def __post_init__(self) -> None:
-        if not self.sizes:
-            object.__setattr__(self, "sizes", (self.batch.microbatch_size,))
         if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
             own = "the rules, which place submodules," if self.placement == SUBMODULES else "the placement"
             raise UsageError(
@@ -194,7 +192,7 @@ class Request:
             batch,
             chosen,
             chunks,
-            (batch.microbatch_size,) if fixed else profile.microbatch_sizes,
+            () if fixed else profile.microbatch_sizes,
             cluster,
             rules=rules,
             **others,

@@ -138,6 +138,7 @@ def print_simulation(simulation: Simulation, file: TextIO | None = None, width: 
 def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> list[RenderableType]:
     """The parts of the report, for a console of ``width`` columns."""
     return [
+        *_idle_devices(simulation),
         _headline(simulation),
         _figures(simulation),
         *_devices(simulation, width),
@@ -145,6 +146,12 @@ def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> l
         Text(),
         _critical_path(simulation, "->" if ascii_only else "→"),
     ]
+
+
+def _idle_devices(simulation: Simulation) -> list[Text]:
+    idle, devices = simulation.workload.idle_devices, simulation.workload.devices
+    told = f"{len(idle)} of {counted(len(devices), 'device')} run nothing: {_shortened([*map(str, idle)])}"
+    return [Text(told, "bold yellow")] if idle else []
 
 
 def _headline(simulation: Simulation) -> Text:

@@ -176,6 +176,7 @@ class Simulation:
             "placement": plan.placement,
             "scheduler": plan.provenance.scheduler,
             "num_devices": len(plan.devices),
+            "idle_devices": list(self.workload.idle_devices),
             "num_microbatches": self.workload.num_microbatches,
             "microbatch_size": self.workload.microbatch_size,
             "makespan_ns": rates.makespan_ns,

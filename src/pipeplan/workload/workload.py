@@ -228,6 +228,12 @@ class Workload:
         return tuple(sum(self.durations[item] for item in items) for items in self.on_resource)
 
     @cached_property
+    def idle_devices(self) -> tuple[int, ...]:
+        """Devices on which no stage stands, ascending."""
+        used = {device for stage in self.stages for device in stage.devices}
+        return tuple(device for device in range(len(self.devices)) if device not in used)
+
+    @cached_property
     def work_of_stages(self) -> tuple[int, ...]:
         """[stage] ns of its operations for one micro-batch, on each of its devices."""
         work = [0] * len(self.stages)
