@@ -48,6 +48,41 @@ def test_every_schedule_is_a_row_or_has_a_reason_on_each_placement() -> None:
     assert all(absent.why for absent in found.missing)
 
 
+@pytest.mark.parametrize("num_parted", [None, 2])
+def test_every_schedule_is_timed_on_whole_forwards_where_ours_slices_them(num_parted: int | None) -> None:
+    """The last stage takes much longer than the others, so that parts of forwards reach it sooner."""
+    profile = chain(4)
+    last = profile.blocks[-1]
+    costs = tuple(
+        row.model_copy(
+            update={name: 8 * getattr(row, name) for name in ("forward_ns", "input_grad_ns", "weight_grad_ns")}
+        )
+        for row in last.costs
+    )
+    sizes = [
+        block.model_copy(
+            update={
+                "costs": tuple(
+                    row.model_copy(update={"microbatch_size": size, "forward_ns": size * row.forward_ns // 2})
+                    for row in block.costs
+                    for size in (1, 2)
+                )
+            }
+        )
+        for block in (*profile.blocks[:-1], last.model_copy(update={"costs": costs}))
+    ]
+    profile = profile.model_copy(update={"blocks": tuple(sizes)})
+    asked = Request(profile, 4, Batch(4, 2), num_parted=num_parted, **QUICK)
+    sliced = search_plan(replace(asked, placement="one-to-one"))
+    assert any(stage.num_parted for stage in sliced.plan.stages), "else this shows nothing"
+    found = compare_on(["one-to-one"], asked)
+    rows = {row.schedule for row in found.rows}
+    assert {OURS, "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-auto", "kfkb", "greedy"} == rows
+    assert rows | {absent.schedule for absent in found.missing} == {OURS, *CLASSIC}
+    again = search_plan(replace(asked, placement=sliced.plan.placed))
+    assert again.plan.predicted.makespan_ns <= sliced.plan.predicted.makespan_ns
+
+
 def test_ours_fits_and_is_at_most_every_classic_schedule_that_fits() -> None:
     for memory in (8 * KB, 16 * KB, None):
         rows = compared("one-to-one", memory=memory).rows

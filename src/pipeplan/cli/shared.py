@@ -145,13 +145,17 @@ _OPTIONS = (
     ),
     click.option(
         "--slices",
-        default="auto",
         metavar="auto|M",
-        help="Sliced micro-batches: leading ones whose warm-up forwards run in two halves.",
+        help="Sliced micro-batches: leading ones whose warm-up forwards run in two halves.  "
+        "[default: auto; 0 for a named schedule or --rules]",
     ),
     click.option("--recompute", type=click.Choice(list(_RECOMPUTE)), default="auto"),
     click.option("--unroll", default="auto", metavar="auto|U", help="Micro-batches per repetend."),
-    click.option("--split-backward", type=click.Choice(list(_YES_NO)), default="auto"),
+    click.option(
+        "--split-backward",
+        type=click.Choice(list(_YES_NO)),
+        help="Run input and weight gradients separately.  [default: auto; as defined for a named schedule or --rules]",
+    ),
     click.option(
         "--split-overhead",
         type=DURATION,
@@ -181,20 +185,24 @@ def read_request(flags: dict[str, Any], scheduler: str = "auto", rules: Rules | 
     profile = _api.read_profile(flags["profile_path"])
     cluster = _api.read_cluster(flags["cluster_path"]) if flags["cluster_path"] is not None else None
     same = ("devices", "placement", "mini_batch", "microbatch_size", "chunks", "replicas", "seed", "deterministic")
+    said: dict[str, Any] = {}
+    if flags["slices"] is not None:
+        said["num_parted"] = _number(flags["slices"], "--slices", 0, 10_000)
+    if flags["split_backward"] is not None:
+        said["split_backward"] = _YES_NO[flags["split_backward"]]
     return _api.Request.of(
         profile,
         **{name: flags[name] for name in same},
+        **said,
         cluster=cluster,
         num_microbatches=flags["microbatches"],
         memory_bytes=flags["memory"],
         scheduler=scheduler,
         rules=rules,
         unroll=_number(flags["unroll"], "--unroll", 1, 64),
-        split_backward=_YES_NO[flags["split_backward"]],
         split_overhead_ns=flags["split_overhead"],
         recompute=_RECOMPUTE[flags["recompute"]],
         spread=_YES_NO[flags["spread"]],
-        num_parted=_number(flags["slices"], "--slices", 0, 10_000),
         time_limit=flags["time_limit"] / 1e9,
     )
 

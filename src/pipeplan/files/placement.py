@@ -75,6 +75,12 @@ class Placement(File):
     num_routes: Count = 1
     stages: Annotated[Items[PlacedStage], Field(min_length=1)]
 
+    @property
+    def whole(self) -> Placement:
+        """The same without forwards in parts."""
+        stages = tuple(stage.model_copy(update={"num_parted": 0}) for stage in self.stages)
+        return self.model_copy(update={"stages": stages})
+
     @model_validator(mode="after")
     def _stages_are_disjoint(self) -> Placement:
         seen: dict[tuple[int, str], int] = {}

@@ -22,7 +22,7 @@ from pipeplan.workload.elements import Repetend
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.slices import parts_are_before, whole
+from pipeplan.workload.slices import num_sliced, parts_are_before, whole
 from pipeplan.workload.steady_state.rate import steady_bubble_rate
 from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
@@ -97,7 +97,7 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
         period_bound(problem) / problem.microbatches_per_round,
         schedule.scheduler,
         split_overhead_ns=request.split_overhead_ns,
-        provenance=_provenance(request, candidate),
+        provenance=_provenance(request, candidate, schedule.workload),
     )
     # --memory goes before the cluster's memory, so such a plan is not one for the cluster as it stands
     cluster = request.cluster if request.memory_bytes is None else None
@@ -105,7 +105,8 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
     return plan
 
 
-def _provenance(request: Request, candidate: PlacementCandidate) -> Provenance:
+def _provenance(request: Request, candidate: PlacementCandidate, workload: Workload) -> Provenance:
+    """What was asked, and of what that leaves open the sizes, stages, parts of backward and of forwards chosen."""
     return provenance_of(
         request.profile,
         request.cluster,
@@ -126,6 +127,8 @@ def _provenance(request: Request, candidate: PlacementCandidate) -> Provenance:
             "num_microbatches": candidate.batch.num_microbatches,
             "microbatch_size": candidate.batch.microbatch_size,
             "stages": candidate.source,
+            "backward": "split" if workload.splits_backward else "whole",
+            "sliced_microbatches": num_sliced(workload),
         },
         request.seed,
         ortools=version("ortools"),
@@ -211,6 +214,8 @@ class Result:
             "num_devices": len(self.plan.devices),
             "idle_devices": list(self.plan.workload.idle_devices),
             "placement": self.plan.placement,
+            "split_backward": self.schedule.workload.splits_backward,
+            "sliced_microbatches": num_sliced(self.schedule.workload),
             "repeats": repetend is not None,
             "interrupted": self.interrupted,
             "search_seconds": self.seconds,

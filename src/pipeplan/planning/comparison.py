@@ -17,7 +17,6 @@ from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.state import Progress
 from pipeplan.simulator.metrics import rates
 from pipeplan.workload.engine import with_links
-from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
@@ -153,10 +152,11 @@ class _RowsSoFar:
         recompute = any(stage.recompute for stage in result.plan.stages)
         ours = _ours(result, recompute)
         self._rows.append(ours)
+        placement = result.plan.placed.whole
         placed = replace(
-            self._request, placement=result.plan.placed, num_devices=len(result.plan.devices), chunks=None, sizes=()
+            self._request, placement=placement, num_devices=len(result.plan.devices), chunks=None, sizes=()
         )
-        candidate = PlacementCandidate(result.plan.placed, placed.batch, recompute, "compared")
+        candidate = PlacementCandidate(placement, placed.batch, recompute, "compared")
         problems = [OneMicrobatch.of(workload) for workload in workloads(placed, candidate)]
         for name in CLASSIC:
             rows, reason = _classic(name, problems, recompute, ours.lower_bound_ns)
@@ -195,7 +195,7 @@ def _ours(result: Result, recompute: bool) -> ComparisonRow:
     return ComparisonRow(
         OURS,
         plan.placement,
-        any(operation.role is Role.INPUT_GRAD for operation in plan.operations),
+        result.schedule.workload.splits_backward,
         recompute,
         True,
         predicted.makespan_ns,
@@ -240,7 +240,7 @@ def _row(name: str, problem: OneMicrobatch, recompute: bool, bound_ns: int) -> C
     return ComparisonRow(
         name,
         problem.workload.placement,
-        Role.INPUT_GRAD in problem.roles,
+        problem.workload.splits_backward,
         recompute,
         over is None,
         figures.makespan_ns,

@@ -8,11 +8,14 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from pipeplan.costs import can_split
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
 from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.rules import Rules, SubmoduleRules
+from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
 
 
@@ -101,9 +104,9 @@ class Splitting:
 class Request:
     """What is asked of a search: a profile, what it may run on, and what is left open (None: whatever is better).
 
-    ``placement`` is one that exists, a strategy, or ``auto``. ``sizes`` are the micro-batch sizes that a replica may
-    have, for the mini-batch of ``batch``; without any, all replicas together have its own. ``memory_bytes`` per device
-    goes before the cluster's; without either, memory is unlimited.
+    ``placement`` is one that exists, whose forwards in parts are not taken over, a strategy, or ``auto``. ``sizes`` are
+    the micro-batch sizes that a replica may have, for the mini-batch of ``batch``; without any, all replicas together
+    have its own. ``memory_bytes`` per device goes before the cluster's; without either, memory is unlimited.
 
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
     and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
@@ -141,6 +144,8 @@ class Request:
     splitting: Splitting | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.placement, Placement):
+            object.__setattr__(self, "placement", self.placement.whole)
         if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
             own = "the rules, which place submodules," if self.placement == SUBMODULES else "the placement"
             raise UsageError(
@@ -160,6 +165,7 @@ class Request:
         microbatch_size: int | None = None,
         num_microbatches: int | None = None,
         chunks: int | None = None,
+        scheduler: str = "auto",
         rules: Rules | None = None,
         **others: Any,
     ) -> Request:
@@ -167,7 +173,8 @@ class Request:
 
         ``placement`` is as in :func:`choose_placement`, the mini-batch as in :func:`resolve_batch`. Without ``devices``
         they are those of the placement, else all of the cluster's. Micro-batches have any of the profile's sizes unless
-        their size or number is said. ``others`` are fields as they stand.
+        their size or number is said. A named ``scheduler`` or ``rules`` are as they are defined: without parts of
+        forwards, backward whole unless the definition splits it. ``others`` are fields as they stand.
 
         Raises:
             UsageError: what is said contradicts itself or the profile, or is not enough.
@@ -194,8 +201,9 @@ class Request:
             chunks,
             () if fixed else profile.microbatch_sizes,
             cluster,
+            scheduler=scheduler,
             rules=rules,
-            **others,
+            **(_as_defined(profile, scheduler, rules) | others),
         )
 
     @property
@@ -222,6 +230,21 @@ class Request:
         if self.recompute is not None:
             return (self.recompute,)
         return (False,) if self.least_memory is None else (False, True)
+
+
+def _as_defined(profile: Profile, scheduler: str, rules: Rules | None) -> dict[str, Any]:
+    """The fields that the definition of one schedule settles; none where schedules are searched.
+
+    Rules that a classic schedule is made by are that schedule: GPipe's say where W goes, for those who split it.
+    """
+    if scheduler == "rules" and rules is not None:
+        ships = rules.name in CLASSIC and rules.name in shipped_rules() and rules == named_rules(rules.name)
+        splits = CLASSIC[rules.name].splits if ships else rules.splits_backward
+    elif scheduler in CLASSIC:
+        splits = CLASSIC[scheduler].splits
+    else:
+        return {}
+    return {"num_parted": 0, "split_backward": splits and can_split(profile)}
 
 
 def choose_placement(

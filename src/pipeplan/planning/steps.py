@@ -27,7 +27,6 @@ from pipeplan.schedule.search import FirstLook
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.workload.bounds import weak_makespan_bound
-from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
 from pipeplan.workload.task_graph import earliest_starts, task_graph
@@ -159,8 +158,8 @@ def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) ->
     """
     base = trial.best
     assert base is not None
-    split = any(operation.role is Role.INPUT_GRAD for operation in base.workload.operations)
-    (workload,) = workloads(replace(request, split_backward=split), replace(trial.candidate, placement=placement))
+    split = replace(request, split_backward=base.workload.splits_backward)
+    (workload,) = workloads(split, replace(trial.candidate, placement=placement))
     graph = task_graph(workload)
     orders = in_parts(base.orders, graph)
     if not fits(graph, orders):

@@ -24,7 +24,6 @@ from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.workload.bounds import strong_makespan_bound
-from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch, device_groups
 from pipeplan.workload.task_graph import task_graph
@@ -256,12 +255,13 @@ def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> CellRo
 def schedule_of(request: Request, candidate: PlacementCandidate, row: TuningRow) -> tuple[Rules, Schedule]:
     """The rules of one of a cell's rows, and the schedule, made again."""
     for workload in workloads(request, candidate):
-        if is_split(workload) == row.split:
+        if workload.splits_backward == row.split:
             problem = OneMicrobatch.of(workload)
             rules = next(rules for rules in _rules(problem.workload) if rules.name == row.rules)
             schedule = _schedule(problem, workload, run_rules(task_graph(problem.workload), rules))
             assert schedule is not None
-            return rules, schedule
+            said = rules.splits_backward or not row.split  # that backward is split, for those who run the rules again
+            return rules if said else rules.but(weights_late=0), schedule
     raise AssertionError("a row is of one of its cell's workloads")
 
 
@@ -288,15 +288,10 @@ def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> Tun
         num_microbatches=candidate.batch.num_microbatches,
         placement=candidate.placement.strategy,
         recompute=candidate.recompute,
-        split=is_split(workload),
+        split=workload.splits_backward,
         rules=rules.name,
         iteration_ns=iteration_time(workload, figures),
         makespan_ns=figures.makespan_ns,
         bubble_rate=figures.bubble_rate,
         peak_memory_bytes=max(memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders)),
     )
-
-
-def is_split(workload: Workload) -> bool:
-    """Whether backward has two parts."""
-    return any(operation.role is Role.WEIGHT_GRAD for operation in workload.operations)

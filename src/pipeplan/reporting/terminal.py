@@ -164,6 +164,8 @@ def _headline(simulation: Simulation) -> Text:
     ]
     if plan.provenance.scheduler:
         about.append(f"scheduler: {scheduler_words(plan.provenance.scheduler)}")
+    if workload.splits_backward:
+        about.append("backward split")
     return Text.assemble((plan.name, "bold"), ": ", ", ".join(about))
 
 

@@ -314,12 +314,14 @@ Condition = Callable[[OneMicrobatch], str | None]
 class Classic:
     """A classic schedule: on which placements it has a meaning, and its orders.
 
-    ``automatic`` ones try many orders and take their time.
+    ``automatic`` ones try many orders and take their time. One that ``splits`` runs input and weight gradients apart by
+    its definition, the others whole backwards.
     """
 
     placed: Condition
     orders: Orderer
     automatic: bool = False
+    splits: bool = False
 
     def applies(self, problem: OneMicrobatch) -> str | None:
         """None, or why it has no meaning here: all of them are of training."""
@@ -410,21 +412,26 @@ def enough_for_dualpipe(problem: OneMicrobatch) -> str | None:
     return f"it needs at least {2 * problem.num_devices} micro-batches, two per device"
 
 
+def split(placed: Condition, orders: Orderer, *, automatic: bool = False) -> Classic:
+    """A schedule that has no meaning with whole backwards."""
+    return Classic(all_of(placed, is_split), orders, automatic, splits=True)
+
+
 CLASSIC: dict[str, Classic] = {
     "gpipe": Classic(always, by_rules("gpipe")),
     "1f1b": Classic(one_each, by_rules("1f1b")),
-    "zb-h1": Classic(all_of(one_each, is_split), by_rules("zb-h1")),
-    "zb-h2": Classic(all_of(one_each, is_split), by_rules("zb-h2")),
-    "zb-1p": Classic(all_of(one_each, is_split), automatic(1), automatic=True),
-    "zb-2p": Classic(all_of(one_each, is_split), automatic(2), automatic=True),
-    "zb-auto": Classic(all_of(one_each, is_split), automatic(None), automatic=True),
+    "zb-h1": split(one_each, by_rules("zb-h1")),
+    "zb-h2": split(one_each, by_rules("zb-h2")),
+    "zb-1p": split(one_each, automatic(1), automatic=True),
+    "zb-2p": split(one_each, automatic(2), automatic=True),
+    "zb-auto": split(one_each, automatic(None), automatic=True),
     "interleaved-1f1b": Classic(circular, by_rules("interleaved-1f1b")),
-    "interleaved-zb": Classic(all_of(circular, is_split), by_rules("interleaved-zb")),
+    "interleaved-zb": split(circular, by_rules("interleaved-zb")),
     "looped-bfs": Classic(circular, by_rules("looped-bfs")),
-    "zb-v": Classic(all_of(v_shape, is_split), scripted(zero_bubble_v)),
-    "v-half": Classic(all_of(v_shape, is_split), repeated_block((2, 1, 2, 1)), automatic=True),
-    "v-min": Classic(all_of(v_shape, is_split), repeated_block((1, 1, 1, 1)), automatic=True),
-    "dualpipe-v": Classic(all_of(v_shape, enough_for_dualpipe), scripted(dualpipe_v)),
+    "zb-v": split(v_shape, scripted(zero_bubble_v)),
+    "v-half": split(v_shape, repeated_block((2, 1, 2, 1)), automatic=True),
+    "v-min": split(v_shape, repeated_block((1, 1, 1, 1)), automatic=True),
+    "dualpipe-v": Classic(all_of(v_shape, enough_for_dualpipe), scripted(dualpipe_v), splits=True),
     "hanayo": Classic(waves, by_rules_in_units("hanayo")),
     "chimera": Classic(needs_two_ways, by_rules("chimera")),
     "kfkb": Classic(one_stage_each, as_given(best_kfkb_orders)),

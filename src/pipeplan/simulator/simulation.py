@@ -16,7 +16,7 @@ from pipeplan.workload.bounds import weak_makespan_bound, work_bound
 from pipeplan.workload.elements import DeviceMemory, Repetend
 from pipeplan.workload.kinds import payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
-from pipeplan.workload.slices import has_parts, in_parts, parts_before, whole, with_parts
+from pipeplan.workload.slices import in_parts, num_sliced, parts_before, whole, with_parts
 from pipeplan.workload.steady_state.rate import CutOrders, repetend_rate, steady_bubble_rate
 from pipeplan.workload.steady_state.repetend import extend
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
@@ -279,7 +279,7 @@ def _extended(
     """The same for more micro-batches: the repetend is one of whole micro-batches."""
     replaced, whole_orders = whole(graph, orders)
     larger, longer = extend(replaced.workload, whole_orders, repetend, num_microbatches)
-    if not has_parts(graph.workload):
+    if not num_sliced(graph.workload):
         return task_graph(larger), longer
     found = task_graph(with_parts(larger, graph.workload))
     return found, in_parts(longer, found)

@@ -15,9 +15,9 @@ from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph
 from pipeplan.workload.workload import Workload
 
 
-def has_parts(workload: Workload) -> bool:
-    """Whether some forward runs in parts."""
-    return any(stage.num_parted for stage in workload.stages)
+def num_sliced(workload: Workload) -> int:
+    """How many micro-batches have a forward that runs in parts."""
+    return max(stage.num_parted for stage in workload.stages)
 
 
 def without_parts(workload: Workload) -> Workload:
@@ -39,7 +39,7 @@ def whole(graph: TaskGraph, orders: Orders) -> tuple[TaskGraph, list[list[int]]]
 
     A workload without parts stays as it is.
     """
-    if not has_parts(graph.workload):
+    if not num_sliced(graph.workload):
         return graph, [list(order) for order in orders]
     replaced = task_graph(without_parts(graph.workload))
     found = []

@@ -270,6 +270,11 @@ class Workload:
         return not self.needs and all(slots == whole for slots in self.slots)
 
     @cached_property
+    def splits_backward(self) -> bool:
+        """Whether some stage runs input and weight gradients apart."""
+        return any(operation.role is Role.WEIGHT_GRAD for operation in self.operations)
+
+    @cached_property
     def stage_edges(self) -> tuple[tuple[int, int], ...]:
         """(stage, stage) of forwards that wait for forwards."""
         return tuple(

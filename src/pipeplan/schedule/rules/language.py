@@ -326,6 +326,11 @@ class Rules(Settings):
         _require_different("device", [device for each in self.devices for device in each.devices])
         _require_different("submodule", [each.blocks for each in self.submodules])
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether they say when weight gradients run apart from input gradients; functions may, too, unseen."""
+        return self.separate or any(each.places_weights for each in (self, *self.devices, *self.submodules))
+
     def but(self, **changes: object) -> Self:
         """The same rules with some changed."""
         return replace(self, **changes)  # type: ignore[arg-type]  # names are checked by the constructor

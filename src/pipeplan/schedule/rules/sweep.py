@@ -22,7 +22,6 @@ from pipeplan.schedule.rules.values import Limit
 from pipeplan.schedule.state import Schedule
 from pipeplan.workload.bounds import strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.engine import with_links
-from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits, overflow
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph, task_graph
@@ -192,7 +191,7 @@ def built_in_rules(
     firsts: tuple[First, ...] = ("bwd-first", "interleaved", "fwd-first") if forward_first else _FIRSTS
     directions = _traversals(workload)
     fit = any(device.memory_bytes is not None for device in workload.devices)
-    split = any(operation.role is Role.WEIGHT_GRAD for operation in workload.operations)
+    split = workload.splits_backward
     tried = (
         Rules(
             types=TypeTraversal(first),

@@ -1,0 +1,137 @@
+"""A named schedule, or a rules file, is run as its paper has it, unless slices or a split backward are asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeplan.errors import UsageError
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.files import Profile, read_profile
+from pipeplan.planning.build_plan import Result
+from pipeplan.planning.request import Request
+from pipeplan.planning.steps import search_plan
+from pipeplan.reporting.terminal import print_simulation
+from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.rules.language import named_rules, parse_rules, shipped_rules, to_toml
+from pipeplan.schedule.rules.sweep import built_in_rules
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.workload import Workload
+
+GPT2 = Path(__file__).parents[2] / "profiles" / "gpt2-345m-cpu.json"
+OPEN: dict[str, Any] = {"num_parted": None, "split_backward": None}
+ONE_LINE = parse_rules('in_flight = "D - d"', "one line")
+
+
+def found(profile: Profile, scheduler: str = "auto", placement: str = "auto", **others: Any) -> Result:
+    options = {"time_limit": 1.0, "deterministic": True, "devices": 4, "num_microbatches": 8, **others}
+    return search_plan(Request.of(profile, placement=placement, scheduler=scheduler, **options))
+
+
+def shaped(name: str) -> Profile:
+    """Costs of both ways of running backward; whole ones take longer than their parts, so that auto would split."""
+    costs = ShapeCosts(100, None, 100, 100, comm_ns=10, activation_bytes=2000, weight_grad_bytes=1000)
+    profile = shape(name, 4, costs=costs)
+    blocks = tuple(
+        block.model_copy(
+            update={"costs": tuple(row.model_copy(update={"backward_ns": row.forward_ns * 3}) for row in block.costs)}
+        )
+        for block in profile.blocks
+    )
+    return profile.model_copy(update={"blocks": blocks})
+
+
+SHAPES = {
+    **dict.fromkeys(("interleaved-1f1b", "interleaved-zb", "looped-bfs"), "circular"),
+    **dict.fromkeys(("zb-v", "v-half", "v-min", "dualpipe-v", "hanayo"), "zbv"),
+    "chimera": "x",
+    "1f1b+": "nn",
+}
+
+
+@pytest.mark.parametrize("name", CLASSIC)
+def test_a_named_schedule_slices_nothing_and_splits_backward_only_by_its_definition(name: str) -> None:
+    result = found(shaped(SHAPES.get(name, "v")), name, devices=None)
+    workload, figures = result.schedule.workload, result.figures()
+    by_definition = name.startswith(("zb-", "v-", "dualpipe", "interleaved-zb"))
+    assert workload.splits_backward is figures["split_backward"] is by_definition
+    assert figures["scheduler"] == name
+    assert figures["sliced_microbatches"] == 0
+    options = result.plan.provenance.options
+    assert (options["backward"], options["sliced_microbatches"]) == ("split" if by_definition else "whole", 0)
+
+
+def test_one_line_of_rules_is_1f1b_as_its_paper_has_it() -> None:
+    profile = read_profile(str(GPT2))
+    same = {"placement": "one-to-one", "microbatch_size": 2}
+    ours = found(profile, "1f1b", **same)
+    whole = found(profile, "1f1b", **same, num_parted=0, split_backward=False)
+    assert ours.plan.programs == whole.plan.programs
+    assert ours.plan.predicted.makespan_ns == 157_397_446_844  # whole: 8 forwards and backwards of the longest stage
+    for rules in (ONE_LINE, named_rules("1f1b")):
+        by_rules = found(profile, "rules", **same, rules=rules)
+        assert by_rules.plan.predicted.makespan_ns == ours.plan.predicted.makespan_ns
+        assert not by_rules.schedule.workload.splits_backward
+
+
+def test_what_is_asked_for_goes_before_the_definition(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = read_profile(str(GPT2))
+    open_, kept = (
+        found(profile, "1f1b", placement="one-to-one", microbatch_size=2, **asked)
+        for asked in (OPEN, {"num_parted": 2})
+    )
+    assert open_.plan.predicted.makespan_ns < kept.plan.predicted.makespan_ns < 157_397_446_844
+    assert (open_.figures()["split_backward"], kept.figures()["split_backward"]) == (True, False)
+    assert kept.figures()["sliced_microbatches"] == kept.plan.provenance.options["sliced_microbatches"] == 2
+    for result, split in ((open_, True), (kept, False)):
+        print_simulation(simulate(result.plan), width=120)
+        head = capsys.readouterr().out.splitlines()[0]
+        assert ("backward split" in head) is split
+        assert "sliced" in head
+
+
+def test_searches_may_slice_and_split() -> None:
+    """Of the same request, with whatever is the default."""
+    profile = shaped("v")
+    for scheduler in ("auto", "repetend", "rules"):
+        request = Request.of(profile, scheduler=scheduler)
+        assert (request.num_parted, request.split_backward) == (None, None)
+
+
+def test_without_costs_of_both_parts_a_schedule_that_needs_them_says_so() -> None:
+    """And DualPipeV, which does not, runs whole backwards."""
+    profile = shape("zbv", 4, costs=ShapeCosts(100, 200, comm_ns=10, activation_bytes=2000))
+    with pytest.raises(UsageError, match="input and weight gradients apart"):
+        found(profile, "zb-v", devices=None)
+    assert found(profile, "dualpipe-v", devices=None).figures()["split_backward"] is False
+
+
+def test_rules_split_backward_where_they_say_when_weight_gradients_run() -> None:
+    assert named_rules("zb-h1").splits_backward
+    assert named_rules("interleaved-zb").splits_backward
+    assert parse_rules("separate = true", "rules").splits_backward
+    assert parse_rules("[[device]]\ndevices = [1]\nweights = { fill = true }", "rules").splits_backward
+    assert not any(named_rules(name).splits_backward for name in ("1f1b", "hanayo", "chimera", "1f1b+"))
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSIC if name in shipped_rules()])
+def test_rules_that_ship_run_backward_as_the_schedule_of_their_name(name: str) -> None:
+    profile, rules = shaped(SHAPES.get(name, "v")), named_rules(name)
+    assert Request.of(profile, scheduler="rules", rules=rules).split_backward is CLASSIC[name].splits
+
+
+def workload_of(profile: Profile) -> Workload:
+    return found(profile, "gpipe", devices=None, split_backward=True).schedule.workload
+
+
+def test_rules_that_say_late_weights_as_they_are_by_default_are_the_same_rules() -> None:
+    """What the auto-tuner writes, so that rules found with a split backward are run with one again."""
+    profile = shaped("v")
+    silent = [rules for rules in built_in_rules(workload_of(profile)) if not rules.splits_backward]
+    assert silent
+    for rules in silent[:6]:
+        said = parse_rules(to_toml(rules.but(weights_late=0)), "rules")
+        split = found(profile, "rules", rules=rules, devices=None, split_backward=True)
+        assert found(profile, "rules", rules=said, devices=None).plan.programs == split.plan.programs
