@@ -140,6 +140,31 @@ def test_work_is_what_torch_counts() -> None:
         assert flops[id_]["input_grad_ns"] == pytest.approx(2 * tokens * weights + 2.5 * core, rel=1e-6)
 
 
+class Experts(nn.Module):
+    """Each row by the weights of its expert, half of the rows each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, WIDTH, 4 * WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        ends = torch.arange(1, 3, dtype=torch.int32) * (len(rows) // 2)
+        return F.gelu(F.grouped_mm(rows, self.weight, offs=ends))
+
+
+def test_grouped_products_count_once_per_row_forward_and_twice_backward() -> None:
+    blocks = (
+        BlockSpec("first", "linear", BLOCKS["linear"], samples=("x",)),
+        BlockSpec("experts", "moe", Experts, sources=("first",)),
+    )
+    splits = splits_of(Model("moe", blocks, sequences, lambda batch: 1), (1,), torch.bfloat16, None)
+    (work,) = (work for bench, work in counted(splits, [4], torch.bfloat16) if bench.key.block == "experts")
+    flops = {phase: sum(kernel.flops for kernel in work[phase] if kernel.matrix) for phase in work}
+    once = 2 * (4 * 8) * WIDTH * 4 * WIDTH
+    assert flops == {"forward_ns": once, "input_grad_ns": 2 * once, "weight_grad_ns": 0}
+
+
 def test_closed_forms_agree() -> None:
     """``pipeplan example`` needs no torch, and tells the same."""
     told = estimate(load_model("gpt2-124m"), (1, 2), dtype=torch.bfloat16)
@@ -269,6 +294,19 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         request_of(profile, "one-to-one", Batch(4, 4), num_devices=2, time_limit=1, deterministic=True)
     ).plan
     assert len(plan.stages) == 2
+
+
+def test_command_counts_the_products_of_experts_whatever_was_estimated_before(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A layer of Mixtral 8x7B takes two experts of three matrices per word: no H100 is quicker than its peak."""
+    path, tokens = str(tmp_path / "p.json"), 4 * 1024
+    asked = ("--estimate", "--device", "h100-80gb", "--microbatch", "4", "--sequence", "1024", "-o", path)
+    assert run(monkeypatch, "MixtralConfig(num_hidden_layers=1)", *asked) == 0
+    (moe,) = (block for block in read_profile(path).blocks if block.operator == "moe")
+    floor_ns = 1e9 * 2 * tokens * 2 * 3 * 4096 * 14336 / device_preset("h100-80gb").matrix_flops_per_s
+    assert moe.costs[0].forward_ns > floor_ns
+    assert (moe.costs[0].input_grad_ns or 0) > 2 * floor_ns
 
 
 def test_command_fits_another_model_of_the_zoo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -249,9 +249,10 @@ def _kernel(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any, given: list[Tensor], outputs: list[Tensor]
 ) -> Kernel:
     """An operator's FLOPs, the bytes it reads and writes, and whether matrix units do it."""
-    read = given[1:] + outputs if func._overloadpacket is _aten.embedding else given  # rows, not the whole table
+    operator = func._overloadpacket
+    read = given[1:] + outputs if operator is _aten.embedding else given  # rows, not the whole table
     moved = sum(tensor.nbytes for tensor in (*read, *outputs))
-    count = _FLOPS.get(func._overloadpacket)
+    count = _FLOPS.get(operator) or flop_registry.get(operator)  # which grows as models are loaded
     if count is not None:
         return Kernel(int(count(*args, **kwargs, out_val=made)), moved, matrix=True)
     return Kernel(max((tensor.numel() for tensor in outputs), default=0), moved)
@@ -270,8 +271,14 @@ def _of_attention(flops: Any, num_tensors: int, causal_at: int) -> Any:
     return count
 
 
-_FLOPS: dict[Any, Any] = {
-    **flop_registry,
+def _grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
+    """Products of groups: of [rows, n] with [groups, n, m], or in backward of [n, rows] with [rows, m]."""
+    groups = left.shape[0] if left.ndim == right.ndim == 3 else 1
+    return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
+
+
+_FLOPS: dict[Any, Any] = {  # of operators that torch has no formula for
+    _aten._grouped_mm: _grouped,
     _aten._scaled_dot_product_flash_attention_for_cpu: _of_attention(sdpa_flop_count, 3, 4),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention(sdpa_backward_flop_count, 4, 7),
 }
