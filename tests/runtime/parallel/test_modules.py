@@ -21,8 +21,7 @@ from pipeplan.runtime.parallel.weight_grads import (
     DeferredLinear,
     WeightGradQueue,
     defer_weight_gradients,
-    warn_if_few_can_wait,
-    warn_if_nothing_waits,
+    warn_if_compiled,
 )
 
 WIDTH = 6
@@ -323,16 +322,16 @@ def test_subclasses_stay_what_they_are() -> None:
 
 
 def test_compiled_parts_are_left_whole_and_told_of() -> None:
+    """Those who measure are told; stages compare with their plan."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     module[1] = torch.compile(module[1], backend="eager")
-    with pytest.warns(UserWarning, match="1 is compiled: its weight gradients cannot be deferred"):
-        defer_weight_gradients(module)
+    defer_weight_gradients(module)
     assert type(module[0]) is DeferredLinear
     assert type(module[1]._orig_mod) is nn.Linear
-    whole = nn.Linear(2, 2)
-    whole.compile(backend="eager")
-    with pytest.warns(UserWarning, match="the module is compiled"):
-        defer_weight_gradients(whole)
+    queue = WeightGradQueue()
+    queue.put(lambda: None, ())  # of the first
+    with pytest.warns(UserWarning, match="^block 'a' is compiled, or a part of it: weight gradients"):
+        warn_if_compiled(queue, module, "block 'a'")
 
 
 def test_compiled_unknowingly() -> None:
@@ -345,23 +344,8 @@ def test_compiled_unknowingly() -> None:
         y.backward(torch.ones_like(y))
     assert len(queue) == 0
     assert module.weight.grad is not None
-    with pytest.warns(UserWarning, match="block 'a' has deferred no weight gradient"):
-        warn_if_nothing_waits(queue, module, "block 'a'")
-
-
-def test_a_stage_compiled_unknowingly_says_so() -> None:
-    """Gradients are right all the same."""
-    module = defer_weight_gradients(nn.Linear(WIDTH, WIDTH))
-    part = StagePart(0, ("a", "b"), False, True, {}, {1: ("b",)}, frozenset(), frozenset({1}))
-    specs = {"a": BlockSpec("a", "linear", nn.Identity, samples=("x",)), "b": BlockSpec("b", "x", nn.Tanh, ("a",))}
-    stage = StageRunner(part, {"a": torch.compile(module, backend="eager"), "b": nn.Tanh()}, specs)
-    x = torch.randn(3, WIDTH)
-    made = stage.forward((0, 1, 2), {}, MiniBatch({"x": x}, 1))
-    with pytest.warns(UserWarning, match=r"stage 0 \(blocks 'a' to 'b'\) has deferred no weight gradient"):
-        stage.backward(0, {(0, 1, 2): [("b", torch.ones_like(made["b"]))]})
-    stage.weight_gradients(0)
-    expected = (1 - made["b"] ** 2).t() @ x
-    torch.testing.assert_close(module.weight.grad, expected)
+    with pytest.warns(UserWarning, match="^block 'a' is compiled"):
+        warn_if_compiled(queue, module, "block 'a'")
 
 
 class Raw(nn.Module):
@@ -375,13 +359,60 @@ class Raw(nn.Module):
         return self.after(x @ self.weight)
 
 
-def test_a_module_that_can_defer_little_says_how_little() -> None:
-    with pytest.warns(UserWarning, match=r"^stage 2 cannot split .* of 36 of its 48 weights are computed with I"):
-        warn_if_few_can_wait(defer_weight_gradients(Raw()), "stage 2")
-    for fitting in (Raw().after, Tied(), Checkpointed(), nn.LayerNorm(WIDTH), frozen(Raw(), "weight"), nn.Tanh()):
-        warn_if_few_can_wait(defer_weight_gradients(fitting), "stage 2")
+SAMPLES = 3
+
+
+def size_of(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters())
+
+
+def plain() -> nn.Module:
+    return defer_weight_gradients(nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("make", "waiting", "says"),
+    [
+        (plain, 2 * SAMPLES * WIDTH, ""),
+        (lambda: torch.compile(plain(), backend="eager"), 2 * SAMPLES * WIDTH, "leaves 0B of a micro-batch to W"),
+        (lambda: torch.compile(plain(), backend="eager"), 0, ""),
+        (lambda: defer_weight_gradients(Raw()), SAMPLES * (WIDTH + 2), ""),
+        (lambda: defer_weight_gradients(Raw()), SAMPLES * (4 * WIDTH + 2), "and the plan expects"),
+        (lambda: nn.LayerNorm(WIDTH), 0, ""),
+        (lambda: frozen(plain(), "weight"), SAMPLES * WIDTH, ""),
+    ],
+    ids=["plain", "compiled", "compiled as profiled", "raw as profiled", "raw", "norm", "frozen"],
+)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_stage_says_once_and_in_one_line_if_less_waits_than_the_plan_expects(
+    make: Callable[[], nn.Module], waiting: int, says: str, times: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``waiting`` are the numbers that the plan expects, in a format ``times`` as short. Gradients are right anyway."""
+    module, own = make(), tuple(range(SAMPLES))
+    bytes_of = {name: number * 8 // times for name, number in (("w", waiting), ("p", size_of(module)))}
+    part = StagePart(
+        *(0, ("a",), False, True, {}, {1: ("a",)}, frozenset(), frozenset({1})),
+        parameter_bytes=bytes_of["p"],
+        waiting_bytes=bytes_of["w"],
+    )
+    stage = StageRunner(part, {"a": module}, {"a": BlockSpec("a", "linear", nn.Identity, samples=("x",))})
+    x = torch.randn(SAMPLES, WIDTH)
+    for number in range(2):
+        made = stage.forward(own, {}, MiniBatch({"x": x}, 1))
+        stage.backward(number, {own: [("a", torch.ones_like(made["a"]))]})
+        stage.weight_gradients(number)
+    told = capsys.readouterr().err
+    assert told.count("\n") == (1 if says else 0)
+    assert says in told
+    assert not says or told.startswith("pipeplan: warning: stage 0 (blocks 'a') ")
+    split = [None if each.grad is None else each.grad.clone() for each in module.parameters()]
+    module.zero_grad()
+    for _ in range(2):
+        module(x).sum().backward()
+    for gradient, parameter in zip(split, module.parameters(), strict=True):
+        assert gradient is None or torch.allclose(gradient, parameter.grad)
 
 
 def test_nothing_to_defer_is_no_cause_to_warn() -> None:
-    warn_if_nothing_waits(WeightGradQueue(), nn.LayerNorm(3), "block")
-    warn_if_nothing_waits(WeightGradQueue(), frozen(defer_weight_gradients(nn.Linear(2, 2)), "weight"), "block")
+    warn_if_compiled(WeightGradQueue(), nn.LayerNorm(3), "block")
+    warn_if_compiled(WeightGradQueue(), frozen(defer_weight_gradients(nn.Linear(2, 2)), "weight"), "block")

@@ -24,7 +24,7 @@ from pipeplan.runtime.executor.message_graph import (
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Attribute, Stage
-from pipeplan.workload.kinds import Role, is_instruction
+from pipeplan.workload.kinds import PARAMETERS, Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
 Rows = tuple[Message, Numbers]
@@ -59,6 +59,8 @@ class StagePart:
     ``returns`` and ``awaits`` name those of them that get, or give, gradients. ``split`` is whether the stage runs I
     and W instead of B. ``shares`` says for each of the blocks what this rank has of it, ``meshes`` how the ranks of
     its replica, ``group``, stand for it; this one is number ``place`` of them.
+    ``parameter_bytes`` the plan expects on each device, and ``waiting_bytes`` held for a micro-batch's W; 0 if it says
+    nothing of them.
     """
 
     index: int
@@ -73,6 +75,8 @@ class StagePart:
     meshes: tuple[Mesh, ...] = ()
     group: tuple[int, ...] = ()
     place: int = 0
+    parameter_bytes: int = 0
+    waiting_bytes: int = 0
 
     @property
     def counts_loss(self) -> bool:
@@ -195,6 +199,7 @@ class _Lowering:
 
     def _stage(self, index: int) -> StagePart:
         stage, crossings, gradients = self._plan.stages[index], self._graph.crossings, self._graph.gradients
+        operations = [each for each in self._plan.operations if each.stage == index]
         return StagePart(
             index=index,
             blocks=stage.blocks,
@@ -203,11 +208,13 @@ class _Lowering:
             group=_group_of(stage, self._rank),
             place=stage.devices.index(self._rank) % stage.shards,
             recompute=stage.recompute,
-            split=any(each.stage == index and each.role is Role.INPUT_GRAD for each in self._plan.operations),
+            split=any(each.role is Role.INPUT_GRAD for each in operations),
             inputs={source: names for (source, target), names in crossings.items() if target == index},
             outputs={target: names for (source, target), names in crossings.items() if source == index},
             returns=frozenset(source for source, target in gradients if target == index),
             awaits=frozenset(target for source, target in gradients if source == index),
+            parameter_bytes=stage.state[PARAMETERS],
+            waiting_bytes=sum(each.release_bytes for each in operations if each.role is Role.WEIGHT_GRAD),
         )
 
     def _custom_op(self, index: int) -> CustomOpPart:

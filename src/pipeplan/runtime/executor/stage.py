@@ -22,9 +22,11 @@ from pipeplan.runtime.executor.channels import TransferError
 from pipeplan.runtime.executor.message_graph import Numbers
 from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
 from pipeplan.runtime.executor.tensors import WHOLE_TENSOR, Produced, Received, StageLayouts, TensorLayout
+from pipeplan.runtime.launch.status import warn
 from pipeplan.runtime.models.spec import BlockSpec
 from pipeplan.runtime.parallel.device import Autocast, precise
-from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_nothing_waits
+from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
+from pipeplan.units import format_bytes
 from pipeplan.workload.kinds import Role
 
 _ANYWHERE = torch.empty(0)  # where a block is that takes nothing and has no parameters
@@ -126,6 +128,7 @@ class StageRunner:
     loss: Tensor | None = None
     _held: dict[Numbers, _ForwardGraph] = field(default_factory=dict)
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
+    _compared: bool = False
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Run F, B, I or W; what each takes and gives is as below."""
@@ -223,13 +226,27 @@ class StageRunner:
         queue = self._queues[microbatch] = WeightGradQueue()
         with queue:
             _backward(roots)
-        if roots and not queue:
-            warn_if_nothing_waits(queue, nn.ModuleList(self.modules.values()), self.name)
+        if not self._compared:
+            self._compared = True
+            self._compare_with_plan(queue.held_bytes)
 
-    @property
-    def name(self) -> str:
-        """For warnings."""
-        return f"stage {self.part.index} (blocks {_range(self.part.blocks)})"
+    def _compare_with_plan(self, waiting: int) -> None:
+        """Warn if less than half of what the plan expects waits for W; one rank of each replica does.
+
+        Plans do not say their number format, which shows in their parameters' bytes.
+        """
+        own = {each for module in self.modules.values() for each in module.parameters()}
+        planned = self.part.parameter_bytes
+        expected = self.part.waiting_bytes * (sum(each.nbytes for each in own) / planned if planned else 1.0)
+        if self.autocast is not None:
+            expected *= self.autocast.dtype.itemsize / torch.float32.itemsize
+        if 2 * waiting < expected and self.part.place == 0:
+            warn(
+                f"stage {self.part.index} (blocks {_range(self.part.blocks)}) leaves {format_bytes(waiting)} of a "
+                f"micro-batch to W and the plan expects {format_bytes(expected)}: more weight gradients than it knows "
+                "are computed with I, which then takes longer; profile the model as it runs, leave torch.compile out, "
+                "or search with --split-backward no"
+            )
 
     def _require_way_back(self, outputs: Mapping[str, Tensor]) -> None:
         """A tensor that needs a gradient must not leave for a stage from which the plan brings none back."""

@@ -12,6 +12,7 @@ import mmap
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,12 @@ from pipeplan.units import format_ns
 _FIELDS = 6  # phase, step, counter, peer, since_ns, process
 _CELL_BYTES = 8
 _READ_TRIES = 16
+
+
+def warn(text: str) -> None:
+    """Tell the user of a rank's finding, on standard error."""
+    sys.stderr.write(f"pipeplan: warning: {text}\n")
+    sys.stderr.flush()
 
 
 class Phase(IntEnum):

@@ -53,6 +53,12 @@ class WeightGradQueue:
         """The tensors that wait for :meth:`run`: inputs and output gradients of the deferred modules."""
         return tuple(tensor for _, held in self._waiting for tensor in held)
 
+    @property
+    def held_bytes(self) -> int:
+        """Of their storages, each counted once."""
+        storages = (tensor.untyped_storage() for tensor in self.held)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
     def run(self) -> None:
         """Add every queued gradient to its parameter's ``grad``, letting go of what each held as soon as it can."""
         with torch.no_grad():
@@ -80,41 +86,22 @@ class DeferredEmbedding(nn.Embedding):
 
 def defer_weight_gradients(module: nn.Module) -> nn.Module:
     """Let weight gradients of every linear and embedding layer inside wait, but compiled ones; returns it."""
-    for name, child in _outside_compiled(module, ""):
-        if _is_compiled(child):
-            warnings.warn(
-                f"{name or 'the module'} is compiled: its weight gradients cannot be deferred and are computed with "
-                "I instead of W; leave torch.compile out to split backward",
-                stacklevel=2,
-            )
-        elif type(child) is nn.Linear:
+    for child in _outside_compiled(module):
+        if type(child) is nn.Linear:
             child.__class__ = DeferredLinear
         elif type(child) is nn.Embedding and is_plain_embedding(child):
             child.__class__ = DeferredEmbedding
     return module
 
 
-def warn_if_few_can_wait(module: nn.Module, name: str) -> None:
-    """Warn if most weight gradients of a module cannot be deferred, those of normalisations left out."""
-    trained = {id(each): each.numel() for each in module.parameters() if each.requires_grad and each.ndim > 1}
-    can_wait = {id(weight) for child in module.modules() for weight in _deferrable(child)}
-    total, waiting = sum(trained.values()), sum(trained[each] for each in can_wait & trained.keys())
-    if 2 * waiting < total:
-        warnings.warn(
-            f"{name} cannot split most of its backward: the gradients of {total - waiting:,} of its {total:,} weights "
-            "are computed with I instead of W, which then takes longer than in a plan that thinks otherwise; use "
-            "nn.Linear and nn.Embedding, leave torch.compile out, or search with --split-backward no",
-            stacklevel=2,
-        )
-
-
-def warn_if_nothing_waits(queue: WeightGradQueue, module: nn.Module, name: str) -> None:
-    """Warn if a backward with ``queue`` active has deferred nothing of a module: a part of it was compiled."""
+def warn_if_compiled(queue: WeightGradQueue, module: nn.Module, name: str) -> None:
+    """Warn if a part of a module, of which a backward filled ``queue``, is compiled, as is seen or as nothing waits."""
     deferrable = (weight for child in module.modules() for weight in _deferrable(child))
-    if len(queue) == 0 and any(weight.requires_grad for weight in deferrable):
+    nothing_waits = len(queue) == 0 and any(weight.requires_grad for weight in deferrable)
+    if nothing_waits or any(map(_is_compiled, module.modules())):
         warnings.warn(
-            f"{name} has deferred no weight gradient: they were computed with I, and W is empty; "
-            "leave torch.compile out to split backward",
+            f"{name} is compiled, or a part of it: weight gradients of what is compiled are computed with I instead of "
+            "W; leave torch.compile out to split backward",
             stacklevel=2,
         )
 
@@ -146,12 +133,12 @@ def _deferrable(module: nn.Module) -> tuple[Tensor, ...]:
     return named
 
 
-def _outside_compiled(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The module and all inside it by name, but nothing inside a compiled one."""
-    yield name, module
+def _outside_compiled(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and all inside it, but nothing compiled."""
     if not _is_compiled(module):
-        for child_name, child in module.named_children():
-            yield from _outside_compiled(child, f"{name}.{child_name}" if name else child_name)
+        yield module
+        for child in module.children():
+            yield from _outside_compiled(child)
 
 
 def _is_compiled(module: nn.Module) -> bool:

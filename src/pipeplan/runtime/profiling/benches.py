@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeplan.files import CostRow, FileModel
 from pipeplan.runtime.models.shapes import outputs_of
-from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_nothing_waits
+from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_compiled
 from pipeplan.runtime.profiling.instruments import (
     Meter,
     Usage,
@@ -200,7 +200,7 @@ class Bench:
         held = _without(storages([*saved(), *self._kept_inputs()]) if roots else {}, own)
         with WeightGradQueue() as queue:
             self.backward(roots)
-        warn_if_nothing_waits(queue, self.module, self.key.label)
+        warn_if_compiled(queue, self.module, f"block {self.key.block!r}")
         self.activation_bytes = sum(held.values())
         self.weight_grad_bytes = sum(_without(storages(queue.held), own).values())
         queue.run()

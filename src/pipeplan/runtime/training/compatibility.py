@@ -8,7 +8,6 @@ None, for flags that were not given. A model of other sizes than its plan's runs
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from pipeplan.runtime.executor.message_graph import Message, hops_of
 from pipeplan.runtime.executor.process_groups import require_alike
 from pipeplan.runtime.executor.rank_program import Program
 from pipeplan.runtime.executor.tensors import TensorSpec
+from pipeplan.runtime.launch.status import warn
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.device import gathered
@@ -98,11 +98,10 @@ def warn_of_other_sizes(
     """Say on standard error what :func:`other_sizes` finds; plans of closed forms are approximate, so nothing stops."""
     found = other_sizes(plan, programs, model, specs, dtype)
     if found is not None:
-        sys.stderr.write(
-            f"pipeplan: warning: {found}: was it profiled with another --sequence? The model runs as it is, but "
-            "predicted times and memory are not those of this model\n"
+        warn(
+            f"{found}: was it profiled with another --sequence? The model runs as it is, but predicted times and "
+            "memory are not those of this model"
         )
-        sys.stderr.flush()
 
 
 def other_sizes(

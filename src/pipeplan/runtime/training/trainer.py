@@ -44,7 +44,6 @@ from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.device import Autocast, rank_device
-from pipeplan.runtime.parallel.weight_grads import warn_if_few_can_wait
 from pipeplan.runtime.training.checkpoint import CheckpointFolder, Checkpoints, OwnedParameter, TrainingState
 from pipeplan.runtime.training.compatibility import (
     identity_of,
@@ -263,10 +262,7 @@ class Trainer:
         specs = {block: self.model.block(block) for block in part.blocks}
         modules = {share.block: self.modules[share] for share in part.shares}
         layouts = StageLayouts.of(part, self.model, self.groups.along)
-        stage = StageRunner(part, modules, specs, self.autocast, layouts=layouts)
-        if part.split:
-            warn_if_few_can_wait(nn.ModuleList(modules.values()), stage.name)
-        return stage
+        return StageRunner(part, modules, specs, self.autocast, layouts=layouts)
 
     def _samples(self, step: int) -> MiniBatch:
         """The mini-batch, if a block of this rank takes samples or computes the loss."""
