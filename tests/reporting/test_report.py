@@ -9,6 +9,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,6 +132,34 @@ def test_a_long_run_is_its_beginning_repetend_and_end() -> None:
     assert parts[2].end_ns == simulation.rates.makespan_ns
     assert sum(part.num_cells for part in parts) + 2 <= 100
     assert all(before.end_ns <= after.start_ns for before, after in zip(parts, parts[1:], strict=False))
+
+
+def halved_plan() -> Plan:
+    """1F1B whose first two forwards run in halves, the first one alone on the second stage, and none on the last."""
+    workload = chain_workload(3, 8, forward=20, backward=40, sizes=[2, 2, 2])
+    stages = tuple(replace(stage, num_parted=2 - index) for index, stage in enumerate(workload.stages))
+    operations = tuple(
+        replace(operation, part_ns=10 if operation.kind == "F" and stages[operation.stage].num_parted else None)
+        for operation in workload.operations
+    )
+    workload = replace(workload, num_microbatches=4, microbatch_size=2, operations=operations, stages=stages)
+    return plan_of(workload, one_f_one_b(workload))
+
+
+def test_halves_are_numbered_by_their_micro_batch_in_every_timeline() -> None:
+    """As the actions of the programs are; where a half has cells for its micro-batch alone, that stands there."""
+    simulation = simulate(halved_plan())
+    actions = [[text[1:] for text in map(simulation.graph.label, order)] for order in simulation.orders]
+    assert actions[0][:4] == ["F0.0", "F0.1", "F1.0", "F1.1"]
+    for width, shown in ((250, "[FB][0-9.]+"), (100, "[FB][0-9]+")):
+        lines = printed(halved_plan(), width=width).splitlines()
+        rows = [line.split(maxsplit=1)[1] for line in lines if re.match(" +[0-2] .*F0", line)]
+        expected = [[text if width == 250 else text.partition(".")[0] for text in own] for own in actions]
+        assert [re.findall(shown, row) for row in rows] == expected
+        assert any("micro-batches in halves: F0.0 and F0.1" in line for line in lines)
+    groups = ElementTree.fromstring(timeline_svg(simulation)).findall(f"{SVG}g")
+    labels = [[text.text for text in group.findall(f"{SVG}text") if text.get("class") == "bar"] for group in groups]
+    assert labels == [[text[1:] for text in own] for own in actions]
 
 
 def test_cells_show_what_takes_most_of_them() -> None:

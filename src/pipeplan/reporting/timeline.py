@@ -104,8 +104,8 @@ def device_row(simulation: Simulation, device: int, window: TimelineWindow) -> l
     """The cells of one device in a window.
 
     A cell has the kind that takes most of its time, or is idle if nothing runs for half of it. Where an action
-    has the cells, its kind and micro-batch stand at its beginning: ``F12``, or ``f12`` in every second stage of
-    the device.
+    has the cells, its kind and micro-batch stand at its beginning: ``F12``, ``F0.1`` where it is a part of one (``F0``
+    where that is too long), or ``f12`` in every second stage of the device.
     """
     kinds, odd = _kinds(simulation, device, window), odd_stages(simulation, device)
     texts = [""] * window.num_cells
@@ -115,11 +115,11 @@ def device_row(simulation: Simulation, device: int, window: TimelineWindow) -> l
         left, right = window.cell_of(start), window.cell_of(end)
         if start < window.start_ns:
             continue
-        index = graph.operation_of[task]
-        operation = graph.workload.operations[index]
+        operation = graph.workload.operations[graph.operation_of[task]]
         kind = operation.kind.lower() if operation.stage in odd else operation.kind
-        label = f"{kind}{task - graph.offsets[index]}"
-        shown = label if right - left >= len(label) else label[: min(1, right - left)]
+        label = f"{kind}{graph.microbatch_text(task)}"
+        shorter = (label, label.partition(".")[0], kind[:1], "")
+        shown = next(each for each in shorter if len(each) <= right - left)
         for offset, letter in enumerate(shown):
             texts[left + offset] = letter
     return [TimelineCell(kind, text if kind else "") for kind, text in zip(kinds, texts, strict=True)]
@@ -272,7 +272,7 @@ def _row(simulation: Simulation, scale: _TimeScale, device: int) -> Iterator[str
             f'<rect class="{classes}" x="{_pixels(x)}" width="{_pixels(max(width - 0.5, 0.1))}" height="{_BAR}">'
             f"<title>{graph.label(task)} {format_ns(begin)} to {format_ns(begin + duration)}</title></rect>"
         )
-        label = str(task - graph.offsets[graph.operation_of[task]])
+        label = graph.microbatch_text(task)
         if width >= _DIGIT * len(label) + 3:
             yield f'<text class="bar" x="{_pixels(x + width / 2)}" y="14">{label}</text>'
     yield "</g>"

@@ -59,6 +59,11 @@ class TaskGraph:
         operation = self.operation_of[task]
         return self.workload.label(operation, task - self.offsets[operation])
 
+    def microbatch_text(self, task: int) -> str:
+        """The end of an action's text: its micro-batch, and its part where it has one: ``3``, ``0.1``."""
+        operation = self.operation_of[task]
+        return self.workload.slots[operation].text(task - self.offsets[operation])
+
     def on_devices(self, orders: Orders) -> Orders:
         """The orders of the devices alone, without those of links."""
         return orders[: len(self.workload.devices)]
