@@ -16,6 +16,7 @@ from pipeplan.errors import FileError, InfeasibleError, UsageError
 from pipeplan.examples import model, shape
 from pipeplan.files import Profile, read_plan, read_profile, sha256_of, write_file
 from pipeplan.simulator.simulation import simulate
+from pipeplan.units import format_bytes, parse_bytes
 
 
 def run(*arguments: object, fails: type[Exception] | None = None) -> Result:
@@ -138,8 +139,17 @@ def test_stages_that_are_split_by_block_say_how(profile_path: Path) -> None:
 
 def test_what_cannot_be_is_said(profile_path: Path, tmp_path: Path) -> None:
     with_little = run(profile_path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError)
-    assert all(said in str(with_little.exception) for said in ("2 devices need", "4 samples", "lower --mini-batch"))
+    assert all(said in str(with_little.exception) for said in ("on 2 devices", "4 samples", "lower --mini-batch"))
     assert "--devices" in str(run(profile_path, fails=UsageError).exception)
+    every = json.loads(run(profile_path, "--devices", "1,2,4", "--mini-batch", 4, "--json").stdout)["points"]
+    least = [min(each["memory_bytes"] for each in every if each["num_devices"] == count) for count in (1, 2, 4)]
+    asked = ("--devices", 4, "--mode", "min-devices", "--mini-batch", 4, "--memory", "1MB")
+    told = str(run(profile_path, *asked, fails=InfeasibleError).exception)
+    one, two, four = map(format_bytes, least)
+    assert f"each needs at least {one} on 1 device, {two} on 2 devices, {four} on 4 devices;" in told
+    missing = re.search(r"nothing fits into 1MB per device, (\S+) too little: with 4 samples", told)
+    assert missing is not None
+    assert 0 <= 10**6 + parse_bytes(missing[1]) - min(least) <= min(least) / 100
     asked = (profile_path, "--devices", 2, "--split-level", "operator")
     refused = run(*asked, "-o", tmp_path / "p.json", fails=UsageError)
     assert "--split-level" in str(refused.exception)

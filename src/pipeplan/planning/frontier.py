@@ -16,6 +16,7 @@ from typing import Literal
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
+from pipeplan.planning.infeasibility import rounded_up
 from pipeplan.planning.plan_frontier import PlanFrontier, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
@@ -318,7 +319,7 @@ def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
         notes += _proof_notes(count, splits)
         held += splits.tracked.eliminations["heuristic"]
     if not points:
-        raise _nothing_fits(request, splitting, min(splits.points[0].memory_bytes for splits in tracked))
+        raise _nothing_fits(request, splitting, tracked)
     notes += share_notes(request.profile, tracked[-1].model) if request.num_devices > 1 else ()
     notes += [*device_notes(splitting.device, tracked[-1].model), *grain_notes(tracked[-1].model)]
     return FrontierResult(
@@ -464,11 +465,14 @@ def _ways(plan: Plan) -> dict[str, str]:
     }
 
 
-def _nothing_fits(request: Request, splitting: Splitting, least_bytes: int) -> InfeasibleError:
+def _nothing_fits(request: Request, splitting: Splitting, tracked: Sequence[Splits]) -> InfeasibleError:
+    """By what each number of devices needs, and the least of that."""
+    least = {splits.num_devices: splits.points[0].memory_bytes for splits in tracked}
+    needs = ", ".join(f"{format_bytes(size)} on {named_devices(count)}" for count, size in least.items())
+    more = format_bytes(rounded_up(min(least.values()) - (request.least_memory or 0)))
     return InfeasibleError(
-        f"nothing fits into {format_bytes(request.least_memory or 0)}: "
-        f"{named_devices(*request.device_counts)} need at least {format_bytes(least_bytes)} each "
-        f"for {request.batch.mini_batch} samples per iteration; "
+        f"nothing fits into {format_bytes(request.least_memory or 0)} per device, {more} too little: with "
+        f"{request.batch.mini_batch} samples per iteration each needs at least {needs}; "
         + remedies(request.profile, whole_blocks=splitting.whole_blocks)
     )
 
