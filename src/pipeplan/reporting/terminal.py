@@ -30,7 +30,7 @@ from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import MEMORY_KINDS, PARAMETERS, Role, in_order, role_of
-from pipeplan.workload.slices import has_parts
+from pipeplan.workload.slices import num_sliced
 
 _MAX_STAGES = 32
 _MAX_BLOCKS = 4
@@ -274,7 +274,7 @@ def _timeline(simulation: Simulation, width: int, marks: str) -> Text:
         text.append("\n")
     text.append(" " * (label + 1))
     text.append_text(_legend(simulation, marks))
-    if has_parts(simulation.workload):
+    if num_sliced(simulation.workload):
         text.append(f"\n{'':{label}} micro-batches in halves: F0.0 and F0.1, or F0 twice where cells are few")
     if any(odd_stages(simulation, device) for device in range(len(simulation.orders))):
         text.append(f"\n{'':{label}} small letters: every second stage of a device")
