@@ -95,6 +95,7 @@ def strategies(draw: st.DrawFn) -> tuple[Model, Plan]:
     return model, plan
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(strategies())
 def test_any_strategy_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, Plan]) -> None:

@@ -244,13 +244,25 @@ def middle_of_frontier(name: str) -> Case:
     return plan_of_strategy(profile, built, strategy, cluster=cluster), replace(TRAINING, model=name)
 
 
+QUICK = (
+    "mllm split",
+    "K split",
+    "tensor-parallel GPT-2 split",
+    "four, three, two and one split",
+    "words over 4, layers 2 x 2 split",
+    "matrix products split",
+    "by operator",
+    "frontier of candle-uno-tiny",
+)
+
+
 @pytest.fixture(scope="module")
 def reports(request: pytest.FixtureRequest) -> Reports:
     """[case][rank] what 4 real processes report, started once for all cases."""
     return reports_of({name: make() for name, make in asked_for(request, cases()).items()})
 
 
-@slow_but("name", cases(), lambda name: not name.endswith(("full", "recomputed", "operators")))
+@slow_but("name", cases(), QUICK.__contains__)
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     plan, options = cases()[name]()
     check(plan).require(name)

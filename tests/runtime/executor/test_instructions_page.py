@@ -37,6 +37,7 @@ EXTRA = {"profile": ["--repeats", "1"], "run": ["--steps", "2", "--json"], "simu
 """Less work, and what can be looked at."""
 
 
+@pytest.mark.slow
 def test_commands(files: Path) -> None:
     """One after the other, the verbs know the instruction."""
     (commands,) = blocks("console")

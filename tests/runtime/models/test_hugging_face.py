@@ -122,6 +122,7 @@ def test_large_models_need_no_memory_and_have_the_published_parameters(said: str
     assert size(found.module) == PUBLISHED[said]
 
 
+@pytest.mark.slow
 def test_a_model_without_data_is_cut_and_run_on_meta() -> None:
     model = load_configuration("LlamaConfig(num_hidden_layers=3)", sequence=64, meta=True)
     assert all(torch.isfinite(parameter).all() for parameter in model.block("head").build().parameters())

@@ -204,6 +204,7 @@ def test_a_rank_that_breaks_is_named_with_its_operation(
     assert [curve.operation for curve in read_cluster(path).measured] == ["send"]
 
 
+@pytest.mark.slow
 def test_an_interruption_keeps_whole_curves() -> None:
     kept: list[Cluster] = []
 

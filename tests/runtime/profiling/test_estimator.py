@@ -187,6 +187,7 @@ def test_times_grow_with_work() -> None:
         assert small.backward_ns == (small.input_grad_ns or 0) + (small.weight_grad_ns or 0)
 
 
+@pytest.mark.slow
 def test_large_models_need_little_memory() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = load_model(

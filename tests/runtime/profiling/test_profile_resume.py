@@ -22,7 +22,6 @@ from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.profiling import rounds as partial_module
 from pipeplan.runtime.profiling.measure import profile_model
 from pipeplan.runtime.profiling.rounds import RowKey, UnfinishedProfile
-from support.marks import slow_but
 
 RUNS = {"repeats": 4, "warmup": 1}
 
@@ -287,7 +286,8 @@ def stop(process: subprocess.Popen[str], folder: Path, number: signal.Signals) -
     return process.returncode, err
 
 
-@slow_but("number", [signal.SIGINT, signal.SIGKILL], lambda number: number is signal.SIGINT)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_process_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "slow_models.py").write_text(MODULE)
     (tmp_path / "p.json").write_text("what was there")
