@@ -185,20 +185,23 @@ def _batches(request: Request, replicas: int, spread: bool) -> Iterator[Batch]:
     """Micro-batches that replicas can share, of sizes per replica that all blocks were profiled around."""
     low, high = _profiled(request, replicas, spread)
     mini_batch, unit = request.batch.mini_batch, replicas * (2 if request.num_parted else 1)
-    sizes = [size * replicas for size in request.sizes] or [request.batch.microbatch_size]
-    for size in sizes:
+    for size in _sizes(request, replicas):
         if mini_batch % size == 0 and size % unit == 0 and low <= size // replicas <= high:
             yield Batch(mini_batch // size, size)
+
+
+def _sizes(request: Request, replicas: int) -> list[int]:
+    """Micro-batch sizes of all replicas together: what each may have, or the one that is fixed."""
+    return [size * replicas for size in request.sizes] or [request.batch.microbatch_size]
 
 
 def _no_size(request: Request, replicas: int, spread: bool) -> UsageError:
     low, high = _profiled(request, replicas, spread)
     if low > high:
         return _no_costs(request, replicas, spread)
-    sizes = [size * replicas for size in request.sizes] or [request.batch.microbatch_size]
     return UsageError(
-        f"no micro-batch size of {', '.join(map(str, sizes))} suits {replicas} replicas: it must divide the "
-        f"mini-batch of {request.batch.mini_batch} and give each replica {low} to {high} samples"
+        f"no micro-batch size of {', '.join(map(str, _sizes(request, replicas)))} suits {replicas} replicas: it must "
+        f"divide the mini-batch of {request.batch.mini_batch} and give each replica {low} to {high} samples"
         f"{', an even number for --slices' if request.num_parted else ''}; choose another --microbatch-size, "
         "--mini-batch or --replicas"
     )
