@@ -305,7 +305,7 @@ class TestStageGraphs:
         orders = kinds(problem, orders_of("interleaved-1f1b", problem))
         assert [order.index("B") for order in orders] == [6 + 2 * number - 1 for number in (4, 3, 4, 3, 2, 1)]
 
-    @settings(max_examples=60)
+    @settings(max_examples=30)
     @given(stage_graphs(sizes=True) | stage_graphs() | stage_graphs(chunks=2) | stage_graphs(chunks=3))
     def test_every_one_passes_check_wherever_it_applies(self, drawn: Placed) -> None:
         problem, graph = OneMicrobatch.of(drawn.workload), task_graph(drawn.workload)
