@@ -104,10 +104,9 @@ def test_parameters(tiny: Profile) -> None:
     assert by_id["layer1.attention"].parameter_bytes == FLOAT * (4 * hidden * hidden + 4 * hidden + 2 * hidden)
     assert by_id["head"].parameter_bytes == FLOAT * (64 * hidden + 2 * hidden)
     assert all(block.optimizer_bytes == 2 * block.parameter_bytes for block in tiny.blocks)
-    assert {block.id: block.tied for block in tiny.blocks if block.tied} == {
-        "embedding": "embedding.token.weight",
-        "head": "embedding.token.weight",
-    }
+    (table,) = tiny.tied
+    assert (table.name, table.blocks) == ("embedding.token.weight", ("embedding", "head"))
+    assert (table.parameter_bytes, table.optimizer_bytes) == (FLOAT * 64 * hidden, 2 * FLOAT * 64 * hidden)
 
 
 def test_rows(tiny: Profile) -> None:
@@ -608,7 +607,8 @@ def test_command_prints_sums(run: Callable[..., int], capsys: pytest.CaptureFixt
     printed = json.loads(capsys.readouterr().out)
     found = read_profile(str(tmp_path / "p.json"))
     assert (printed["num_blocks"], printed["num_kinds"]) == (10, 4)
-    assert printed["parameter_bytes"] == sum(block.parameter_bytes for block in found.blocks)
+    table, all_blocks = found.tied[0].parameter_bytes, sum(block.parameter_bytes for block in found.blocks)
+    assert printed["parameter_bytes"] == all_blocks - table, "a tied table counts once"
     (sums,) = printed["sizes"]
     assert sums["microbatch_size"] == 1
     for field in ("forward_ns", "weight_grad_ns", "activation_bytes"):
