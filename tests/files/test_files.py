@@ -49,7 +49,17 @@ from pipeplan.files import (
 )
 from pipeplan.files import read_write as files
 from pipeplan.workload.action import Action
-from pipeplan.workload.elements import Dependency, Device, DeviceMemory, Element, Hop, Operation, Repetend, Stage
+from pipeplan.workload.elements import (
+    Dependency,
+    Device,
+    DeviceMemory,
+    Element,
+    Hop,
+    Operation,
+    Repetend,
+    Stage,
+    TiedState,
+)
 from support.paths import ROOT
 
 Data = dict[str, Any]
@@ -410,6 +420,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Plan": Plan,
     "Device of a plan": Device,
     "Stage of a plan": Stage,
+    "Tied state of a plan": TiedState,
     "Operation of a plan": Operation,
     "Dependency of a plan": Dependency,
     "Hop of a dependency": Hop,

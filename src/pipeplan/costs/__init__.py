@@ -6,7 +6,7 @@ clusters (catalog), what follows from costs in time (workload).
 
 from pipeplan.costs.blocks import UNLIMITED, StageCost, block_costs, state_of_total
 from pipeplan.costs.communication import transfer_time
-from pipeplan.costs.stages import build_workload, can_split, gradient_sync, group_costs, stage_costs
+from pipeplan.costs.stages import build_workload, can_split, group_costs, stage_costs, with_syncs
 
 __all__ = [
     "UNLIMITED",
@@ -14,9 +14,9 @@ __all__ = [
     "block_costs",
     "build_workload",
     "can_split",
-    "gradient_sync",
     "group_costs",
     "stage_costs",
     "state_of_total",
     "transfer_time",
+    "with_syncs",
 ]
