@@ -9,10 +9,10 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from pipeplan.costs.blocks import StageCost, block_costs
+from pipeplan.costs.blocks import StageCost, TiedShare, block_costs
 from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, Edge, PlacedStage, Placement, Profile, TiedParameter
+from pipeplan.files import Block, Cluster, Edge, PlacedStage, Placement, Profile
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, TiedState, slots_of
 from pipeplan.workload.kinds import BACKWARD_ROLES, GRADIENTS, STATE_KINDS, MemoryBytes, Role
 from pipeplan.workload.samples import carried
@@ -50,26 +50,27 @@ def group_costs(
     into: dict[str, list[Edge]] = defaultdict(list)
     for edge in profile.edges:
         into[edge.target].append(edge)
-    tied = _tied_in(profile)
+    tied = _tied_in(profile, shards)
     return [
         _summed([by_id[id_] for id_ in blocks], into, tied, microbatch_size, shards, recompute=recompute)
         for blocks in groups
     ]
 
 
-def _tied_in(profile: Profile) -> dict[str, list[TiedParameter]]:
-    """{block: what it shares with others}"""
-    found: dict[str, list[TiedParameter]] = defaultdict(list)
+def _tied_in(profile: Profile, shards: int) -> dict[str, list[TiedShare]]:
+    """{block: what each of so many devices that split it shares with other blocks}"""
+    found: dict[str, list[TiedShare]] = defaultdict(list)
     for each in profile.tied:
+        share = TiedShare(each.name, shards, each.state // shards)
         for block in each.blocks:
-            found[block].append(each)
+            found[block].append(share)
     return found
 
 
 def _summed(
     chosen: Sequence[Block],
     into: Mapping[str, Sequence[Edge]],
-    tied: Mapping[str, Sequence[TiedParameter]],
+    tied: Mapping[str, Sequence[TiedShare]],
     microbatch_size: int,
     shards: int,
     *,
@@ -88,6 +89,7 @@ def _summed(
         for block, each in zip(chosen, edges, strict=True)
     ]
     split = all(row.input_grad_ns is not None for row in rows)
+    shared = Counter(each for block in chosen for each in tied.get(block.id, ()))
     return StageCost(
         forward_ns=sum(row.forward_ns for row in rows),
         backward_ns=sum(row.whole_backward_ns for row in rows),
@@ -98,17 +100,14 @@ def _summed(
         ),
         weight_grad_bytes=sum(row.weight_grad_bytes for row in rows),
         workspace_bytes=max(row.workspace_bytes for row in rows),
-        state=_kept(chosen, tied, shards),
+        state=sum((block.state.share(shards) for block in chosen), MemoryBytes()) - _again(shared),
+        tied=frozenset(shared),
     )
 
 
-def _kept(chosen: Sequence[Block], tied: Mapping[str, Sequence[TiedParameter]], shards: int) -> MemoryBytes:
-    """What each device keeps of the chosen blocks throughout; what several of them share, once."""
-    kept = sum((block.state.share(shards) for block in chosen), MemoryBytes())
-    times = Counter(each for block in chosen for each in tied.get(block.id, ()))
-    for each, count in times.items():
-        kept -= each.state // shards * (count - 1)
-    return kept
+def _again(shared: Mapping[TiedShare, int]) -> MemoryBytes:
+    """What so many blocks each count of what they share, beyond the first time."""
+    return sum((each.state * (count - 1) for each, count in shared.items()), MemoryBytes())
 
 
 def _counted_again(edges: Iterable[Edge], microbatch_size: int) -> int:
