@@ -17,6 +17,7 @@ from pipeplan.costs import build_workload, stage_costs
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.examples.models import WIDTH, model
 from pipeplan.files import Block, Cluster, CostRow, PlacedStage, Placement, Plan, Profile, TiedParameter, parse, to_json
+from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.kinds import PARAMETERS
@@ -211,3 +212,10 @@ def test_a_profile_cannot_tie_what_is_not_there(change: dict[str, object], messa
     tied = profile.tied[0].model_copy(update=change)
     with pytest.raises(ValueError, match=message):
         Profile.model_validate_json(profile.model_copy(update={"tied": (tied,)}).model_dump_json())
+
+
+def test_a_frontier_on_one_device_has_one_copy() -> None:
+    profile = model("gpt2-345m", microbatch_sizes=[1])
+    found = cost_model(profile, None, 1, 1, options=CostOptions(blocks=True)).configurations
+    held = sum(ways[0].state_bytes for ways in found.values())
+    assert held == sum(block.state.total for block in profile.blocks) - profile.tied[0].state.total
