@@ -698,3 +698,40 @@ def test_command_tells_of_missing_sizes(
     assert run("models_to_measure:model", *QUICK, "--microbatch", "1,2,5,8", "-o", "p.json") == 0
     assert "not measured: micro-batch sizes 5, 8" in capsys.readouterr().err
     assert read_profile(str(tmp_path / "p.json")).microbatch_sizes == (1, 2)
+
+
+def test_what_blocks_share_is_listed_with_its_bytes() -> None:
+    """What the same blocks share together, a frozen parameter without optimizer state, inside a block counted once."""
+
+    def two() -> nn.Module:
+        return nn.Sequential(linear(), linear())
+
+    def frozen() -> nn.Module:
+        module = linear()
+        module.weight.requires_grad_(False)  # type: ignore[operator, union-attr]  # a parameter
+        return module
+
+    tied = (
+        (("a", "0.weight"), ("a", "1.weight"), ("c", "0.weight")),
+        (("a", "0.bias"), ("c", "0.bias")),
+        (("b", "weight"), ("d", "weight")),
+    )
+    found = block_graph_of(chain(two, frozen, two, frozen, tied=tied), torch.float32)
+    weight, bias = FLOAT * WIDTH * WIDTH, FLOAT * WIDTH
+    assert [(each.name, each.blocks, each.parameter_bytes, each.optimizer_bytes) for each in found.tied] == [
+        ("a.0.weight", ("a", "c"), weight + bias, 2 * (weight + bias)),
+        ("b.weight", ("b", "d"), weight, 0),
+    ]
+    assert [block.parameter_bytes for block in found.blocks[:3]] == [
+        weight + 2 * bias,
+        weight + bias,
+        2 * weight + 2 * bias,
+    ]
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_hugging_face_ties_as_its_configuration_says(tie: bool) -> None:
+    sizes = "vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2"
+    name = f"LlamaConfig({sizes}, num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings={tie})"
+    graph = block_graph_of(load_model(name, sequence=8), torch.float32)
+    assert [(each.parameter_bytes, len(each.blocks)) for each in graph.tied] == [(FLOAT * 96 * 32, 2)] * tie
