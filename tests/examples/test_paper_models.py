@@ -96,10 +96,8 @@ INPUTS = {
 
 def parameters(profile: Profile) -> int:
     """From the file alone: bytes of 16-bit numbers, a tied table once."""
-    tables = {block.tied: block.dimensions for block in profile.blocks if block.tied}
-    copies = sum(block.tied is not None for block in profile.blocks) - len(tables)
-    table = sum(sizes["vocabulary"] * sizes["hidden"] for sizes in tables.values())
-    return sum(block.parameter_bytes for block in profile.blocks) // 2 - copies * table
+    again = sum((len(each.blocks) - 1) * each.parameter_bytes for each in profile.tied)
+    return (sum(block.parameter_bytes for block in profile.blocks) - again) // 2
 
 
 def rounded(count: int, stated: str) -> str:

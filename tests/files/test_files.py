@@ -36,6 +36,7 @@ from pipeplan.files import (
     Profile,
     Provenance,
     Source,
+    TiedParameter,
     parse,
     read_cluster,
     read_placement,
@@ -48,7 +49,17 @@ from pipeplan.files import (
 )
 from pipeplan.files import read_write as files
 from pipeplan.workload.action import Action
-from pipeplan.workload.elements import Dependency, Device, DeviceMemory, Element, Hop, Operation, Repetend, Stage
+from pipeplan.workload.elements import (
+    Dependency,
+    Device,
+    DeviceMemory,
+    Element,
+    Hop,
+    Operation,
+    Repetend,
+    Stage,
+    TiedState,
+)
 from support.paths import ROOT
 
 Data = dict[str, Any]
@@ -397,6 +408,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Profile": Profile,
     "Source of a profile or a cluster": Source,
     "Block of a profile": Block,
+    "Tied parameter of a profile": TiedParameter,
     "Cost row of a block": CostRow,
     "Edge of a profile": Edge,
     "Placement": Placement,
@@ -408,6 +420,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Plan": Plan,
     "Device of a plan": Device,
     "Stage of a plan": Stage,
+    "Tied state of a plan": TiedState,
     "Operation of a plan": Operation,
     "Dependency of a plan": Dependency,
     "Hop of a dependency": Hop,

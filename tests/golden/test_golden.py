@@ -77,13 +77,17 @@ def test_forty_searches_for_ten_profiles() -> None:
     assert set(requests("search")) >= FAST
 
 
+MOVED = {"blocks[].tied"}
+"""Keys that a later version of a format says elsewhere: profiles of version 2 list what is tied, with its bytes."""
+
+
 @pytest.mark.parametrize(
     "case", [*requests("keys"), *(pytest.param(case, marks=pytest.mark.slow) for case in requests("keys_torch"))]
 )
 def test_every_json_key_is_still_there(case: str) -> None:
     known = set(json.loads(KEYS.read_text(encoding="utf-8"))[case])
     text = (requests("keys") | requests("keys_torch"))[case]
-    assert not known - set(keys_of(case, text))
+    assert not known - MOVED - set(keys_of(case, text))
 
 
 @pytest.mark.parametrize("plan", requests("plans"))

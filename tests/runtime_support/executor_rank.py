@@ -83,6 +83,7 @@ def train_both(plan: Plan, model: Model, options: TrainOptions, context: RankCon
     for name, share, parameter in _held(trainer):
         shapes.setdefault(f"{share.block}.{name}", []).append(list(parameter.shape))
     counted = sum(each.numel() for each in trainer.shared.counted(trainer.unique_parameters()))
+    held_parameters = trainer.unique_parameters()
     num_buffers = trainer.executor.channels.buffers.num_made
     trainer.close()
     return {
@@ -92,6 +93,7 @@ def train_both(plan: Plan, model: Model, options: TrainOptions, context: RankCon
         "parameters": sorted(shapes),
         "shapes": shapes,
         "counted": counted,
+        "bytes": sum(each.nbytes for each in held_parameters),
         "num_buffers": num_buffers,
     }
 

@@ -115,15 +115,19 @@ def placed_plan(
     full_names: bool = False,
     orders: Callable[[Workload], Orders] | None = None,
     instructions: Sequence[CustomOp] = (),
+    profile: Profile | None = None,
 ) -> Plan:
-    """A plan with these stages; they may have micro-batch sizes, replicas, routes and parts of their own."""
+    """A plan with these stages; they may have micro-batch sizes, replicas, routes and parts of their own.
+
+    Without a ``profile`` costs are made up, and parameters take nothing.
+    """
     placement = Placement(
         strategy="by-hand",
         num_devices=max(device for stage in stages for device in stage.devices) + 1,
         num_routes=num_routes,
         stages=tuple(stages),
     )
-    profile = profile_of(model)
+    profile = profile or profile_of(model)
     workload = build_workload(
         profile,
         placement,

@@ -366,6 +366,9 @@ def _iteration(facts: Facts) -> int:
     for stage in facts.plan.stages:
         for device in stage.devices:
             syncs[device] += stage.sync_ns
+    for each in facts.plan.tied:
+        for device in {device for number in each.stages for device in facts.plan.stages[number].devices}:
+            syncs[device] += each.sync_ns
     return max(map(sum, zip(ends, syncs, strict=True)))
 
 

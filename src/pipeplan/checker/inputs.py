@@ -11,7 +11,7 @@ from pipeplan.costs import block_costs, transfer_time
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, sha256_of
-from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
+from pipeplan.workload.elements import Dependency, Hop, Operation, Stage, TiedState
 from pipeplan.workload.kinds import BACKWARD_ROLES, GRADIENTS, STATE_KINDS, MemoryBytes, Role, is_instruction
 
 _EdgesByPair = dict[tuple[str, str], list[Edge]]
@@ -37,8 +37,10 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
                 if operation.part_ns is not None:
                     _check_part(number, stage, operation, profile, findings)
     _check_dependencies(plan, profile, cluster, findings)
+    _check_tied(plan, profile, findings)
     if _knows_links(plan, cluster):
         _check_syncs(plan, cluster, findings)
+        _check_tied_syncs(plan, cluster, findings)
 
 
 def _knows_links(plan: Plan, cluster: Cluster | None) -> bool:
@@ -128,9 +130,12 @@ def _of_configuration(block: Block, configuration: str | None) -> Block:
 
 
 def _check_stage(number: int, stage: Stage, profile: Profile, findings: Findings) -> None:
-    """Each shard holds its part of what training keeps of every block, rounded up."""
+    """Each shard holds its part of what training keeps of every block, rounded up; what is tied in it, once."""
     blocks = (block for block in profile.blocks if block.id in set(stage.blocks))
     expected = sum((block.state.share(stage.shards) for block in blocks), MemoryBytes())
+    for tied in profile.tied:
+        for _ in sorted(set(stage.blocks) & set(tied.blocks))[1:]:
+            expected -= tied.state // stage.shards
     _compare(f"stages[{number}]", stage, expected.keyed(STATE_KINDS), findings)
 
 
@@ -142,11 +147,75 @@ def _check_part(number: int, stage: Stage, forward: Operation, profile: Profile,
         _compare(f"operations[{forward.id}]", forward, expected, findings)
 
 
+def _check_tied(plan: Plan, profile: Profile, findings: Findings) -> None:
+    """What several stages have of a tied parameter stands in the plan: once for all stages that can share a copy.
+
+    Those are stages whose common devices have the same shard of it in all of them.
+    """
+    stated = {each.name: [other for other in plan.tied if other.name == each.name] for each in plan.tied}
+    for tied in profile.tied:
+        found = stated.pop(tied.name, [])
+        users = [
+            number
+            for number, stage in enumerate(plan.stages)
+            if set(stage.blocks) & set(tied.blocks) and not stage.configurations
+        ]
+        expected = _sharing(plan, users) if len(users) > 1 and tied.state.total else []
+        if [list(each.stages) for each in found] != expected:
+            text = (
+                f"{tied.name!r} is shared by stages {[list(each.stages) for each in found]}, by the profile {expected}"
+            )
+            findings.add("profile", "tied", text)
+            continue
+        for each in found:
+            state = (tied.state // plan.stages[each.stages[0]].shards).keyed(STATE_KINDS)
+            _compare(f"tied[{plan.tied.index(each)}]", each, state, findings)
+    for name in stated:
+        findings.add("profile", "tied", f"{name!r} is not tied in the profile")
+
+
+def _sharing(plan: Plan, users: Sequence[int]) -> list[list[int]]:
+    """Stages, each with the first ones of as many shards among which no device has another shard of it."""
+    found: list[list[int]] = []
+    for number in users:
+        stage = plan.stages[number]
+        for together in found:
+            others = [plan.stages[other] for other in together]
+            if all(_same_shards(stage, other) for other in others):
+                together.append(number)
+                break
+        else:
+            found.append([number])
+    return found
+
+
+def _same_shards(stage: Stage, other: Stage) -> bool:
+    """Whether both stages have as many shards, and every device of both has the same one in both."""
+    common = set(stage.devices) & set(other.devices)
+    places = [[each.devices.index(device) % each.shards for device in sorted(common)] for each in (stage, other)]
+    return stage.shards == other.shards and places[0] == places[1]
+
+
+def _check_tied_syncs(plan: Plan, cluster: Cluster | None, findings: Findings) -> None:
+    """Gradients of what is tied are summed over all its copies, shard by shard; whole, where it is split unlike."""
+    for number, each in enumerate(plan.tied):
+        parts = [(plan.stages[n], other) for other in plan.tied if other.name == each.name for n in other.stages]
+        unlike = len({stage.shards for stage, _ in parts}) > 1
+        groups: dict[int, set[int]] = defaultdict(set)
+        for stage, _ in parts:
+            for index, device in enumerate(stage.devices):
+                groups[0 if unlike else index % stage.shards].add(device)
+        size = max(other.state[GRADIENTS] * (stage.shards if unlike else 1) for stage, other in parts)
+        slowest = max(all_reduce_time(cluster, sorted(group), size) for group in groups.values())
+        _compare(f"tied[{number}]", each, {"sync_ns": slowest}, findings)
+
+
 def _check_syncs(plan: Plan, cluster: Cluster | None, findings: Findings) -> None:
-    """Gradients are summed over all devices that hold a part of the same blocks, shard by shard.
+    """Gradients are summed over all devices that hold a part of the same blocks, shard by shard; what is tied apart.
 
     Inside a stage whose blocks have configurations they are summed otherwise, too.
     """
+    apart = [sum(each.state[GRADIENTS] for each in plan.tied if n in each.stages) for n in range(len(plan.stages))]
     devices_of: dict[str, set[int]] = defaultdict(set)
     for stage in plan.stages:
         for block in stage.blocks:
@@ -155,7 +224,8 @@ def _check_syncs(plan: Plan, cluster: Cluster | None, findings: Findings) -> Non
         if stage.configurations:
             continue
         devices = sorted(set().union(*(devices_of[block] for block in stage.blocks)))
-        expected = {"sync_ns": all_reduce_time(cluster, devices[:: stage.shards], stage.state[GRADIENTS])}
+        own = stage.state[GRADIENTS] - apart[number]
+        expected = {"sync_ns": all_reduce_time(cluster, devices[:: stage.shards], own)}
         _compare(f"stages[{number}]", stage, expected, findings)
 
 
@@ -303,7 +373,9 @@ def _tensor_bytes(edge: Edge, samples: int) -> int:
     return edge.bytes_per_sample if edge.broadcast else edge.bytes_per_sample * samples
 
 
-def _compare(place: str, stated: Stage | Operation | Hop, expected: dict[str, int], findings: Findings) -> None:
+def _compare(
+    place: str, stated: Stage | TiedState | Operation | Hop, expected: dict[str, int], findings: Findings
+) -> None:
     for name, value in expected.items():
         if getattr(stated, name) != value:
             findings.add("profile", f"{place}.{name}", f"is {getattr(stated, name)}, the profile gives {value}")

@@ -229,6 +229,13 @@ def _state(facts: Facts) -> list[MemoryBytes]:
     for stage in facts.plan.stages:
         for device in stage.devices:
             state[device] += stage.state
+    for each in facts.plan.tied:
+        seen: set[int] = set()
+        for number in each.stages:
+            for device in facts.plan.stages[number].devices:
+                if device in seen:
+                    state[device] -= each.state
+                seen.add(device)
     return state
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter
 
@@ -138,6 +138,14 @@ UNLIMITED = 1 << 60
 """More micro-batches than there can be, and more ns."""
 
 
+class TiedShare(NamedTuple):
+    """One of ``shards`` equal parts of a tied parameter, and what training keeps of it."""
+
+    name: str
+    shards: int
+    state: MemoryBytes
+
+
 @dataclass(frozen=True, slots=True)
 class StageCost:
     """Costs of a stage on each of its devices, for one micro-batch; times in ns, sizes in bytes.
@@ -145,8 +153,9 @@ class StageCost:
     ``state`` is held all the time, activations from F to B or I, ``weight_grad_bytes`` from I to W, workspace by one
     action.
     ``input_grad_ns`` and ``weight_grad_ns`` are None where a block of the stage has no split backward. ``sync_ns`` is
-    summing gradients among the devices of a replica, once per iteration. Two stages that become one have the sum of
-    their costs, but for the workspace: only one block runs at a time.
+    summing gradients among the devices of a replica, once per iteration. ``tied`` is what of the state others may
+    share. Two stages that become one have the sum of their costs, but for the workspace, since only one block runs at a
+    time, and for what both share, which is there once.
     """
 
     forward_ns: int
@@ -158,6 +167,7 @@ class StageCost:
     workspace_bytes: int = 0
     state: MemoryBytes = field(default_factory=MemoryBytes)
     sync_ns: int = 0
+    tied: frozenset[TiedShare] = frozenset()
 
     @property
     def compute_ns(self) -> int:
@@ -184,6 +194,9 @@ class StageCost:
         return -1 if left < 0 else left // self.activation_bytes if self.activation_bytes else UNLIMITED
 
     def __add__(self, other: StageCost) -> StageCost:
+        state = self.state + other.state
+        for each in self.tied & other.tied:
+            state -= each.state
         return StageCost(
             self.forward_ns + other.forward_ns,
             self.backward_ns + other.backward_ns,
@@ -192,8 +205,9 @@ class StageCost:
             self.activation_bytes + other.activation_bytes,
             self.weight_grad_bytes + other.weight_grad_bytes,
             max(self.workspace_bytes, other.workspace_bytes),
-            self.state + other.state,
+            state,
             self.sync_ns + other.sync_ns,
+            self.tied | other.tied,
         )
 
 

@@ -25,7 +25,7 @@ def alike(profile: Profile) -> list[list[Block]]:
     """Blocks that cost the same, together: same operator, dimensions, parameters and cost rows."""
     found: dict[str, list[Block]] = {}
     for block in profile.blocks:
-        found.setdefault(block.model_copy(update={"id": "", "tied": None}).model_dump_json(), []).append(block)
+        found.setdefault(block.model_copy(update={"id": ""}).model_dump_json(), []).append(block)
     return list(found.values())
 
 
@@ -295,13 +295,16 @@ class ProfileResult:
 
 
 def counts(profile: Profile) -> dict[str, int]:
-    """How many blocks, kinds of blocks and edges there are, and the bytes of their states."""
+    """How many blocks, kinds of blocks and edges there are, and the bytes of their states, of tied parameters once."""
+    again = [(each, len(each.blocks) - 1) for each in profile.tied]
     return {
         "num_blocks": len(profile.blocks),
         "num_kinds": len(alike(profile)),
         "num_edges": len(profile.edges),
-        "parameter_bytes": sum(block.parameter_bytes for block in profile.blocks),
-        "optimizer_bytes": sum(block.optimizer_bytes for block in profile.blocks),
+        "parameter_bytes": sum(block.parameter_bytes for block in profile.blocks)
+        - sum(times * each.parameter_bytes for each, times in again),
+        "optimizer_bytes": sum(block.optimizer_bytes for block in profile.blocks)
+        - sum(times * each.optimizer_bytes for each, times in again),
     }
 
 

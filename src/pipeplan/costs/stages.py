@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from pipeplan.costs.blocks import StageCost, block_costs
+from pipeplan.costs.blocks import StageCost, TiedShare, block_costs
 from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Edge, PlacedStage, Placement, Profile
-from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
-from pipeplan.workload.kinds import BACKWARD_ROLES, GRADIENTS, MemoryBytes, Role
+from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, TiedState, slots_of
+from pipeplan.workload.kinds import BACKWARD_ROLES, GRADIENTS, STATE_KINDS, MemoryBytes, Role
 from pipeplan.workload.samples import carried
 from pipeplan.workload.workload import Workload
 
@@ -30,7 +30,7 @@ def stage_costs(
     """Costs of blocks that run one after another on each device of a group.
 
     Times, activations and parameters add up; a tensor that several of the blocks take and give a gradient for is held
-    once. Workspace is the largest, since only one block runs at a time.
+    once, and so are parameters that they share. Workspace is the largest, since only one block runs at a time.
 
     Raises:
         UsageError: a block has no costs for this micro-batch size or shard count.
@@ -50,15 +50,33 @@ def group_costs(
     into: dict[str, list[Edge]] = defaultdict(list)
     for edge in profile.edges:
         into[edge.target].append(edge)
+    tied = _tied_in(profile, shards)
     return [
-        _summed([by_id[id_] for id_ in blocks], into, microbatch_size, shards, recompute=recompute) for blocks in groups
+        _summed([by_id[id_] for id_ in blocks], into, tied, microbatch_size, shards, recompute=recompute)
+        for blocks in groups
     ]
 
 
+def _tied_in(profile: Profile, shards: int) -> dict[str, list[TiedShare]]:
+    """{block: what each of so many devices that split it shares with other blocks}"""
+    found: dict[str, list[TiedShare]] = defaultdict(list)
+    for each in profile.tied:
+        share = TiedShare(each.name, shards, each.state // shards)
+        for block in each.blocks:
+            found[block].append(share)
+    return found
+
+
 def _summed(
-    chosen: Sequence[Block], into: Mapping[str, Sequence[Edge]], microbatch_size: int, shards: int, *, recompute: bool
+    chosen: Sequence[Block],
+    into: Mapping[str, Sequence[Edge]],
+    tied: Mapping[str, Sequence[TiedShare]],
+    microbatch_size: int,
+    shards: int,
+    *,
+    recompute: bool,
 ) -> StageCost:
-    """Costs of the chosen blocks, with the edges ``into`` each block."""
+    """Costs of the chosen blocks, with the edges ``into`` each block, and what it shares."""
     edges = [into.get(block.id, ()) for block in chosen]
     rows = [
         block_costs(
@@ -71,6 +89,7 @@ def _summed(
         for block, each in zip(chosen, edges, strict=True)
     ]
     split = all(row.input_grad_ns is not None for row in rows)
+    shared = Counter(each for block in chosen for each in tied.get(block.id, ()))
     return StageCost(
         forward_ns=sum(row.forward_ns for row in rows),
         backward_ns=sum(row.whole_backward_ns for row in rows),
@@ -81,8 +100,14 @@ def _summed(
         ),
         weight_grad_bytes=sum(row.weight_grad_bytes for row in rows),
         workspace_bytes=max(row.workspace_bytes for row in rows),
-        state=sum((block.state.share(shards) for block in chosen), MemoryBytes()),
+        state=sum((block.state.share(shards) for block in chosen), MemoryBytes()) - _again(shared),
+        tied=frozenset(shared),
     )
+
+
+def _again(shared: Mapping[TiedShare, int]) -> MemoryBytes:
+    """What so many blocks each count of what they share, beyond the first time."""
+    return sum((each.state * (count - 1) for each, count in shared.items()), MemoryBytes())
 
 
 def _counted_again(edges: Iterable[Edge], microbatch_size: int) -> int:
@@ -136,8 +161,9 @@ def build_workload(
     _require_one_size(placed, placement.num_routes)
     costs = [(given or {}).get(number) or _costs_of(profile, number, stage) for number, stage in enumerate(placed)]
     stages = [stage.with_state(cost.state) for stage, cost in zip(placed, costs, strict=True)]
-    syncs = [gradient_sync(stages, stage, cluster) + cost.sync_ns for stage, cost in zip(stages, costs, strict=True)]
-    stages = [replace(stage, sync_ns=sync) for stage, sync in zip(stages, syncs, strict=True)]
+    tied = _tied(profile, stages)
+    stages, tied = with_syncs(stages, tied, cluster)
+    stages = [replace(stage, sync_ns=stage.sync_ns + cost.sync_ns) for stage, cost in zip(stages, costs, strict=True)]
     operations = _operations(costs, split_backward, split_overhead_ns)
     operations = tuple(_with_parts(profile, stages[each.stage], each) for each in operations)
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
@@ -155,7 +181,40 @@ def build_workload(
         operations=operations,
         dependencies=_dependencies(profile, stages, placement.num_routes, operations, cluster),
         num_routes=placement.num_routes,
+        tied=tuple(tied),
     )
+
+
+def _tied(profile: Profile, stages: Sequence[Stage]) -> list[TiedState]:
+    """What stages share, as :class:`TiedState` says; of stages with configurations, and of no bytes, it is not known.
+
+    Each stage joins the first entry in which no device has another shard.
+    """
+    found: list[TiedState] = []
+    for each in profile.tied:
+        if not each.state.total:
+            continue
+        users = [
+            number
+            for number, stage in enumerate(stages)
+            if not stage.configurations and not set(each.blocks).isdisjoint(stage.blocks)
+        ]
+        entries: list[tuple[int, dict[int, int], list[int]]] = []  # shards, the shard on each device, stages
+        for number in users if len(users) > 1 else ():
+            shards = stages[number].shards
+            places = {device: index % shards for index, device in enumerate(stages[number].devices)}
+            for count, known, joined in entries:
+                if count == shards and all(known.get(device, place) == place for device, place in places.items()):
+                    known.update(places)
+                    joined.append(number)
+                    break
+            else:
+                entries.append((shards, places, [number]))
+        found += [
+            TiedState(name=each.name, stages=tuple(joined), **(each.state // shards).keyed(STATE_KINDS))
+            for shards, _, joined in entries
+        ]
+    return found
 
 
 def _costs_of(profile: Profile, number: int, stage: Stage) -> StageCost:
@@ -203,14 +262,46 @@ def _require_one_size(stages: Sequence[Stage], num_routes: int) -> None:
         )
 
 
-def gradient_sync(stages: Iterable[Stage], stage: Stage, cluster: Cluster | None) -> int:
-    """Ns to sum a stage's gradients over its replicas, and over the other routes' stages with some of its blocks.
+def with_syncs(
+    stages: Sequence[Stage], tied: Sequence[TiedState], cluster: Cluster | None
+) -> tuple[list[Stage], list[TiedState]]:
+    """Stages and what they share with the times of summing their gradients over a cluster's links."""
+    again = [0] * len(stages)
+    for each in tied:
+        for number in each.stages:
+            again[number] += each.state[GRADIENTS]
+    return (
+        [
+            replace(stage, sync_ns=_gradient_sync(stages, stage, stage.state[GRADIENTS] - apart, cluster))
+            for stage, apart in zip(stages, again, strict=True)
+        ],
+        [replace(each, sync_ns=_tied_sync(stages, tied, each.name, cluster)) for each in tied],
+    )
+
+
+def _gradient_sync(stages: Iterable[Stage], stage: Stage, size: int, cluster: Cluster | None) -> int:
+    """Ns to sum gradients of a stage over its replicas, and over the other routes' stages with some of its blocks.
 
     Each shard sums its part with the shards that hold the same.
     """
     own = set(stage.blocks)
     holders = {device for other in stages if own & set(other.blocks) for device in other.devices}
-    return all_reduce_time(cluster, sorted(holders)[:: stage.shards], stage.state[GRADIENTS])
+    return all_reduce_time(cluster, sorted(holders)[:: stage.shards], size)
+
+
+def _tied_sync(stages: Sequence[Stage], tied: Iterable[TiedState], name: str, cluster: Cluster | None) -> int:
+    """Ns to sum the gradients of what is tied over all devices that have a copy, or a part.
+
+    Each shard with the shards that hold the same where all stages split it alike, else the whole, as the executor does.
+    """
+    parts = [(stages[number], each.state[GRADIENTS]) for each in tied if each.name == name for number in each.stages]
+    alike = len({stage.shards for stage, _ in parts}) == 1
+    holders: dict[int, set[int]] = defaultdict(set)
+    for stage, _ in parts:
+        for index, device in enumerate(stage.devices):
+            holders[index % stage.shards if alike else 0].add(device)
+    size = max(size if alike else size * stage.shards for stage, size in parts)
+    return max(all_reduce_time(cluster, sorted(devices), size) for devices in holders.values())
 
 
 def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operation:

@@ -36,7 +36,7 @@ from pipeplan.costs.operators import (
     vocabulary_loss,
 )
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Edge
+from pipeplan.files import Block, Edge, TiedParameter
 from pipeplan.workload.kinds import PARAMETERS
 
 WIDTH = 2
@@ -309,6 +309,22 @@ class ModelLayout:
         self.recipe = state_recipe(RECIPE)
         self.blocks: list[Block] = []
         self.edges: list[Edge] = []
+        self._tables: dict[str, tuple[int, list[str]]] = {}
+
+    @property
+    def tied(self) -> tuple[TiedParameter, ...]:
+        """The tables that several blocks share."""
+        states = {name: self.recipe.state(count, WIDTH * count) for name, (count, _) in self._tables.items()}
+        return tuple(
+            TiedParameter(name=name, blocks=tuple(blocks), **Block.kept(states[name][PARAMETERS], states[name]))
+            for name, (_, blocks) in self._tables.items()
+        )
+
+    def _tie(self, name: str | None, id_: str, stack: Stack, vocabulary: int) -> str:
+        """The block uses the table of this name, if that is one."""
+        if name is not None:
+            self._tables.setdefault(name, (vocabulary * stack.hidden, []))[1].append(id_)
+        return id_
 
     def add(
         self,
@@ -319,7 +335,6 @@ class ModelLayout:
         after: Sequence[tuple[str, int]] = (),
         dimensions: dict[str, int],
         shared: bool = False,
-        tied: str | None = None,
     ) -> str:
         """A block with the costs of ``part``, fed by ``after``: blocks and the bytes per sample that come from them.
 
@@ -335,7 +350,6 @@ class ModelLayout:
             dimensions=dimensions,
             **Block.kept(state[PARAMETERS], state),
             shared=shared,
-            tied=tied,
             costs=tuple(
                 cost_row(part(size, shards), size, self.device, shards=shards, prices=self.prices)
                 for shards in self.shards
@@ -365,7 +379,10 @@ class ModelLayout:
         shared: bool = False,
         tied: str | None = None,
     ) -> str:
-        """Token embedding, with learned positions and token types if there are any, and a norm if ``normed``."""
+        """Token embedding, with learned positions and token types if there are any, and a norm if ``normed``.
+
+        ``tied`` names the table, where other blocks use it, too.
+        """
 
         def part(samples: int, shards: int) -> Operator:
             rows = table_rows(
@@ -374,7 +391,8 @@ class ModelLayout:
             return sequence_of(rows, *([stack.norm(samples * stack.sequence)] if normed else []))
 
         sizes = stack.sizes | {"vocabulary": vocabulary}
-        return self.add(id_, "embedding", part, dimensions=sizes, shared=shared, tied=tied)
+        self.add(id_, "embedding", part, dimensions=sizes, shared=shared)
+        return self._tie(tied, id_, stack, vocabulary)
 
     def patches(self, id_: str, stack: Stack, patch: int) -> str:
         """Patches of ``patch`` numbers each to the hidden size by a linear layer; inputs get no gradient."""
@@ -430,7 +448,8 @@ class ModelLayout:
 
         sizes = stack.sizes | {"vocabulary": vocabulary}
         feeds = [(after, stack.sample_bytes)]
-        return self.add("head", "head", part, after=feeds, dimensions=sizes, shared=shared, tied=tied)
+        self.add("head", "head", part, after=feeds, dimensions=sizes, shared=shared)
+        return self._tie(tied, "head", stack, vocabulary)
 
     def pool(self, id_: str, stack: Stack, outputs: int, after: str, *, shared: bool = False) -> str:
         """Final norm, then one token of each sample by a linear layer to ``outputs`` numbers."""

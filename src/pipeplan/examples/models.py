@@ -430,6 +430,7 @@ def model(
         ),
         blocks=tuple(layout.blocks),
         edges=tuple(layout.edges),
+        tied=layout.tied,
     )
 
 

@@ -8,7 +8,7 @@ from pipeplan.files.base import File, FileModel, Source, sha256_of
 from pipeplan.files.cluster import Cluster, DeviceKind, LinkLevel, MeasuredCurve
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.plan import Plan, Predicted, Provenance
-from pipeplan.files.profile import Block, CostRow, Edge, Profile
+from pipeplan.files.profile import Block, CostRow, Edge, Profile, TiedParameter
 from pipeplan.files.read_write import (
     FORMATS,
     parse,
@@ -39,6 +39,7 @@ __all__ = [
     "Profile",
     "Provenance",
     "Source",
+    "TiedParameter",
     "parse",
     "read_cluster",
     "read_placement",

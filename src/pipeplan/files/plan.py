@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from pipeplan.files.base import CurrentVersion, File, FileModel, current_version
+from pipeplan.files.base import MIGRATIONS, CurrentVersion, File, FileModel, current_version
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.workload.action import ACTION_PATTERN, operation_of
 from pipeplan.workload.elements import (
@@ -30,6 +30,7 @@ from pipeplan.workload.elements import (
     OperationId,
     Repetend,
     Stage,
+    TiedState,
     slots_of,
 )
 from pipeplan.workload.kinds import Role
@@ -67,6 +68,10 @@ class Provenance(FileModel):
     versions: dict[str, str] = {}
 
 
+MIGRATIONS["plan", 1] = lambda plan: plan
+"""Version 2 has ``tied``."""
+
+
 class Plan(File):
     """A placement, a schedule and a program per device for one mini-batch."""
 
@@ -79,6 +84,7 @@ class Plan(File):
     num_routes: Annotated[Count, Field(description="ways through the stages that micro-batches take in turn")] = 1
     devices: Annotated[Items[Device], Field(min_length=1, max_length=MAX_DEVICES)]
     stages: Annotated[Items[Stage], Field(min_length=1)]
+    tied: Annotated[Items[TiedState], Field(description="parameters that stages share")] = ()
     operations: Annotated[Items[Operation], Field(min_length=1)]
     dependencies: Items[Dependency]
     starts_ns: Annotated[dict[OperationId, Items[TimeSum]], Field(description="start of each micro-batch's action")]
@@ -94,6 +100,7 @@ class Plan(File):
         for number in range(len(self.stages)):
             self._require_stage(number)
         self._require_blocks_first()
+        self._require_tied()
         self._require_operations()
         groups = [frozenset(stage.devices) for stage in self.stages]
         for number in range(len(self.dependencies)):
@@ -134,6 +141,20 @@ class Plan(File):
         later = [number for number, stage in enumerate(self.stages) if stage.blocks and empty and number > empty[0]]
         if later:
             raise ValueError(f"stages[{empty[0]}] has no blocks and stands before stages[{later[0]}], which has some")
+
+    def _require_tied(self) -> None:
+        """What is tied is of stages that there are, each named once, which count as much."""
+        left = [stage.state for stage in self.stages]
+        for number, each in enumerate(self.tied):
+            for stage in each.stages:
+                if stage >= len(left):
+                    raise ValueError(f"tied[{number}] names stage {stage}, but there are {len(left)} stages")
+                left[stage] -= each.state
+                if min(left[stage].values()) < 0 or each.stages.count(stage) > 1:
+                    raise ValueError(
+                        f"tied[{number}] names stage {stage} twice, or has more bytes than the stage keeps beside "
+                        "what is tied before"
+                    )
 
     def _require_parts(self, number: int) -> None:
         """Parts are halves of equal micro-batches, so that a part of one stage is a part of the next."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.files.base import CurrentVersion, File, FileModel, Source, current_version
+from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.files.placement import Placement
 from pipeplan.graphs import topological_order
 from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
@@ -75,7 +75,6 @@ class Block(FileModel):
     parameter_bytes: Annotated[Bytes, Field(description="unsplit; gradients take the same")] = 0
     optimizer_bytes: Annotated[Bytes, Field(description="optimizer state, unsplit")] = 0
     shared: Annotated[bool, Field(description="spread over all devices by placements that know shared blocks")] = False
-    tied: Annotated[Name | None, Field(description="group of blocks that share one parameter")] = None
     costs: Annotated[Items[CostRow], Field(min_length=1)]
 
     @staticmethod
@@ -125,6 +124,38 @@ class Edge(FileModel):
     broadcast: Annotated[bool, Field(description="one tensor for all samples instead of a slice for each")] = False
 
 
+class TiedParameter(FileModel):
+    """A parameter that several blocks share: each counts it as its own, a device that has several of them has it once.
+
+    Bytes of 0 are not known: of version 1 only the blocks are.
+    """
+
+    name: Name
+    blocks: Annotated[Items[Name], Field(min_length=2, description="those that share it, which all count it")]
+    parameter_bytes: Annotated[Bytes, Field(description="unsplit; gradients take the same")] = 0
+    optimizer_bytes: Annotated[Bytes, Field(description="optimizer state, unsplit")] = 0
+
+    @property
+    def state(self) -> MemoryBytes:
+        """What training keeps of it, unsplit."""
+        return training_state(self.parameter_bytes, self.optimizer_bytes)
+
+
+def _tied_parameters_have_bytes(profile: Content) -> Content:
+    """Version 2: blocks no longer name their group of tied parameters, the profile has a list of these."""
+    groups: dict[str, list[str]] = {}
+    blocks = []
+    for block in profile["blocks"]:
+        if block["tied"] is not None:
+            groups.setdefault(block["tied"], []).append(block["id"])
+        blocks.append({key: value for key, value in block.items() if key != "tied"})
+    tied = [{"name": name, "blocks": ids} for name, ids in groups.items() if len(set(ids)) > 1]
+    return profile | {"blocks": blocks, "tied": tied}
+
+
+MIGRATIONS["profile", 1] = _tied_parameters_have_bytes
+
+
 class Profile(File):
     """A model as blocks and edges with their costs. Edges form a directed acyclic graph."""
 
@@ -134,6 +165,7 @@ class Profile(File):
     source: Source
     blocks: Annotated[Items[Block], Field(min_length=1)]
     edges: Items[Edge] = ()
+    tied: Annotated[Items[TiedParameter], Field(description="parameters that blocks share")] = ()
     placement: Annotated[Placement | None, Field(description="used as it is unless another is asked for")] = None
 
     @model_validator(mode="after")
@@ -161,10 +193,32 @@ class Profile(File):
                         f"edges[{index}] and edges[{first}] carry tensor {edge.tensor!r} of {edge.source!r} in "
                         "different sizes"
                     )
+        self._require_tied(ids)
         order = self.topological_order()
         if self.placement is not None:
             self.check_placement(self.placement, order)
         return self
+
+    def _require_tied(self, place_of: dict[str, int]) -> None:
+        """Tied parameters name blocks, each once, that count as much; ``place_of`` are the blocks by id."""
+        names: set[str] = set()
+        left = {block.id: [block.parameter_bytes, block.optimizer_bytes] for block in self.blocks}
+        for index, each in enumerate(self.tied):
+            if each.name in names or len(set(each.blocks)) < len(each.blocks):
+                raise ValueError(f"tied[{index}] {each.name!r} names a block twice, or has the name of another")
+            names.add(each.name)
+            for id_ in each.blocks:
+                if id_ not in place_of:
+                    raise ValueError(f"tied[{index}] names {id_!r}, which is not a block")
+                left[id_][0] -= each.parameter_bytes
+                left[id_][1] -= each.optimizer_bytes
+                if min(left[id_]) < 0:
+                    block = self.blocks[place_of[id_]]
+                    raise ValueError(
+                        f"tied[{index}] {each.name!r} has {each.parameter_bytes} bytes of parameters and "
+                        f"{each.optimizer_bytes} of optimizer state; with the parameters tied before it that is more "
+                        f"than block {id_!r} counts, {block.parameter_bytes} and {block.optimizer_bytes}"
+                    )
 
     def topological_order(self) -> tuple[str, ...]:
         """Block ids such that every edge points forward, keeping the file's order where it can.

@@ -89,7 +89,7 @@ class StageTable:
     ) -> StageTable:
         """Those between these cuts, with ``sums`` [row, cut]."""
         rows = [way.row for way in ways]
-        waits = _waits(problem, ways, sums.parameters[0, ends] - sums.parameters[0, begins])
+        waits = _waits(problem, ways, sums.gradients(begins, ends)[0])
         times = problem.mini_batch // ways[0].microbatch_size * sums.time(begins, ends)[rows] + waits
         limit = problem.memory_bytes
         most = np.full_like(times, UNLIMITED) if limit is None else sums.most_in_flight(begins, ends, limit)[rows]
@@ -248,7 +248,8 @@ class _NestedCosts(ChainCosts):
     def over(cls, chain: ChainCosts, members: Mask) -> _NestedCosts:
         """Of the blocks of a chain."""
         sums: Array = np.diff(chain.sums) @ members.T.astype(np.int64)
-        return cls(sums, chain.widest, members=members, workspaces=chain.widest[:, 0])
+        tied = tuple((each, members.astype(np.int64) @ np.diff(before)) for each, before in chain.tied)
+        return cls(sums, chain.widest, tied=tied, members=members, workspaces=chain.widest[:, 0])
 
     def workspace(self, begins: Place, ends: Place) -> Array:
         """The largest of the blocks between two sets, block after block so that memory does for millions of pairs."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import reduce
+from operator import add
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import StageCost, group_costs
+from pipeplan.costs import StageCost, TiedShare, group_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.graphs import before_and_after, connected_parts, topological_order
@@ -189,18 +191,24 @@ def _limits(
     memory: Sequence[int | None], groups: Sequence[Sequence[int]], everywhere: Sequence[StageCost]
 ) -> list[int | None]:
     """[position] what its devices all have beside the blocks that stand everywhere."""
-    taken = sum(each.static_bytes + each.activation_bytes for each in everywhere)
+    together = reduce(add, everywhere, StageCost(0, 0))
+    taken = together.static_bytes + together.activation_bytes
     known = [[limit for device in group if (limit := memory[device]) is not None] for group in groups]
     return [max(0, min(limits) - taken) if limits else None for limits in known]
 
 
 def _missing(chain: Chain, begins: Sequence[int], routes: Positions, limits: Sequence[int | None]) -> list[int]:
-    """[position] bytes by which it is too small for its stages of all routes, of which each may take more than half."""
-    needed = [0] * len(limits)
+    """[position] bytes by which it is too small for its stages of all routes, of which each may take more than half.
+
+    What stages of several routes share is there once.
+    """
+    needed, tied = [0] * len(limits), [frozenset[TiedShare]() for _ in limits]
     for positions in routes:
         for position in set(positions):
             ranges = [each for each, where in zip(chain.ranges(begins), positions, strict=True) if where == position]
-            needed[position] += chain.bytes_of(ranges)
+            held = chain.held(ranges)
+            needed[position] += held.peak + held.statics - sum(each.state.total for each in tied[position] & held.tied)
+            tied[position] |= held.tied
     return [0 if limit is None else max(0, need - limit) for need, limit in zip(needed, limits, strict=True)]
 
 
@@ -416,11 +424,13 @@ def _ranges(
 def _profile_of(profile: Profile, part: Sequence[str]) -> Profile:
     """The part of a profile with these blocks."""
     inside = set(part)
+    own = [(each, tuple(block for block in each.blocks if block in inside)) for each in profile.tied]
     return Profile(
         name=profile.name,
         source=profile.source,
         blocks=tuple(block for block in profile.blocks if block.id in inside),
         edges=tuple(edge for edge in profile.edges if {edge.source, edge.target} <= inside),
+        tied=tuple(each.model_copy(update={"blocks": blocks}) for each, blocks in own if len(blocks) > 1),
     )
 
 

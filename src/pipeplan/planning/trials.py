@@ -123,11 +123,7 @@ class Trial:
     sync_ns: int = field(init=False)
 
     def __post_init__(self) -> None:
-        waits = [0] * len(self.ways[0].devices)
-        for stage in self.ways[0].stages:
-            for device in stage.devices:
-                waits[device] += stage.sync_ns
-        self.sync_ns = min(waits)
+        self.sync_ns = min(self.ways[0].sums_ns)
 
     @classmethod
     def of(cls, request: Request, candidate: PlacementCandidate, steps: Sequence[SearchStep] = STEPS) -> Trial:

@@ -40,7 +40,18 @@ def print_stages(plan: Plan, file: TextIO | None = None) -> None:
     """Print the blocks and the work of every stage and the bottleneck, to stdout unless ``file`` is given."""
     console = console_for(file)
     console.print(_stage_table(plan))
+    for line in _shared(plan):
+        console.print(line)
     console.print(bottleneck(plan))
+
+
+def _shared(plan: Plan) -> list[str]:
+    """What stages share, a line each: the table counts it with each of them."""
+    return [
+        f"stages {_shortened([str(stage) for stage in each.stages])} share {each.name}, "
+        f"{format_bytes(each.state[PARAMETERS])} of their parameters: a device of several of them has it once"
+        for each in plan.tied
+    ]
 
 
 def bottleneck(plan: Plan) -> str:
@@ -175,7 +186,7 @@ def _figures(simulation: Simulation) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_row("makespan", format_ns(rates.makespan_ns))
     if simulation.iteration_ns > rates.makespan_ns:
-        table.add_row("iteration", f"{format_ns(simulation.iteration_ns)}, gradients summed over replicas")
+        table.add_row("iteration", f"{format_ns(simulation.iteration_ns)}, gradients of copies summed")
     gap = "proved optimal" if simulation.gap == 0 else f"gap {simulation.gap:.2%}"
     table.add_row("lower bound", f"{format_ns(simulation.lower_bound_ns)}, {gap}")
     if repetend is None:

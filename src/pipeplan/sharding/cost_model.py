@@ -305,7 +305,8 @@ def cost_model(
     """Configurations and costs of a profile on the first ``devices`` of a cluster, for one micro-batch of ``samples``.
 
     Times of operators are closed forms for a ``device`` preset (by default the profile's own device, else the
-    cluster's), in proportion to the times that the profile has for their block.
+    cluster's), in proportion to the times that the profile has for their block. On one device what blocks share is
+    there once; on several every block has its own, since only equal parts are one copy.
 
     Raises:
         UsageError: the device is not known, or an operator cannot be split so.
@@ -316,7 +317,27 @@ def cost_model(
     if options.data_parallel_loading:
         operators = _loaded(operators, devices)
     resharding = Resharding(cluster, devices)
-    return CostModel(operators, resharding, preset, _scales(profile, operators, preset), options)
+    return CostModel(
+        operators,
+        resharding,
+        preset,
+        _scales(_with_one_copy(profile) if devices == 1 else profile, operators, preset),
+        options,
+    )
+
+
+def _with_one_copy(profile: Profile) -> Profile:
+    """The profile with what blocks share counted by the first of them alone."""
+    by_id = {block.id: block for block in profile.blocks}
+    for each in profile.tied:
+        for id_ in each.blocks[1:]:
+            block = by_id[id_]
+            left = {
+                "parameter_bytes": block.parameter_bytes - each.parameter_bytes,
+                "optimizer_bytes": block.optimizer_bytes - each.optimizer_bytes,
+            }
+            by_id[id_] = block.model_copy(update=left)
+    return profile.model_copy(update={"blocks": tuple(by_id.values())})
 
 
 def _preset_of(profile: Profile, cluster: Cluster | None) -> DevicePreset:

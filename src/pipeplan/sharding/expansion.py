@@ -155,7 +155,7 @@ def _block(known: _BlockNumbers, *, learns: bool) -> WholeBlock:
         axes=(*axes, known.along("hidden", "hidden")) if by_width else axes,
         width=known.width,
         learns=learns,
-        block=known.block.model_copy(update={"id": "block", "tied": None}),  # alike whatever it is called
+        block=known.block.model_copy(update={"id": "block"}),  # alike whatever it is called
         sample_bytes=known.given,
     )
 

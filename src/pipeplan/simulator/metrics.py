@@ -63,11 +63,7 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> Rates:
 
 def iteration_time(workload: Workload, figures: Rates) -> int:
     """Ns of an iteration: until each device has ended its last action and summed its stages' gradients."""
-    waits = [0] * len(workload.devices)
-    for stage in workload.stages:
-        for device in stage.devices:
-            waits[device] += stage.sync_ns
-    return max(map(sum, zip(figures.last_end_ns, waits, strict=True)))
+    return max(map(sum, zip(figures.last_end_ns, workload.sums_ns, strict=True)))
 
 
 def in_flight(graph: TaskGraph, orders: Orders) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pydantic import ValidationError
 
-from pipeplan.costs import build_workload, gradient_sync, transfer_time
+from pipeplan.costs import build_workload, transfer_time, with_syncs
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Plan, Profile
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
@@ -34,6 +34,7 @@ def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
         stages=tuple(built.stage(index) for index in range(len(plan.stages))),
         operations=tuple(built.operation(operation) for operation in plan.operations),
         dependencies=tuple(built.dependency(index) for index in range(len(plan.dependencies))),
+        tied=built.any.tied,
     )
 
 
@@ -49,20 +50,17 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
     _require_devices(plan, cluster)
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
     memory = cluster.memory_bytes
+    stages, tied = with_syncs(plan.stages, plan.tied, cluster)
     return replace(
         plan.workload,
         devices=tuple(Device(name=names[d], memory_bytes=memory[d]) for d in range(len(plan.devices))),
-        stages=tuple(_relinked_stage(plan, stage, cluster) for stage in plan.stages),
+        stages=tuple(stages),
+        tied=tuple(tied),
         dependencies=tuple(
             replace(dependency, hops=tuple(_relinked_hop(hop, cluster) for hop in dependency.hops))
             for dependency in plan.dependencies
         ),
     )
-
-
-def _relinked_stage(plan: Plan, stage: Stage, cluster: Cluster) -> Stage:
-    """The stage with its gradients summed over the cluster's links."""
-    return replace(stage, sync_ns=gradient_sync(plan.stages, stage, cluster))
 
 
 def _relinked_hop(hop: Hop, cluster: Cluster) -> Hop:

@@ -149,7 +149,9 @@ class Stage(Element):
     recompute: bool = False
     route: Annotated[Index, Meaning("of the plan's routes, the one whose micro-batches come here")] = 0
     num_parted: Annotated[Index, Meaning("leading micro-batches whose forward runs in two parts")] = 0
-    sync_ns: Annotated[Nanoseconds, Meaning("summing gradients over replicas and routes, at the end")] = 0
+    sync_ns: Annotated[
+        Nanoseconds, Meaning("summing gradients over replicas and routes, at the end; what is tied apart")
+    ] = 0
 
     @property
     def state(self) -> MemoryBytes:
@@ -169,6 +171,26 @@ class Stage(Element):
     def mesh_of(self, index: int) -> Mesh:
         """How the devices of a replica stand for a block. Raises ValueError where ``check`` would refuse it."""
         return mesh_of(self.configurations, index, self.shards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+@_with_bytes(STATE_KINDS, "on each device of the stages, which all count it")
+class TiedState(Element):
+    """What several stages share of their state: parameters that are tied, of which a device has one copy.
+
+    A device of several of ``stages`` has it once. No device has different shards of it in them: stages that are split
+    otherwise, or over the same devices in another order, are in another entry of the same name. Gradients are summed
+    over all devices of all entries of a name, which is no part of the stages' own ``sync_ns``.
+    """
+
+    name: Name
+    stages: Annotated[Items[Index], MinLen(1)]
+    sync_ns: Annotated[Nanoseconds, Meaning("summing its gradients over all devices with a copy, at the end")] = 0
+
+    @property
+    def state(self) -> MemoryBytes:
+        """What each device keeps of it."""
+        return MemoryBytes.of_keys(self, STATE_KINDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

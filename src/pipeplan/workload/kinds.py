@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from operator import add
+from operator import add, sub
 from typing import Any
 
 
@@ -206,6 +206,13 @@ class MemoryBytes(Mapping[MemoryKind, int]):
 
     def __add__(self, other: MemoryBytes) -> MemoryBytes:
         return self._of(map(add, self._sizes, other._sizes))
+
+    def __sub__(self, other: MemoryBytes) -> MemoryBytes:
+        return self._of(map(sub, self._sizes, other._sizes))
+
+    def __floordiv__(self, parts: int) -> MemoryBytes:
+        """The smallest of as equal parts as can be, kind by kind."""
+        return self._of(size // parts for size in self._sizes)
 
     def __mul__(self, times: int) -> MemoryBytes:
         return self._of(times * size for size in self._sizes)

@@ -368,6 +368,9 @@ def _in_rounds(workload: Workload, round_size: int) -> Workload:
             for index in range(per_stage[operation.stage])
         ),
         dependencies=_dependencies(workload, round_size, firsts),
+        tied=tuple(
+            replace(each, stages=tuple(firsts[stage] for stage in each.stages)) for each in workload.tied
+        ),  # the first of a stage's copies has its parameters
     )
 
 

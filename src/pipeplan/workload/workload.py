@@ -10,7 +10,7 @@ are numbered after the devices.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from pipeplan.errors import InvalidPlanError
 from pipeplan.graphs import longest_paths
 from pipeplan.workload.action import Action
-from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, slots_of
+from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, TiedState, slots_of
 from pipeplan.workload.kinds import (
     ACTIVATIONS,
     KEPT_KINDS,
@@ -86,7 +86,7 @@ class Effect(NamedTuple):
 class Workload:
     """Stages on devices, their operations and dependencies, and how many micro-batches flow through.
 
-    ``operations`` are ordered so that dependencies point forward.
+    ``operations`` are ordered so that dependencies point forward. ``tied`` is what stages share of their state.
     """
 
     name: str
@@ -98,6 +98,7 @@ class Workload:
     operations: tuple[Operation, ...]
     dependencies: tuple[Dependency, ...]
     num_routes: int = 1
+    tied: tuple[TiedState, ...] = ()
 
     def with_microbatches(self, num_microbatches: int) -> Workload:
         """The same for another number of micro-batches."""
@@ -120,7 +121,27 @@ class Workload:
             state = stage.state
             for device in stage.devices:
                 found[device] += state
+        for each in self.tied:
+            state = each.state
+            for device, stages in Counter(self._devices_of(each)).items():
+                found[device] -= state * (stages - 1)
         return tuple(found)
+
+    @cached_property
+    def sums_ns(self) -> tuple[int, ...]:
+        """[device] ns in which it sums gradients, after its last action."""
+        found = [0] * len(self.devices)
+        for stage in self.stages:
+            for device in stage.devices:
+                found[device] += stage.sync_ns
+        for each in self.tied:
+            for device in set(self._devices_of(each)):
+                found[device] += each.sync_ns
+        return tuple(found)
+
+    def _devices_of(self, tied: TiedState) -> Iterator[int]:
+        """The devices of stages that share something, once for each of the stages."""
+        return (device for stage in tied.stages for device in self.stages[stage].devices)
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:

@@ -6,14 +6,17 @@ import functools
 from dataclasses import replace
 
 import pytest
+import torch
 
 from pipeplan.checker import check
-from pipeplan.files import PlacedStage
+from pipeplan.files import PlacedStage, Plan
 from pipeplan.reporting.timeline import predicted_trace
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.profiling.build_profile import block_graph_of
 from pipeplan.simulator.simulation import simulate
-from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, reports_of
+from pipeplan.workload.kinds import PARAMETERS
+from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, profile_of, reports_of
 from support.marks import asked_for, slow_but
 
 BRANCHES, CHAIN, TINY = "runtime_support.models:branches", "runtime_support.models:chain", "gpt2-tiny"
@@ -61,12 +64,28 @@ def cases() -> dict[str, Case]:
             ]
             plan = placed_plan(load_model(CHAIN), stages, num_microbatches=4, microbatch_size=4, split=split)
             found[f"{name} {kind}"] = plan, replace(options, model=CHAIN)
+        found[f"first and last on one device {kind}"] = first_and_last(split=split), options
         plan = placed_plan(load_model(TINY), down_and_up(), num_microbatches=6, num_routes=2, split=split)
         found[f"down and up {kind}"] = plan, options
     return found
 
 
-FULL = ("down and up full", "two, one, two replicas full")
+FULL = ("down and up full", "two, one, two replicas full", "first and last on one device full")
+
+
+def first_and_last(*, split: bool) -> Plan:
+    """Embedding and head, which share a table, on device 0 and replicas of both beside it; with the model's bytes."""
+    model = load_model(TINY)
+    sized = block_graph_of(model, torch.float32)
+    known = {block.spec.id: block.parameter_bytes for block in sized.blocks}
+    made = profile_of(model)
+    blocks = tuple(block.model_copy(update={"parameter_bytes": known[block.id]}) for block in made.blocks)
+    tied = tuple(each.model_copy(update={"optimizer_bytes": 0}) for each in sized.tied)
+    ids = [block.id for block in model.blocks]
+    groups = [(ids[:3], (0, 1)), (ids[3:6], (2,)), (ids[6:8], (3,)), (ids[8:], (3, 0))]
+    stages = [PlacedStage(blocks=tuple(own), devices=on, replicas=len(on)) for own, on in groups]
+    profile = made.model_copy(update={"blocks": blocks, "tied": tied})
+    return placed_plan(model, stages, num_microbatches=4, split=split, profile=profile)
 
 
 def stages_of(model: str, groups: list[Group]) -> list[PlacedStage]:
@@ -120,6 +139,18 @@ def test_parameters_have_copies(reports: Reports) -> None:
         rank for rank, report in reports["two, one, two replicas full"].items() if tied <= set(report["parameters"])
     ]
     assert both == [0]
+
+
+def test_ranks_hold_what_the_plan_says(reports: Reports) -> None:
+    """Rank 0 has embedding and head, and their table once; ranks 1 and 3 have a copy each."""
+    name = "first and last on one device full"
+    plan, _ = cases()[name]
+    (table,) = plan.tied
+    assert table.stages == (0, 3)
+    states = plan.workload.states
+    assert [2 * states[rank][PARAMETERS] for rank in range(4)] == [reports[name][rank]["bytes"] for rank in range(4)]
+    stages = [stage.parameter_bytes for stage in plan.stages if 0 in stage.devices]
+    assert states[0][PARAMETERS] == sum(stages) - table.parameter_bytes > 0, "run in float64, profiled in float32"
 
 
 def test_parts_and_whole_micro_batches_are_sent_together() -> None:

@@ -58,6 +58,21 @@ def test_nothing_is_told_of_the_same_model(name: str, replicas: int, shards: int
     assert told(plan, model) is None
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_table_that_blocks_of_a_stage_share_counts_once_or_with_each(known: bool) -> None:
+    """As it is, and as profiles that do not say how large it is count it."""
+    model = load_model("gpt2-tiny")
+    rows = [CostRow(microbatch_size=n, forward_ns=1, backward_ns=2) for n in (1, 2, 4)]
+    names = [block.id for block in model.blocks]
+    graph = block_graph_of(model, torch.float32)
+    profile = profile_of(model, graph, dict.fromkeys(names, rows), Source(method="estimated"))
+    if not known:
+        profile = profile.model_copy(update={"tied": ()})
+    placement = Placement(strategy="by-hand", num_devices=1, stages=(PlacedStage(blocks=tuple(names), devices=(0,)),))
+    workload = build_workload(profile, placement, num_microbatches=2, microbatch_size=4)
+    assert told(plan_of(workload, gpipe_orders(workload)), model) is None
+
+
 @pytest.mark.parametrize("name", ["gpt2-tiny-operators", "candle-uno-tiny"])
 def test_nothing_is_told_of_a_strategy_either(name: str) -> None:
     """Parameters are cut along some of a mesh's axes; devices that share samples, or do the same, have all."""

@@ -104,10 +104,9 @@ def test_parameters(tiny: Profile) -> None:
     assert by_id["layer1.attention"].parameter_bytes == FLOAT * (4 * hidden * hidden + 4 * hidden + 2 * hidden)
     assert by_id["head"].parameter_bytes == FLOAT * (64 * hidden + 2 * hidden)
     assert all(block.optimizer_bytes == 2 * block.parameter_bytes for block in tiny.blocks)
-    assert {block.id: block.tied for block in tiny.blocks if block.tied} == {
-        "embedding": "embedding.token.weight",
-        "head": "embedding.token.weight",
-    }
+    (table,) = tiny.tied
+    assert (table.name, table.blocks) == ("embedding.token.weight", ("embedding", "head"))
+    assert (table.parameter_bytes, table.optimizer_bytes) == (FLOAT * 64 * hidden, 2 * FLOAT * 64 * hidden)
 
 
 def test_rows(tiny: Profile) -> None:
@@ -608,7 +607,8 @@ def test_command_prints_sums(run: Callable[..., int], capsys: pytest.CaptureFixt
     printed = json.loads(capsys.readouterr().out)
     found = read_profile(str(tmp_path / "p.json"))
     assert (printed["num_blocks"], printed["num_kinds"]) == (10, 4)
-    assert printed["parameter_bytes"] == sum(block.parameter_bytes for block in found.blocks)
+    table, all_blocks = found.tied[0].parameter_bytes, sum(block.parameter_bytes for block in found.blocks)
+    assert printed["parameter_bytes"] == all_blocks - table, "a tied table counts once"
     (sums,) = printed["sizes"]
     assert sums["microbatch_size"] == 1
     for field in ("forward_ns", "weight_grad_ns", "activation_bytes"):
@@ -698,3 +698,40 @@ def test_command_tells_of_missing_sizes(
     assert run("models_to_measure:model", *QUICK, "--microbatch", "1,2,5,8", "-o", "p.json") == 0
     assert "not measured: micro-batch sizes 5, 8" in capsys.readouterr().err
     assert read_profile(str(tmp_path / "p.json")).microbatch_sizes == (1, 2)
+
+
+def test_what_blocks_share_is_listed_with_its_bytes() -> None:
+    """What the same blocks share together, a frozen parameter without optimizer state, inside a block counted once."""
+
+    def two() -> nn.Module:
+        return nn.Sequential(linear(), linear())
+
+    def frozen() -> nn.Module:
+        module = linear()
+        module.weight.requires_grad_(False)  # type: ignore[operator, union-attr]  # a parameter
+        return module
+
+    tied = (
+        (("a", "0.weight"), ("a", "1.weight"), ("c", "0.weight")),
+        (("a", "0.bias"), ("c", "0.bias")),
+        (("b", "weight"), ("d", "weight")),
+    )
+    found = block_graph_of(chain(two, frozen, two, frozen, tied=tied), torch.float32)
+    weight, bias = FLOAT * WIDTH * WIDTH, FLOAT * WIDTH
+    assert [(each.name, each.blocks, each.parameter_bytes, each.optimizer_bytes) for each in found.tied] == [
+        ("a.0.weight", ("a", "c"), weight + bias, 2 * (weight + bias)),
+        ("b.weight", ("b", "d"), weight, 0),
+    ]
+    assert [block.parameter_bytes for block in found.blocks[:3]] == [
+        weight + 2 * bias,
+        weight + bias,
+        2 * weight + 2 * bias,
+    ]
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_hugging_face_ties_as_its_configuration_says(tie: bool) -> None:
+    sizes = "vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2"
+    name = f"LlamaConfig({sizes}, num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings={tie})"
+    graph = block_graph_of(load_model(name, sequence=8), torch.float32)
+    assert [(each.parameter_bytes, len(each.blocks)) for each in graph.tied] == [(FLOAT * 96 * 32, 2)] * tie

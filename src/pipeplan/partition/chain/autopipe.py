@@ -375,7 +375,7 @@ class _Depth:
     def summed(self, planned: Planned, problem: PartitionProblem) -> Planned:
         """With the all-reduce of the stage that has most gradients at the end."""
         bounds = np.array((*planned.begins, self.costs.num_blocks))
-        sizes = np.diff(self.costs.parameters[bounds]).tolist()
+        sizes = self.costs.gradients(bounds[:-1], bounds[1:]).tolist()
         waiting = max(problem.waiting(size, self.way) for size in sizes)
         return replace(planned, iteration_ns=planned.iteration_ns + waiting, start_ns=planned.start_ns + waiting)
 

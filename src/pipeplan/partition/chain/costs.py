@@ -13,7 +13,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import UNLIMITED, StageCost, state_of_total
+from pipeplan.costs import UNLIMITED, StageCost, TiedShare, state_of_total
+from pipeplan.workload.kinds import GRADIENTS
 
 Range = tuple[int, int]
 """Blocks begin..end-1 of the chain."""
@@ -21,11 +22,15 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes of stages of a device: the activations of all, the most they take while they run, what is always there."""
+    """Bytes of stages of a device: the activations of all, the most they take while they run, what is always there.
+
+    ``tied`` is what of that others may share.
+    """
 
     activations: int = 0
     peak: int = 0
     statics: int = 0
+    tied: frozenset[TiedShare] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,7 @@ class Chain:
     def of(cls, costs: Sequence[StageCost], devices: Sequence[int], memory: Sequence[int | None]) -> Chain:
         """The chain of blocks with these ``costs`` [block]."""
         sums = ChainCosts.of(costs)
-        lists = sums.compute.tolist(), sums.static.tolist(), sums.activations.tolist(), sums.widest[0].tolist()
+        lists = sums.compute.tolist(), sums.sums[4].tolist(), sums.activations.tolist(), sums.widest[0].tolist()
         return cls(*lists, devices, memory, sums)
 
     @property
@@ -74,7 +79,7 @@ class Chain:
         if len(limits) < len(self.memory):
             return False
         alone = max(self.bytes_of([(block, block + 1)]) for block in range(self.num_blocks))
-        return self.statics[-1] + self.activations[-1] > sum(limits) or alone > max(limits)
+        return self.held([(0, self.num_blocks)]).statics + self.activations[-1] > sum(limits) or alone > max(limits)
 
     def time(self, begin: int, end: int) -> int:
         """Forward and backward of these blocks, in ns."""
@@ -99,13 +104,24 @@ class Chain:
         for begin, end in ranges:
             held += self.activations[end] - self.activations[begin]
             peak = max(peak, held + max(self.workspaces[begin:end]))
-        return Held(held, peak, sum(self.statics[end] - self.statics[begin] for begin, end in ranges))
+        statics = sum(self.statics[end] - self.statics[begin] for begin, end in ranges)
+        tied = []
+        for each, before in self.costs.tied:
+            blocks = sum(int(before[end] - before[begin]) for begin, end in ranges)
+            if blocks:
+                tied.append(each)
+                statics -= each.state.total * (blocks - 1)
+        return Held(held, peak, statics, frozenset(tied))
 
     def bytes_between(self, before: Held, begins: Array, ends: Array, after: Held) -> Array:
         """:meth:`bytes_of` a device that runs these blocks between others, for many ranges of blocks."""
         running = np.maximum(self.costs.workspace(begins, ends), after.peak)
         running += before.activations + self.costs.activation(begins, ends)
         needed: Array = np.maximum(before.peak, running) + self.costs.statics(begins, ends)
+        needed -= sum(each.state.total for each in before.tied & after.tied)
+        for each, blocks in self.costs.tied:
+            if each in before.tied | after.tied:
+                needed -= each.state.total * (blocks[ends] > blocks[begins])
         return needed + before.statics + after.statics
 
     def fits(self, device: int, ranges: Sequence[Range]) -> bool:
@@ -152,25 +168,28 @@ class ChainCosts:
     """Running ``sums`` [kind, ..., block + 1] of what blocks cost, in ns and bytes.
 
     ``widest`` [..., power, begin] is the largest workspace of the 2^power blocks from ``begin`` on. ``repeated``
-    [begin, end] are bytes that the blocks of a range count as held more than once. ``transfer_ns`` is what sending
-    between any two stages takes, where that is looked at.
+    [begin, end] are bytes that the blocks of a range count as held more than once. ``tied`` is what blocks share, which
+    a range with several of them has once: each with how many of them there are before each cut [cut], of all rows.
+    ``transfer_ns`` is what sending between any two stages takes, where that is looked at.
     """
 
     sums: Array
     widest: Array
     repeated: Array | None = None
     transfer_ns: int = 0
+    tied: tuple[tuple[TiedShare, Array], ...] = ()
     _stages: dict[tuple[int, int, int], StageCost] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, costs: Sequence[StageCost], repeats: Iterable[Repeat] = (), transfer_ns: int = 0) -> Self:
         """Those of blocks with these ``costs`` [block], each as a stage of its own."""
-        return cls(_sums([costs])[:, 0], _widest([costs])[0], _sums_inside(list(repeats), len(costs)), transfer_ns)
+        repeated = _sums_inside(list(repeats), len(costs))
+        return cls(_sums([costs])[:, 0], _widest([costs])[0], repeated, transfer_ns, _tied(costs))
 
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[StageCost]]) -> Self:
-        """Those of the same blocks for several rows: all results then begin with [row]."""
-        return cls(_sums(rows), _widest(rows))
+        """Those of the same blocks for several rows, of equal shards: all results then begin with [row]."""
+        return cls(_sums(rows), _widest(rows), tied=_tied(rows[0]))
 
     @property
     def forward(self) -> Array:
@@ -186,16 +205,6 @@ class ChainCosts:
     def activations(self) -> Array:
         """Bytes for each micro-batch in flight."""
         return self._sum(2)
-
-    @property
-    def parameters(self) -> Array:
-        """Bytes of parameters."""
-        return self._sum(3)
-
-    @property
-    def static(self) -> Array:
-        """Bytes that are held all the time."""
-        return self._sum(4)
 
     def _sum(self, kind: int) -> Array:
         found: Array = self.sums[kind]
@@ -220,7 +229,8 @@ class ChainCosts:
 
     def _stage(self, begin: int, end: int, row: int) -> StageCost:
         between = self.sums[:, row, end] - self.sums[:, row, begin]
-        forward, compute, activations, parameters, static = between.tolist()
+        forward, compute, activations, _, _ = between.tolist()
+        parameters, static = int(self.gradients(begin, end)[row]), int(self.statics(begin, end)[row])
         power = (end - begin).bit_length() - 1
         return StageCost(
             forward,
@@ -228,15 +238,39 @@ class ChainCosts:
             activation_bytes=activations,
             workspace_bytes=int(max(self.widest[row, power, begin], self.widest[row, power, end - (1 << power)])),
             state=state_of_total(static, parameters),
+            tied=frozenset(each for each, before in self.tied if before[end] > before[begin]),
         )
 
     def time(self, begins: Place, ends: Place) -> Array:
         """Ns of forward and backward."""
         return _between(self.compute, begins, ends)
 
+    def gradients(self, begins: Place, ends: Place) -> Array:
+        """Bytes of gradients, which replicas sum."""
+        return _between(self._sum(3), begins, ends) - self._again(begins, ends, lambda each: each.state[GRADIENTS])
+
     def statics(self, begins: Place, ends: Place) -> Array:
         """Bytes that are held all the time."""
-        return _between(self.static, begins, ends)
+        return _between(self._sum(4), begins, ends) - self._again(begins, ends, lambda each: each.state.total)
+
+    def sizes(self) -> Callable[[int, int], int]:
+        """:meth:`gradients` of single ranges on the first row, for searches that ask for many."""
+        sums = self._sum(3)[0].tolist()
+        tied = [(each.state[GRADIENTS], before.tolist()) for each, before in self.tied]
+
+        def size(begin: int, end: int) -> int:
+            again: int = sum(own * max(0, before[end] - before[begin] - 1) for own, before in tied)
+            whole: int = sums[end] - sums[begin]
+            return whole - again
+
+        return size
+
+    def _again(self, begins: Place, ends: Place, size: Callable[[TiedShare], int]) -> Place:
+        """What blocks count of what they share, beyond the first time."""
+        again: Place = 0
+        for each, before in self.tied:
+            again = again + size(each) * np.maximum(0, before[ends] - before[begins] - 1)
+        return again
 
     def activation(self, begins: Place, ends: Place) -> Array:
         """Bytes that a micro-batch in flight holds."""
@@ -347,6 +381,13 @@ def _sums(rows: Sequence[Sequence[StageCost]]) -> Array:
     sums = np.zeros((values.shape[2], values.shape[0], values.shape[1] + 1), dtype=np.int64)
     np.cumsum(np.moveaxis(values, 2, 0), axis=2, out=sums[:, :, 1:])
     return sums
+
+
+def _tied(costs: Sequence[StageCost]) -> tuple[tuple[TiedShare, Array], ...]:
+    """What blocks share, and how many of them there are before each cut."""
+    found = dict.fromkeys(each for cost in costs for each in sorted(cost.tied))
+    holders = {each: [each in cost.tied for cost in costs] for each in found}
+    return tuple((each, np.cumsum([0, *own])) for each, own in holders.items())
 
 
 def _widest(rows: Sequence[Sequence[StageCost]]) -> Array:

@@ -294,8 +294,8 @@ class PartBounds:
         if number not in self._reaches:
             shape = self.shapes[number]
             end = len(shape.children) + 1
-            times, sizes = shape.sums.compute[:, :end].tolist(), shape.sums.parameters[0, :end].tolist()
-            columns = [list(self._reached(times[choice.row], sizes, choice)) for choice in self.shapes.choices]
+            times = shape.sums.compute[:, :end].tolist()
+            columns = [list(self._reached(times[choice.row], shape.sums, choice)) for choice in self.shapes.choices]
             self._reaches[number] = np.array(columns, dtype=np.int64).T
         return self._reaches[number]
 
@@ -385,11 +385,11 @@ class PartBounds:
         rows = [self.shapes.choices[choice].row for choice in choices]
         return np.array([load[row].most_in_flight(limit) for row in rows], dtype=np.int64)
 
-    def _reached(self, times: list[int], sizes: list[int], choice: Way) -> Iterator[int]:
-        time, begin = self._problem.time, 0
+    def _reached(self, times: list[int], sums: ChainCosts, choice: Way) -> Iterator[int]:
+        time, size, begin = self._problem.time, sums.sizes(), 0
         yield 0
         for end in range(1, len(times)):
-            while begin < end and time(times[end] - times[begin], sizes[end] - sizes[begin], choice) > self.most_ns:
+            while begin < end and time(times[end] - times[begin], size(begin, end), choice) > self.most_ns:
                 begin += 1
             yield begin
 

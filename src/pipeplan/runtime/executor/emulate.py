@@ -85,7 +85,7 @@ class _Emulation:
         require_alike(self.all_ranks.gather({"plan": sha256_of(plan), **options.as_json()}))
         programs, hops = planned_programs(plan), hops_of(plan)
         self._program = programs[progress.rank]
-        self._sums_ns = sum(stage.sync_ns for stage in plan.stages if progress.rank in stage.devices)
+        self._sums_ns = plan.workload.sums_ns[progress.rank]
         specs = specs_of(programs, hops, options.message_limit_bytes)
         self._pace = pace = Pace(self.all_ranks.clock.offset_ns)
         groups = ProcessGroups((stage.devices for stage in plan.stages), progress)

@@ -148,8 +148,11 @@ class SharedParameters:
         return {ranks: [(each.name, each.likeness) for each in sums] for ranks, sums in self._sums.items()}
 
     def sum_gradients(self) -> None:
-        """Sum the gradients of each shared parameter over its copies. Raises RuntimeError as the transport does."""
-        for ranks, sums in sorted(self._sums.items()):
+        """Sum the gradients of each shared parameter over its copies. Raises RuntimeError as the transport does.
+
+        Few ranks first: what is tied, which many have, would keep replicas of a stage waiting for other stages' ranks.
+        """
+        for ranks, sums in sorted(self._sums.items(), key=lambda each: (len(each[0]), each[0])):
             _sum([each for each in sums if each.first.requires_grad], self._groups[ranks])
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from pipeplan._version import __version__
 from pipeplan.costs.blocks import state_recipe
 from pipeplan.costs.communication import Exchange, Prices
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
+from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source, TiedParameter
 from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
 
@@ -38,7 +38,7 @@ class BlockNode:
 
     ``kind`` is the id of the first block like it, ``likeness`` equal for all of them, those of other models included;
     ``input_needs_grad`` is by source; ``roots`` are the outputs, by index, that backward starts from; ``trainable`` are
-    the numbers in parameters that get a gradient; ``tied`` names its group of shared parameters.
+    the numbers in parameters that get a gradient.
     """
 
     spec: BlockSpec
@@ -49,15 +49,15 @@ class BlockNode:
     parameter_bytes: int
     trainable: int
     trainable_bytes: int
-    tied: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class BlockGraph:
-    """The blocks of a model in topological order, and its edges."""
+    """The blocks of a model in topological order, its edges, and the parameters that blocks share."""
 
     blocks: tuple[BlockNode, ...]
     edges: tuple[Edge, ...]
+    tied: tuple[TiedParameter, ...]
 
     @property
     def fingerprint(self) -> str:
@@ -70,12 +70,12 @@ class BlockGraph:
                 block.spec.samples,
                 block.kind,
                 block.input_needs_grad,
-                (block.parameter_bytes, block.trainable_bytes, block.tied),
+                (block.parameter_bytes, block.trainable_bytes),
             )
             for block in self.blocks
         ]
-        edges = [edge.model_dump_json() for edge in self.edges]
-        return hashlib.sha256(repr((blocks, edges)).encode()).hexdigest()[:16]
+        others = [each.model_dump_json() for each in (*self.edges, *self.tied)]
+        return hashlib.sha256(repr((blocks, others)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +102,12 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
     Blocks are alike that have the same operator, dimensions, modules, parameters and inputs. A block that shares
     parameters with others counts them as its own. Raises UsageError where a block cannot be built or called.
     """
-    tied = {id_: f"{group[0][0]}.{group[0][1]}" for group in model.tied for id_, _ in group}
     read = {each for block in model.blocks for each in block.inputs}
     steps = tuple(shaped_blocks(model, _NUM_SAMPLES, dtype))
     kinds: dict[Hashable, str] = {}
     blocks: list[BlockNode] = []
     for step in steps:
-        id_, parameters = step.spec.id, list(step.module.parameters())
+        id_, parameters = step.spec.id, _own_parameters(step, model)
         trained = [tensor for tensor in parameters if tensor.requires_grad]
         roots = _roots(step, read)
         likeness = _likeness(step, roots)
@@ -122,12 +121,38 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
                 sum(tensor.nbytes for tensor in parameters),
                 sum(tensor.numel() for tensor in trained),
                 sum(tensor.nbytes for tensor in trained),
-                tied.get(id_),
             )
         )
     pairs = zip(steps, shaped_blocks(model, _MORE_SAMPLES, dtype), strict=True)
     readers = Counter(each for block in model.blocks for each in set(block.inputs))
-    return BlockGraph(tuple(blocks), tuple(edge for few, more in pairs for edge in _edges(few, more, readers)))
+    edges = tuple(edge for few, more in pairs for edge in _edges(few, more, readers))
+    return BlockGraph(tuple(blocks), edges, tuple(_tied(model, {step.spec.id: step.module for step in steps})))
+
+
+def _own_parameters(step: ShapedBlock, model: Model) -> list[nn.Parameter]:
+    """A block's parameters; of those that are tied to each other inside the block, the first."""
+    again: set[str] = set()
+    for group in model.tied:
+        again.update([name for id_, name in group if id_ == step.spec.id][1:])
+    return [parameter for name, parameter in step.module.named_parameters() if name not in again]
+
+
+def _tied(model: Model, modules: Mapping[str, nn.Module]) -> Iterator[TiedParameter]:
+    """What several blocks share, with its bytes as they count them; one entry for all that the same blocks share."""
+    shared: dict[frozenset[str], list[tuple[str, str]]] = defaultdict(list)
+    for group in model.tied:
+        shared[frozenset(id_ for id_, _ in group)].append(group[0])
+    for blocks, firsts in shared.items():
+        if len(blocks) > 1:
+            parameters = [modules[id_].get_parameter(name) for id_, name in firsts]
+            trained = [each for each in parameters if each.requires_grad]
+            numbers, size = sum(each.numel() for each in trained), sum(each.nbytes for each in trained)
+            state = state_recipe(_RECIPE).state(numbers, size)
+            yield TiedParameter(
+                name=".".join(firsts[0]),
+                blocks=tuple(block.id for block in model.blocks if block.id in blocks),
+                **Block.kept(sum(each.nbytes for each in parameters), state),
+            )
 
 
 def _roots(step: ShapedBlock, read: Collection[tuple[str, int]]) -> tuple[int, ...]:
@@ -323,6 +348,7 @@ def profile_of(model: Model, graph: BlockGraph, costs: Mapping[str, Sequence[Cos
             source=source,
             blocks=tuple(_block(block, costs[block.spec.id]) for block in graph.blocks),
             edges=graph.edges,
+            tied=graph.tied,
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -333,4 +359,4 @@ def profile_of(model: Model, graph: BlockGraph, costs: Mapping[str, Sequence[Cos
 def _block(block: BlockNode, costs: Sequence[CostRow]) -> Block:
     state = state_recipe(_RECIPE).state(block.trainable, block.trainable_bytes)
     said = {**block.spec.described, **Block.kept(block.parameter_bytes, state)}
-    return Block(id=block.spec.id, **said, tied=block.tied, costs=tuple(costs))
+    return Block(id=block.spec.id, **said, costs=tuple(costs))

@@ -8,6 +8,7 @@ None, for flags that were not given. A model of other sizes than its plan's runs
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -133,12 +134,26 @@ def _agree(sizes: tuple[float, float], formats: Collection[float]) -> bool:
 
 
 def _parameters(plan: Plan, model: Model, dtype: torch.dtype) -> Iterator[tuple[float, float]]:
-    """Bytes on each device of a stage, by the plan and by the model."""
-    with torch.device("meta"):
-        counts = {block.id: sum(each.numel() for each in block.build().parameters()) for block in model.blocks}
+    """Bytes on each device of a stage, by the plan and by the model.
+
+    What blocks of a stage share counts once; with each of them, if only then it is what the plan has: profiles of
+    version 1 do not say what is shared.
+    """
+    shapes = model.parameter_shapes()
+    sizes = {holder: math.prod(shape) * dtype.itemsize for holder, shape in shapes.items()}
+    counts = dict.fromkeys((block.id for block in model.blocks), 0)
+    for (block, _), size in sizes.items():
+        counts[block] += size
     for stage in plan.stages:
-        own = (counts[block] / _num_parts(stage.mesh_of(n)) for n, block in enumerate(stage.blocks))
-        yield stage.state[PARAMETERS], sum(own) * dtype.itemsize
+        parts = {block: _num_parts(stage.mesh_of(n)) for n, block in enumerate(stage.blocks)}
+        every = sum(counts[block] / count for block, count in parts.items())
+        own = [[holder for holder in group if holder[0] in parts] for group in model.tied]
+        again = sum(sizes[holder] / parts[holder[0]] for holders in own for holder in holders[1:])
+        planned = stage.state[PARAMETERS]
+        yield (
+            planned,
+            next((size for size in (every - again, every) if _agree((planned, size), _FORMATS)), every - again),
+        )
 
 
 def _num_parts(mesh: Mesh) -> int:
