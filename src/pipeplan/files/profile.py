@@ -6,12 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.files.base import CurrentVersion, File, FileModel, Source, current_version
+from pipeplan.files.base import MIGRATIONS, CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.files.placement import Placement
 from pipeplan.graphs import topological_order
 from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
 from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryBytes, training_state
 
+TokensPerSample = Annotated[
+    Count | None, Field(description="where samples are sequences of tokens; null where that is not known")
+]
+FlopsPerSample = Annotated[
+    Annotated[int, Field(ge=1, le=10**21)] | None,
+    Field(
+        description="floating-point operations of the model's matrix products and convolutions in one forward, a "
+        "multiply and an add being two; attention counts whole where it is causal, too; null where not known"
+    ),
+]
 Dimension = Annotated[int, Field(ge=1, le=1_000_000_000)]  # vocabularies go above a million
 
 
@@ -125,6 +135,10 @@ class Edge(FileModel):
     broadcast: Annotated[bool, Field(description="one tensor for all samples instead of a slice for each")] = False
 
 
+MIGRATIONS["profile", 1] = lambda profile: profile
+"""Version 2: what a sample is, which version 1 does not say."""
+
+
 class Profile(File):
     """A model as blocks and edges with their costs. Edges form a directed acyclic graph."""
 
@@ -132,6 +146,8 @@ class Profile(File):
     kind: Literal["profile"] = "profile"
     name: Name
     source: Source
+    tokens_per_sample: TokensPerSample = None
+    forward_flops_per_sample: FlopsPerSample = None
     blocks: Annotated[Items[Block], Field(min_length=1)]
     edges: Items[Edge] = ()
     placement: Annotated[Placement | None, Field(description="used as it is unless another is asked for")] = None

@@ -142,6 +142,10 @@ def provenance_of(
     return Provenance(
         profile=profile.name,
         profile_sha256=sha256_of(profile),
+        device=profile.source.device,
+        dtype=profile.source.dtype,
+        tokens_per_sample=profile.tokens_per_sample,
+        forward_flops_per_sample=profile.forward_flops_per_sample,
         cluster_sha256=sha256_of(cluster) if cluster is not None else "",
         options=dict(options),
         seed=seed,

@@ -25,6 +25,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
 from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
+from pipeplan.runtime.profiling.flops import ProductCounter
 
 Kind = tuple[int, str]
 """Shards and id of the block that is measured for all like it."""
@@ -54,10 +55,12 @@ class BlockNode:
 
 @dataclass(frozen=True, slots=True)
 class BlockGraph:
-    """The blocks of a model in topological order, and its edges."""
+    """The blocks of a model in topological order, its edges, and what one sample is, as profiles say it."""
 
     blocks: tuple[BlockNode, ...]
     edges: tuple[Edge, ...]
+    tokens_per_sample: int | None
+    forward_flops_per_sample: int | None
 
     @property
     def fingerprint(self) -> str:
@@ -104,7 +107,8 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
     """
     tied = {id_: f"{group[0][0]}.{group[0][1]}" for group in model.tied for id_, _ in group}
     read = {each for block in model.blocks for each in block.inputs}
-    steps = tuple(shaped_blocks(model, _NUM_SAMPLES, dtype))
+    with ProductCounter() as few:
+        steps = tuple(shaped_blocks(model, _NUM_SAMPLES, dtype))
     kinds: dict[Hashable, str] = {}
     blocks: list[BlockNode] = []
     for step in steps:
@@ -125,9 +129,30 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
                 tied.get(id_),
             )
         )
-    pairs = zip(steps, shaped_blocks(model, _MORE_SAMPLES, dtype), strict=True)
     readers = Counter(each for block in model.blocks for each in set(block.inputs))
-    return BlockGraph(tuple(blocks), tuple(edge for few, more in pairs for edge in _edges(few, more, readers)))
+    with ProductCounter() as more:
+        pairs = zip(steps, shaped_blocks(model, _MORE_SAMPLES, dtype), strict=True)
+        edges = tuple(edge for pair in pairs for edge in _edges(*pair, readers))
+    flops = (more.flops - few.flops) // (_MORE_SAMPLES - _NUM_SAMPLES)
+    return BlockGraph(tuple(blocks), edges, _tokens(model, steps, dtype), flops or None)
+
+
+def _tokens(model: Model, steps: Sequence[ShapedBlock], dtype: torch.dtype) -> int | None:
+    """Tokens of a sample: all that the model takes, but for its losses, is one sequence of numbers, place by place."""
+    batch = model.mini_batch(_NUM_SAMPLES, 0, 0, dtype=dtype, device="meta")
+    taken = {name for step in steps if not step.spec.loss for name in step.spec.samples}
+    (name, *others) = taken or {""}
+    if (
+        others
+        or not name
+        or batch[name].ndim != 2
+        or batch[name].is_floating_point()
+        or batch[name].dtype == torch.bool
+    ):
+        return None
+    made = [output for step in steps if name in step.spec.samples and not step.spec.loss for output in step.outputs]
+    by_place = all(tensor.ndim > 2 and tensor.shape[:2] == batch[name].shape for tensor in made)
+    return batch[name].shape[1] if by_place else None
 
 
 def _roots(step: ShapedBlock, read: Collection[tuple[str, int]]) -> tuple[int, ...]:
@@ -321,6 +346,8 @@ def profile_of(model: Model, graph: BlockGraph, costs: Mapping[str, Sequence[Cos
         return Profile(
             name=model.name,
             source=source,
+            tokens_per_sample=graph.tokens_per_sample,
+            forward_flops_per_sample=graph.forward_flops_per_sample,
             blocks=tuple(_block(block, costs[block.spec.id]) for block in graph.blocks),
             edges=graph.edges,
         )
