@@ -110,7 +110,7 @@ def rounded(count: int, stated: str) -> str:
 
 
 def test_flops_of_gpt2_345m_by_hand() -> None:
-    """2 for every weight and token, embeddings aside, and 4 x hidden x length of attention for every token, unmasked."""
+    """2 for every weight and token, embeddings aside, and 4 x hidden x length for every token of unmasked attention."""
     length, hidden, layers = 1024, 1024, 24
     weights = 12 * hidden**2 * layers + 50257 * hidden
     attention = 4 * hidden * length * layers

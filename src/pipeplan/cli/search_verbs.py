@@ -91,8 +91,9 @@ def _print_result(result: Result, tuning: Tuning | None, output: str | None, as_
     if tuning is not None:
         print_ranking(tuning.rows, file=sys.stdout)
         click.echo(f"{tuning.said}\n")
-    print_simulation(_api.simulate(result.plan), file=sys.stdout)
-    print_stages(result.plan, file=sys.stdout)
+    simulation = _api.simulate(result.plan)
+    print_simulation(simulation, file=sys.stdout)
+    print_stages(simulation.workload, file=sys.stdout)
     if output is not None:
         click.echo(f"plan written to {output}", err=True)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeplan._version import __version__
 from pipeplan.checker import check
+from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, sha256_of
 from pipeplan.lower import programs
 from pipeplan.planning.candidates import PlacementCandidate
@@ -176,6 +177,13 @@ class Result:
         """``optimal`` or ``feasible``."""
         return "optimal" if self.schedule.optimal else "feasible"
 
+    @property
+    def throughput(self) -> Throughput:
+        """Of the predicted iteration."""
+        plan = self.plan
+        measure = Yardstick.of_plan(plan)
+        return measure.throughput(plan.mini_batch, plan.predicted.iteration_ns, len(plan.devices))
+
     def figures(self) -> dict[str, object]:
         """The figures of ``search --json``.
 
@@ -203,6 +211,7 @@ class Result:
             "scheduler": self.plan.provenance.scheduler,
             "makespan_ns": predicted.makespan_ns,
             "iteration_ns": predicted.iteration_ns,
+            **self.throughput.figures(),
             "lower_bound_ns": predicted.lower_bound_ns,
             "gap": predicted.gap,
             "period_ns": period,

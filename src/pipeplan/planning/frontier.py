@@ -14,6 +14,8 @@ from math import prod
 from operator import attrgetter
 from typing import Literal
 
+from pipeplan.costs.devices import device_preset
+from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.infeasibility import rounded_up
@@ -85,6 +87,11 @@ class FrontierResult:
     chosen: int = 1
     tried: int | None = None
     untried: int | None = None
+    yardstick: Yardstick = field(kw_only=True)
+
+    def throughput(self, point: FrontierPoint) -> Throughput:
+        """Of a point's iteration."""
+        return self.yardstick.throughput(self.samples, point.time_ns, point.num_devices)
 
     def plan(self, number: int | None = None) -> Plan:
         """The plan of a point, counted from 1; by default of the chosen one.
@@ -124,7 +131,7 @@ class FrontierResult:
             "seconds": self.seconds,
             "chosen": self.chosen,
             "points": [
-                {"number": number} | asdict(point) | {"price": point.price}
+                {"number": number} | asdict(point) | {"price": point.price} | self.throughput(point).figures()
                 for number, point in enumerate(self.points, start=1)
             ],
             "notes": list(self.notes),
@@ -335,6 +342,7 @@ def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
         interrupted,
         factor=None if held else max(each.factor for each in tracked),
         factor_without=() if all(each.settled for each in tracked) else ("workspace",),
+        yardstick=_yardstick(request.profile, splitting.device),
     )
 
 
@@ -419,7 +427,14 @@ def _of_plans(request: Request, *, quickest: bool) -> FrontierResult:
         found.interrupted,
         tried=found.num_tried,
         untried=found.num_untried,
+        yardstick=Yardstick.of(request.profile),
     )
+
+
+def _yardstick(profile: Profile, device: str | None) -> Yardstick:
+    """The profile's, where times are estimated those of a preset."""
+    own = Yardstick.of(profile)
+    return own if device is None else own.on(device_preset(device).title, own.dtype)
 
 
 def _plan_notes(found: PlanFrontier) -> Iterator[str]:
