@@ -66,7 +66,7 @@ def test_the_table(zero_bubble: Path) -> None:
     done = pipeplan("compare", zero_bubble, "--memory", "8GB", "--microbatches", "12", *QUICK)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "shape-v: 4 devices, 12 micro-batches of 1, memory 8GB"
+    assert lines[0] == "shape-v: 4 devices, 12 micro-batches of 1 sample, memory 8GB"
     header = next(line for line in lines if line.strip().startswith("schedule"))
     assert (
         " ".join(header.split())

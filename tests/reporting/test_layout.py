@@ -47,24 +47,24 @@ def profile() -> Profile:
 
 def row(index: int) -> ComparisonRow:
     time = 250_300_000_000 + index * 1_234_567_891
-    shares = 0.1234 + index / 20, 0.2345 + index / 30
-    fits = index != 7
-    return ComparisonRow(
-        SCHEDULES[index % 4], PLACES[index % 3], index % 2 > 0, index % 4 > 1, fits, time, time + 98_765, *shares,
-        (12_340_000_000 + index,), time - 10**10, "" if fits else "device 0 needs 14.55GB, 6.553GB more than its 8GB",
-    )  # fmt: skip
+    names = SCHEDULES[index % 4], PLACES[index % 3], index % 2 > 0, index % 4 > 1
+    rates, peaks = (0.1234 + index / 20, 0.2345 + index / 30), (12_340_000_000 + index,)
+    why = "device 0 needs 14.55GB, 6.553GB more than its 8GB" if index == 7 else ""
+    return ComparisonRow(*names, 4, (4, 4 + index), not why, time, time + 98_765, *rates, peaks, time - 10**10, why)
 
 
 def comparison(file: TextIO) -> None:
     rows = tuple(map(row, range(8)))
     missing = (NotThere("1f1b+", "circular", "it needs a stage on all devices"),)
-    print_comparison(Comparison("gpt2-345m", 64, 128, 16, (8 * 10**9,), rows, missing, False, KNOWN), file)
+    print_comparison(
+        Comparison("gpt2-345m", 64, 128, 16, (8 * 10**9,), rows, missing, False, KNOWN, ("links are free",)), file
+    )
 
 
 def ranking(file: TextIO) -> None:
     def row(n: int) -> TuningRow:
         time, names = 10**9 + n * 12_345, (PLACES[n % 3], n % 4 > 1, n % 2 > 0, SCHEDULES[n % 4])
-        return TuningRow(16, 4, 2, 128, *names, time, 10**9, 0.1234, 10**10 + n * 10**8)
+        return TuningRow(16, 4, 8, (2, 2), 128, *names, time, 10**9, 0.1234, 10**10 + n * 10**8)
 
     print_ranking(list(map(row, range(25))), file)
 

@@ -224,6 +224,7 @@ class Result:
             "peak_memory_bytes": [memory.peak_bytes for memory in predicted.memory],
             "num_microbatches": self.plan.num_microbatches,
             "microbatch_size": self.plan.microbatch_size,
+            "samples_per_replica": list(self.schedule.workload.samples_per_replica),
             "num_devices": len(self.plan.devices),
             "idle_devices": list(self.plan.workload.idle_devices),
             "placement": self.plan.placement,

@@ -11,7 +11,7 @@ from pipeplan.files import Placement
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate
-from pipeplan.planning.request import Request
+from pipeplan.planning.request import Request, link_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.schedule.classic import CLASSIC
@@ -30,6 +30,7 @@ OURS = "pipeplan"
 class ComparisonRow:
     """A schedule on a placement: times in ns, memory in bytes per device; an iteration ends with sums over replicas.
 
+    ``replicas`` are the most of a stage, ``samples_per_replica`` the least and most that one has of a micro-batch;
     ``lower_bound_ns`` is of the placement and its memory, whichever way backward runs, so that gaps of its rows
     compare; ``why`` says by how much a schedule does not fit, else it is empty.
     """
@@ -38,6 +39,8 @@ class ComparisonRow:
     placement: str
     split_backward: bool
     recompute: bool
+    replicas: int
+    samples_per_replica: tuple[int, int]
     fits: bool
     makespan_ns: int
     iteration_ns: int
@@ -66,7 +69,7 @@ class NotThere:
 class Comparison:
     """Rows best first, those that fit before those that do not; and what there is none for.
 
-    ``yardstick`` says what a sample is.
+    ``yardstick`` says what a sample is, ``notes`` what is free.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Comparison:
     missing: tuple[NotThere, ...]
     interrupted: bool
     yardstick: Yardstick
+    notes: tuple[str, ...] = ()
 
     def throughput(self, row: ComparisonRow) -> Throughput:
         """Of a row's iteration."""
@@ -98,6 +102,7 @@ class Comparison:
             ],
             "not_applicable": [asdict(missing) | {"applies": False} for missing in self.missing],
             "interrupted": self.interrupted,
+            "notes": list(self.notes),
         }
 
 
@@ -197,6 +202,7 @@ class _RowsSoFar:
             tuple(self._missing),
             self.interrupted,
             Yardstick.of(request.profile),
+            tuple(link_notes(request)),
         )
 
 
@@ -212,6 +218,8 @@ def _ours(result: Result, recompute: bool) -> ComparisonRow:
         plan.placement,
         result.schedule.workload.splits_backward,
         recompute,
+        max(stage.replicas for stage in plan.stages),
+        plan.workload.samples_per_replica,
         True,
         predicted.makespan_ns,
         predicted.iteration_ns,
@@ -258,6 +266,8 @@ def _row(name: str, problem: OneMicrobatch, recompute: bool, bound_ns: int) -> C
         problem.workload.placement,
         problem.workload.splits_backward,
         recompute,
+        max(stage.replicas for stage in given.stages),
+        given.samples_per_replica,
         over is None,
         figures.makespan_ns,
         iteration_time(given, figures),

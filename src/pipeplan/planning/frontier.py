@@ -20,7 +20,7 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.infeasibility import rounded_up
 from pipeplan.planning.plan_frontier import PlanFrontier, plan_frontier
-from pipeplan.planning.request import Batch, Request, Splitting, resolve_batch
+from pipeplan.planning.request import Batch, Request, Splitting, link_notes, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
 from pipeplan.schedule.state import scheduler_words
 from pipeplan.sharding.cost_model import CostModel
@@ -144,8 +144,7 @@ class FrontierResult:
 def request_notes(request: Request) -> Iterator[str]:
     """What is free, equal or left out, because the cluster is missing or its devices differ."""
     if request.cluster is None:
-        if request.num_devices > 1:
-            yield "links are free: without --cluster nothing that devices exchange takes time"
+        yield from link_notes(request)
         return
     kinds = request.cluster.first(request.num_devices).devices
     if len({(kind.name, kind.memory_bytes) for kind in kinds}) > 1:
@@ -460,7 +459,7 @@ def _words(plan: Plan) -> str:
     stages = ", ".join(f"{count} of {way}" if count > 1 else way for way, count in runs)
     number = f"{len(ways)} stage{'s' if len(ways) > 1 else ''}"
     made = scheduler_words(plan.provenance.scheduler)
-    return f"{number}: {stages}; {made}, micro-batches of {plan.microbatch_size}"
+    return f"{number}: {stages}; {made}, micro-batches of {plan.workload.microbatch_words}"
 
 
 def _stage_words(stage: Stage) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
-from pipeplan.reporting.layout import Column, console_for, flowed, tables
+from pipeplan.reporting.layout import Column, console_for, flowed, print_notes, tables
 from pipeplan.reporting.tables import rate_columns
 from pipeplan.units import format_bytes, format_ns, named_devices
 
@@ -33,8 +33,7 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
     console.print(*_tables(report, shown, console.width), sep="\n")
     left = len(report.points) - len(shown)
     more = [f"{left} more points in between, left out here: --json has all"] if left else []
-    for note in (*more, *report.notes):
-        console.print(flowed(note, console.width), style="dim")
+    print_notes((*more, *report.notes), file)
 
 
 def _tables(report: FrontierResult, points: Sequence[tuple[int, FrontierPoint]], width: int) -> list[Table]:

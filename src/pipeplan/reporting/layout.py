@@ -58,6 +58,13 @@ def flowed(text: str | Text, width: int) -> Text:
     return made
 
 
+def print_notes(notes: Iterable[str], file: TextIO | None = None) -> None:
+    """Print what a reader must know, to stdout unless ``file`` is given."""
+    console = console_for(file)
+    for note in notes:
+        console.print(flowed(note, console.width), style="dim")
+
+
 def labelled(rows: Iterable[tuple[str, str]], width: int) -> Table:
     """Figures with what each is called before it; an empty name goes on with the one above."""
     known = list(rows)

@@ -13,12 +13,13 @@ from pipeplan.costs.throughput import Throughput, format_rate
 from pipeplan.files import CostRow, Profile
 from pipeplan.planning.comparison import OURS, Comparison, ComparisonRow
 from pipeplan.planning.tuning_cells import TuningRow
-from pipeplan.reporting.layout import Column, console_for, counted, flowed, labelled, shown_rows, tables
+from pipeplan.reporting.layout import Column, console_for, counted, flowed, labelled, print_notes, shown_rows, tables
 from pipeplan.reporting.timeline import kind_name
 from pipeplan.simulator.measured import DeviceTimes, MeasuredComparison
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.kinds import is_instruction
+from pipeplan.workload.samples import size_in_words
 
 # Comparisons of schedules -----------------------------------------------------------------------------------------
 
@@ -28,15 +29,17 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
     console = console_for(file)
     memory = {limit for limit in comparison.memory_bytes if limit is not None}
     limits = [format_bytes(limit) for limit in sorted(memory)] or ["no limit"]
+    shares = {row.samples_per_replica for row in comparison.rows}
+    replicated = any(row.replicas > 1 for row in comparison.rows)
+    per_replica = (min(map(min, shares)), max(map(max, shares))) if replicated else None
     heading = Text.assemble(
         (comparison.name, "bold"),
         f": {comparison.num_devices} devices, {comparison.num_microbatches} micro-batches of "
-        f"{comparison.microbatch_size}, memory {' or '.join(limits)}",
+        f"{size_in_words(comparison.microbatch_size, per_replica)}, memory {' or '.join(limits)}",
     )
     console.print(flowed(heading, console.width))
     console.print(*_comparison_tables(comparison, console.width), sep="\n")
-    for note in _notes(comparison):
-        console.print(flowed(note, console.width), style="dim")
+    print_notes((*_notes(comparison), *comparison.notes), file)
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -73,8 +76,10 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     """One line per row; what all rows have in common has no column."""
     rows = comparison.rows
     places = [Column("placement", [row.placement for row in rows], words=True, key=True)]
+    shares = [Column("samples per replica", [_range(row.samples_per_replica) for row in rows])]
     columns = [
         Column("schedule", [row.schedule for row in rows], words=True, key=True),
+        *(shares if len({row.samples_per_replica for row in rows}) > 1 else []),
         *(places if len({row.placement for row in rows}) > 1 else []),
         Column("backward", [_backward(split=row.split_backward, recompute=row.recompute) for row in rows], words=True),
         Column("iteration", [format_ns(row.iteration_ns) for row in rows]),
@@ -107,6 +112,11 @@ def _backward(*, split: bool, recompute: bool) -> str:
     return ("split" if split else "whole") + (", recomputed" if recompute else "")
 
 
+def _range(ends: tuple[int, int]) -> str:
+    """The least and the most, once where they are equal."""
+    return "-".join(map(str, dict.fromkeys(ends)))
+
+
 _MAX_RANKS = 20
 
 
@@ -117,7 +127,8 @@ def print_ranking(rows: Sequence[TuningRow], file: TextIO | None = None) -> None
         Column("rank", [str(rank) for rank in range(1, len(shown) + 1)], key=True),
         Column("pp", [str(row.depth) for row in shown]),
         Column("dp", [str(row.replicas) for row in shown]),
-        Column("size", [str(row.microbatch_size) for row in shown]),
+        Column("samples", [str(row.microbatch_size) for row in shown]),
+        Column("per replica", [_range(row.samples_per_replica) for row in shown]),
         Column("placement", [row.placement for row in shown], words=True),
         Column("rules", [row.rules for row in shown], words=True),
         Column("backward", [_backward(split=row.split, recompute=row.recompute) for row in shown], words=True),

@@ -30,6 +30,7 @@ from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import MEMORY_KINDS, PARAMETERS, Role, in_order, role_of
+from pipeplan.workload.samples import size_in_words
 from pipeplan.workload.slices import num_sliced
 from pipeplan.workload.workload import Workload
 
@@ -97,8 +98,8 @@ def _way(workload: Workload, stage: Stage) -> str:
     words = [
         (stage.shards > 1 and bool(stage.blocks), f"{stage.shards} shards"),
         (bool(stage.configurations), _configurations(stage)),
-        (stage.replicas > 1, f"{stage.replicas} replicas"),
-        (stage.microbatch_size != workload.microbatch_size, f"micro-batches of {stage.microbatch_size}"),
+        (stage.replicas > 1, f"{stage.replicas} replicas of {size_in_words(stage.microbatch_size // stage.replicas)}"),
+        (stage.microbatch_size != workload.microbatch_size, f"micro-batches of {size_in_words(stage.microbatch_size)}"),
         (stage.recompute, "recomputation"),
         (workload.num_routes > 1, f"route {stage.route}"),
         (stage.num_parted > 0, f"{stage.num_parted} sliced"),
@@ -165,7 +166,7 @@ def _headline(simulation: Simulation) -> Text:
     about = [
         plan.placement,
         counted(len(workload.devices), "device"),
-        f"{counted(count, 'micro-batch', 'es')} of {counted(workload.microbatch_size, 'sample')}",
+        f"{counted(count, 'micro-batch', 'es')} of {workload.microbatch_words}",
     ]
     if plan.provenance.scheduler:
         about.append(f"scheduler: {scheduler_words(plan.provenance.scheduler)}")

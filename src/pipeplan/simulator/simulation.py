@@ -186,6 +186,7 @@ class Simulation:
             "idle_devices": list(self.workload.idle_devices),
             "num_microbatches": self.workload.num_microbatches,
             "microbatch_size": self.workload.microbatch_size,
+            "samples_per_replica": list(self.workload.samples_per_replica),
             "makespan_ns": rates.makespan_ns,
             "iteration_ns": self.iteration_ns,
             **self.throughput.figures(),
