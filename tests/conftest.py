@@ -18,6 +18,9 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 # Two tests at a time, and ranks beside each other, on two cores: one thread each, or they would wait in circles.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# What a developer's terminal is like makes no difference to what tests print.
+os.environ.pop("COLUMNS", None)
+
 # Runs are alike, so that a failure is the change's; `pytest --hypothesis-profile random` looks for new examples.
 # Machines are noisy, so neither an example nor drawing one has a time limit.
 for name, derandomize in (("alike", True), ("random", False)):

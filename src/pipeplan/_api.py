@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pipeplan.planning.frontier import request_notes as request_notes
     from pipeplan.planning.request import Request as Request
     from pipeplan.planning.request import Splitting as Splitting
+    from pipeplan.planning.request import link_notes as link_notes
     from pipeplan.planning.tuning import Tuning as Tuning
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
     from pipeplan.runtime.launch.job import StepResult as StepResult
@@ -60,7 +61,7 @@ _PARTS = {
     ),
     "pipeplan.partition.strategies": ("STRATEGIES",),
     "pipeplan.planning.frontier": ("frontier_request", "request_notes"),
-    "pipeplan.planning.request": ("Request", "Splitting"),
+    "pipeplan.planning.request": ("Request", "Splitting", "link_notes"),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
     "pipeplan.runtime.models.load": ("load_model",),
     "pipeplan.runtime.launch.job": ("RunOptions",),

@@ -647,6 +647,13 @@ def test_the_profile_a_plan_is_of() -> None:
     assert (problem.rule, problem.place) == ("profile", "provenance.profile_sha256")
 
 
+def test_what_a_sample_is_comes_from_the_profile() -> None:
+    profile = changed("tokens_per_sample", 16)
+    for tokens, places in ((None, []), (16, []), (17, ["provenance.tokens_per_sample"])):
+        plan = base("split").model_copy(update={"provenance": Provenance(tokens_per_sample=tokens)})
+        assert [problem.place for problem in check(plan, profile).problems] == places
+
+
 @pytest.mark.parametrize(
     ("path", "value", "place"),
     [

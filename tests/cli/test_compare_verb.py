@@ -66,14 +66,14 @@ def test_the_table(zero_bubble: Path) -> None:
     done = pipeplan("compare", zero_bubble, "--memory", "8GB", "--microbatches", "12", *QUICK)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "shape-v: 4 devices, 12 micro-batches of 1, memory 8GB"
+    assert lines[0] == "shape-v: 4 devices, 12 micro-batches of 1 sample, memory 8GB"
     header = next(line for line in lines if line.strip().startswith("schedule"))
     assert (
         " ".join(header.split())
-        == "schedule backward iteration bubble rate by busiest device span peak memory gap fits"
+        == "schedule backward iteration samples/s bubble rate by busiest device span peak memory gap fits"
     )
     first = lines[lines.index(header) + 2].split()
-    assert first[:-2] == ["pipeplan", "split", "4.02ms", "10.45%", "10.45%", "8GB"]
+    assert first[:-2] == ["pipeplan", "split", "4.02ms", "2985", "10.45%", "10.45%", "8GB"]
     assert 0 <= float(first[-2].removesuffix("%")) <= 1.6, "to a bound that work and dependencies give"
     assert first[-1] == "yes"
     assert "zb-h2 on v does not fit: device 0 needs 14GB" in done.stdout

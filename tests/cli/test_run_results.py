@@ -52,6 +52,26 @@ def test_json_has_null_for_what_is_not_finite() -> None:
     assert [(step["loss"], step["grad_norm"]) for step in steps] == [(2.5, 1.0), (None, 1.0), (2.0, None)]
 
 
+def test_throughput_is_of_the_median_on_the_device_that_ran() -> None:
+    """Two samples in 2 ms; a forward of 52 GFLOP three times for each, on two devices of 312 TFLOP/s."""
+    plan = chain_plan(2, 2)
+    known = plan.provenance.model_copy(update={"tokens_per_sample": 16, "forward_flops_per_sample": 52 * 10**9})
+    plan = plan.model_copy(update={"provenance": known})
+    on_a100 = RunResult((FINE, STEEP, STEEP), (1, 1), {"device": "NVIDIA A100-SXM4-80GB"})
+    options = TrainOptions("gpt2-tiny", device="cuda", autocast="bfloat16")
+    figures = RunOutcome(plan, options, on_a100).figures()
+    assert figures["samples_per_second"] == pytest.approx(1000)
+    assert figures["tokens_per_second"] == pytest.approx(16_000)
+    assert figures["model_flops_utilisation"] == pytest.approx(3 * 52e9 * 1000 / (2 * 312e12)) == pytest.approx(0.25)
+    for other in (
+        TrainOptions("gpt2-tiny"),
+        TrainOptions("gpt2-tiny", device="cuda"),
+        TrainOptions("gpt2-tiny", device="cuda", autocast="bfloat16", backend="gloo"),
+    ):
+        assert RunOutcome(plan, other, on_a100).figures()["model_flops_utilisation"] is None
+    assert RunOutcome(plan, RunOptions(), on_a100).throughput is None
+
+
 def test_predicted_beside_the_median_without_the_first_step() -> None:
     plan = chain_plan(2, 2)
     predicted = plan.predicted.makespan_ns

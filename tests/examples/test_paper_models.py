@@ -107,6 +107,17 @@ def rounded(count: int, stated: str) -> str:
     return f"{count / unit:.{decimals}f}{suffix}"
 
 
+def test_flops_of_gpt2_345m_by_hand() -> None:
+    """2 for every weight and token, embeddings aside, and 4 x hidden x length for every token of unmasked attention."""
+    length, hidden, layers = 1024, 1024, 24
+    weights = 12 * hidden**2 * layers + 50257 * hidden
+    attention = 4 * hidden * length * layers
+    profile = model("gpt2-345m")
+    assert profile.forward_flops_per_sample == length * (2 * weights + attention) == 826_951_073_792
+    assert profile.tokens_per_sample == length
+    assert model("tessel-mt5-1.8b").tokens_per_sample is None, "two sequences"
+
+
 def test_every_model_is_in_one_list() -> None:
     assert sorted([*STATED, *EXPLAINED, *UNSTATED, *TENSOROPT]) == sorted(MODELS)
 

@@ -214,7 +214,9 @@ def test_a_search_that_was_too_short_is_said() -> None:
     """Here by making the search's schedule longer than all others."""
     found = compared("one-to-one")
     assert "too little time" not in printed(found)
-    late = tuple(replace(row, makespan_ns=10**6) if row.schedule == OURS else row for row in found.rows)
+    late = tuple(
+        replace(row, makespan_ns=10**6, iteration_ns=10**6) if row.schedule == OURS else row for row in found.rows
+    )
     rows = tuple(sorted(late, key=lambda row: row.makespan_ns))
     text = printed(replace(found, rows=rows))
     assert f"the search on one-to-one had too little time: {rows[0].schedule} is shorter; raise --time-limit" in text
@@ -230,12 +232,12 @@ def test_stages_and_the_bottleneck() -> None:
         request_of(chain(9), "one-to-one", Batch(4, 1), num_devices=4, **(QUICK | {"scheduler": "gpipe"}))
     ).plan
     longest = next(index for index, stage in enumerate(plan.stages) if len(stage.blocks) == 3)
-    assert bottleneck(plan) == (
+    assert bottleneck(plan.workload) == (
         f"bottleneck: stage {longest} on device {longest}, 900ns of work per micro-batch, "
         "33.3% above the mean of all devices"
     )
     stream = io.StringIO()
-    print_stages(plan, stream)
+    print_stages(plan.workload, stream)
     assert all(block in stream.getvalue() for stage in plan.stages for block in stage.blocks)
 
 
@@ -244,8 +246,8 @@ def test_stages_of_several_chunks_share_a_device() -> None:
     plan = search_plan(
         request_of(chain(12), "circular", Batch(4, 1), num_devices=1, chunks=2, **(QUICK | {"scheduler": "gpipe"}))
     ).plan
-    assert bottleneck(plan).startswith("bottleneck: stages 0, 1 on device 0, 3.6us of work")
+    assert bottleneck(plan.workload).startswith("bottleneck: stages 0, 1 on device 0, 3.6us of work")
     stream = io.StringIO()
-    print_stages(plan, stream)
+    print_stages(plan.workload, stream)
     first = plan.stages[0].blocks
     assert f"{first[0]} .. {first[-1]} ({len(first)})" in stream.getvalue()

@@ -104,7 +104,7 @@ def test_streams_that_are_not_unicode_get_ascii() -> None:
 def test_narrow_reports_put_memory_into_a_table_of_its_own() -> None:
     wide, narrow = printed(circular_plan(), width=160), printed(circular_plan(), width=76)
     titles = [line.split() for line in narrow.splitlines() if line.startswith(" device")]
-    assert [title[1] for title in titles] == ["busy", "parameters", "peak"]
+    assert [title[1] for title in titles] == ["busy", "parameters", "limit"]
     assert "…" not in narrow
     assert [line.split()[1] for line in wide.splitlines() if line.startswith(" device")] == ["busy"]
     assert max(map(len, narrow.splitlines())) <= 76
@@ -183,15 +183,19 @@ def test_every_second_stage_of_a_device_has_small_letters() -> None:
 def test_figures_are_json_and_have_what_search_prints() -> None:
     plan = chain_plan(4, 8, forward=10, backward=20, repetend=True, memory_bytes=4000)
     found = json.loads(json.dumps(simulate(plan).figures()))
-    assert {key: found[key] for key in list(found)[:19] if key not in ("name", "placement")} == {
+    assert {key: found[key] for key in list(found)[:23] if key not in ("name", "placement")} == {
         "status": "optimal",
         "scheduler": "by-hand",
         "num_devices": 4,
         "idle_devices": [],
         "num_microbatches": 8,
         "microbatch_size": 1,
+        "samples_per_replica": [1, 1],
         "makespan_ns": 330,
         "iteration_ns": 330,
+        "samples_per_second": pytest.approx(8 / 330e-9),
+        "tokens_per_second": None,
+        "model_flops_utilisation": None,
         "lower_bound_ns": 330,
         "gap": 0.0,
         "period_ns": 30.0,

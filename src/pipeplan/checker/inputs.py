@@ -24,6 +24,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     Without ``cluster`` the times of messages are compared only for plans made without one.
     """
     _check_fingerprint("profile", sha256_of(profile), plan.provenance.profile_sha256, findings)
+    _check_origin(plan, profile, findings)
     if not _has_its_blocks(plan, profile, findings):
         return
     _check_block_order(plan, profile, findings)
@@ -65,6 +66,19 @@ def _check_fingerprint(what: str, found: str, stated: str, findings: Findings) -
     if stated not in ("", found):
         text = f"is {stated[:12]}..., but this {what} has {found[:12]}...: the plan was made from another"
         findings.add(what, f"provenance.{what}_sha256", text)
+
+
+def _check_origin(plan: Plan, profile: Profile, findings: Findings) -> None:
+    """What the plan says of the profile's device and samples, which older plans do not, is what the profile says."""
+    stated = plan.provenance
+    for key, said, found in (
+        ("device", stated.device, profile.source.device),
+        ("dtype", stated.dtype, profile.source.dtype),
+        ("tokens_per_sample", stated.tokens_per_sample, profile.tokens_per_sample),
+        ("forward_flops_per_sample", stated.forward_flops_per_sample, profile.forward_flops_per_sample),
+    ):
+        if said and said != found:
+            findings.add("profile", f"provenance.{key}", f"is {said}, in the profile it is {found or 'not known'}")
 
 
 def _has_its_blocks(plan: Plan, profile: Profile, findings: Findings) -> bool:

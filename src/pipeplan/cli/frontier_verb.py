@@ -19,6 +19,7 @@ from pipeplan.cli.shared import (
     require_folder,
     require_stdout_once,
     require_writable,
+    say_notes,
 )
 from pipeplan.errors import PipeplanError, UsageError
 
@@ -154,8 +155,7 @@ def frontier_command(
     if output_all is not None:
         require_folder(output_all, "point-*.json", "--output-all")
     if as_json or output == "-":
-        for note in _api.request_notes(request):
-            click.echo(f"pipeplan: {note}", err=True)
+        say_notes(_api.request_notes(request))
     interrupt_on_sigterm()
     found = _api.frontier(request, mode=mode, point=point)
     if svg is not None:

@@ -93,9 +93,9 @@ def simulate_command(
 ) -> None:
     """Replay PLAN: when every action runs if each starts as soon as it can.
 
-    Prints the makespan, the three bubble rates, busy, idle and memory of each device, a timeline and the critical
-    path; with --measured what actions, devices and the iteration were predicted to take, and what they took. PLAN may
-    be - for stdin.
+    Prints the makespan, throughput, the three bubble rates, busy, idle and memory of each device, a timeline, the
+    critical path, the stages and the bottleneck; with --measured what actions, devices and the iteration were predicted
+    to take, and what they took. PLAN may be - for stdin.
     """
     inputs = {"PLAN": plan_path, "--profile": profile_path, "--cluster": cluster_path, "--measured": measured_path}
     _require_one_of_each("read from stdin", inputs)
@@ -147,9 +147,10 @@ def _print(simulation: Simulation, as_json: bool, measured_path: str | None) -> 
     elif as_json:
         click.echo(json.dumps(simulation.figures()))
     else:
-        from pipeplan.reporting.terminal import print_simulation
+        from pipeplan.reporting.terminal import print_simulation, print_stages
 
         print_simulation(simulation, sys.stdout)
+        print_stages(simulation.workload, sys.stdout)
 
 
 def _print_compared(simulation: Simulation, as_json: bool, path: str) -> None:

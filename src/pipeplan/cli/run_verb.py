@@ -127,7 +127,12 @@ def run_command(
     outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown)
     if outcome is None:  # not rank 0
         return
-    click.echo(json.dumps(outcome.figures(), allow_nan=False) if as_json else comparison_line(outcome))
+    if as_json:
+        click.echo(json.dumps(outcome.figures(), allow_nan=False))
+    else:
+        click.echo(comparison_line(outcome))
+        if outcome.throughput is not None:
+            click.echo(f"trained {outcome.throughput.words}")
     if trace_path is not None:  # after the results, which are not lost with it
         _write_trace(outcome, trace_path)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeplan import _api
-from pipeplan.cli.shared import Status, interrupt_on_sigterm, planning_options, read_request
+from pipeplan.cli.shared import Status, interrupt_on_sigterm, planning_options, read_request, say_notes
 from pipeplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -74,25 +75,32 @@ def search_command(
         _api.write_text(_api.to_toml(tuning.rules), rules_output)
     if placement_output is not None:
         _api.write_file(result.plan.placed, placement_output)
-    _print_result(result, tuning, output, as_json)
+    _print_result(result, tuning, output, as_json, list(_api.link_notes(request)))
 
 
-def _print_result(result: Result, tuning: Tuning | None, output: str | None, as_json: bool) -> None:
+def _print_result(
+    result: Result, tuning: Tuning | None, output: str | None, as_json: bool, notes: Sequence[str]
+) -> None:
     if result.interrupted:
         click.echo("pipeplan: interrupted; this is the best plan so far", err=True)
+    if as_json or output == "-":
+        say_notes(notes)
     if as_json:
         click.echo(json.dumps((tuning or result).figures()))
         return
     if output == "-":
         return
+    from pipeplan.reporting.layout import print_notes
     from pipeplan.reporting.tables import print_ranking
     from pipeplan.reporting.terminal import print_simulation, print_stages
 
     if tuning is not None:
         print_ranking(tuning.rows, file=sys.stdout)
         click.echo(f"{tuning.said}\n")
-    print_simulation(_api.simulate(result.plan), file=sys.stdout)
-    print_stages(result.plan, file=sys.stdout)
+    simulation = _api.simulate(result.plan)
+    print_simulation(simulation, file=sys.stdout)
+    print_stages(simulation.workload, file=sys.stdout)
+    print_notes(notes, file=sys.stdout)
     if output is not None:
         click.echo(f"plan written to {output}", err=True)
 
@@ -114,6 +122,7 @@ def compare_command(as_json: bool, **flags: Any) -> None:
     if found.interrupted:
         click.echo("pipeplan: interrupted; these are the best plans so far", err=True)
     if as_json:
+        say_notes(found.notes)
         click.echo(json.dumps(found.figures()))
     else:
         print_comparison(found, file=sys.stdout)

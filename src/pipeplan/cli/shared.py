@@ -6,7 +6,7 @@ import math
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -253,6 +253,12 @@ def require_folder(path: str, pattern: str, option: str) -> None:
     if there:
         names = f"{there[0]} of another run" if len(there) == 1 else f"{len(there)} files of another run, as {there[0]}"
         raise FileError(f"{path}: has {names}; remove what is there, or choose another folder with {option}")
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    """Say on stderr what a reader must know, where stdout is for a file or for JSON."""
+    for note in notes:
+        click.echo(f"pipeplan: {note}", err=True)
 
 
 def interrupt_on_sigterm() -> None:

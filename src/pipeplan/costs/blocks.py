@@ -41,8 +41,9 @@ def block_costs(
     if not below or not above:
         sizes = [row.microbatch_size for row in rows]
         raise UsageError(
-            f"block {block.id!r} has costs for micro-batch sizes {sizes}, not for {microbatch_size}; choose "
-            f"--microbatch-size from {sizes[0]} to {sizes[-1]}, or profile it with --microbatch {microbatch_size}"
+            f"block {block.id!r} has costs for micro-batches of {', '.join(map(str, sizes))} samples per replica, not "
+            f"for {microbatch_size}; choose a --microbatch-size of {sizes[0]} to {sizes[-1]} per replica, or profile "
+            f"it with --microbatch {microbatch_size}"
         )
     return _between(below[-1], above[0], microbatch_size)
 

@@ -49,8 +49,8 @@ class DevicePreset:
 
     ``dtype`` is the 16-bit format of its matrix units, ``matrix_flops_per_s`` their peak in it without sparsity,
     ``float32_flops_per_s`` the peak of everything else. ``link_bytes_per_s`` is what its link to the devices of its
-    machine carries each way. ``matrix_efficiency`` is over the FLOPs of a matrix product, ``memory_efficiency`` over
-    the bytes that a kernel moves.
+    machine carries each way. ``reported`` are the names that its driver gives it. ``matrix_efficiency`` is over the
+    FLOPs of a matrix product, ``memory_efficiency`` over the bytes that a kernel moves.
     """
 
     name: str
@@ -65,6 +65,7 @@ class DevicePreset:
     memory_efficiency: Curve
     source: str
     efficiency_source: str
+    reported: tuple[str, ...] = ()
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -102,6 +103,19 @@ def device_preset(name: str) -> DevicePreset:
     if name not in PRESETS:
         raise UsageError(f"--device {name!r} is not a preset; choose from {', '.join(PRESETS)}")
     return TypeAdapter(DevicePreset).validate_json(read_text("devices", name))
+
+
+def peak_flops_per_s(device: str, dtype: str) -> int | None:
+    """The maker's peak for a number format, without sparsity, of a device as profiles name it; None if not known.
+
+    That is of 16-bit formats alone: whether products of float32 run as such or as TF32 is a setting, which profiles do
+    not say. Matrix units that take bfloat16 are as fast in float16.
+    """
+    for preset in map(device_preset, PRESETS):
+        named = preset.reported and device in (preset.name, preset.title, *preset.reported)
+        if named and dtype in {preset.dtype, "float16"}:
+            return preset.matrix_flops_per_s
+    return None
 
 
 # Calibration --------------------------------------------------------------------------------------------------------

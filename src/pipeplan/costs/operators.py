@@ -29,11 +29,12 @@ class Operator:
 
     ``saved_bytes`` are held from F to I or B, ``deferred_bytes`` from I to W: inputs and output gradients of what has
     weights. ``gradient_bytes`` are the gradients of its input and output, there at once; ``update_bytes`` is the
-    most that making a weight gradient takes. ``parameters`` is a count. Exchanges are with the devices that have the
-    other shares, during F and during I.
+    most that making a weight gradient takes. ``parameters`` is a count; ``masked_flops`` are what a causal mask saves a
+    forward. Exchanges are with the devices that have the other shares, during F and during I.
     """
 
     parameters: int = 0
+    masked_flops: int = 0
     forward: tuple[Kernel, ...] = ()
     input_grad: tuple[Kernel, ...] = ()
     weight_grad: tuple[Kernel, ...] = ()
@@ -49,11 +50,17 @@ class Operator:
         """Of a forward."""
         return sum(kernel.flops for kernel in self.forward)
 
+    @property
+    def product_flops(self) -> int:
+        """Of a forward's matrix products alone, attention whole where it is causal, too."""
+        return self.masked_flops + sum(kernel.flops for kernel in self.forward if kernel.matrix)
+
 
 def sequence_of(*operators: Operator, residual_bytes: int = 0) -> Operator:
     """Operators one after another; ``residual_bytes`` is a gradient that waits beside them for its addition."""
     return Operator(
         parameters=sum(each.parameters for each in operators),
+        masked_flops=sum(each.masked_flops for each in operators),
         forward=tuple(kernel for each in operators for kernel in each.forward),
         input_grad=tuple(kernel for each in reversed(operators) for kernel in each.input_grad),
         weight_grad=tuple(kernel for each in operators for kernel in each.weight_grad),
@@ -116,11 +123,13 @@ def attention_core(
     Forward has 2 matrix products, backward 5; a causal mask leaves half of each. Kept are the inputs and a float32
     per query and head; the output is kept by the projection after it.
     """
-    product = 2 * samples * heads * queries * keys * head_size // (2 if causal else 1)
+    whole = 2 * samples * heads * queries * keys * head_size
+    product = whole // (2 if causal else 1)
     query, key = samples * queries * heads * head_size * width, samples * keys * heads * head_size * width
     statistics = _FLOAT32 * samples * heads * queries
     taken = query + 2 * key
     return Operator(
+        masked_flops=2 * (whole - product),
         forward=(Kernel(2 * product, taken + query + statistics, matrix=True),),
         input_grad=(Kernel(5 * product, 2 * taken + 2 * query + statistics, matrix=True),),
         saved_bytes=taken + statistics,

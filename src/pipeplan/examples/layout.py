@@ -295,7 +295,10 @@ RECIPE = "mixed-precision-adam"
 
 
 class ModelLayout:
-    """Collects blocks and edges in topological order, with a cost row per number of shards and micro-batch size."""
+    """Collects blocks and edges in topological order, with a cost row per number of shards and micro-batch size.
+
+    ``forward_flops`` are those of one sample's products in all blocks.
+    """
 
     def __init__(
         self,
@@ -307,6 +310,7 @@ class ModelLayout:
     ) -> None:
         self.device, self.microbatch_sizes, self.shards, self.prices = device, microbatch_sizes, shards, prices
         self.recipe = state_recipe(RECIPE)
+        self.forward_flops = 0
         self.blocks: list[Block] = []
         self.edges: list[Edge] = []
         self._tables: dict[str, tuple[int, list[str]]] = {}
@@ -341,7 +345,9 @@ class ModelLayout:
         Raises:
             UsageError: its heads do not divide by the shards.
         """
-        parameters = part(1, 1).parameters
+        of_sample = part(1, 1)
+        parameters = of_sample.parameters
+        self.forward_flops += of_sample.product_flops
         state = self.recipe.state(parameters, WIDTH * parameters)
         self._require_divisible(id_, dimensions.get("heads"))
         block = Block(

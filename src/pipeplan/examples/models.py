@@ -415,7 +415,8 @@ def model(
         raise UsageError(f"--microbatch must be sizes from 1 to {_MOST_SAMPLES}, not {sizes}")
     groups = _usable(shards, cluster)
     layout = ModelLayout(preset, sizes, shards=groups, prices=None if cluster is None else prices_in(cluster))
-    family_of(name).build(layout)
+    dimensions = family_of(name)
+    dimensions.build(layout)
     recipe = layout.recipe
     estimate = _ESTIMATE.format(recipe=recipe.title, size=recipe.state(1, WIDTH)[OPTIMIZER])
     split = _SPLIT.format(cluster.name if cluster is not None else preset.title) if groups[-1] > 1 else ""
@@ -428,6 +429,8 @@ def model(
             reference=paper.reference,
             notes=" ".join(filter(None, [estimate, split, f"Device: {preset.source}.", paper.notes])),
         ),
+        tokens_per_sample=dimensions.sequence if isinstance(dimensions, Decoder | Encoder) else None,
+        forward_flops_per_sample=layout.forward_flops or None,
         blocks=tuple(layout.blocks),
         edges=tuple(layout.edges),
         tied=layout.tied,

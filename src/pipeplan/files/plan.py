@@ -16,6 +16,7 @@ from pydantic import Field, StringConstraints, model_validator
 
 from pipeplan.files.base import MIGRATIONS, CurrentVersion, File, FileModel, current_version
 from pipeplan.files.placement import PlacedStage, Placement
+from pipeplan.files.profile import FlopsPerSample, TokensPerSample
 from pipeplan.workload.action import ACTION_PATTERN, operation_of
 from pipeplan.workload.elements import (
     MAX_DEVICES,
@@ -62,6 +63,10 @@ class Provenance(FileModel):
     profile: str = ""
     profile_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     cluster_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
+    device: Annotated[str, Field(max_length=512, description="device the profile's numbers are for")] = ""
+    dtype: Annotated[str, Field(max_length=64, description="the profile's number format, such as float32")] = ""
+    tokens_per_sample: TokensPerSample = None
+    forward_flops_per_sample: FlopsPerSample = None
     scheduler: str = ""
     options: dict[str, str | int | float | bool | None] = {}
     seed: int = 0
@@ -69,7 +74,7 @@ class Provenance(FileModel):
 
 
 MIGRATIONS["plan", 1] = lambda plan: plan
-"""Version 2 has ``tied``."""
+"""Version 2 has ``tied``, and what the profile's numbers are for and what a sample is, which version 1 does not say."""
 
 
 class Plan(File):

@@ -12,6 +12,16 @@ from pipeplan.graphs import topological_order
 from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
 from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryBytes, training_state
 
+TokensPerSample = Annotated[
+    Count | None, Field(description="where samples are sequences of tokens; null where that is not known")
+]
+FlopsPerSample = Annotated[
+    Annotated[int, Field(ge=1, le=10**21)] | None,
+    Field(
+        description="floating-point operations of the model's matrix products and convolutions in one forward, a "
+        "multiply and an add being two; attention counts whole where it is causal, too; null where not known"
+    ),
+]
 Dimension = Annotated[int, Field(ge=1, le=1_000_000_000)]  # vocabularies go above a million
 
 
@@ -163,6 +173,8 @@ class Profile(File):
     kind: Literal["profile"] = "profile"
     name: Name
     source: Source
+    tokens_per_sample: TokensPerSample = None
+    forward_flops_per_sample: FlopsPerSample = None
     blocks: Annotated[Items[Block], Field(min_length=1)]
     edges: Items[Edge] = ()
     tied: Annotated[Items[TiedParameter], Field(description="parameters that blocks share")] = ()

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeplan._version import __version__
 from pipeplan.checker import check
+from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, sha256_of
 from pipeplan.lower import programs
 from pipeplan.planning.candidates import PlacementCandidate
@@ -142,6 +143,10 @@ def provenance_of(
     return Provenance(
         profile=profile.name,
         profile_sha256=sha256_of(profile),
+        device=profile.source.device,
+        dtype=profile.source.dtype,
+        tokens_per_sample=profile.tokens_per_sample,
+        forward_flops_per_sample=profile.forward_flops_per_sample,
         cluster_sha256=sha256_of(cluster) if cluster is not None else "",
         options=dict(options),
         seed=seed,
@@ -172,6 +177,13 @@ class Result:
         """``optimal`` or ``feasible``."""
         return "optimal" if self.schedule.optimal else "feasible"
 
+    @property
+    def throughput(self) -> Throughput:
+        """Of the predicted iteration."""
+        plan = self.plan
+        measure = Yardstick.of_plan(plan)
+        return measure.throughput(plan.mini_batch, plan.predicted.iteration_ns, len(plan.devices))
+
     def figures(self) -> dict[str, object]:
         """The figures of ``search --json``.
 
@@ -199,6 +211,7 @@ class Result:
             "scheduler": self.plan.provenance.scheduler,
             "makespan_ns": predicted.makespan_ns,
             "iteration_ns": predicted.iteration_ns,
+            **self.throughput.figures(),
             "lower_bound_ns": predicted.lower_bound_ns,
             "gap": predicted.gap,
             "period_ns": period,
@@ -211,6 +224,7 @@ class Result:
             "peak_memory_bytes": [memory.peak_bytes for memory in predicted.memory],
             "num_microbatches": self.plan.num_microbatches,
             "microbatch_size": self.plan.microbatch_size,
+            "samples_per_replica": list(self.schedule.workload.samples_per_replica),
             "num_devices": len(self.plan.devices),
             "idle_devices": list(self.plan.workload.idle_devices),
             "placement": self.plan.placement,

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import InfeasibleError, InvalidPlanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate
-from pipeplan.planning.request import Request
+from pipeplan.planning.request import Request, link_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.state import Progress
-from pipeplan.simulator.metrics import rates
+from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -27,8 +28,9 @@ OURS = "pipeplan"
 
 @dataclass(frozen=True, slots=True)
 class ComparisonRow:
-    """A schedule on a placement: times in ns, memory in bytes per device.
+    """A schedule on a placement: times in ns, memory in bytes per device; an iteration ends with sums over replicas.
 
+    ``replicas`` are the most of a stage, ``samples_per_replica`` the least and most that one has of a micro-batch;
     ``lower_bound_ns`` is of the placement and its memory, whichever way backward runs, so that gaps of its rows
     compare; ``why`` says by how much a schedule does not fit, else it is empty.
     """
@@ -37,8 +39,11 @@ class ComparisonRow:
     placement: str
     split_backward: bool
     recompute: bool
+    replicas: int
+    samples_per_replica: tuple[int, int]
     fits: bool
     makespan_ns: int
+    iteration_ns: int
     bubble_rate: float
     bubble_rate_span: float
     peak_memory_bytes: tuple[int, ...]
@@ -62,7 +67,10 @@ class NotThere:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Rows best first, those that fit before those that do not; and what there is none for."""
+    """Rows best first, those that fit before those that do not; and what there is none for.
+
+    ``yardstick`` says what a sample is, ``notes`` what is free.
+    """
 
     name: str
     num_devices: int
@@ -72,6 +80,14 @@ class Comparison:
     rows: tuple[ComparisonRow, ...]
     missing: tuple[NotThere, ...]
     interrupted: bool
+    yardstick: Yardstick
+    notes: tuple[str, ...] = ()
+
+    def throughput(self, row: ComparisonRow) -> Throughput:
+        """Of a row's iteration."""
+        return self.yardstick.throughput(
+            self.num_microbatches * self.microbatch_size, row.iteration_ns, self.num_devices
+        )
 
     def figures(self) -> dict[str, object]:
         """The object of ``compare --json``."""
@@ -81,9 +97,12 @@ class Comparison:
             "num_microbatches": self.num_microbatches,
             "microbatch_size": self.microbatch_size,
             "memory_bytes": list(self.memory_bytes),
-            "rows": [asdict(row) | {"applies": True, "gap": row.gap} for row in self.rows],
+            "rows": [
+                asdict(row) | {"applies": True, "gap": row.gap} | self.throughput(row).figures() for row in self.rows
+            ],
             "not_applicable": [asdict(missing) | {"applies": False} for missing in self.missing],
             "interrupted": self.interrupted,
+            "notes": list(self.notes),
         }
 
 
@@ -182,12 +201,14 @@ class _RowsSoFar:
             tuple(sorted(self._rows, key=_rank)),
             tuple(self._missing),
             self.interrupted,
+            Yardstick.of(request.profile),
+            tuple(link_notes(request)),
         )
 
 
 def _rank(row: ComparisonRow) -> tuple[bool, int, bool, int]:
     """What fits comes first, then the shortest, ours before its equals, then the least memory."""
-    return not row.fits, row.makespan_ns, row.schedule != OURS, max(row.peak_memory_bytes)
+    return not row.fits, row.iteration_ns, row.schedule != OURS, max(row.peak_memory_bytes)
 
 
 def _ours(result: Result, recompute: bool) -> ComparisonRow:
@@ -197,8 +218,11 @@ def _ours(result: Result, recompute: bool) -> ComparisonRow:
         plan.placement,
         result.schedule.workload.splits_backward,
         recompute,
+        max(stage.replicas for stage in plan.stages),
+        plan.workload.samples_per_replica,
         True,
         predicted.makespan_ns,
+        predicted.iteration_ns,
         predicted.bubble_rate,
         predicted.bubble_rate_span,
         tuple(memory.peak_bytes for memory in predicted.memory),
@@ -227,7 +251,7 @@ def _classic(
 def _better(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     """The shortest of the rows that fit, and the shortest of those that do not."""
     kinds = [[row for row in rows if row.fits is fits] for fits in (True, False)]
-    return [min(kind, key=lambda row: row.makespan_ns) for kind in kinds if kind]
+    return [min(kind, key=lambda row: row.iteration_ns) for kind in kinds if kind]
 
 
 def _row(name: str, problem: OneMicrobatch, recompute: bool, bound_ns: int) -> ComparisonRow:
@@ -242,8 +266,11 @@ def _row(name: str, problem: OneMicrobatch, recompute: bool, bound_ns: int) -> C
         problem.workload.placement,
         problem.workload.splits_backward,
         recompute,
+        max(stage.replicas for stage in given.stages),
+        given.samples_per_replica,
         over is None,
         figures.makespan_ns,
+        iteration_time(given, figures),
         figures.bubble_rate,
         figures.bubble_rate_span,
         tuple(memory.peak_bytes for memory in peak_memory(graph, orders)),

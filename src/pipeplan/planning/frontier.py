@@ -14,11 +14,13 @@ from math import prod
 from operator import attrgetter
 from typing import Literal
 
+from pipeplan.costs.devices import device_preset
+from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.infeasibility import rounded_up
 from pipeplan.planning.plan_frontier import PlanFrontier, plan_frontier
-from pipeplan.planning.request import Batch, Request, Splitting, resolve_batch
+from pipeplan.planning.request import Batch, Request, Splitting, link_notes, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
 from pipeplan.schedule.state import scheduler_words
 from pipeplan.sharding.cost_model import CostModel
@@ -85,6 +87,11 @@ class FrontierResult:
     chosen: int = 1
     tried: int | None = None
     untried: int | None = None
+    yardstick: Yardstick = field(kw_only=True)
+
+    def throughput(self, point: FrontierPoint) -> Throughput:
+        """Of a point's iteration."""
+        return self.yardstick.throughput(self.samples, point.time_ns, point.num_devices)
 
     def plan(self, number: int | None = None) -> Plan:
         """The plan of a point, counted from 1; by default of the chosen one.
@@ -124,7 +131,7 @@ class FrontierResult:
             "seconds": self.seconds,
             "chosen": self.chosen,
             "points": [
-                {"number": number} | asdict(point) | {"price": point.price}
+                {"number": number} | asdict(point) | {"price": point.price} | self.throughput(point).figures()
                 for number, point in enumerate(self.points, start=1)
             ],
             "notes": list(self.notes),
@@ -137,8 +144,7 @@ class FrontierResult:
 def request_notes(request: Request) -> Iterator[str]:
     """What is free, equal or left out, because the cluster is missing or its devices differ."""
     if request.cluster is None:
-        if request.num_devices > 1:
-            yield "links are free: without --cluster nothing that devices exchange takes time"
+        yield from link_notes(request)
         return
     kinds = request.cluster.first(request.num_devices).devices
     if len({(kind.name, kind.memory_bytes) for kind in kinds}) > 1:
@@ -335,6 +341,7 @@ def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
         interrupted,
         factor=None if held else max(each.factor for each in tracked),
         factor_without=() if all(each.settled for each in tracked) else ("workspace",),
+        yardstick=_yardstick(request.profile, splitting.device),
     )
 
 
@@ -419,7 +426,14 @@ def _of_plans(request: Request, *, quickest: bool) -> FrontierResult:
         found.interrupted,
         tried=found.num_tried,
         untried=found.num_untried,
+        yardstick=Yardstick.of(request.profile),
     )
+
+
+def _yardstick(profile: Profile, device: str | None) -> Yardstick:
+    """The profile's, where times are estimated those of a preset."""
+    own = Yardstick.of(profile)
+    return own if device is None else own.on(device_preset(device).title, own.dtype)
 
 
 def _plan_notes(found: PlanFrontier) -> Iterator[str]:
@@ -445,7 +459,7 @@ def _words(plan: Plan) -> str:
     stages = ", ".join(f"{count} of {way}" if count > 1 else way for way, count in runs)
     number = f"{len(ways)} stage{'s' if len(ways) > 1 else ''}"
     made = scheduler_words(plan.provenance.scheduler)
-    return f"{number}: {stages}; {made}, micro-batches of {plan.microbatch_size}"
+    return f"{number}: {stages}; {made}, micro-batches of {plan.workload.microbatch_words}"
 
 
 def _stage_words(stage: Stage) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -230,6 +230,15 @@ class Request:
         if self.recompute is not None:
             return (self.recompute,)
         return (False,) if self.least_memory is None else (False, True)
+
+
+def link_notes(request: Request) -> Iterator[str]:
+    """That links are free, where they are, and but for what."""
+    if request.cluster is not None or request.num_devices == 1:
+        return
+    timed = [edge for edge in request.profile.edges if edge.transfer_ns]
+    apart = f", but for {len(timed)} edges of the profile with a time of their own" if timed else ""
+    yield f"links are free: without --cluster nothing that devices exchange takes time{apart}"
 
 
 def _as_defined(profile: Profile, scheduler: str, rules: Rules | None) -> dict[str, Any]:

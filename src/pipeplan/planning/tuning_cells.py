@@ -165,14 +165,15 @@ class Cell:
 class TuningRow:
     """A cell under one set of rules.
 
-    ``depth`` is how many groups of devices form a pipeline, ``microbatch_size`` the samples of a micro-batch on each
-    of the ``replicas``; ``split``: backward has two parts. ``bubble_rate`` is of the iteration, ``peak_memory_bytes``
-    of the device that needs most.
+    ``depth`` is how many groups of devices form a pipeline, ``microbatch_size`` the samples of a micro-batch over all
+    ``replicas``, ``samples_per_replica`` the least and most in each; ``split``: backward has two parts. ``bubble_rate``
+    is of the iteration, ``peak_memory_bytes`` of the device that needs most.
     """
 
     depth: int
     replicas: int
     microbatch_size: int
+    samples_per_replica: tuple[int, int]
     num_microbatches: int
     placement: str
     recompute: bool
@@ -284,7 +285,8 @@ def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> Tun
     return TuningRow(
         depth=len(set(device_groups(workload))),
         replicas=replicas,
-        microbatch_size=candidate.batch.microbatch_size // replicas,
+        microbatch_size=candidate.batch.microbatch_size,
+        samples_per_replica=workload.samples_per_replica,
         num_microbatches=candidate.batch.num_microbatches,
         placement=candidate.placement.strategy,
         recompute=candidate.recompute,

@@ -11,11 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
-from pipeplan.reporting.tables import console_for, new_table
+from pipeplan.reporting.layout import Column, console_for, flowed, print_notes, tables
+from pipeplan.reporting.tables import rate_columns
 from pipeplan.units import format_bytes, format_ns, named_devices
 
 _MOST_ROWS = 24
-_COLUMNS, _LINES = 72, 16
+_COLUMNS, _LEAST_COLUMNS, _LINES = 72, 24, 16
 _DOT, _KNEE, _SIGNS = "o", "X", "123456789abcdefghijklmn"
 
 
@@ -25,31 +26,31 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
     counts = sorted({point.num_devices for point in report.points})
     samples = f"{report.samples} sample{'s' if report.samples != 1 else ''}"
     heading = f": {report.of}, {samples}, {named_devices(*counts)}; {report.proved}"
-    console.print(Text.assemble((report.name, "bold"), heading))
+    console.print(flowed(Text.assemble((report.name, "bold"), heading), console.width))
     if len(report.points) > 1:
-        console.print("\n".join(_plot(report.points)), markup=False)
+        console.print("\n".join(_plot(report.points, console.width)), markup=False)
     shown = _shown(report.points)
-    console.print(_table(shown))
-    if len(shown) < len(report.points):
-        console.print(
-            f"{len(report.points) - len(shown)} more points in between, left out here: --json has all", style="dim"
-        )
-    for note in report.notes:
-        console.print(note, style="dim")
+    console.print(*_tables(report, shown, console.width), sep="\n")
+    left = len(report.points) - len(shown)
+    more = [f"{left} more points in between, left out here: --json has all"] if left else []
+    print_notes((*more, *report.notes), file)
 
 
-def _table(points: Sequence[tuple[int, FrontierPoint]]) -> Table:
-    priced = any(point.price_per_hour is not None for _, point in points)
-    prices = ["per hour", "per 1000 iter."] if priced else []
-    table = new_table(("#", "devices", "memory", "iteration", *prices))
-    table.add_column("")
-    table.add_column("how", overflow="fold")
-    for number, point in points:
-        marks = ", ".join(["knee"] * point.turning_point + ["chosen"] * point.chosen)
-        paid = (_price(point.price_per_hour), _price(point.price, 1000)) if priced else ()
-        row = (str(number), str(point.num_devices), format_bytes(point.memory_bytes), format_ns(point.time_ns), *paid)
-        table.add_row(*row, marks, point.what, style="bold" if marks else None)
-    return table
+def _tables(report: FrontierResult, points: Sequence[tuple[int, FrontierPoint]], width: int) -> list[Table]:
+    marks = [", ".join(["knee"] * point.turning_point + ["chosen"] * point.chosen) for _, point in points]
+    columns = [
+        Column("#", [str(number) for number, _ in points], key=True),
+        Column("devices", [str(point.num_devices) for _, point in points]),
+        Column("memory", [format_bytes(point.memory_bytes) for _, point in points]),
+        Column("iteration", [format_ns(point.time_ns) for _, point in points]),
+        *rate_columns([report.throughput(point) for _, point in points])[:1],  # --json has all, this has little room
+    ]
+    if any(point.price_per_hour is not None for _, point in points):
+        columns.append(Column("per hour", [_price(point.price_per_hour) for _, point in points]))
+        columns.append(Column("per 1000 iter.", [_price(point.price, 1000) for _, point in points]))
+    columns.append(Column("", marks, words=True))
+    columns.append(Column("how", [point.what for _, point in points], words=True))
+    return tables(columns, width, ["bold" if mark else None for mark in marks])
 
 
 def _price(value: float | None, times: int = 1) -> str:
@@ -65,25 +66,26 @@ def _shown(points: Sequence[FrontierPoint]) -> list[tuple[int, FrontierPoint]]:
     return [(number, point) for number, point in numbered if number - 1 in even or point.turning_point or point.chosen]
 
 
-def _plot(points: Sequence[FrontierPoint]) -> Iterator[str]:
+def _plot(points: Sequence[FrontierPoint], width: int) -> Iterator[str]:
     """Time against memory; a digit or letter is the number of devices where there are several, X the knee."""
+    labels = {0: format_ns(max(p.time_ns for p in points)), _LINES - 1: format_ns(min(p.time_ns for p in points))}
+    margin = max(map(len, labels.values()))
+    across = max(_LEAST_COLUMNS, min(_COLUMNS, width - margin - 2))
     counts = sorted({point.num_devices for point in points})
     signs = {count: _DOT if len(counts) == 1 else _SIGNS[i % len(_SIGNS)] for i, count in enumerate(counts)}
     x, y = UnitScale.of([p.memory_bytes for p in points]), UnitScale.of([p.time_ns for p in points])
-    cells = [[" "] * _COLUMNS for _ in range(_LINES)]
+    cells = [[" "] * across for _ in range(_LINES)]
     for point in sorted(points, key=lambda each: each.turning_point):
         row = _LINES - 1 - round(y.at(point.time_ns) * (_LINES - 1))
         sign = _KNEE if point.turning_point and len(counts) == 1 else signs[point.num_devices]
-        cells[row][round(x.at(point.memory_bytes) * (_COLUMNS - 1))] = sign
-    labels = {0: format_ns(max(p.time_ns for p in points)), _LINES - 1: format_ns(min(p.time_ns for p in points))}
-    margin = max(map(len, labels.values()))
+        cells[row][round(x.at(point.memory_bytes) * (across - 1))] = sign
     for row, line in enumerate(cells):
         yield f"{labels.get(row, ''):>{margin}} |{''.join(line).rstrip()}"
     least, most = (format_bytes(limit(p.memory_bytes for p in points)) for limit in (min, max))
-    yield f"{'':{margin}} +{'-' * _COLUMNS}"
-    yield f"{'':{margin}}  {least}{most:>{_COLUMNS - len(least)}}"
+    yield f"{'':{margin}} +{'-' * across}"
+    yield f"{'':{margin}}  {least}{most:>{across - len(least)}}"
     if len(counts) > 1:
-        yield f"{'':{margin}}  {', '.join(f'{signs[count]}: {named_devices(count)}' for count in counts)}"
+        yield flowed(", ".join(f"{signs[count]}: {named_devices(count)}" for count in counts), width).plain
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,58 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from pipeplan.costs.inspection import SUMMED, Inspection, alike, cautions, counts, operator_shares, sums
+from pipeplan.costs.throughput import Throughput, format_rate
 from pipeplan.files import CostRow, Profile
 from pipeplan.planning.comparison import OURS, Comparison, ComparisonRow
 from pipeplan.planning.tuning_cells import TuningRow
+from pipeplan.reporting.layout import Column, console_for, counted, flowed, labelled, print_notes, shown_rows, tables
 from pipeplan.reporting.timeline import kind_name
 from pipeplan.simulator.measured import DeviceTimes, MeasuredComparison
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.kinds import is_instruction
-
-_PLAIN_WIDTH = 120
-
-
-def console_for(file: TextIO | None, width: int | None = None, *, plain_width: int = _PLAIN_WIDTH) -> Console:
-    """Where tables go: to ``file``, or stdout without one, at ``width`` columns if given.
-
-    Without a width it is the terminal's, or ``plain_width`` where there is none.
-    """
-    console = Console(file=file, highlight=False)
-    if width is not None or not console.is_terminal:
-        console = Console(file=file, highlight=False, width=width or plain_width)
-    return console
-
-
-def new_table(titles: Iterable[str], left: Container[str] = (), *, no_wrap: bool = False) -> Table:
-    """A table without rows; columns are justified to the right, but for those named in ``left``."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for title in titles:
-        table.add_column(title, justify="left" if title in left else "right", no_wrap=no_wrap)
-    return table
-
-
-def shown_rows(count: int, most: int) -> list[int | None]:
-    """All rows, or the first and the last with None for those between."""
-    if count <= most:
-        return list(range(count))
-    half = most // 2
-    return [*range(half), None, *range(count - half, count)]
-
-
-def counted(count: int, noun: str, plural: str = "s") -> str:
-    """A number of things in words: ``1 device``, ``2 devices``."""
-    return f"{count} {noun}{'' if count == 1 else plural}"
-
+from pipeplan.workload.samples import size_in_words
 
 # Comparisons of schedules -----------------------------------------------------------------------------------------
 
@@ -63,16 +29,17 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
     console = console_for(file)
     memory = {limit for limit in comparison.memory_bytes if limit is not None}
     limits = [format_bytes(limit) for limit in sorted(memory)] or ["no limit"]
-    console.print(
-        Text.assemble(
-            (comparison.name, "bold"),
-            f": {comparison.num_devices} devices, {comparison.num_microbatches} micro-batches of "
-            f"{comparison.microbatch_size}, memory {' or '.join(limits)}",
-        )
+    shares = {row.samples_per_replica for row in comparison.rows}
+    replicated = any(row.replicas > 1 for row in comparison.rows)
+    per_replica = (min(map(min, shares)), max(map(max, shares))) if replicated else None
+    heading = Text.assemble(
+        (comparison.name, "bold"),
+        f": {comparison.num_devices} devices, {comparison.num_microbatches} micro-batches of "
+        f"{size_in_words(comparison.microbatch_size, per_replica)}, memory {' or '.join(limits)}",
     )
-    console.print(_comparison_table(comparison))
-    for note in _notes(comparison):
-        console.print(note, style="dim")
+    console.print(flowed(heading, console.width))
+    console.print(*_comparison_tables(comparison, console.width), sep="\n")
+    print_notes((*_notes(comparison), *comparison.notes), file)
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -101,56 +68,75 @@ def _missed(comparison: Comparison) -> list[tuple[ComparisonRow, ComparisonRow]]
     return [
         (row, first[row.placement])
         for row in comparison.rows
-        if row.schedule == OURS and row.makespan_ns > first[row.placement].makespan_ns
+        if row.schedule == OURS and row.iteration_ns > first[row.placement].iteration_ns
     ]
 
 
-def _comparison_table(comparison: Comparison) -> Table:
+def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     """One line per row; what all rows have in common has no column."""
-    several = len({row.placement for row in comparison.rows}) > 1
-    names = ("schedule", *(["placement"] if several else []), "backward", "fits")
-    figures = ("iteration", "bubble rate", "by busiest device span", "peak memory", "gap")
-    table = new_table((*names[:-1], *figures, names[-1]), left=names)
-    for row in comparison.rows:
-        table.add_row(
-            row.schedule,
-            *([row.placement] if several else []),
-            _backward(split=row.split_backward, recompute=row.recompute),
-            format_ns(row.makespan_ns),
-            f"{row.bubble_rate:.2%}",
-            f"{row.bubble_rate_span:.2%}",
-            format_bytes(max(row.peak_memory_bytes)),
-            "-" if row.gap is None else f"{row.gap:.2%}",
-            "yes" if row.fits else "no",
-            style="bold" if row.schedule == OURS else None,
-        )
-    return table
+    rows = comparison.rows
+    places = [Column("placement", [row.placement for row in rows], words=True, key=True)]
+    shares = [Column("samples per replica", [_range(row.samples_per_replica) for row in rows])]
+    columns = [
+        Column("schedule", [row.schedule for row in rows], words=True, key=True),
+        *(shares if len({row.samples_per_replica for row in rows}) > 1 else []),
+        *(places if len({row.placement for row in rows}) > 1 else []),
+        Column("backward", [_backward(split=row.split_backward, recompute=row.recompute) for row in rows], words=True),
+        Column("iteration", [format_ns(row.iteration_ns) for row in rows]),
+        *rate_columns([comparison.throughput(row) for row in rows]),
+        Column("bubble rate", [f"{row.bubble_rate:.2%}" for row in rows]),
+        Column("by busiest device span", [f"{row.bubble_rate_span:.2%}" for row in rows]),
+        Column("peak memory", [format_bytes(max(row.peak_memory_bytes)) for row in rows]),
+        Column("gap", ["-" if row.gap is None else f"{row.gap:.2%}" for row in rows]),
+        Column("fits", ["yes" if row.fits else "no" for row in rows], words=True),
+    ]
+    return tables(columns, width, ["bold" if row.schedule == OURS else None for row in rows])
+
+
+def rate_columns(found: Sequence[Throughput]) -> list[Column]:
+    """What is known of some iterations' throughput."""
+    utilisation = [each.model_flops_utilisation for each in found]
+    columns = [
+        ("samples/s", [each.samples_per_second for each in found], format_rate),
+        ("tokens/s", [each.tokens_per_second for each in found], format_rate),
+        ("MFU", utilisation, "{:.1%}".format),
+    ]
+    return [
+        Column(title, ["-" if value is None else text(value) for value in values])
+        for title, values, text in columns
+        if any(value is not None for value in values)
+    ]
 
 
 def _backward(*, split: bool, recompute: bool) -> str:
     return ("split" if split else "whole") + (", recomputed" if recompute else "")
 
 
-_RANKING_WIDTH = 160
+def _range(ends: tuple[int, int]) -> str:
+    """The least and the most, once where they are equal."""
+    return "-".join(map(str, dict.fromkeys(ends)))
+
+
 _MAX_RANKS = 20
 
 
 def print_ranking(rows: Sequence[TuningRow], file: TextIO | None = None) -> None:
     """Print the first rows as a table, to stdout unless ``file`` is given."""
-    console = console_for(file, plain_width=_RANKING_WIDTH)
-    names = ("placement", "rules", "backward")
-    table = new_table(("rank", "pp", "dp", "size", *names, "iteration", "bubble rate", "peak memory"), left=names)
-    for rank, row in enumerate(rows[:_MAX_RANKS], 1):
-        table.add_row(
-            *map(str, (rank, row.depth, row.replicas, row.microbatch_size)),
-            row.placement,
-            row.rules,
-            _backward(split=row.split, recompute=row.recompute),
-            format_ns(row.iteration_ns),
-            f"{row.bubble_rate:.2%}",
-            format_bytes(row.peak_memory_bytes),
-        )
-    console.print(table)
+    console, shown = console_for(file), rows[:_MAX_RANKS]
+    columns = [
+        Column("rank", [str(rank) for rank in range(1, len(shown) + 1)], key=True),
+        Column("pp", [str(row.depth) for row in shown]),
+        Column("dp", [str(row.replicas) for row in shown]),
+        Column("samples", [str(row.microbatch_size) for row in shown]),
+        Column("per replica", [_range(row.samples_per_replica) for row in shown]),
+        Column("placement", [row.placement for row in shown], words=True),
+        Column("rules", [row.rules for row in shown], words=True),
+        Column("backward", [_backward(split=row.split, recompute=row.recompute) for row in shown], words=True),
+        Column("iteration", [format_ns(row.iteration_ns) for row in shown]),
+        Column("bubble rate", [f"{row.bubble_rate:.2%}" for row in shown]),
+        Column("peak memory", [format_bytes(row.peak_memory_bytes) for row in shown]),
+    ]
+    console.print(*tables(columns, console.width), sep="\n")
     if len(rows) > _MAX_RANKS:
         console.print(f"and {len(rows) - _MAX_RANKS} more", style="dim")
 
@@ -165,38 +151,47 @@ def print_inspection(inspection: Inspection, file: TextIO | None = None) -> None
     """Print blocks, sums, shares and warnings, to stdout unless ``file`` is given."""
     console, profile = console_for(file), inspection.profile
     print_blocks(profile, file)
-    console.print(_about(profile))
-    console.print(_totals(profile))
+    console.print(flowed(_about(profile), console.width))
+    console.print(*_totals(profile, console.width), sep="\n")
     if sizes := profile.microbatch_sizes:
-        console.print(f"shares at micro-batch size {sizes[-1]}; states are parameters, gradients and optimizer")
-        console.print(_shares(profile, sizes[-1]))
+        shares = f"shares at micro-batch size {sizes[-1]}; states are parameters, gradients and optimizer"
+        console.print(flowed(shares, console.width))
+        console.print(*_shares(profile, sizes[-1], console.width), sep="\n")
     found = cautions(profile, inspection.asked)
     console.print(Text(counted(len(found), "warning") if found else "no warnings", style="bold"))
     for caution in found[:_MAX_CAUTIONS]:
-        console.print(Text.assemble(("warning: ", "yellow"), caution.text))
+        console.print(flowed(Text.assemble(("warning: ", "yellow"), caution.text), console.width))
     if len(found) > _MAX_CAUTIONS:
         console.print(f"... and {len(found) - _MAX_CAUTIONS} more; --json has them all")
 
 
 def print_blocks(profile: Profile, file: TextIO | None = None) -> None:
     """Print where the profile comes from and a row for each kind of block and case, identical blocks folded."""
-    table = new_table(
-        ("block", "alike", "samples", "forward", "backward", "I", "W", "spread", "held", "for W", "workspace"),
-        left=("block",),
-    )
+    console, source = console_for(file), profile.source
+    origin = " ".join(filter(None, (source.method, f"on {source.device}" if source.device else "", source.reference)))
+    heading = Text.assemble((profile.name, "bold"), f": {', '.join(filter(None, (origin, source.dtype)))}")
+    console.print(flowed(heading, console.width))
+    console.print(*tables(_block_columns(profile), console.width), sep="\n")
+
+
+def _block_columns(profile: Profile) -> list[Column]:
     kinds = alike(profile)
+    rows: list[Sequence[str]] = []
     for index in shown_rows(len(kinds), _MAX_KINDS):
         if index is None:
-            table.add_row("...", str(len(kinds) - _MAX_KINDS))
+            rows.append(["...", str(len(kinds) - _MAX_KINDS), *[""] * 9])
             continue
         blocks = kinds[index]
-        for row in sorted(blocks[0].costs, key=lambda row: row.key[:2]):
-            table.add_row(blocks[0].id, str(len(blocks)), _case(row), *_costs(row))
-    console = console_for(file)
-    source = profile.source
-    origin = " ".join(filter(None, (source.method, f"on {source.device}" if source.device else "", source.reference)))
-    console.print(Text.assemble((profile.name, "bold"), f": {', '.join(filter(None, (origin, source.dtype)))}"))
-    console.print(table)
+        rows += [
+            [blocks[0].id, str(len(blocks)), _case(row), *_costs(row)]
+            for row in sorted(blocks[0].costs, key=lambda row: row.key[:2])
+        ]
+    titles = ("alike", "samples", "forward", "backward", "I", "W", "spread", "held", "for W", "workspace")
+    names, *figures = zip(*rows, strict=True)
+    return [
+        Column("block", names, words=True, key=True),
+        *(Column(title, cells, key=title == "samples") for title, cells in zip(titles, figures, strict=True)),
+    ]
 
 
 def _case(row: CostRow) -> str:
@@ -225,33 +220,32 @@ def _about(profile: Profile) -> str:
     )
 
 
-def _totals(profile: Profile) -> Table:
+def _totals(profile: Profile, width: int) -> list[Table]:
     """Sums over all blocks, a row for each micro-batch size."""
-    table = new_table(
-        ("all blocks", "forward", "backward", "I", "W", "held", "for W", "largest workspace"), left=("all blocks",)
-    )
-    for size in profile.microbatch_sizes:
-        found = sums(profile, size)
-        times = [_time(found[field]) for field in SUMMED[:4]]
-        held = [format_bytes(found[field] or 0) for field in (*SUMMED[4:], "workspace_bytes")]
-        table.add_row(counted(size, "sample"), *times, *held)
-    return table
+    found = [sums(profile, size) for size in profile.microbatch_sizes]
+    columns = [
+        Column("all blocks", [counted(size, "sample") for size in profile.microbatch_sizes], words=True, key=True)
+    ]
+    for title, field in zip(("forward", "backward", "I", "W"), SUMMED[:4], strict=True):
+        columns.append(Column(title, [_time(each[field]) for each in found]))
+    for title, field in zip(("held", "for W", "largest workspace"), (*SUMMED[4:], "workspace_bytes"), strict=True):
+        columns.append(Column(title, [format_bytes(each[field] or 0) for each in found]))
+    return tables(columns, width)
 
 
-def _shares(profile: Profile, size: int) -> Table:
-    table = new_table(("operator", "blocks", "time", "share", "states", "share", "held", "share"), left=("operator",))
-    for share in operator_shares(profile, size):
-        table.add_row(
-            share.operator,
-            str(share.num_blocks),
-            format_ns(share.time_ns),
-            f"{share.time_share:.1%}",
-            format_bytes(share.state_bytes),
-            f"{share.state_share:.1%}",
-            format_bytes(share.activation_bytes),
-            f"{share.activation_share:.1%}",
-        )
-    return table
+def _shares(profile: Profile, size: int, width: int) -> list[Table]:
+    shares = operator_shares(profile, size)
+    columns = [
+        Column("operator", [share.operator for share in shares], words=True, key=True),
+        Column("blocks", [str(share.num_blocks) for share in shares]),
+        Column("time", [format_ns(share.time_ns) for share in shares]),
+        Column("share", [f"{share.time_share:.1%}" for share in shares]),
+        Column("states", [format_bytes(share.state_bytes) for share in shares]),
+        Column("share", [f"{share.state_share:.1%}" for share in shares]),
+        Column("held", [format_bytes(share.activation_bytes) for share in shares]),
+        Column("share", [f"{share.activation_share:.1%}" for share in shares]),
+    ]
+    return tables(columns, width)
 
 
 # Measured beside predicted ------------------------------------------------------------------------------------------
@@ -267,10 +261,10 @@ def print_measured(
     """Print the tables, to stdout unless ``file`` is given; ``width`` as in :func:`console_for`."""
     console = console_for(file, width)
     for part in (
-        _measured_headline(simulation, comparison),
-        _measured_figures(comparison),
-        _kinds(comparison),
-        _measured_devices(comparison),
+        flowed(_measured_headline(simulation, comparison), console.width),
+        _measured_figures(comparison, console.width),
+        *_kinds(comparison, console.width),
+        *_measured_devices(comparison, console.width),
     ):
         console.print(part)
 
@@ -283,37 +277,35 @@ def _measured_headline(simulation: Simulation, comparison: MeasuredComparison) -
     return Text.assemble((simulation.plan.name, "bold"), text)
 
 
-def _measured_figures(comparison: MeasuredComparison) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_row(
-        "predicted", format_ns(comparison.predicted_ns), f"bubble rate {comparison.predicted_bubble_rate:.2%}"
-    )
+def _measured_figures(comparison: MeasuredComparison, width: int) -> Table:
     least, most = min(comparison.iterations_ns), max(comparison.iterations_ns)
     spread = "" if least == most else f", median of {format_ns(least)} to {format_ns(most)}"
-    table.add_row(
-        "measured",
-        format_ns(comparison.measured_ns),
-        f"{_percent(comparison.ratio)}, bubble rate {comparison.bubble_rate:.2%}{spread}",
-    )
     replayed = f"{_percent(comparison.replayed_ns / comparison.predicted_ns)}, if every action only lasts as measured"
-    table.add_row("replayed", format_ns(comparison.replayed_ns), replayed)
-    return table
+    rows = [
+        ("predicted", comparison.predicted_ns, f"bubble rate {comparison.predicted_bubble_rate:.2%}"),
+        (
+            "measured",
+            comparison.measured_ns,
+            f"{_percent(comparison.ratio)}, bubble rate {comparison.bubble_rate:.2%}{spread}",
+        ),
+        ("replayed", comparison.replayed_ns, replayed),
+    ]
+    wide = max(len(format_ns(time)) for _, time, _ in rows)
+    return labelled(((name, f"{format_ns(time):{wide}}  {more}") for name, time, more in rows), width)
 
 
-def _kinds(comparison: MeasuredComparison) -> Table:
-    table = new_table(
-        ("kind", "count", "predicted", "mean", "median", "mean to predicted"), left=("kind",), no_wrap=True
-    )
-    for kind in comparison.kinds:
-        table.add_row(
-            _named(kind.kind),
-            str(kind.count),
-            format_ns(kind.predicted_ns),
-            format_ns(kind.measured_ns),
-            format_ns(kind.median_ns),
-            "" if kind.ratio is None else _percent(kind.ratio),  # of messages the two are not the same thing
-        )
-    return table
+def _kinds(comparison: MeasuredComparison, width: int) -> list[Table]:
+    kinds = comparison.kinds
+    columns = [
+        Column("kind", [_named(kind.kind) for kind in kinds], words=True, key=True),
+        Column("count", [str(kind.count) for kind in kinds]),
+        Column("predicted", [format_ns(kind.predicted_ns) for kind in kinds]),
+        Column("mean", [format_ns(kind.measured_ns) for kind in kinds]),
+        Column("median", [format_ns(kind.median_ns) for kind in kinds]),
+        # of messages the two are not the same thing
+        Column("mean to predicted", ["" if kind.ratio is None else _percent(kind.ratio) for kind in kinds]),
+    ]
+    return tables(columns, width)
 
 
 def _named(kind: str) -> str:
@@ -324,16 +316,15 @@ def _named(kind: str) -> str:
     return _MESSAGE_NAMES.get(kind) or f"{'send' if end == 'SEND' else 'wait for'} what {payload} made"
 
 
-def _measured_devices(comparison: MeasuredComparison) -> Table:
+def _measured_devices(comparison: MeasuredComparison, width: int) -> list[Table]:
     busy, idle = ("busy, predicted", "busy", ""), ("idle, predicted", "idle")
-    titles = ("device", *busy, "waiting", "sending", "outside", "other", *idle)
-    table = new_table(titles, left=("device",), no_wrap=True)
-    for row in shown_rows(len(comparison.devices), _MAX_DEVICES):
-        if row is None:
-            table.add_row(*["..."] * 10)
-        else:
-            table.add_row(str(row), *_device(comparison, comparison.devices[row]))
-    return table
+    titles = (*busy, "waiting", "sending", "outside", "other", *idle)
+    rows = shown_rows(len(comparison.devices), _MAX_DEVICES)
+    names = ["..." if row is None else str(row) for row in rows]
+    shown = [["..."] * len(titles) if row is None else _device(comparison, comparison.devices[row]) for row in rows]
+    figures = zip(titles, zip(*shown, strict=True), strict=True)
+    columns = [Column("device", names, words=True, key=True), *(Column(title, cells) for title, cells in figures)]
+    return tables(columns, width)
 
 
 def _device(comparison: MeasuredComparison, device: DeviceTimes) -> list[str]:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TextIO
 
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeplan.files import Plan
-from pipeplan.reporting.tables import console_for, counted, new_table, shown_rows
+from pipeplan.reporting.layout import Column, console_for, counted, flowed, labelled, shown_rows, tables
 from pipeplan.reporting.timeline import (
     TimelineCell,
     TimelineWindow,
@@ -30,42 +30,43 @@ from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import MEMORY_KINDS, PARAMETERS, Role, in_order, role_of
+from pipeplan.workload.samples import size_in_words
 from pipeplan.workload.slices import num_sliced
+from pipeplan.workload.workload import Workload
 
 _MAX_STAGES = 32
 _MAX_BLOCKS = 4
 
 
-def print_stages(plan: Plan, file: TextIO | None = None) -> None:
+def print_stages(workload: Workload, file: TextIO | None = None) -> None:
     """Print the blocks and the work of every stage and the bottleneck, to stdout unless ``file`` is given."""
     console = console_for(file)
-    console.print(_stage_table(plan))
-    for line in _shared(plan):
-        console.print(line)
-    console.print(bottleneck(plan))
+    parts = [*_stage_tables(workload, console.width), *(flowed(line, console.width) for line in _shared(workload))]
+    for part in (*parts, flowed(bottleneck(workload), console.width)):
+        console.print(part)
 
 
-def _shared(plan: Plan) -> list[str]:
+def _shared(workload: Workload) -> list[str]:
     """What stages share, a line each: the table counts it with each of them."""
     return [
         f"stages {_shortened([str(stage) for stage in each.stages])} share {each.name}, "
         f"{format_bytes(each.state[PARAMETERS])} of their parameters: a device of several of them has it once"
-        for each in plan.tied
+        for each in workload.tied
     ]
 
 
-def bottleneck(plan: Plan) -> str:
+def bottleneck(workload: Workload) -> str:
     """The device with the most work per micro-batch, its stages, and how far it is above the mean, in one line.
 
     No schedule takes less time per micro-batch than this device's work.
     """
-    totals = [0] * len(plan.devices)
-    for operation in plan.operations:
-        for device in plan.devices_of(operation.id):
-            totals[device] += operation.duration_ns * plan.slots(operation.id).count
-    work = [total / plan.num_microbatches for total in totals]
+    totals = [0] * len(workload.devices)
+    for item, operation in enumerate(workload.operations):
+        for device in workload.resources[item]:
+            totals[device] += operation.duration_ns * workload.slots[item].count
+    work = [total / workload.num_microbatches for total in totals]
     device = work.index(max(work))
-    stages = [index for index, stage in enumerate(plan.stages) if device in stage.devices]
+    stages = [index for index, stage in enumerate(workload.stages) if device in stage.devices]
     name = "stage" if len(stages) == 1 else "stages"
     above = max(work) * len(work) / sum(work) - 1
     return (
@@ -74,40 +75,43 @@ def bottleneck(plan: Plan) -> str:
     )
 
 
-def _stage_table(plan: Plan) -> Table:
-    table = new_table(("stage", "device"), left=("device",))
-    table.add_column("blocks", overflow="fold")
-    table.add_column("work", justify="right")
-    table.add_column("parameters", justify="right")
-    ways = [_way(plan, stage) for stage in plan.stages]
-    kinds = {operation.stage: operation.kind for operation in plan.operations}
-    if any(ways):
-        table.add_column("runs with", overflow="fold")
+def _stage_tables(workload: Workload, width: int) -> list[Table]:
+    kinds = {operation.stage: operation.kind for operation in workload.operations}
+    works = workload.work_of_stages
     rows = [
         (
             str(index),
             _shortened([str(device) for device in stage.devices]),
             _shortened(stage.blocks) if stage.blocks else kinds[index],
-            format_ns(work),
+            format_ns(works[index]),
             format_bytes(stage.state[PARAMETERS]),
-            *([way] if any(ways) else []),
+            _way(workload, stage),
         )
-        for index, (stage, work, way) in enumerate(zip(plan.stages, plan.workload.work_of_stages, ways, strict=True))
+        for index, stage in enumerate(workload.stages)
     ]
-    for index in shown_rows(len(rows), _MAX_STAGES):
-        table.add_row(*(("...",) * len(rows[0]) if index is None else rows[index]))
-    return table
+    shown = [("...",) * 6 if index is None else rows[index] for index in shown_rows(len(rows), _MAX_STAGES)]
+    stages, devices, blocks, work, parameters, ways = zip(*shown, strict=True)
+    columns = [
+        Column("stage", stages, key=True),
+        Column("device", devices, words=True),
+        Column("blocks", blocks, words=True),
+        Column("work", work),
+        Column("parameters", parameters),
+    ]
+    if any(_way(workload, stage) for stage in workload.stages):
+        columns.append(Column("runs with", ways, words=True))
+    return tables(columns, width)
 
 
-def _way(plan: Plan, stage: Stage) -> str:
+def _way(workload: Workload, stage: Stage) -> str:
     """What is special about how a stage runs, in words."""
     words = [
         (stage.shards > 1 and bool(stage.blocks), f"{stage.shards} shards"),
         (bool(stage.configurations), _configurations(stage)),
-        (stage.replicas > 1, f"{stage.replicas} replicas"),
-        (stage.microbatch_size != plan.microbatch_size, f"micro-batches of {stage.microbatch_size}"),
+        (stage.replicas > 1, f"{stage.replicas} replicas of {size_in_words(stage.microbatch_size // stage.replicas)}"),
+        (stage.microbatch_size != workload.microbatch_size, f"micro-batches of {size_in_words(stage.microbatch_size)}"),
         (stage.recompute, "recomputation"),
-        (plan.num_routes > 1, f"route {stage.route}"),
+        (workload.num_routes > 1, f"route {stage.route}"),
         (stage.num_parted > 0, f"{stage.num_parted} sliced"),
     ]
     return ", ".join(word for applies, word in words if applies)
@@ -140,7 +144,7 @@ _MAX_RUNS = 12
 def print_simulation(simulation: Simulation, file: TextIO | None = None, width: int | None = None) -> None:
     """Print the report of a simulation, to stdout unless ``file`` is given.
 
-    ``width`` is in columns; without it, the terminal's, or 120 where there is none.
+    ``width`` as in :func:`pipeplan.reporting.layout.console_for`.
     """
     console = console_for(file, width)
     for part in report(simulation, console.width, ascii_only=console.options.ascii_only):
@@ -150,20 +154,20 @@ def print_simulation(simulation: Simulation, file: TextIO | None = None, width: 
 def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> list[RenderableType]:
     """The parts of the report, for a console of ``width`` columns."""
     return [
-        *_idle_devices(simulation),
-        _headline(simulation),
-        _figures(simulation),
+        *_idle_devices(simulation, width),
+        flowed(_headline(simulation), width),
+        labelled(_figures(simulation), width),
         *_devices(simulation, width),
         _timeline(simulation, width, "-.:" if ascii_only else "─·┊"),
         Text(),
-        _critical_path(simulation, "->" if ascii_only else "→"),
+        flowed(_critical_path(simulation, "->" if ascii_only else "→"), width),
     ]
 
 
-def _idle_devices(simulation: Simulation) -> list[Text]:
+def _idle_devices(simulation: Simulation, width: int) -> list[Text]:
     idle, devices = simulation.workload.idle_devices, simulation.workload.devices
     told = f"{len(idle)} of {counted(len(devices), 'device')} run nothing: {_shortened([*map(str, idle)])}"
-    return [Text(told, "bold yellow")] if idle else []
+    return [flowed(Text(told, "bold yellow"), width)] if idle else []
 
 
 def _headline(simulation: Simulation) -> Text:
@@ -172,7 +176,7 @@ def _headline(simulation: Simulation) -> Text:
     about = [
         plan.placement,
         counted(len(workload.devices), "device"),
-        f"{counted(count, 'micro-batch', 'es')} of {counted(workload.microbatch_size, 'sample')}",
+        f"{counted(count, 'micro-batch', 'es')} of {workload.microbatch_words}",
     ]
     if plan.provenance.scheduler:
         about.append(f"scheduler: {scheduler_words(plan.provenance.scheduler)}")
@@ -181,90 +185,65 @@ def _headline(simulation: Simulation) -> Text:
     return Text.assemble((plan.name, "bold"), ": ", ", ".join(about))
 
 
-def _figures(simulation: Simulation) -> Table:
+def _figures(simulation: Simulation) -> list[tuple[str, str]]:
     rates, repetend = simulation.rates, simulation.repetend
-    table = Table.grid(padding=(0, 2))
-    table.add_row("makespan", format_ns(rates.makespan_ns))
+    rows = [("makespan", format_ns(rates.makespan_ns))]
     if simulation.iteration_ns > rates.makespan_ns:
-        table.add_row("iteration", f"{format_ns(simulation.iteration_ns)}, gradients of copies summed")
+        rows.append(("iteration", f"{format_ns(simulation.iteration_ns)}, gradients of copies summed"))
+    rows.append(("throughput", simulation.throughput.words))
     gap = "proved optimal" if simulation.gap == 0 else f"gap {simulation.gap:.2%}"
-    table.add_row("lower bound", f"{format_ns(simulation.lower_bound_ns)}, {gap}")
+    rows.append(("lower bound", f"{format_ns(simulation.lower_bound_ns)}, {gap}"))
     if repetend is None:
-        table.add_row("repetend", "none")
+        rows.append(("repetend", "none"))
     else:
         time = None if simulation.period_ns is None else f"{format_ns(simulation.period_ns)} per micro-batch"
         bound = format_ns(simulation.period_lower_bound_ns)
-        table.add_row("period", f"{time or 'reaches no steady state'}, bound {bound}")
-        table.add_row("repetend", f"unroll {repetend.unroll}, span {repetend.span}")
-    table.add_row("bubble rate", f"{rates.bubble_rate:.2%} of the iteration")
-    table.add_row("", f"{rates.bubble_rate_span:.2%} by busiest device span")
+        rows.append(("period", f"{time or 'reaches no steady state'}, bound {bound}"))
+        rows.append(("repetend", f"unroll {repetend.unroll}, span {repetend.span}"))
+    rows.append(("bubble rate", f"{rates.bubble_rate:.2%} of the iteration"))
+    rows.append(("", f"{rates.bubble_rate_span:.2%} by busiest device span"))
     if simulation.bubble_rate_steady is not None:
-        table.add_row("", f"{simulation.bubble_rate_steady:.2%} steady")
-    return table
-
-
-_Column = tuple[str, list[str]]
+        rows.append(("", f"{simulation.bubble_rate_steady:.2%} steady"))
+    return rows
 
 
 def _devices(simulation: Simulation, width: int) -> list[Table]:
-    """One table of times and memory; where it is too wide, memory apart, and that in as many tables as it takes."""
+    """Times and memory of every device, in one table where it is wide enough."""
     rows = shown_rows(len(simulation.orders), _MAX_ROWS)
-    times, memory = _time_columns(simulation), _memory_columns(simulation)
-    name: _Column = ("device", [str(device) for device in range(len(simulation.orders))])
-    groups = [[*times, *memory]]
-    if _width_of([name, *groups[0]]) > width:
-        groups = [*_packed(times, width - _width_of([name])), *_packed(memory, width - _width_of([name]))]
-    return [_table([name, *columns], rows) for columns in groups]
+    names = [str(device) for device in range(len(simulation.orders))]
+    first, *more = _memory_columns(simulation)
+    memory = [replace(first, apart=True), *more]
+    columns = [Column("device", names, key=True), *_time_columns(simulation), *memory]
+    shown = [replace(column, cells=["..." if row is None else column.cells[row] for row in rows]) for column in columns]
+    return tables(shown, width)
 
 
-def _packed(columns: Sequence[_Column], width: int) -> list[list[_Column]]:
-    """Columns in groups that fit into a width, a group having at least one."""
-    groups: list[list[_Column]] = [[]]
-    for column in columns:
-        if groups[-1] and _width_of([*groups[-1], column]) > width:
-            groups.append([])
-        groups[-1].append(column)
-    return groups
-
-
-def _width_of(columns: Sequence[_Column]) -> int:
-    """Of a table with these columns, each with a space on both sides and one between."""
-    return sum(3 + max(map(len, (title, *values))) for title, values in columns)
-
-
-def _time_columns(simulation: Simulation) -> list[_Column]:
+def _time_columns(simulation: Simulation) -> list[Column]:
     rates = simulation.rates
     return [
-        ("busy", [format_ns(time) for time in rates.busy_ns]),
-        ("idle", [format_ns(time) for time in rates.idle_ns]),
-        ("first to last", [format_ns(time) for time in rates.span_ns]),
-        ("in flight", [str(count) for count in simulation.in_flight]),
+        Column("busy", [format_ns(time) for time in rates.busy_ns]),
+        Column("idle", [format_ns(time) for time in rates.idle_ns]),
+        Column("first to last", [format_ns(time) for time in rates.span_ns]),
+        Column("in flight", [str(count) for count in simulation.in_flight]),
     ]
 
 
-def _memory_columns(simulation: Simulation) -> list[_Column]:
+def _memory_columns(simulation: Simulation) -> list[Column]:
     """Kinds of which there is nothing anywhere are left out, as is the limit where there is none."""
     columns = []
     for kind in MEMORY_KINDS:
         values = [memory.parts[kind] for memory in simulation.memory]
         if any(values):
-            columns.append((kind.name, _sizes(values)))
-    columns.append(("peak", _sizes([memory.peak_bytes for memory in simulation.memory])))
+            columns.append(Column(kind.name, _sizes(values)))
+    columns.append(Column("peak", _sizes([memory.peak_bytes for memory in simulation.memory])))
     limits = [device.memory_bytes for device in simulation.workload.devices]
     if any(limit is not None for limit in limits):
-        columns.append(("limit", ["none" if limit is None else format_bytes(limit) for limit in limits]))
+        columns.append(Column("limit", ["none" if limit is None else format_bytes(limit) for limit in limits]))
     return columns
 
 
 def _sizes(values: Sequence[int]) -> list[str]:
     return [format_bytes(value) for value in values]
-
-
-def _table(columns: Sequence[_Column], rows: Sequence[int | None]) -> Table:
-    table = new_table((title for title, _ in columns), no_wrap=True)
-    for row in rows:
-        table.add_row(*("..." if row is None else values[row] for _, values in columns))
-    return table
 
 
 def _timeline(simulation: Simulation, width: int, marks: str) -> Text:
@@ -283,12 +262,13 @@ def _timeline(simulation: Simulation, width: int, marks: str) -> Text:
                 text.append(marks[2], style="dim")
             _append_cells(text, device_row(simulation, device, part), marks)
         text.append("\n")
-    text.append(" " * (label + 1))
-    text.append_text(_legend(simulation, marks))
+    below = [_legend(simulation, marks)]
     if num_sliced(simulation.workload):
-        text.append(f"\n{'':{label}} micro-batches in halves: F0.0 and F0.1, or F0 twice where cells are few")
+        below.append(Text("micro-batches in halves: F0.0 and F0.1, or F0 twice where cells are few"))
     if any(odd_stages(simulation, device) for device in range(len(simulation.orders))):
-        text.append(f"\n{'':{label}} small letters: every second stage of a device")
+        below.append(Text("small letters: every second stage of a device"))
+    lines = [line for each in below for line in flowed(each, max(1, width - label - 1)).split("\n")]
+    text.append_text(Text("\n").join(Text.assemble(" " * (label + 1), line) for line in lines))
     return text
 
 
@@ -314,10 +294,10 @@ def _ruler(simulation: Simulation, parts: Sequence[TimelineWindow], label: int) 
     repetition = repetend_time_range(simulation)
     rulers = []
     for part in parts:
-        ruler = list(format_ns(part.start_ns).ljust(part.num_cells)[: part.num_cells])
-        if part is parts[-1]:
-            end = format_ns(part.end_ns)
-            ruler[-len(end) :] = end
+        start, end = format_ns(part.start_ns), format_ns(part.end_ns) if part is parts[-1] else ""
+        if len(start) + len(end) >= part.num_cells:  # no room for both
+            start = ""
+        ruler = list(start + end.rjust(part.num_cells - len(start)))
         if repetition is not None and part.start_ns <= repetition[0] and repetition[1] <= part.end_ns:
             _bracket(ruler, part.cell_of(repetition[0]), part.cell_of(repetition[1]))
             repetition = None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 
+from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.simulator.metrics import CriticalStep, Rates, critical_path, in_flight, iteration_time, rates
@@ -120,7 +121,7 @@ class Simulation:
     ``period_ns`` (per micro-batch) and ``bubble_rate_steady`` come from replaying the repetend without end; None
     without one, or where that does not become periodic. ``copies`` [device] are the positions of the repetend's
     first copy in the orders. ``overflow`` is the device most short of memory, None if all have enough.
-    ``as_planned`` says that number of micro-batches and costs are the plan's.
+    ``as_planned`` says that number of micro-batches and costs are the plan's, ``yardstick`` what a sample is.
     """
 
     plan: Plan
@@ -140,6 +141,12 @@ class Simulation:
     period_ns: float | None
     bubble_rate_steady: float | None
     as_planned: bool
+    yardstick: Yardstick
+
+    @property
+    def throughput(self) -> Throughput:
+        """Of the iteration."""
+        return self.yardstick.throughput(self.workload.mini_batch, self.iteration_ns, len(self.workload.devices))
 
     @property
     def iteration_ns(self) -> int:
@@ -179,8 +186,10 @@ class Simulation:
             "idle_devices": list(self.workload.idle_devices),
             "num_microbatches": self.workload.num_microbatches,
             "microbatch_size": self.workload.microbatch_size,
+            "samples_per_replica": list(self.workload.samples_per_replica),
             "makespan_ns": rates.makespan_ns,
             "iteration_ns": self.iteration_ns,
+            **self.throughput.figures(),
             "lower_bound_ns": self.lower_bound_ns,
             "gap": self.gap,
             "period_ns": self.period_ns,
@@ -270,6 +279,7 @@ def simulate(
         period_ns=None if period is None else float(period),
         bubble_rate_steady=None if period is None else steady_bubble_rate(workload, period),
         as_planned=as_planned,
+        yardstick=Yardstick.of_plan(plan) if profile is None else Yardstick.of(profile),
     )
 
 

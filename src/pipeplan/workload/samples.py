@@ -17,6 +17,18 @@ Range = tuple[int, int]
 """First sample, and the one after the last."""
 
 
+def size_in_words(size: int, per_replica: tuple[int, int] | None = None) -> str:
+    """Samples of a micro-batch, over all replicas and, with the least and most of them, in each.
+
+    As ``16 samples``, ``16 samples, 4 per replica`` or ``16 samples, 4 to 8 per replica``.
+    """
+    words = f"{size} sample{'' if size == 1 else 's'}"
+    if per_replica is None:
+        return words
+    least, most = per_replica
+    return f"{words}, {least if least == most else f'{least} to {most}'} per replica"
+
+
 @dataclass(frozen=True, slots=True)
 class Slots:
     """The actions of one operation, or the messages of one hop, by the samples they hold.

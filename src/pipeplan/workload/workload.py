@@ -33,7 +33,7 @@ from pipeplan.workload.kinds import (
     kind_of,
     payload_of,
 )
-from pipeplan.workload.samples import Slots
+from pipeplan.workload.samples import Slots, size_in_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,18 @@ class Workload:
     def mini_batch(self) -> int:
         """Samples in one iteration."""
         return self.num_microbatches * self.microbatch_size
+
+    @property
+    def samples_per_replica(self) -> tuple[int, int]:
+        """The least and the most samples of a stage's micro-batch that one of its replicas has."""
+        shares = [stage.microbatch_size // stage.replicas for stage in self.stages if stage.blocks]
+        return min(shares, default=self.microbatch_size), max(shares, default=self.microbatch_size)
+
+    @property
+    def microbatch_words(self) -> str:
+        """The size of a micro-batch in words, as :func:`pipeplan.workload.samples.size_in_words` says it."""
+        replicated = any(stage.replicas > 1 for stage in self.stages)
+        return size_in_words(self.microbatch_size, self.samples_per_replica if replicated else None)
 
     def static_bytes(self, device: int) -> int:
         """State that a device keeps throughout."""

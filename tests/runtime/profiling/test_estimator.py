@@ -179,6 +179,32 @@ def test_closed_forms_agree() -> None:
         assert total == pytest.approx(formed, rel=0.25)  # they count fewer kernels than torch starts
 
 
+def test_profiles_say_tokens_and_flops_of_a_sample() -> None:
+    """By hand: 2 for every weight and token, embeddings aside, and 4 x hidden x length of attention for every token."""
+    tiny = load_model("gpt2-tiny")
+    length, hidden, vocabulary, layers = 16, 32, 64, 4
+    by_hand = length * (2 * (12 * hidden**2 * layers + hidden * vocabulary) + 4 * hidden * length * layers)
+    told, measured = estimate(tiny, (1,)), profile_model(tiny, (2,), repeats=1, warmup=0)
+    for profile in (told, measured):
+        assert (profile.tokens_per_sample, profile.forward_flops_per_sample) == (length, by_hand)
+    split = estimate_model(tiny, (1,), device=A100, dtype=torch.float32, shards=(2,))
+    assert split.forward_flops_per_sample == by_hand, "of the unsplit model"
+
+
+@pytest.mark.parametrize("name", ["tessel-mt5-tiny", "dlrm-tiny", "mmt-tiny"])
+def test_tokens_are_those_of_one_sequence_or_not_known(name: str) -> None:
+    """Two sequences, categories beside numbers, and patches are no number of tokens."""
+    told = estimate(load_model(name), (1,))
+    assert told.tokens_per_sample is None
+    assert told.forward_flops_per_sample
+
+
+def test_products_that_are_not_known_are_not_counted_as_none() -> None:
+    blocks = (BlockSpec("halve", "x", nn.Identity, samples=("x",)),)
+    model = Model("none", blocks, lambda count, step, seed: {"x": torch.ones(count, 3)}, lambda batch: 1)
+    assert estimate(model, (1,)).forward_flops_per_sample is None
+
+
 def test_times_grow_with_work() -> None:
     told = estimate(load_model("gpt2-124m", sequence=256), (1, 8))
     for block in told.blocks:

@@ -25,6 +25,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source, TiedParameter
 from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
+from pipeplan.runtime.profiling.flops import ProductCounter
 
 Kind = tuple[int, str]
 """Shards and id of the block that is measured for all like it."""
@@ -53,11 +54,13 @@ class BlockNode:
 
 @dataclass(frozen=True, slots=True)
 class BlockGraph:
-    """The blocks of a model in topological order, its edges, and the parameters that blocks share."""
+    """The blocks of a model in topological order, its edges, what blocks share, and what a sample is."""
 
     blocks: tuple[BlockNode, ...]
     edges: tuple[Edge, ...]
     tied: tuple[TiedParameter, ...]
+    tokens_per_sample: int | None
+    forward_flops_per_sample: int | None
 
     @property
     def fingerprint(self) -> str:
@@ -103,7 +106,8 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
     parameters with others counts them as its own. Raises UsageError where a block cannot be built or called.
     """
     read = {each for block in model.blocks for each in block.inputs}
-    steps = tuple(shaped_blocks(model, _NUM_SAMPLES, dtype))
+    with ProductCounter() as few:
+        steps = tuple(shaped_blocks(model, _NUM_SAMPLES, dtype))
     kinds: dict[Hashable, str] = {}
     blocks: list[BlockNode] = []
     for step in steps:
@@ -123,10 +127,13 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
                 sum(tensor.nbytes for tensor in trained),
             )
         )
-    pairs = zip(steps, shaped_blocks(model, _MORE_SAMPLES, dtype), strict=True)
     readers = Counter(each for block in model.blocks for each in set(block.inputs))
-    edges = tuple(edge for few, more in pairs for edge in _edges(few, more, readers))
-    return BlockGraph(tuple(blocks), edges, tuple(_tied(model, {step.spec.id: step.module for step in steps})))
+    with ProductCounter() as more:
+        pairs = zip(steps, shaped_blocks(model, _MORE_SAMPLES, dtype), strict=True)
+        edges = tuple(edge for pair in pairs for edge in _edges(*pair, readers))
+    flops = (more.flops - few.flops) // (_MORE_SAMPLES - _NUM_SAMPLES)
+    tied = tuple(_tied(model, {step.spec.id: step.module for step in steps}))
+    return BlockGraph(tuple(blocks), edges, tied, _tokens(model, steps, dtype), flops or None)
 
 
 def _own_parameters(step: ShapedBlock, model: Model) -> list[nn.Parameter]:
@@ -153,6 +160,24 @@ def _tied(model: Model, modules: Mapping[str, nn.Module]) -> Iterator[TiedParame
                 blocks=tuple(block.id for block in model.blocks if block.id in blocks),
                 **Block.kept(sum(each.nbytes for each in parameters), state),
             )
+
+
+def _tokens(model: Model, steps: Sequence[ShapedBlock], dtype: torch.dtype) -> int | None:
+    """Tokens of a sample: all that the model takes, but for its losses, is one sequence of numbers, place by place."""
+    batch = model.mini_batch(_NUM_SAMPLES, 0, 0, dtype=dtype, device="meta")
+    taken = {name for step in steps if not step.spec.loss for name in step.spec.samples}
+    (name, *others) = taken or {""}
+    if (
+        others
+        or not name
+        or batch[name].ndim != 2
+        or batch[name].is_floating_point()
+        or batch[name].dtype == torch.bool
+    ):
+        return None
+    made = [output for step in steps if name in step.spec.samples and not step.spec.loss for output in step.outputs]
+    by_place = all(tensor.ndim > 2 and tensor.shape[:2] == batch[name].shape for tensor in made)
+    return batch[name].shape[1] if by_place else None
 
 
 def _roots(step: ShapedBlock, read: Collection[tuple[str, int]]) -> tuple[int, ...]:
@@ -346,6 +371,8 @@ def profile_of(model: Model, graph: BlockGraph, costs: Mapping[str, Sequence[Cos
         return Profile(
             name=model.name,
             source=source,
+            tokens_per_sample=graph.tokens_per_sample,
+            forward_flops_per_sample=graph.forward_flops_per_sample,
             blocks=tuple(_block(block, costs[block.spec.id]) for block in graph.blocks),
             edges=graph.edges,
             tied=graph.tied,

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from pipeplan.costs.communication import prices_in, prices_of
 from pipeplan.costs.devices import Calibration, DevicePreset, Kernel, KnownRow, Work, calibrate, likeness, measured_rows
@@ -36,6 +35,7 @@ from pipeplan.runtime.profiling.build_profile import (
     splits_of,
     unsplit_of,
 )
+from pipeplan.runtime.profiling.flops import product_flops
 from pipeplan.runtime.profiling.instruments import Meter, Usage
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
 
@@ -252,33 +252,7 @@ def _kernel(
     operator = func._overloadpacket
     read = given[1:] + outputs if operator is _aten.embedding else given  # rows, not the whole table
     moved = sum(tensor.nbytes for tensor in (*read, *outputs))
-    count = _FLOPS.get(operator) or flop_registry.get(operator)  # which grows as models are loaded
-    if count is not None:
-        return Kernel(int(count(*args, **kwargs, out_val=made)), moved, matrix=True)
+    flops = product_flops(func, args, kwargs, made)
+    if flops is not None:
+        return Kernel(flops, moved, matrix=True)
     return Kernel(max((tensor.numel() for tensor in outputs), default=0), moved)
-
-
-def _of_attention(flops: Any, num_tensors: int, causal_at: int) -> Any:
-    """Counts FLOPs of fused attention on the CPU, which torch misses before 2.15; a causal mask leaves half.
-
-    The first ``num_tensors`` arguments count; number ``causal_at`` is whether there is such a mask.
-    """
-
-    def count(*arguments: Any, out_val: Any = None, **more: Any) -> int:
-        causal = more.get("is_causal", any(arguments[causal_at : causal_at + 1]))
-        return int(flops(*(each.shape for each in arguments[:num_tensors]))) // (2 if causal else 1)
-
-    return count
-
-
-def _grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
-    """Products of groups: of [rows, n] with [groups, n, m], or in backward of [n, rows] with [rows, m]."""
-    groups = left.shape[0] if left.ndim == right.ndim == 3 else 1
-    return 2 * groups * left.shape[-2] * left.shape[-1] * right.shape[-1]
-
-
-_FLOPS: dict[Any, Any] = {  # of operators that torch has no formula for
-    _aten._grouped_mm: _grouped,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _of_attention(sdpa_flop_count, 3, 4),
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _of_attention(sdpa_backward_flop_count, 4, 7),
-}

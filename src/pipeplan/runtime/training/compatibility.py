@@ -101,7 +101,7 @@ def warn_of_other_sizes(
     if found is not None:
         warn(
             f"{found}: was it profiled with another --sequence? The model runs as it is, but predicted times and "
-            "memory are not those of this model"
+            "memory, and tokens per second, are not those of this model"
         )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
+from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import RunOptions, RunResult
@@ -120,6 +121,19 @@ class RunOutcome:
         return self.plan.predicted.iteration_ns or self.plan.predicted.makespan_ns
 
     @property
+    def throughput(self) -> Throughput | None:
+        """Of the median iteration where a model is trained, of the plan's samples, on the device that it ran on.
+
+        Utilisation is not known where ranks may share a device, as they can without NCCL.
+        """
+        if not isinstance(self.options, TrainOptions):
+            return None
+        where = self.result.versions.get("device", "") if self.options.transport == "nccl" else ""
+        dtype = self.options.autocast or self.options.dtype
+        measure = Yardstick.of_plan(self.plan).on(where, dtype)
+        return measure.throughput(self.plan.mini_batch, self.warm_ns, len(self.plan.devices))
+
+    @property
     def warm_ns(self) -> int:
         """The median iteration; of several steps the first, which warms up, is left out."""
         times = [step.iteration_ns for step in self.result.steps]
@@ -152,6 +166,7 @@ class RunOutcome:
             "backend": options.transport,
             "num_microbatches": plan.num_microbatches,
             **self._times(),
+            **({} if self.throughput is None else self.throughput.figures()),
             "steps": [{name: _finite(value) for name, value in asdict(step).items()} for step in result.steps],
             "peak_memory_bytes": list(result.peak_memory_bytes),
             "predicted_peak_memory_bytes": [memory.peak_bytes for memory in plan.predicted.memory],

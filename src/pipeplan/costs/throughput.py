@@ -1,0 +1,79 @@
+"""What an iteration's time means: samples and tokens per second, and model FLOP utilisation."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+
+from pipeplan.costs.devices import peak_flops_per_s
+from pipeplan.files import Plan, Profile
+
+_PASSES = 3
+"""Forward, input gradients and weight gradients: as many products each. Recomputation is not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Of one iteration; what cannot be known is None.
+
+    ``model_flops_utilisation`` is the FLOPs that a sample's forward and backward need, times samples, over what all
+    devices could do in that time at their peak for the number format: PaLM (Chowdhery et al. 2022), appendix B.
+    """
+
+    samples_per_second: float | None
+    tokens_per_second: float | None
+    model_flops_utilisation: float | None
+
+    def figures(self) -> dict[str, object]:
+        """Keys that every verb's ``--json`` has for an iteration."""
+        return asdict(self)
+
+    @property
+    def words(self) -> str:
+        """What is known, in one line: ``3.2 samples/s, 3277 tokens/s, model FLOP utilisation 41.3%``."""
+        rates = ((self.samples_per_second, "samples/s"), (self.tokens_per_second, "tokens/s"))
+        said = [f"{format_rate(rate)} {unit}" for rate, unit in rates if rate is not None]
+        share = self.model_flops_utilisation
+        return ", ".join([*said, *([] if share is None else [f"model FLOP utilisation {share:.1%}"])])
+
+
+def format_rate(value: float) -> str:
+    """A rate for people, with four significant digits before the point or after it: ``12600``, ``3.277``."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Yardstick:
+    """What a sample is, and for which device and number format times are; empty or None where that is not known."""
+
+    device: str
+    dtype: str
+    tokens_per_sample: int | None
+    forward_flops_per_sample: int | None
+
+    @classmethod
+    def of(cls, profile: Profile) -> Yardstick:
+        """A profile's."""
+        source = profile.source
+        return cls(source.device, source.dtype, profile.tokens_per_sample, profile.forward_flops_per_sample)
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Yardstick:
+        """That of the profile which a plan was made from."""
+        made = plan.provenance
+        return cls(made.device, made.dtype, made.tokens_per_sample, made.forward_flops_per_sample)
+
+    def on(self, device: str, dtype: str) -> Yardstick:
+        """The same samples on another device, or in another number format."""
+        return replace(self, device=device, dtype=dtype)
+
+    def throughput(self, samples: int, iteration_ns: float, num_devices: int) -> Throughput:
+        """Of an iteration over ``samples`` on all of ``num_devices``, idle ones included."""
+        rate = 1e9 * samples / iteration_ns if iteration_ns else None
+        if rate is None:
+            return Throughput(None, None, None)
+        peak, flops = peak_flops_per_s(self.device, self.dtype), self.forward_flops_per_sample
+        return Throughput(
+            rate,
+            None if self.tokens_per_sample is None else rate * self.tokens_per_sample,
+            None if peak is None or flops is None else _PASSES * flops * rate / (num_devices * peak),
+        )

@@ -1,0 +1,186 @@
+"""How reports fit into their width: one console, one table, lines that never part a number from its unit.
+
+What is too wide has words and headings folded, then loses blanks, then stands in several tables: figures stay whole.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_PLAIN_WIDTH = 120
+"""Columns where there is no terminal and ``COLUMNS`` is not set."""
+
+
+def console_for(file: TextIO | None, width: int | None = None) -> Console:
+    """Where reports go: to ``file``, or stdout without one, at ``width`` columns if given.
+
+    Without a width it is what the variable ``COLUMNS`` says, else the terminal's, else 120.
+    """
+    said = os.environ.get("COLUMNS", "")
+    width = width or (int(said) if said.isdigit() else 0) or None
+    console = Console(file=file, highlight=False, width=width)
+    if width is None and not console.is_terminal:
+        console.width = _PLAIN_WIDTH
+    return console
+
+
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """A number of things in words: ``1 device``, ``2 devices``."""
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
+# Lines --------------------------------------------------------------------------------------------------------------
+
+_NUMBER = re.compile(r"\(?[-+]?\d+(\.\d+)?")
+
+
+def flowed(text: str | Text, width: int) -> Text:
+    """Lines of at most ``width`` columns, broken between words, but not after a number: what it counts comes next."""
+    made = Text(text) if isinstance(text, str) else text.copy()
+    letters, start, last = list(made.plain), 0, -1
+    for word in re.finditer(r"\S+", made.plain):
+        if "\n" in letters[max(last, start) : word.start()]:
+            start, last = made.plain.rindex("\n", 0, word.start()) + 1, -1
+        if word.end() - start > width and last >= 0:
+            letters[last], start, last = "\n", last + 1, -1
+        if not _NUMBER.fullmatch(word.group()):
+            last = word.end() if made.plain[word.end() : word.end() + 1] == " " else -1
+    made.plain = "".join(letters)
+    return made
+
+
+def print_notes(notes: Iterable[str], file: TextIO | None = None) -> None:
+    """Print what a reader must know, to stdout unless ``file`` is given."""
+    console = console_for(file)
+    for note in notes:
+        console.print(flowed(note, console.width), style="dim")
+
+
+def labelled(rows: Iterable[tuple[str, str]], width: int) -> Table:
+    """Figures with what each is called before it; an empty name goes on with the one above."""
+    known = list(rows)
+    names = max(len(name) for name, _ in known)
+    table = Table.grid(padding=(0, 2))
+    for name, value in known:
+        table.add_row(name, flowed(value, max(1, width - names - 2)))
+    return table
+
+
+# Tables -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of figures, or of ``words``, which may be folded.
+
+    Where one table is not enough, a ``key`` names its row in every one, and one begins where columns stand ``apart``.
+    """
+
+    title: str
+    cells: Sequence[str]
+    words: bool = False
+    key: bool = False
+    apart: bool = False
+
+    @property
+    def widest(self) -> int:
+        """Columns that it takes as it is."""
+        return max(map(len, (self.title, *self.cells)))
+
+    def narrowest(self, most: int) -> int:
+        """Columns that it takes at least: figures whole, words folded, where one is longer than ``most`` inside it."""
+        heading = max(map(len, _folded(self.title, 1, whole=True)))
+        if not self.words:
+            return max([heading, *map(len, self.cells)])
+        lines = [line for cell in self.cells for line in _folded(cell, 1, whole=True)]
+        return max(heading, min(most, max(map(len, lines), default=0)))
+
+
+def tables(columns: Sequence[Column], width: int, styles: Sequence[str | None] | None = None) -> list[Table]:
+    """The columns as one table, or where that is too wide for ``width`` as several; ``styles`` are of rows."""
+    wide, narrow = [column.widest for column in columns], [column.narrowest(width // 4) for column in columns]
+    groups = _groups(columns, width)
+    for widths, gap in ((wide, _GAP), (narrow, _GAP), (narrow, _GAP - 1)):
+        left = width - sum(widths) - gap * len(columns)
+        if left >= 0 or (len(groups) == 1 and gap < _GAP):
+            return [_table(columns, _stretched(columns, widths, left), gap, styles)]
+    return [table for group in groups for table in tables(group, width, styles)]
+
+
+_GAP = 3
+"""Columns between two columns: a blank on both sides and a line between, of which one may go."""
+
+
+def _groups(columns: Sequence[Column], width: int) -> list[list[Column]]:
+    """Columns in groups that fit, each after the keys and having at least one more."""
+    keys = [column for column in columns if column.key]
+    groups: list[list[Column]] = [[*keys]]
+    for column in columns:
+        if column.key:
+            continue
+        wide = sum(each.narrowest(width // 4) + _GAP - 1 for each in (*groups[-1], column))
+        if (wide > width or column.apart) and len(groups[-1]) > len(keys):
+            groups.append([*keys])
+        groups[-1].append(column)
+    return groups
+
+
+def _stretched(columns: Sequence[Column], widths: Sequence[int], left: int) -> list[int]:
+    """Widths with what is left over: first to columns of words, then to headings, each as it needs."""
+    found = list(widths)
+    for words in (True, False):
+        for index, column in enumerate(columns):
+            if column.words is words:
+                more = max(0, min(left, column.widest - found[index]))
+                found[index], left = found[index] + more, left - more
+    return found
+
+
+def _table(columns: Sequence[Column], widths: Sequence[int], gap: int, styles: Sequence[str | None] | None) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if gap == _GAP else 0, 0, 1))
+    titles = [_folded(column.title, wide) for column, wide in zip(columns, widths, strict=True)]
+    height = max(map(len, titles))
+    for column, title, wide in zip(columns, titles, widths, strict=True):
+        heading = "\n".join([*[""] * (height - len(title)), *title])
+        table.add_column(
+            Text(heading), justify="left" if column.words else "right", min_width=wide, no_wrap=True, overflow="fold"
+        )
+    rows = zip(*(column.cells for column in columns), strict=True)
+    for row, style in zip(rows, styles or [None] * len(columns[0].cells), strict=True):
+        cells = ("\n".join(_folded(cell, wide)) for cell, wide in zip(row, widths, strict=True))
+        table.add_row(*map(Text, cells), style=style)
+    return table
+
+
+_SEAM = re.compile(r"(?<=[-._/,>])")
+"""Where a word that is too long is folded, if it can be: after these."""
+
+
+def _folded(text: str, width: int, *, whole: bool = False) -> list[str]:
+    """Lines of at most ``width`` columns; a word that is longer is folded at its seams, unless it is left ``whole``."""
+    found = []
+    for line in flowed(text, width).plain.split("\n"):
+        while len(line) > width and not whole:
+            seams = [seam.start() for seam in _SEAM.finditer(line, 1, width + 1)]
+            cut = seams[-1] if seams else width
+            found.append(line[:cut])
+            line = line[cut:]
+        found.append(line)
+    return found
+
+
+def shown_rows(count: int, most: int) -> list[int | None]:
+    """All rows, or the first and the last with None for those between."""
+    if count <= most:
+        return list(range(count))
+    half = most // 2
+    return [*range(half), None, *range(count - half, count)]

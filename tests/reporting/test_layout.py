@@ -1,0 +1,197 @@
+"""Reports in narrow terminals and in pipes: every figure and every number with what it counts is as in wide ones."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+from rich.text import Text
+
+from builders.chains import chain_plan
+from pipeplan.costs.inspection import Inspection
+from pipeplan.costs.throughput import Yardstick
+from pipeplan.files import Profile, read_profile, sha256_of
+from pipeplan.files.trace import read_trace
+from pipeplan.planning.comparison import OURS, Comparison, ComparisonRow, NotThere
+from pipeplan.planning.frontier import FrontierPoint, FrontierResult
+from pipeplan.planning.tuning_cells import TuningRow
+from pipeplan.reporting.frontier import print_frontier
+from pipeplan.reporting.layout import Column, console_for, flowed, tables
+from pipeplan.reporting.tables import print_comparison, print_inspection, print_measured, print_ranking
+from pipeplan.reporting.terminal import print_simulation, print_stages
+from pipeplan.simulator.measured import compared
+from pipeplan.simulator.simulation import simulate
+from support.commands import pipeplan
+from support.paths import GOLDEN, ROOT
+
+KNOWN = Yardstick("A100-SXM4-80GB", "bfloat16", 1024, 2_890_852_728_832)
+PLACES = ["one-to-one", "bidirectional-v-shape", "circular"]
+SCHEDULES = [OURS, "1f1b", "interleaved-1f1b", "zb-2p"]
+
+
+def profile() -> Profile:
+    """GPT-2 345M, with names of blocks as captured models have them."""
+    found = read_profile(str(ROOT / "profiles" / "gpt2-345m-cpu.json"))
+    names = {block.id: f"model.transformer.{block.id}.self_attention" for block in found.blocks}
+    blocks = tuple(block.model_copy(update={"id": names[block.id]}) for block in found.blocks)
+    edges = tuple(
+        edge.model_copy(update={"source": names[edge.source], "target": names[edge.target]}) for edge in found.edges
+    )
+    return found.model_copy(update={"blocks": blocks, "edges": edges})
+
+
+def row(index: int) -> ComparisonRow:
+    time = 250_300_000_000 + index * 1_234_567_891
+    names = SCHEDULES[index % 4], PLACES[index % 3], index % 2 > 0, index % 4 > 1
+    rates, peaks = (0.1234 + index / 20, 0.2345 + index / 30), (12_340_000_000 + index,)
+    why = "device 0 needs 14.55GB, 6.553GB more than its 8GB" if index == 7 else ""
+    return ComparisonRow(*names, 4, (4, 4 + index), not why, time, time + 98_765, *rates, peaks, time - 10**10, why)
+
+
+def comparison(file: TextIO) -> None:
+    rows = tuple(map(row, range(8)))
+    missing = (NotThere("1f1b+", "circular", "it needs a stage on all devices"),)
+    print_comparison(
+        Comparison("gpt2-345m", 64, 128, 16, (8 * 10**9,), rows, missing, False, KNOWN, ("links are free",)), file
+    )
+
+
+def ranking(file: TextIO) -> None:
+    def row(n: int) -> TuningRow:
+        time, names = 10**9 + n * 12_345, (PLACES[n % 3], n % 4 > 1, n % 2 > 0, SCHEDULES[n % 4])
+        return TuningRow(16, 4, 8, (2, 2), 128, *names, time, 10**9, 0.1234, 10**10 + n * 10**8)
+
+    print_ranking(list(map(row, range(25))), file)
+
+
+def frontier(file: TextIO) -> None:
+    what = "8 stages: 2x1, 6 of 1x4 recomputed, 16 by block (samples2-hidden4 and 3 others); optimised, from zb-h1"
+    points = [
+        FrontierPoint(2**n, 80 * 10**9 - n * 3_333_333_333, 10**9 + n * 123_456_789, what, n == 1, n == 2, 0, 12.34 * n)
+        for n in range(4)
+    ]
+    notes = ("1, 2, 4 devices: 13% to 57% of the computing is done by several devices alike (copies)",) * 2
+    print_frontier(
+        FrontierResult("gpt2-345m", "all", "whole plans", 512, False, 1.0, tuple(points), (), notes, yardstick=KNOWN),
+        file,
+    )
+
+
+def inspected(file: TextIO) -> None:
+    print_inspection(Inspection(profile(), (64,)), file)
+
+
+def simulated(file: TextIO) -> None:
+    plan = chain_plan(
+        20,
+        24,
+        forward=2_345_678,
+        backward=4_567_890,
+        lag=300_123,
+        activation_bytes=3_210_000,
+        parameter_bytes=40_123_000,
+        workspace_bytes=512_300,
+        memory_bytes=400_400_000,
+    )
+    print_simulation(simulate(plan), file)
+    print_stages(plan.workload, file)
+
+
+def measured(file: TextIO, folder: Path) -> None:
+    plan = chain_plan(2, 4, forward=2_000_000, backward=4_000_000, lag=500_000)
+    text = (GOLDEN / "measured_chain.trace.json").read_text(encoding="utf-8").replace("PLAN_SHA256", sha256_of(plan))
+    (folder / "run.trace").write_text(text, encoding="utf-8")
+    simulation = simulate(plan)
+    print_measured(simulation, compared(simulation, read_trace(str(folder / "run.trace"), 2)), file)
+
+
+REPORTS: dict[str, Callable[[TextIO], None]] = {
+    "compare": comparison,
+    "tune": ranking,
+    "frontier": frontier,
+    "profile --show": inspected,
+    "search, simulate": simulated,
+}
+
+FIGURE = re.compile(r"(?<![\w.])[-+]?\d[\d.]*(?:ns|us|ms|s|kB|MB|GB|TB|B|%|x\d+)?(?![\w.])")
+COUNTED = re.compile(
+    r"(?<![\w.])\d+ (?:samples?|micro-batch(?:es)?|devices?|blocks?|stages?|points?|others?|runs|actions?)\b"
+)
+
+
+def figures(text: str) -> Counter[str]:
+    """Every number with its unit, and every number with what it counts; not the times over a timeline's cells."""
+    lines = [line for line in text.splitlines() if not re.match(r"device 0ns|.*\|.*|.*\+---|.*┊", line)]
+    cells = [line for line in lines if not re.match(r" +\d+ [^ ]*[─·]", line)]
+    return Counter(FIGURE.findall("\n".join(cells))) + Counter(COUNTED.findall("\n".join(cells)))
+
+
+def require_whole(wide: str, narrow: str, width: int) -> None:
+    assert max(map(len, narrow.splitlines())) <= width
+    assert "…" not in narrow
+    lost = figures(wide) - figures(narrow)
+    assert not lost
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120])
+@pytest.mark.parametrize("name", REPORTS)
+def test_no_figure_is_cut_or_parted_from_its_unit(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+    for columns in (400, width):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        stream = io.StringIO()
+        REPORTS[name](stream)
+        texts.append(stream.getvalue())
+    require_whole(*texts, width)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_nor_of_measured_beside_predicted(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = []
+    for columns in (400, width):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        stream = io.StringIO()
+        measured(stream, tmp_path)
+        texts.append(stream.getvalue())
+    require_whole(*texts, width)
+
+
+def test_commands_in_pipes_are_as_wide_as_columns_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = ROOT / "profiles" / "gpt2-345m-cpu.json"
+    said = {}
+    for columns in ("400", "80", "", "0", "wide"):
+        monkeypatch.setenv("COLUMNS", columns)
+        said[columns] = pipeplan("profile", "--show", path).stdout
+    require_whole(said["400"], said["80"], 80)
+    assert said["80"] != said["400"]
+    assert said[""] == said["0"] == said["wide"], "120 columns, where nobody says how many"
+    assert 80 < max(map(len, said[""].splitlines())) <= 120
+
+
+def test_a_width_that_is_given_goes_before_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
+    assert (console_for(io.StringIO()).width, console_for(io.StringIO(), 90).width) == (70, 90)
+    monkeypatch.delenv("COLUMNS")
+    assert console_for(io.StringIO()).width == 120
+
+
+def test_lines_break_between_words_but_not_after_numbers() -> None:
+    text = "micro-batches of 16 samples, 4 per replica"
+    assert flowed(text, 13).plain.split("\n") == ["micro-batches", "of", "16 samples,", "4 per replica"]
+    assert flowed("one\ntwo three", 5).plain == "one\ntwo\nthree"
+    bold = flowed(Text.assemble("aa ", ("bb", "bold"), " cc"), 2)
+    assert (bold.plain, [(span.start, span.end) for span in bold.spans]) == ("aa\nbb\ncc", [(3, 5)])
+
+
+def test_what_is_too_wide_stands_in_several_tables_under_its_names() -> None:
+    names = Column("stage", ["first", "second"], words=True, key=True)
+    times = [Column(f"time {n}", [f"{n}23.4ms", f"{n}ms"]) for n in range(6)]
+    assert len(tables([names, *times], 200)) == 1
+    several = tables([names, *times], 40)
+    assert len(several) > 1
+    assert {str(table.columns[0].header).strip() for table in several} == {"stage"}
