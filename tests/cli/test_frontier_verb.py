@@ -63,7 +63,7 @@ def test_memory_is_what_the_plan_needs(profile_path: Path, tmp_path: Path) -> No
     """Workspace counts: a limit just above what a point is said to need lets that point through, and no other."""
     points = json.loads(run(profile_path, "--devices", 2, "--json").stdout)["points"]
     plan_path, limit = tmp_path / "plan.json", points[-1]["memory_bytes"] - 1
-    asked = ("--devices", 2, "--mode", "min-time", "--memory", limit, "-o", plan_path)
+    asked = ("--devices", 2, "--mode", "min-time", "--memory", f"{limit}B", "-o", plan_path)
     (chosen,) = [each for each in json.loads(run(profile_path, *asked, "--json").stdout)["points"] if each["chosen"]]
     peak = max(simulate(read_plan(str(plan_path))).memory, key=lambda each: each.peak_bytes)
     assert (peak.peak_bytes, peak.workspace_bytes) == (chosen["memory_bytes"], chosen["workspace_bytes"])
@@ -77,12 +77,14 @@ def test_modes_choose(profile_path: Path) -> None:
     compared = json.loads(run(profile_path, "--devices", "1,2,4", "--mode", "profile", "--json").stdout)["points"]
     assert {point["num_devices"]: point["time_ns"] for point in compared} == quickest
     least = min(point["memory_bytes"] for point in every if point["num_devices"] == 2)
-    fewest = json.loads(run(profile_path, "--devices", 4, "--mode", "min-devices", "--memory", least, "--json").stdout)[
-        "points"
-    ]
+    fewest = json.loads(
+        run(profile_path, "--devices", 4, "--mode", "min-devices", "--memory", f"{least}B", "--json").stdout
+    )["points"]
     assert {point["num_devices"] for point in fewest} == {2}
     assert all(point["memory_bytes"] <= least for point in fewest)
-    limited = json.loads(run(profile_path, "--devices", 4, "--mode", "min-time", "--memory", least, "--json").stdout)
+    limited = json.loads(
+        run(profile_path, "--devices", 4, "--mode", "min-time", "--memory", f"{least}B", "--json").stdout
+    )
     (chosen,) = [point for point in limited["points"] if point["chosen"]]
     assert chosen["time_ns"] == min(p["time_ns"] for p in every if p["num_devices"] == 4 and p["memory_bytes"] <= least)
 
@@ -213,8 +215,29 @@ def test_profiles_that_cannot_be_split_say_what_would_help(profile_path: Path, t
     assert "by samples only" not in run(path, "--devices", 2, "--split-level", "operator", "--json").stdout
     assert "by samples only" not in run(profile_path, "--devices", 2, "--json").stdout
     refused = run(path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError)
-    assert "--shards" in str(refused.exception)
+    assert "profile with --shards 1,2,4,8, which is refused at once where" in str(refused.exception)
     assert "--split-level operator" in str(refused.exception)
+
+
+@pytest.mark.parametrize(("heads", "counts"), [(28, "1,2,4,"), (25, None), (0, "1,2,4,8,")])
+def test_shards_are_advised_where_heads_allow_them(
+    profile_path: Path, tmp_path: Path, heads: int, counts: str | None
+) -> None:
+    whole, path = read_profile(str(profile_path)), tmp_path / "heads.json"
+    blocks = [
+        block.model_copy(
+            update={
+                "costs": tuple(row for row in block.costs if row.shards == 1),
+                "dimensions": {"heads": heads} if heads else {},
+            }
+        )
+        for block in whole.blocks
+    ]
+    write_file(whole.model_copy(update={"blocks": tuple(blocks)}), str(path))
+    text = str(run(path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError).exception)
+    assert ("--shards" in text) == (counts is not None)
+    assert counts is None or f"profile with --shards {counts}" in text
+    assert "--split-level operator" in text
 
 
 def test_any_point_can_be_written(profile_path: Path, tmp_path: Path) -> None:
@@ -271,7 +294,7 @@ def test_the_turning_point_is_that_of_all_points_whatever_memory_allows(profile_
     points = json.loads(run(*asked).stdout)["points"]
     (turning,) = [point for point in points if point["turning_point"]]
     for limit, left in ((turning["memory_bytes"], 1), (turning["memory_bytes"] - 1, 0)):
-        fitting = json.loads(run(*asked, "--memory", limit).stdout)["points"]
+        fitting = json.loads(run(*asked, "--memory", f"{limit}B").stdout)["points"]
         assert sum(point["turning_point"] for point in fitting) == left
         assert fitting[-1]["chosen"]
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, group_costs
+from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.graphs import before_and_after, connected_parts, topological_order
@@ -165,9 +166,10 @@ def _routes(strategy: str, num_devices: int, chunks: int | None, replicas: int) 
 def _spread(profile: Profile, positions: int) -> tuple[str, ...]:
     """The shared blocks. Raises UsageError where they cannot be split over a pipeline's devices."""
     if not can_spread(profile, positions):
+        ways = ("leave out --shard-shared", splitting_remedy(profile, [positions]))
         raise UsageError(
-            f"profile {profile.name!r} has no shared blocks with costs for {positions} shards; leave out "
-            f"--shard-shared, or profile with --shards {positions}"
+            f"profile {profile.name!r} has no shared blocks with costs for {positions} shards; "
+            + ", or ".join(filter(None, ways))
         )
     shared = {block.id for block in profile.blocks if block.shared}
     return tuple(block for block in profile.topological_order() if block in shared)

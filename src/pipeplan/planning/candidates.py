@@ -10,6 +10,7 @@ from itertools import accumulate, chain, islice, product
 from typing import Any
 
 from pipeplan.costs import StageCost
+from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, Placement, Profile
@@ -221,6 +222,10 @@ def _shards(request: Request, replicas: int, spread: bool, block: Block) -> int:
     return request.num_devices // replicas if spread and block.shared else 1
 
 
+def _or(remedy: str | None) -> str:
+    return "" if remedy is None else f", or {remedy}"
+
+
 def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
     """Some block has no costs for the way in which strategies would have it stand; or blocks have none in common."""
     for block in request.profile.blocks:
@@ -230,8 +235,8 @@ def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
             return UsageError(
                 f"block {block.id!r} of profile {request.profile.name!r} has costs for {', '.join(map(str, known))} "
                 f"shards, but placement {request.placement}, {replicas} copies on {request.num_devices} devices, needs "
-                f"{shards}; change --replicas, leave out --shard-shared and a --placement where the profile has its "
-                f"own, or profile with --shards {shards}"
+                f"{shards}; change --replicas, leave out --shard-shared and a --placement where the profile has its own"
+                + _or(splitting_remedy(request.profile, [shards]))
             )
     return UsageError(
         f"the blocks of profile {request.profile.name!r} have no micro-batch size in common; profile all of them with "

@@ -14,6 +14,7 @@ from math import prod
 from operator import attrgetter
 from typing import Literal
 
+from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.infeasibility import rounded_up
@@ -196,20 +197,21 @@ def share_notes(profile: Profile, model: CostModel) -> Iterator[str]:
     axes = [{axis for way in ways for axis in way.splits} for ways in model.configurations.values()]
     stuck = sum(each <= {"samples"} for each in axes)
     if stuck and _one_share(profile, model.options.blocks):
-        yield f"{stuck} of {len(axes)} blocks can be split by samples only: {_MORE_WAYS}"
+        few = "as the profile has rows for one share only"
+        yield f"{stuck} of {len(axes)} blocks can be split by samples only, {few}: {_more_ways(profile)}"
 
 
 def remedies(profile: Profile, *, whole_blocks: bool) -> str:
     """What would make strategies leaner: blocks whose rows know one share only hold all their parameters."""
     if not _one_share(profile, whole_blocks):
         return "raise --memory or --devices, or lower --mini-batch"
-    return f"raise --memory or lower --mini-batch; or let blocks be split: {_MORE_WAYS}"
+    return f"raise --memory or lower --mini-batch; or let blocks be split: {_more_ways(profile)}"
 
 
-_MORE_WAYS = (
-    "the profile has rows for one share only; a new one with --shards 1,2,4 has more ways, and so has --split-level "
-    "operator here for blocks whose dimensions are known"
-)
+def _more_ways(profile: Profile) -> str:
+    """How there are more ways of splitting blocks of a profile that has rows for one share only."""
+    ways = (splitting_remedy(profile), "give --split-level operator here, for blocks whose dimensions are known")
+    return ", or ".join(filter(None, ways))
 
 
 def _one_share(profile: Profile, whole_blocks: bool) -> bool:
