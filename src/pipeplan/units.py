@@ -98,6 +98,12 @@ def format_bytes(size: float) -> str:
     return f"{_digits(size)}B"
 
 
+def rounded_up(size: int) -> int:
+    """The size with three digits that are not below it, as it can be typed again."""
+    unit: int = 10 ** max(0, len(str(size)) - 3)
+    return -(-size // unit) * unit
+
+
 def named_devices(*counts: int) -> str:
     """Numbers of devices in words, least first: ``1 device``, ``1, 2, 4 devices``."""
     return f"{', '.join(map(str, counts))} device{'s' if counts[-1] != 1 else ''}"

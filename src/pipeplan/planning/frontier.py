@@ -17,7 +17,6 @@ from typing import Literal
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
-from pipeplan.planning.infeasibility import rounded_up
 from pipeplan.planning.plan_frontier import PlanFrontier, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
@@ -26,7 +25,7 @@ from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
 from pipeplan.sharding.tracking import knee
 from pipeplan.time_limit import Limit, TimeUpError
-from pipeplan.units import format_bytes, format_ns, named_devices
+from pipeplan.units import format_bytes, format_ns, named_devices, rounded_up
 from pipeplan.workload.elements import Stage
 
 Mode = Literal["all", "min-time", "min-devices", "profile"]
