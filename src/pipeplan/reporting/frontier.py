@@ -34,6 +34,8 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
         console.print(
             f"{len(report.points) - len(shown)} more points in between, left out here: --json has all", style="dim"
         )
+    for unprofiled in sorted({point.unprofiled for _, point in shown if point.unprofiled}):
+        console.print(f"in brackets, what it is between: {unprofiled}", style="dim")
     for note in report.notes:
         console.print(note, style="dim")
 
@@ -47,9 +49,17 @@ def _table(points: Sequence[tuple[int, FrontierPoint]]) -> Table:
     for number, point in points:
         marks = ", ".join(["knee"] * point.turning_point + ["chosen"] * point.chosen)
         paid = (_price(point.price_per_hour), _price(point.price, 1000)) if priced else ()
-        row = (str(number), str(point.num_devices), format_bytes(point.memory_bytes), format_ns(point.time_ns), *paid)
+        row = (str(number), str(point.num_devices), format_bytes(point.memory_bytes), _time(point), *paid)
         table.add_row(*row, marks, point.what, style="bold" if marks else None)
     return table
+
+
+def _time(point: FrontierPoint) -> str:
+    """Of an iteration; where no size of the profile has its costs, with what it is between."""
+    if not point.unprofiled:
+        return format_ns(point.time_ns)
+    between = "" if point.bounds_ns is None else " to ".join(map(format_ns, point.bounds_ns))
+    return f"{format_ns(point.time_ns)} ({between or 'not profiled'})"
 
 
 def _price(value: float | None, times: int = 1) -> str:
