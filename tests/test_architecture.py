@@ -29,7 +29,7 @@ OUTSIDE = {"__init__", "__main__", "_version"}
 """Files of a package that are no rooms."""
 
 TIMES = (3, 7, 2, 9)
-FLAGS = ("--devices", "3", "--microbatches", "4", "--memory", "60", "--deterministic", "--time-limit", "1s")
+FLAGS = ("--devices", "3", "--microbatches", "4", "--memory", "60B", "--deterministic", "--time-limit", "1s")
 """A search of four blocks that is not over before it has tried all its means."""
 
 ROOM = re.compile(r"(?<!\S)(\w+)(?:/|\.py)(?!\S)")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from itertools import chain
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -290,6 +291,25 @@ def last_checkpoint(folder: str) -> int | None:
     from pipeplan.runtime.training.checkpoint import CheckpointFolder
 
     return next(reversed(CheckpointFolder(folder).whole()), None)
+
+
+# Names ------------------------------------------------------------------------------------------------------------
+
+
+def known_names(kind: Literal["schedulers", "placements", "models", "examples", "devices", "rules"]) -> list[str]:
+    """What the command line completes: names of one kind, from the catalog and the planner's tables, without torch."""
+    from pipeplan.catalog import RUNNING_FAMILIES, model_sizes, names
+    from pipeplan.examples import SHAPES
+    from pipeplan.partition.strategies import STRATEGIES
+    from pipeplan.schedule.classic import CLASSIC
+
+    tables: dict[str, list[str]] = {
+        "schedulers": ["auto", "repetend", "rules", *CLASSIC],
+        "placements": ["auto", *STRATEGIES],
+        "models": [name for name, size in model_sizes().items() if size.family in RUNNING_FAMILIES],
+        "examples": [*(f"shape-{name}" for name in SHAPES), *chain.from_iterable(example_names().values())],
+    }
+    return tables.get(kind) or list(names(kind))
 
 
 # Examples ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,13 @@ The texts say what, where, the numbers, and which flag to move which way. They a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
+
+
+def did_you_mean(given: str, known: Sequence[str]) -> str:
+    """The question which of the known names is meant; empty where none is near."""
+    near = get_close_matches(given.lower(), known)
+    return f"did you mean {' or '.join(near)}?" if near else ""
 
 
 class PipeplanError(Exception):

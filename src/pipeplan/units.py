@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 from pipeplan.errors import UsageError
 
 MAX_NS = 10**15
@@ -12,7 +15,7 @@ MAX_BYTES = 10**16
 
 
 def parse_ns(text: str) -> int:
-    """Nanoseconds of a duration with a unit, such as ``3.2ms``, ``10us``, ``1 s``, ``5min``, ``1h`` or ``0ns``.
+    """Nanoseconds of a duration with a unit, such as ``3.2ms``, ``10us``, ``1 s``, ``5min`` or ``1h``; or ``0``.
 
     Raises:
         UsageError: the text is not a duration, has no unit, or is negative or above ``MAX_NS``.
@@ -21,6 +24,8 @@ def parse_ns(text: str) -> int:
 
     from quantiphy import QuantiPhyError, Quantity
 
+    if _lacks_unit(text, lambda _: "s", "ms", "milliseconds"):
+        return 0
     wrong = UsageError(f"{text!r} is not a duration; write a number and a unit, as 30s, 3.2ms, 10us, 0ns or 5min")
     try:
         number, seconds = text.strip().replace("µs", "us"), 1.0
@@ -40,13 +45,15 @@ def parse_ns(text: str) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as ``80GB`` (10^9), ``80GiB`` (2^30), ``512`` or ``1.5MB``.
+    """Bytes of a size with a unit, such as ``80GB`` (10^9), ``80GiB`` (2^30), ``512B`` or ``1.5MB``; or ``0``.
 
     Raises:
-        UsageError: the text is not a size, or is negative or above ``MAX_BYTES``.
+        UsageError: the text is not a size, has no unit, or is negative or above ``MAX_BYTES``.
     """
     from pydantic import ByteSize, TypeAdapter, ValidationError
 
+    if _lacks_unit(text, _usual_unit, "B", "bytes"):
+        return 0
     try:
         size = int(TypeAdapter(ByteSize).validate_python(text.strip()))
     except (ValidationError, OverflowError, ValueError):
@@ -54,6 +61,25 @@ def parse_bytes(text: str) -> int:
     if not 0 <= size <= MAX_BYTES:
         raise UsageError(f"{text!r} is out of range: a size is from 0B to {format_bytes(MAX_BYTES)}")
     return size
+
+
+def _lacks_unit(text: str, unit: Callable[[float], str], other: str, name: str) -> bool:
+    """Whether a text is 0, which needs no unit.
+
+    Raises:
+        UsageError: it is another number without one; the text has the two likely readings.
+    """
+    bare = text.strip()
+    if not re.fullmatch(r"[0-9]*\.?[0-9]+", bare):
+        return False
+    if float(bare) == 0:
+        return True
+    raise UsageError(f"{bare} of what? {bare}{unit(float(bare))}, or {bare} {name} as {bare}{other}")
+
+
+def _usual_unit(size: float) -> str:
+    """What a size is likely to be in, by its number."""
+    return "GB" if size < 1e3 else "MB" if size < 1e6 else "kB"
 
 
 def format_ns(ns: float) -> str:
@@ -70,6 +96,12 @@ def format_bytes(size: float) -> str:
         if abs(size) >= factor:
             return f"{_digits(size / factor)}{unit}"
     return f"{_digits(size)}B"
+
+
+def rounded_up(size: int) -> int:
+    """The size with three digits that are not below it, as it can be typed again."""
+    unit: int = 10 ** max(0, len(str(size)) - 3)
+    return -(-size // unit) * unit
 
 
 def named_devices(*counts: int) -> str:

@@ -131,7 +131,7 @@ def test_interruption_prints_what_is_known(tmp_path: Path, number: signal.Signal
     ("arguments", "code", "text"),
     [
         (["--devices", "3"], 2, "--devices 3 contradicts the profile's placement"),
-        (["--split-overhead", "7"], 2, "write a number and a unit"),
+        (["--split-overhead", "7"], 2, "7 of what? 7s, or 7 milliseconds as 7ms"),
         (["--scheduler", "1f1b"], 2, "No such option"),
         (["-o", "plan.json"], 2, "No such option"),
     ],

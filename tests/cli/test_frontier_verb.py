@@ -41,7 +41,8 @@ def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_splits_have_a_turning_point_and_a_plan_that_is_right(profile_path: Path, tmp_path: Path) -> None:
     plan_path, svg_path = tmp_path / "plan.json", tmp_path / "frontier.svg"
-    result = run(profile_path, "--devices", 2, "--json", "-o", plan_path, "--svg", svg_path)
+    asked = ("--devices", 2, "--mini-batch", 2)  # of which no device has more than was profiled
+    result = run(profile_path, *asked, "--json", "-o", plan_path, "--svg", svg_path)
     summary = json.loads(result.stdout)
     points = summary["points"]
     assert summary["exact"]
@@ -63,7 +64,7 @@ def test_memory_is_what_the_plan_needs(profile_path: Path, tmp_path: Path) -> No
     """Workspace counts: a limit just above what a point is said to need lets that point through, and no other."""
     points = json.loads(run(profile_path, "--devices", 2, "--json").stdout)["points"]
     plan_path, limit = tmp_path / "plan.json", points[-1]["memory_bytes"] - 1
-    asked = ("--devices", 2, "--mode", "min-time", "--memory", limit, "-o", plan_path)
+    asked = ("--devices", 2, "--mode", "min-time", "--memory", f"{limit}B", "-o", plan_path)
     (chosen,) = [each for each in json.loads(run(profile_path, *asked, "--json").stdout)["points"] if each["chosen"]]
     peak = max(simulate(read_plan(str(plan_path))).memory, key=lambda each: each.peak_bytes)
     assert (peak.peak_bytes, peak.workspace_bytes) == (chosen["memory_bytes"], chosen["workspace_bytes"])
@@ -77,12 +78,14 @@ def test_modes_choose(profile_path: Path) -> None:
     compared = json.loads(run(profile_path, "--devices", "1,2,4", "--mode", "profile", "--json").stdout)["points"]
     assert {point["num_devices"]: point["time_ns"] for point in compared} == quickest
     least = min(point["memory_bytes"] for point in every if point["num_devices"] == 2)
-    fewest = json.loads(run(profile_path, "--devices", 4, "--mode", "min-devices", "--memory", least, "--json").stdout)[
-        "points"
-    ]
+    fewest = json.loads(
+        run(profile_path, "--devices", 4, "--mode", "min-devices", "--memory", f"{least}B", "--json").stdout
+    )["points"]
     assert {point["num_devices"] for point in fewest} == {2}
     assert all(point["memory_bytes"] <= least for point in fewest)
-    limited = json.loads(run(profile_path, "--devices", 4, "--mode", "min-time", "--memory", least, "--json").stdout)
+    limited = json.loads(
+        run(profile_path, "--devices", 4, "--mode", "min-time", "--memory", f"{least}B", "--json").stdout
+    )
     (chosen,) = [point for point in limited["points"] if point["chosen"]]
     assert chosen["time_ns"] == min(p["time_ns"] for p in every if p["num_devices"] == 4 and p["memory_bytes"] <= least)
 
@@ -213,13 +216,34 @@ def test_profiles_that_cannot_be_split_say_what_would_help(profile_path: Path, t
     assert "by samples only" not in run(path, "--devices", 2, "--split-level", "operator", "--json").stdout
     assert "by samples only" not in run(profile_path, "--devices", 2, "--json").stdout
     refused = run(path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError)
-    assert "--shards" in str(refused.exception)
+    assert "profile with --shards 1,2,4, which is refused at once where" in str(refused.exception)
     assert "--split-level operator" in str(refused.exception)
+
+
+@pytest.mark.parametrize(("heads", "counts"), [(28, "1,2,4,"), (25, None), (0, "1,2,4,8,")])
+def test_shards_are_advised_where_heads_allow_them(
+    profile_path: Path, tmp_path: Path, heads: int, counts: str | None
+) -> None:
+    whole, path = read_profile(str(profile_path)), tmp_path / "heads.json"
+    blocks = [
+        block.model_copy(
+            update={
+                "costs": tuple(row for row in block.costs if row.shards == 1),
+                "dimensions": {"heads": heads} if heads else {},
+            }
+        )
+        for block in whole.blocks
+    ]
+    write_file(whole.model_copy(update={"blocks": tuple(blocks)}), str(path))
+    text = str(run(path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError).exception)
+    assert ("--shards" in text) == (counts is not None)
+    assert counts is None or f"profile with --shards {counts}" in text
+    assert "--split-level operator" in text
 
 
 def test_any_point_can_be_written(profile_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    asked = (profile_path, "--devices", 2, "--mini-batch", 4)
+    asked = (profile_path, "--devices", 2, "--mini-batch", 2)
     points = json.loads(run(*asked, "--json").stdout)["points"]
     result = run(*asked, "--point", 2, "-o", path)
     assert f"point 2 of {len(points)}" in result.stderr
@@ -271,7 +295,7 @@ def test_the_turning_point_is_that_of_all_points_whatever_memory_allows(profile_
     points = json.loads(run(*asked).stdout)["points"]
     (turning,) = [point for point in points if point["turning_point"]]
     for limit, left in ((turning["memory_bytes"], 1), (turning["memory_bytes"] - 1, 0)):
-        fitting = json.loads(run(*asked, "--memory", limit).stdout)["points"]
+        fitting = json.loads(run(*asked, "--memory", f"{limit}B").stdout)["points"]
         assert sum(point["turning_point"] for point in fitting) == left
         assert fitting[-1]["chosen"]
 
@@ -280,7 +304,7 @@ def test_near_points_are_as_near_in_peak_memory_as_they_say(
     profile_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workspace counts where there was time for it; where there was none, that is said beside what was proved."""
-    asked = (profile_path, "--devices", 2, "--mini-batch", 4, "--json")
+    asked = (profile_path, "--devices", 2, "--mini-batch", 2, "--json")
     every = json.loads(run(*asked).stdout)["points"]
     monkeypatch.setattr("pipeplan.planning.frontier._SETTLING", 3600.0)
     near = json.loads(run(*asked, "--tolerance", 0.1).stdout)
@@ -307,3 +331,47 @@ def test_grains_that_cannot_be_compared_are_noted(profile_path: Path, tmp_path: 
     asked = (profile_path, "--cluster", path, "--mini-batch", 2, "--tolerance", 0.1, "--json")
     assert "operators here, for each of 5 blocks there" in run(*asked, "--split-level", "operator").stdout
     assert "not to be compared" not in run(*asked).stdout
+
+
+@pytest.fixture(scope="module")
+def mmt_sizes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """The same model, profiled for up to so many samples."""
+    found = {}
+    for most in (4, 16):
+        found[most] = tmp_path_factory.mktemp("sizes") / f"{most}.json"
+        sizes = [size for size in (1, 2, 4, 8, 16) if size <= most]
+        write_file(model("mmt", microbatch_sizes=sizes), str(found[most]))
+    return found
+
+
+def test_nothing_is_exact_where_costs_were_never_profiled(mmt_sizes: dict[int, Path]) -> None:
+    """The time is between what is said beside it, which is true of the same strategy with that size profiled."""
+    asked = ("--devices", 4, "--mini-batch", 64)
+    result, known = run(mmt_sizes[4], *asked), json.loads(run(mmt_sizes[16], *asked, "--json").stdout)
+    assert "exact" not in result.stdout
+    assert "found, not proved" in result.stdout
+    assert "16 samples on a device, profiled with 1 to 4" in " ".join(result.stdout.split())
+    summary = json.loads(run(mmt_sizes[4], *asked, "--json").stdout)
+    assert (summary["exact"], summary["factor"]) == (False, None)
+    (there,) = [point for point in known["points"] if set(point["configurations"].values()) == {"samples4"}]
+    (point,) = [point for point in summary["points"] if set(point["configurations"].values()) == {"samples4"}]
+    low, high = point["bounds_ns"]
+    assert low < there["time_ns"] <= high == point["time_ns"]
+    assert there["unprofiled"] == ""
+    assert there["bounds_ns"] is None
+
+
+def test_what_is_exact_is_so_at_profiled_sizes(mmt_sizes: dict[int, Path]) -> None:
+    result = run(mmt_sizes[4], "--devices", 4, "--mini-batch", 16)
+    assert "exact at profiled sizes" in result.stdout
+    summary = json.loads(run(mmt_sizes[4], "--devices", 4, "--mini-batch", 16, "--json").stdout)
+    assert (summary["exact"], summary["profiled_only"]) == (True, True)
+    assert not any(point["unprofiled"] for point in summary["points"])
+
+
+def test_operators_are_not_exact_beyond_profiled_sizes_either(mmt_sizes: dict[int, Path]) -> None:
+    asked = ("--devices", 2, "--mini-batch", 64, "--split-level", "operator", "--tolerance", "0.5")
+    result = run(mmt_sizes[4], *asked)
+    assert "exact" not in result.stdout
+    assert "proved within" not in result.stdout
+    assert "(not profiled)" in result.stdout

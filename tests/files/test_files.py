@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
@@ -233,6 +233,37 @@ def test_another_kind_of_file_is_told_in_one_line(given: str, needed: str) -> No
     with pytest.raises(FileError, match=rf"^file: this is a {given}, where a {needed} is needed; \w.*$") as caught:
         parse(to_json(EXAMPLES[given]), FORMATS[needed], "file")
     assert not caught.value.problems
+
+
+def keys_of(part: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where every key of a file stands; of a list's elements those of the first."""
+    for key, inner in part.items() if isinstance(part, dict) else []:
+        yield (*path, key)
+        yield from keys_of(inner, (*path, key))
+    if isinstance(part, list) and part:
+        yield from keys_of(part[0], (*path, "0"))
+
+
+@pytest.mark.parametrize(("kind", "least"), [("profile", 30), ("placement", 5), ("cluster", 15), ("plan", 60)])
+def test_every_misspelt_key_is_asked_about(kind: str, least: int) -> None:
+    text, asked = to_json(EXAMPLES[kind]), 0
+    for *parents, key in keys_of(json.loads(text)):
+        data = json.loads(text)
+        put(".".join([*parents, f"{key}q"]), 1)(data)
+        with pytest.raises(FileError) as caught:
+            parse(json.dumps(data), FORMATS[kind])
+        problem = next((each for each in caught.value.problems if "Extra inputs" in each), None)
+        if problem is not None:  # not where keys are names
+            asked += 1
+            assert re.search(rf", got 1; did you mean (\w+ or )*{key}( or \w+)*\?$", problem), problem
+    assert asked > least
+
+
+def test_a_key_like_no_other_is_answered_with_all() -> None:
+    data = json.loads(to_json(CLUSTER))
+    put("devices.0.zzz", 1)(data)
+    with pytest.raises(FileError, match=r"devices\[0\].zzz: Extra .*, got 1; choose from name, count, memory_bytes"):
+        parse(json.dumps(data), Cluster)
 
 
 def test_a_profile_is_no_plan_yet() -> None:

@@ -405,8 +405,13 @@ def test_the_microbatch_size_weighs_the_blocks() -> None:
 @pytest.mark.parametrize(
     ("strategy", "num_devices", "chunks", "words"),
     [
-        ("one-to-one", 5, None, r"needs 5 stages, but profile 'test' has only 4 blocks; lower --devices$"),
-        ("circular", 2, 3, r"circular on 2 devices needs 6 stages, .* only 4 blocks; lower --devices or --chunks"),
+        ("one-to-one", 5, None, r"needs 5 stages, but profile 'test' has only 4 blocks; lower --devices to 4$"),
+        (
+            "circular",
+            2,
+            3,
+            r"circular on 2 devices needs 6 stages, .* only 4 blocks; lower --devices to 1 or --chunks to 2",
+        ),
         ("v-shape", 3, None, "v-shape on 3 devices needs 6 stages"),
         ("one-to-one", 2, 2, "--chunks 2 does not apply to one-to-one"),
         ("circular", 2, 0, "--chunks must be at least 1, not 0"),

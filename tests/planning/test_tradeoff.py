@@ -105,6 +105,15 @@ def test_what_promises_least_time_comes_first() -> None:
     assert found[0].promised_ns == min(asked.promised_ns for asked in same) < same[0].promised_ns
 
 
+def test_stages_of_plans_run_profiled_sizes_alone() -> None:
+    """As in search: 16 samples on 4 devices are 4 each, or more where some of them do the same."""
+    for most, names in ((4, {"samples4"}), (2, None)):
+        sizes = [size for size in (1, 2, 4) if size <= most]
+        (*_, found) = GroupSplits(model("mmt", microbatch_sizes=sizes), None).of(4, 16, 1, (False,)) or [None]
+        ways = found and [way for block in found.order for way in found.models.whole.configurations[block]]
+        assert (ways and {way.name for way in ways}) == names
+
+
 def test_memory_is_a_limit_for_all_points() -> None:
     _, free = frontier_of("gpt2-124m")
     limit = sorted(point.memory_bytes for point in free.points)[len(free.points) // 2]

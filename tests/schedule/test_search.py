@@ -149,7 +149,7 @@ class TestBatch:
     def test_contradictions(self) -> None:
         with pytest.raises(UsageError, match="is not --microbatches 5 x --microbatch-size 4 = 20"):
             resolve_batch(self.profile, 4, mini_batch=24, microbatch_size=4, num_microbatches=5)
-        with pytest.raises(UsageError, match="nearest are 20 and 25"):
+        with pytest.raises(UsageError, match="choose --microbatches 4, or --mini-batch 20 or 25"):
             resolve_batch(self.profile, 4, mini_batch=24, num_microbatches=5)
 
 

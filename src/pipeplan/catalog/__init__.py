@@ -15,7 +15,16 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
-__all__ = ["ExportTarget", "ModelSize", "export_target", "model_sizes", "names", "read_table", "read_text"]
+__all__ = [
+    "RUNNING_FAMILIES",
+    "ExportTarget",
+    "ModelSize",
+    "export_target",
+    "model_sizes",
+    "names",
+    "read_table",
+    "read_text",
+]
 
 
 def names(folder: str) -> tuple[str, ...]:
@@ -60,6 +69,10 @@ class ModelSize:
     reference: str = ""
     notes: str = ""
     microbatch_sizes: Sequence[int] = (1, 2, 4)
+
+
+RUNNING_FAMILIES = ("gpt", "encoder-decoder", "flava", "mmt", "dlrm", "candle-uno")
+"""Families of models that can be run, too, by the zoo; the others are profiles alone."""
 
 
 @cache

@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
-from pipeplan.cli.shared import BYTES, COUNTS, DURATION
+from pipeplan.cli.shared import BYTES, COUNTS, DEVICE, DURATION, EXAMPLE, FILE
 from pipeplan.errors import UsageError
 
 _SHARED = ("shared_forward_ns", "shared_backward_ns")
@@ -37,7 +37,7 @@ class _Command(click.Command):
 
 
 def _together(names: Iterable[str]) -> Iterator[str]:
-    """Names that differ in their last word alone as one: ``gpt2-{124m,345m}``."""
+    """KnownNames that differ in their last word alone as one: ``gpt2-{124m,345m}``."""
     groups: dict[str, list[str]] = {}
     for name in names:
         prefix, dash, last = name.rpartition("-")
@@ -53,7 +53,7 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
 
 
 @click.command("example", cls=_Command)
-@click.argument("name", metavar="NAME")
+@click.argument("name", type=EXAMPLE, metavar="NAME")
 @click.option("--devices", type=click.IntRange(min=1), default=4, help="Number of devices.")
 @click.option(
     *("--chunks", "--vp", "--virtual-stages", "chunks"),
@@ -79,13 +79,15 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
 @click.option(
     "--weight-grad-bytes", type=BYTES, default="0", help="Held from the input gradient to the weight gradient."
 )
-@click.option("--device", metavar="PRESET", help="Device that a model's costs are for.  [default: a100-80gb]")
+@click.option(
+    "--device", type=DEVICE, metavar="PRESET", help="Device that a model's costs are for.  [default: a100-80gb]"
+)
 @click.option("--microbatch", type=COUNTS, metavar="1,2,4", help="Samples per micro-batch that a model has costs for.")
 @click.option(
     "--shards", type=COUNTS, metavar="1,2,4", help="Devices that split a block; costs for each.  [default: 1]"
 )
-@click.option("--cluster", metavar="FILE", help="Whose links time the collectives of split blocks.")
-@click.option("-o", "--output", default="-", metavar="FILE", help="Where to write; - for stdout.")
+@click.option("--cluster", type=FILE, metavar="FILE", help="Whose links time the collectives of split blocks.")
+@click.option("-o", "--output", type=FILE, default="-", metavar="FILE", help="Where to write; - for stdout.")
 @click.pass_context
 def example_command(
     ctx: click.Context,

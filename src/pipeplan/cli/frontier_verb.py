@@ -13,7 +13,10 @@ from pipeplan import _api
 from pipeplan.cli.shared import (
     BYTES,
     COUNTS,
+    DEVICE,
     DURATION,
+    FILE,
+    FOLDER,
     RenamedOption,
     interrupt_on_sigterm,
     require_folder,
@@ -48,9 +51,11 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 
 
 @click.command("frontier")
-@click.argument("profile_path", metavar="PROFILE")
+@click.argument("profile_path", type=FILE, metavar="PROFILE")
 @click.option("--devices", type=COUNTS, metavar="D,...", help=_DEVICES)
-@click.option("--cluster", "cluster_path", metavar="FILE", help="Cluster file: devices, memory, links, prices.")
+@click.option(
+    "--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links, prices."
+)
 @click.option("--memory", type=BYTES, help="Most memory of each device, as 16GB.  [default: the cluster's]")
 @click.option(
     "--mode",
@@ -69,7 +74,12 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     default="block",
     help="What is split in one way: whole blocks, as plans run them, or every operator inside.",
 )
-@click.option("--device", metavar="PRESET", help="Device whose times splits are estimated with.  [default: profile's]")
+@click.option(
+    "--device",
+    type=DEVICE,
+    metavar="PRESET",
+    help="Device whose times splits are estimated with.  [default: profile's]",
+)
 @click.option("--data-parallel-loading", is_flag=True, help="Inputs come split by samples over all devices.")
 @click.option(
     "--tolerance",
@@ -86,12 +96,16 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     metavar="N",
     help="Choose the N-th point shown, for -o; a search that ends early may show other points the next time.",
 )
-@click.option("--svg", metavar="FILE", help="Draw time against memory as SVG.")
+@click.option("--svg", type=FILE, metavar="FILE", help="Draw time against memory as SVG.")
 @click.option(
-    "-o", "--output", metavar="FILE", help="Write the plan that is chosen; by --mode all, the knee of the most devices."
+    *("-o", "--output"),
+    type=FILE,
+    metavar="FILE",
+    help="Write the plan that is chosen; by --mode all, the knee of the most devices.",
 )
 @click.option(
     "--output-all",
+    type=FOLDER,
     metavar="DIRECTORY",
     help="Write the plan of every point shown into a folder: point-1.json, point-2.json ...",
 )

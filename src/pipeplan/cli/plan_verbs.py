@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeplan import _api
+from pipeplan.cli.shared import FILE
 from pipeplan.errors import UsageError
 from pipeplan.units import format_bytes, format_ns
 
@@ -17,10 +18,16 @@ if TYPE_CHECKING:
 
 
 @click.command("check")
-@click.argument("plan_path", metavar="PLAN")
-@click.option("--profile", "profile_path", metavar="FILE", help="Check costs and dependencies against the profile too.")
+@click.argument("plan_path", type=FILE, metavar="PLAN")
 @click.option(
-    "--cluster", "cluster_path", metavar="FILE", help="Check memory and transfer times against the cluster too."
+    "--profile", "profile_path", type=FILE, metavar="FILE", help="Check costs and dependencies against the profile too."
+)
+@click.option(
+    "--cluster",
+    "cluster_path",
+    type=FILE,
+    metavar="FILE",
+    help="Check memory and transfer times against the cluster too.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: valid, problems, figures.")
 @click.pass_context
@@ -64,22 +71,23 @@ if TYPE_CHECKING:
 
 
 @click.command("simulate")
-@click.argument("plan_path", metavar="PLAN")
+@click.argument("plan_path", type=FILE, metavar="PLAN")
 @click.option(
     "--microbatches",
     type=click.IntRange(1, 1_000_000),
     help="Repeat the plan's repetend up to this number of micro-batches.  [default: the plan's]",
 )
-@click.option("--profile", "profile_path", metavar="FILE", help="Take times and sizes from this profile.")
-@click.option("--cluster", "cluster_path", metavar="FILE", help="Take devices and links from this cluster.")
+@click.option("--profile", "profile_path", type=FILE, metavar="FILE", help="Take times and sizes from this profile.")
+@click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Take devices and links from this cluster.")
 @click.option(
     "--measured",
     "measured_path",
+    type=FILE,
     metavar="TRACE",
     help="Compare with what a run of PLAN measured, as run --trace wrote it.",
 )
-@click.option("--svg", "svg_path", metavar="FILE", help="Write the timeline as SVG; - for stdout.")
-@click.option("--trace", "trace_path", metavar="FILE", help="Write the timeline for Perfetto; - for stdout.")
+@click.option("--svg", "svg_path", type=FILE, metavar="FILE", help="Write the timeline as SVG; - for stdout.")
+@click.option("--trace", "trace_path", type=FILE, metavar="FILE", help="Write the timeline for Perfetto; - for stdout.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object instead of tables.")
 def simulate_command(
     plan_path: str,

@@ -17,6 +17,9 @@ from pipeplan import _api
 from pipeplan.cli.shared import (
     BYTES,
     COUNTS,
+    FILE,
+    MEASURED_DEVICE,
+    MODEL,
     SEED,
     SEQUENCE,
     Shown,
@@ -122,7 +125,7 @@ def _read_text(path: str) -> str:
 
 
 @click.command("profile")
-@click.argument("name", metavar="[MODEL]", required=False)
+@click.argument("name", type=MODEL, metavar="[MODEL]", required=False)
 @click.option("--microbatch", type=COUNTS, default="1,2,4", help="Samples per run.")
 @SEQUENCE
 @granularity("What a block of a captured model is.  [default: half]")
@@ -134,16 +137,19 @@ def _read_text(path: str) -> str:
     type=click.Choice(["float32", "bfloat16", "float16", "float64"]),
     help="Number format.  [default: float32; of an estimate the preset's]",
 )
-@click.option("--device", metavar="cpu|cuda|PRESET", default="cpu", help="Preset of an estimate.")
+@click.option("--device", type=MEASURED_DEVICE, metavar="cpu|cuda|PRESET", default="cpu", help="Preset of an estimate.")
 @click.option("--threads", type=click.IntRange(1, 4096), help="Threads of CPU operators.  [default: torch's choice]")
 @click.option("--repeats", type=click.IntRange(1, 100_000), default=10, help="Timed runs.")
 @click.option("--warmup", type=click.IntRange(0, 100_000), default=3, help="Runs before them.")
 @SEED
 @click.option("--estimate", is_flag=True, help="Run nothing: count bytes and work, and take a device's rates.")
-@click.option("--calibrate", metavar="PROFILE", help="Measured profile to fit an estimate's times to.")
-@click.option("--show", metavar="PROFILE", help="Measure nothing: print a profile, and what makes plans from it wrong.")
+@click.option("--calibrate", type=FILE, metavar="PROFILE", help="Measured profile to fit an estimate's times to.")
+@click.option(
+    "--show", type=FILE, metavar="PROFILE", help="Measure nothing: print a profile, and what makes plans from it wrong."
+)
 @click.option(
     *("--communication-from", "communication_from"),
+    type=FILE,
     multiple=True,
     metavar="FILE",
     help="Measure nothing: put what nccl-tests printed, text or JSON, into a cluster. May be repeated.",
@@ -152,9 +158,13 @@ def _read_text(path: str) -> str:
 @click.option("--processes", type=click.IntRange(2, 64), help="Number of local processes to measure links between.")
 @click.option("--min-bytes", type=BYTES, default="1KiB", help="Smallest message.")
 @click.option("--max-bytes", type=BYTES, default="64MiB", help="Largest message.")
-@click.option("--cluster", metavar="CLUSTER", help="Cluster to put link times into, or to take collectives from.")
+@click.option(
+    "--cluster", type=FILE, metavar="CLUSTER", help="Cluster to put link times into, or to take collectives from."
+)
 @click.option("--level", metavar="NAME", help="The cluster's level that was measured.  [default: by devices]")
-@click.option("-o", "--output", metavar="FILE", help="Where to write the profile, or the cluster; - for stdout.")
+@click.option(
+    "-o", "--output", type=FILE, metavar="FILE", help="Where to write the profile, or the cluster; - for stdout."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
 def profile_command(ctx: click.Context, /, **_: Any) -> None:
@@ -291,7 +301,7 @@ def _estimate(given: Mapping[str, Any]) -> None:
 
 def _model(given: Mapping[str, Any], *, meta: bool = False) -> Model:
     """The model that the command line names."""
-    how = {name: given[name] for name in ("sequence", "grain", "shared")}
+    how = {name: given[name] for name in ("sequence", "grain", "shared", "shards")}
     model = _api.load_model(given["name"], **how, meta=meta)
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
         click.echo(

@@ -14,9 +14,13 @@ from pipeplan import _api
 from pipeplan.cli.shared import (
     BYTES,
     DURATION,
+    FILE,
+    FOLDER,
+    MODEL,
     SEED,
     SEQUENCE,
     FiniteRange,
+    KnownNames,
     granularity,
     interrupt_on_sigterm,
     require_writable,
@@ -35,8 +39,10 @@ _OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "mes
 
 
 @click.command("run")
-@click.argument("plan_path", metavar="PLAN")
-@click.option("--model", metavar="NAME|CONFIG|pkg.mod:name", help="Of the zoo, a configuration, or your own.")
+@click.argument("plan_path", type=FILE, metavar="PLAN")
+@click.option(
+    "--model", type=MODEL, metavar="NAME|CONFIG|pkg.mod:name", help="Of the zoo, a configuration, or your own."
+)
 @click.option("--emulate", is_flag=True, help="Run without a model: actions only take their predicted time.")
 @click.option("--blocking", is_flag=True, help="For comparison: every transfer blocks the devices at both ends.")
 @click.option(
@@ -53,11 +59,13 @@ _OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "mes
 @SEED
 @click.option(
     "--data",
+    type=KnownNames(lambda: ["builtin"], files=True),
     metavar="FILE|builtin|pkg.mod:factory",
     help="A text, tokens as .npy or .bin, sums in words, or your dataset.  [default: what the model makes up]",
 )
 @click.option(
     "--optimizer",
+    type=KnownNames(lambda: ["adamw", "adam", "sgd"]),
     default="adamw",
     metavar="adamw|adam|sgd|pkg.mod:factory",
     help="One of torch's, or a function of the parameters that returns one.",
@@ -66,6 +74,7 @@ _OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "mes
 @click.option("--weight-decay", type=FiniteRange(0), help="[default: the optimizer's, 0.01 of adamw]")
 @click.option(
     "--lr-schedule",
+    type=KnownNames(lambda: ["constant", "cosine", "linear"]),
     default="constant",
     metavar="constant|cosine|linear|pkg.mod:factory",
     help="Learning-rate schedule; a factory takes the optimizer and returns a torch LRScheduler.",
@@ -81,7 +90,9 @@ _OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "mes
 @click.option(
     "--autocast", type=click.Choice(["bfloat16"]), help="Compute in it, with parameters and optimizer in float32."
 )
-@click.option("--checkpoint", metavar="DIR", help="Write checkpoints, from which any plan of the model can resume.")
+@click.option(
+    "--checkpoint", type=FOLDER, metavar="DIR", help="Write checkpoints, from which any plan of the model can resume."
+)
 @click.option(
     "--checkpoint-every", type=click.IntRange(min=1), metavar="K", help="Every K steps.  [default: at the end]"
 )
@@ -98,7 +109,9 @@ _OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "mes
 @click.option(
     *("--timeout", "timeout_ns"), type=DURATION, default="60s", help="Longest time to wait, and longest action."
 )
-@click.option("--trace", "trace_path", metavar="FILE", help="Write the measured timeline beside the predicted one.")
+@click.option(
+    "--trace", "trace_path", type=FILE, metavar="FILE", help="Write the measured timeline beside the predicted one."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print losses and times as one JSON object.")
 def run_command(
     plan_path: str, model: str | None, emulate: bool, local: bool, trace_path: str | None, as_json: bool, **how: Any

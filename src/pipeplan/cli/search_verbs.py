@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeplan import _api
-from pipeplan.cli.shared import Status, interrupt_on_sigterm, planning_options, read_request, say_notes
+from pipeplan.cli.shared import (
+    FILE,
+    RULES,
+    SCHEDULER,
+    Status,
+    interrupt_on_sigterm,
+    planning_options,
+    read_request,
+    say_notes,
+)
 from pipeplan.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,19 +28,25 @@ if TYPE_CHECKING:
 
 @click.command("search")
 @planning_options
-@click.option("--scheduler", default="auto", metavar="NAME", help="auto, repetend, rules, or a classic schedule.")
+@click.option(
+    "--scheduler", type=SCHEDULER, default="auto", metavar="NAME", help="auto, repetend, rules, or a classic schedule."
+)
 @click.option(
     "--rules",
     "rules_path",
+    type=RULES,
     metavar="FILE|NAME",
     help="Scheduling rules: a TOML file or the name of a built-in set.  [default: all built-in sets]",
 )
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes for auto-tuning.  [default: cores]")
-@click.option("--cache", metavar="FILE", help="Cache file; configurations found in it are not re-evaluated.")
-@click.option("--rules-output", metavar="FILE", help="Where to write the best rules found, for --rules.")
-@click.option("-o", "--output", metavar="FILE", help="Where to write the plan; - for stdout.")
+@click.option("--cache", type=FILE, metavar="FILE", help="Cache file; configurations found in it are not re-evaluated.")
+@click.option("--rules-output", type=FILE, metavar="FILE", help="Where to write the best rules found, for --rules.")
+@click.option("-o", "--output", type=FILE, metavar="FILE", help="Where to write the plan; - for stdout.")
 @click.option(
-    "--placement-output", metavar="FILE", help="Where to write the stages alone, to edit and give to --placement."
+    "--placement-output",
+    type=FILE,
+    metavar="FILE",
+    help="Where to write the stages alone, to edit and give to --placement.",
 )
 def search_command(
     scheduler: str,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from pipeplan import _api
 from pipeplan.errors import FileError, UsageError
@@ -40,6 +41,29 @@ class _Quantity(click.ParamType[int]):
             return self._parse(value)
         except UsageError as error:
             self.fail(str(error), param, ctx)
+
+
+class KnownNames(click.ParamType[str]):
+    """A name of those that are known, or something else: any text is taken, and completion has the names.
+
+    Args:
+        names: makes them, when completion asks.
+        files: whether it may be a file, too.
+    """
+
+    name = "text"
+
+    def __init__(self, names: Callable[[], Iterable[str]], *, files: bool = False) -> None:
+        self._names, self._files = names, files
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The text."""
+        return str(value)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Names that begin so. Files go first: bash forgets what stands before them, and has them if no name fits."""
+        found = [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
+        return [CompletionItem(incomplete, type="file")] * self._files + found
 
 
 class _Counts(click.ParamType[tuple[int, ...]]):
@@ -98,6 +122,15 @@ class RenamedOption(click.Option):
 DURATION = _Quantity("duration", parse_ns)
 BYTES = _Quantity("size", parse_bytes)
 COUNTS = _Counts()
+FILE = click.Path(readable=False)  # which whoever reads it finds out, and says
+FOLDER = click.Path(file_okay=False, readable=False)
+PLACEMENT = KnownNames(lambda: _api.known_names("placements"), files=True)
+SCHEDULER = KnownNames(lambda: _api.known_names("schedulers"))
+MODEL = KnownNames(lambda: _api.known_names("models"), files=True)
+EXAMPLE = KnownNames(lambda: _api.known_names("examples"))
+DEVICE = KnownNames(lambda: _api.known_names("devices"))
+MEASURED_DEVICE = KnownNames(lambda: ["cpu", "cuda", *_api.known_names("devices")])
+RULES = KnownNames(lambda: _api.known_names("rules"), files=True)
 
 SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0)
 SEQUENCE = click.option(
@@ -115,16 +148,16 @@ _YES_NO = {"auto": None, "yes": True, "no": False}
 _RECOMPUTE = {"auto": None, "all": True, "none": False}
 
 _OPTIONS = (
-    click.argument("profile_path", metavar="PROFILE"),
+    click.argument("profile_path", type=FILE, metavar="PROFILE"),
     click.option("--devices", type=click.IntRange(min=1), help="Number of devices.  [default: the placement's]"),
-    click.option("--cluster", "cluster_path", metavar="FILE", help="Cluster file: devices, memory, links."),
+    click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links."),
     click.option("--memory", type=BYTES, help="Memory of each device, as 16GB or 16GiB.  [default: the cluster's]"),
     click.option("--mini-batch", type=click.IntRange(min=1), help="Samples per iteration."),
     click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples per micro-batch."),
     click.option(
         "--microbatches", type=click.IntRange(min=1), help="Micro-batches per iteration.  [default: 4 x devices]"
     ),
-    click.option("--placement", cls=_PlacementOption, default="auto", metavar="NAME|FILE"),
+    click.option("--placement", cls=_PlacementOption, type=PLACEMENT, default="auto", metavar="NAME|FILE"),
     click.option(
         *("--chunks", "--vp", "--virtual-stages", "chunks"),
         type=click.IntRange(min=1),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple
@@ -11,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from pipeplan.catalog import names, read_table
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, CostRow
+from pipeplan.files import Block, CostRow, Profile
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS, MemoryBytes, training_state
 
 
@@ -46,6 +47,22 @@ def block_costs(
             f"it with --microbatch {microbatch_size}"
         )
     return _between(below[-1], above[0], microbatch_size)
+
+
+_USUAL_SHARDS = (1, 2, 4, 8)
+
+
+def splitting_remedy(profile: Profile, shards: Sequence[int] = ()) -> str | None:
+    """The flag of a new profile whose blocks are split over these numbers of devices, or some usual ones.
+
+    None where the heads of a block rule them out. What else does, such as blocks that do not say how they are split,
+    no profile knows; what is returned says so.
+    """
+    heads = math.gcd(*(block.dimensions["heads"] for block in profile.blocks if "heads" in block.dimensions))
+    fitting = shards or [count for count in _USUAL_SHARDS if heads % count == 0]
+    if max(fitting) == 1 or any(heads % count for count in fitting):
+        return None
+    return f"profile with --shards {','.join(map(str, fitting))}, which is refused at once where blocks cannot be split"
 
 
 _TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Annotated, Any, Self
@@ -159,6 +159,26 @@ def form_of_version(kind: str, version: int) -> Form:
     """The form that a version of a kind of file has, or had."""
     form: Form = json.loads(files(__package__).joinpath(FOLDER, f"{kind}.{version}.json").read_bytes())
     return form
+
+
+def keys_at(form: Form, place: Iterable[str | int]) -> list[str]:
+    """The keys that a form has at a place inside a file; none where it is no place for an object with known keys."""
+    for part in place:
+        forms = [*form.get("anyOf", ()), form]
+        inner = (_inside(each, part) for each in forms)
+        form = next((each for each in inner if each is not None), {})
+    objects = (each for each in [*form.get("anyOf", ()), form] if "properties" in each)
+    return list(next(objects, {"properties": ()})["properties"])
+
+
+def _inside(form: Form, part: str | int) -> Form | None:
+    """The form of a member of what has a form, if it says one."""
+    if isinstance(part, int):
+        prefix: list[Form] = form.get("prefixItems", [])
+        inner: Form | None = prefix[part] if part < len(prefix) else form.get("items")
+    else:
+        inner = form.get("properties", {}).get(part, form.get("values"))
+    return inner
 
 
 def completed(content: Any, form: Form, place: _Place = ()) -> Any:

@@ -17,16 +17,18 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from pipeplan.errors import FileError
+from pipeplan.errors import FileError, did_you_mean
 from pipeplan.files.base import (
     MIGRATIONS,
     Content,
     File,
     FileModel,
+    Form,
     canonical_text,
     completed,
     current_version,
     form_of_version,
+    keys_at,
     sha256_of_text,
 )
 from pipeplan.files.cluster import Cluster
@@ -168,19 +170,21 @@ def parse(data: bytes | str, model: type[Model], where: str = "<data>") -> Model
             or, in one line, it is another of them.
     """
     kind = model.model_fields["kind"].default
-    current = current_version(kind)
+    current, version = current_version(kind), None
     complaint = f"{where}: not a valid {kind} file (docs/schema/{kind}.schema.json describes it):"
     try:
         head = _FileHead.model_validate_json(data)
         _require_kind(head.kind, kind, where)
         if problem := _version_problem(head.schema_version, current):
             raise FileError(complaint, [problem])
+        version = head.schema_version
         if head.schema_version == current or kind not in FORMATS:  # others are kept for a while, not for later versions
             return model.model_validate_json(data)
         complaint = f"{where}: not a valid {kind} file of {_version(head)} (docs/files.md, Versions):"
         return _migrated(from_json(data), kind, head.schema_version, model)
     except ValidationError as error:
-        raise _refusal(error, where, complaint) from None
+        form = form_of_version(kind, version) if kind in FORMATS and version is not None else {}
+        raise _refusal(error, where, complaint, form) from None
     except (RecursionError, ValueError) as error:  # nesting or digits beyond what the parser takes
         raise FileError(f"{where}: not readable as JSON: {error}") from None
 
@@ -243,12 +247,12 @@ def read_bytes(path: str) -> bytes:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _refusal(error: ValidationError, where: str, complaint: str) -> FileError:
-    """What to raise for a file that breaks its format."""
+def _refusal(error: ValidationError, where: str, complaint: str, form: Form) -> FileError:
+    """What to raise for a file that breaks its format, which has this form."""
     details = _own_problems(error.errors(include_url=False))
     if details[0]["type"] == "json_invalid":
         return FileError(f"{where}: not readable as JSON: {details[0]['ctx']['error']}")
-    problems = [_problem(detail) for detail in details[:_SHOWN_PROBLEMS]]
+    problems = [_problem(detail, form) for detail in details[:_SHOWN_PROBLEMS]]
     if len(details) > _SHOWN_PROBLEMS:
         problems.append(f"... and {len(details) - _SHOWN_PROBLEMS} more")
     return FileError(complaint, problems)
@@ -260,8 +264,8 @@ def _own_problems(details: list[ErrorDetails]) -> list[ErrorDetails]:
     return [detail for detail in details if detail["type"] != "too_short" or detail["loc"] not in inside]
 
 
-def _problem(detail: ErrorDetails) -> str:
-    """One line: path in the file, what was expected, and what stands there where it is short."""
+def _problem(detail: ErrorDetails, form: Form) -> str:
+    """One line: path in the file, what was expected, what stands there where it is short, and keys for unknown ones."""
     place = ""
     for part in detail["loc"]:
         place += f"[{part}]" if isinstance(part, int) else f".{_key(part)}" if place else _key(part)
@@ -270,9 +274,13 @@ def _problem(detail: ErrorDetails) -> str:
     if not place and detail["type"] == "value_error":  # about several parts of the file; the message names them
         return message
     given = detail.get("input")
-    if detail["type"] == "missing" or isinstance(given, dict | list | tuple | FileModel | Element):
-        return f"{place or 'file'}: {message}"
-    return f"{place or 'file'}: {message}, got {_short(repr(given))}"
+    if detail["type"] != "missing" and not isinstance(given, dict | list | tuple | FileModel | Element):
+        message += f", got {_short(repr(given))}"
+    if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        *parents, key = detail["loc"]
+        known = keys_at(form, parents)
+        message += f"; {did_you_mean(str(key), known) or 'choose from ' + ', '.join(known)}" * bool(known)
+    return f"{place or 'file'}: {message}"
 
 
 def _key(text: str) -> str:

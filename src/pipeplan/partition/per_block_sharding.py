@@ -20,6 +20,7 @@ from pipeplan.sharding.bounds import RELAXED
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.details import SplitBlocks, StageModels, split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy, undominated
+from pipeplan.sharding.operator_kinds import is_profiled
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
 
@@ -78,7 +79,7 @@ class BlockSplits:
         num_microbatches: int,
     ) -> BlockSplits | None:
         """On the first devices of a cluster; None where blocks have no costs that configurations follow from."""
-        options = CostOptions(blocks=True, microbatches=num_microbatches)
+        options = CostOptions(blocks=True, microbatches=num_microbatches, rule=is_profiled)
         try:
             models = StageModels.of(cost_model(profile, cluster, num_devices, microbatch_size, options=options))
             found = cls(profile.topological_order(), models)

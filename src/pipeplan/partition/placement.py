@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, TiedShare, group_costs
+from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.graphs import before_and_after, connected_parts, topological_order
@@ -149,13 +150,19 @@ def _groups(positions: int, replicas: int, *, strided: bool) -> list[tuple[int, 
     return [tuple(range(position * replicas, (position + 1) * replicas)) for position in range(positions)]
 
 
+def undivided(num_devices: int, replicas: int) -> UsageError:
+    """The error for replicas that cannot have equally many of the devices."""
+    able = ", ".join(str(count) for count in range(1, num_devices + 1) if num_devices % count == 0)
+    return UsageError(f"{num_devices} devices cannot be shared by {replicas} replicas; choose --replicas of {able}")
+
+
 def _routes(strategy: str, num_devices: int, chunks: int | None, replicas: int) -> Positions:
     if strategy not in STRATEGIES:
         raise UsageError(f"--placement {strategy!r} is not known; choose from auto, {', '.join(STRATEGIES)}, or a file")
     if num_devices < 1:
         raise UsageError(f"{num_devices} devices cannot hold a pipeline; --devices must be at least 1")
     if num_devices % replicas:
-        raise UsageError(f"{num_devices} devices cannot be shared by {replicas} replicas; choose --replicas to divide")
+        raise undivided(num_devices, replicas)
     if not STRATEGIES[strategy].chunked and chunks not in (None, 1):
         chunked = ", ".join(name for name, other in STRATEGIES.items() if other.chunked)
         raise UsageError(f"--chunks {chunks} does not apply to {strategy}; choose a --placement of {chunked}")
@@ -167,9 +174,10 @@ def _routes(strategy: str, num_devices: int, chunks: int | None, replicas: int) 
 def _spread(profile: Profile, positions: int) -> tuple[str, ...]:
     """The shared blocks. Raises UsageError where they cannot be split over a pipeline's devices."""
     if not can_spread(profile, positions):
+        ways = ("leave out --shard-shared", splitting_remedy(profile, [positions]))
         raise UsageError(
-            f"profile {profile.name!r} has no shared blocks with costs for {positions} shards; leave out "
-            f"--shard-shared, or profile with --shards {positions}"
+            f"profile {profile.name!r} has no shared blocks with costs for {positions} shards; "
+            + ", or ".join(filter(None, ways))
         )
     shared = {block.id for block in profile.blocks if block.shared}
     return tuple(block for block in profile.topological_order() if block in shared)
@@ -181,9 +189,18 @@ def _require_blocks(
     count = len(routes[0])
     if len(order) < count:
         copies = f" with {replicas} replicas" if replicas > 1 else ""
+        positions = num_devices // replicas
+        remedies = [
+            f"{flag} to {most}"
+            for flag, most in (
+                ("--devices", len(order) // (count // positions) * replicas),
+                ("--chunks", len(order) // positions if count > positions else 0),
+            )
+            if most
+        ]
         raise UsageError(
             f"{strategy} on {num_devices} devices{copies} needs {count} stages, but profile {profile.name!r} has only "
-            f"{len(order)} blocks; lower --devices{' or --chunks' if count > num_devices else ''}"
+            f"{len(order)} blocks; lower {' or '.join(remedies)}"
         )
 
 
@@ -321,7 +338,7 @@ def place_submodules(
         InfeasibleError: some device cannot hold what it must.
     """
     if num_devices % replicas:
-        raise UsageError(f"{num_devices} devices cannot be shared by {replicas} replicas; choose --replicas to divide")
+        raise undivided(num_devices, replicas)
     parts = _parts(profile, submodules)
     rest = _rest(profile, parts)
     ranges = _ranges(profile, submodules, parts, num_devices // replicas, microbatch_size // replicas)

@@ -143,7 +143,7 @@ class PartitionProblem:
             UsageError: sizes of which one does not divide the next, or the mini-batch; or none that the profile has
                 costs for on any number of these devices.
         """
-        pairs = _pairs(profile, num_devices, _checked_sizes(microbatch_sizes, mini_batch), replicas)
+        pairs = _pairs(profile, num_devices, _checked_sizes(microbatch_sizes, mini_batch), replicas, mini_batch)
         samples = sorted({size // count for size, count in pairs})
         rows = tuple(Pricing(each, again) for again in recompute for each in samples)
         ways = tuple(
@@ -209,7 +209,9 @@ class PartitionProblem:
         return Placement(strategy="stage graph", num_devices=self.num_devices, stages=tuple(placed))
 
 
-def _pairs(profile: Profile, num_devices: int, sizes: Sequence[int], replicas: int | None) -> list[tuple[int, int]]:
+def _pairs(
+    profile: Profile, num_devices: int, sizes: Sequence[int], replicas: int | None, mini_batch: int
+) -> list[tuple[int, int]]:
     """(micro-batch size, replicas) for which every block has costs."""
     known = [{row.microbatch_size for row in block.costs if row.shards == 1} for block in profile.blocks]
     missing = next((block.id for block, each in zip(profile.blocks, known, strict=True) if not each), None)
@@ -228,10 +230,32 @@ def _pairs(profile: Profile, num_devices: int, sizes: Sequence[int], replicas: i
     if num_devices < 1 or not pairs:
         raise UsageError(
             f"no stage of {profile.name!r} can run micro-batches of {', '.join(map(str, sizes))} samples on up to "
-            f"{num_devices} devices: the profile has costs for {low} to {high} samples per device; choose a "
-            f"--microbatch-size or --mini-batch of at least {low}, or more --devices"
+            f"{num_devices} devices: the profile has costs for {low} to {high} samples per device; "
+            + _sizes_that_do(low, high, num_devices, sizes, replicas, mini_batch)
         )
     return pairs
+
+
+def _sizes_that_do(
+    low: int, high: int, num_devices: int, sizes: Sequence[int], replicas: int | None, mini_batch: int
+) -> str:
+    """What to choose where no size suits a number of replicas with ``low`` to ``high`` samples each."""
+    counts = [replicas] if replicas else range(1, num_devices + 1)
+    every = sorted({each * count for count in counts for each in range(low, high + 1)})
+    able = [size for size in every if mini_batch % size == 0] or every
+    if not able:
+        return f"profile it with --microbatch sizes that all blocks share, as from {high} to {low}"
+    nearest = min(able, key=lambda size: min(abs(size - each) for each in sizes))
+    bound = "of at most" if nearest == able[-1] else "of at least" if nearest == able[0] else "such as"
+    remedies = [f"choose a --microbatch-size {bound} {nearest}"]
+    more = next((count for count in range(num_devices, max(sizes) + 1) if _shared_by(count, sizes, low, high)), None)
+    if replicas is None and more is not None:
+        remedies.append(f"--devices of at least {more}")
+    return ", or ".join(remedies)
+
+
+def _shared_by(count: int, sizes: Sequence[int], low: int, high: int) -> bool:
+    return any(size % count == 0 and low <= size // count <= high for size in sizes)
 
 
 def _checked_sizes(sizes: Sequence[int] | None, mini_batch: int) -> list[int]:

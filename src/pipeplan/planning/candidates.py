@@ -10,13 +10,14 @@ from itertools import accumulate, chain, islice, product
 from typing import Any
 
 from pipeplan.costs import StageCost
+from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, Placement, Profile
 from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
 from pipeplan.partition.graph.search import graphpipe
-from pipeplan.partition.placement import Cut, can_spread, place, place_submodules
+from pipeplan.partition.placement import Cut, can_spread, place, place_submodules, undivided
 from pipeplan.partition.problem import Partition, PartitionProblem, free
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
@@ -160,7 +161,10 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
         submodules = submodules_of(request.rules, request.num_devices // choice.replicas)
         placement = place_submodules(request.profile, submodules, request.num_devices, **how)
     elif batch.num_microbatches % 2 and STRATEGIES[strategy].two_ways:
-        raise UsageError(f"--placement {strategy} needs an even number of micro-batches, not {batch.num_microbatches}")
+        raise UsageError(
+            f"--placement {strategy} needs an even number of micro-batches, not {batch.num_microbatches}; give "
+            f"--microbatches {batch.num_microbatches + 1}"
+        )
     else:
         how |= {"chunks": request.chunks, "spread": choice.spread}
         placement = place(request.profile, strategy, request.num_devices, **how)
@@ -199,12 +203,30 @@ def _no_size(request: Request, replicas: int, spread: bool) -> UsageError:
     low, high = _profiled(request, replicas, spread)
     if low > high:
         return _no_costs(request, replicas, spread)
+    if request.placement != "auto" and request.num_devices % replicas:  # whatever the size
+        return undivided(request.num_devices, replicas)
     return UsageError(
         f"no micro-batch size of {', '.join(map(str, _sizes(request, replicas)))} suits {replicas} replicas: it must "
         f"divide the mini-batch of {request.batch.mini_batch} and give each replica {low} to {high} samples"
-        f"{', an even number for --slices' if request.num_parted else ''}; choose another --microbatch-size, "
-        "--mini-batch or --replicas"
+        f"{', an even number for --slices' if request.num_parted else ''}; "
+        + (", or ".join(_other_sizes(request, replicas, low, high, spread)) or "profile it with larger --microbatch")
     )
+
+
+def _other_sizes(request: Request, replicas: int, low: int, high: int, spread: bool) -> Iterator[str]:
+    """Changes of one flag each with which replicas can share micro-batches."""
+    mini_batch, asked = request.batch.mini_batch, _sizes(request, replicas)
+    unit = replicas * (2 if request.num_parted else 1)
+    able = [size for size in range(unit, high * replicas + 1, unit) if low * replicas <= size]
+    if dividing := [size for size in able if mini_batch % size == 0]:
+        nearest = min(dividing, key=lambda size: min(abs(size - each) for each in asked))
+        bound = "of at most" if nearest == able[-1] else "of at least" if nearest == able[0] else "such as"
+        yield f"choose a --microbatch-size {bound} {nearest}"
+    if len(asked) > 1 and (open_ := [size for size in asked if size in able]):
+        yield f"choose --mini-batch {-(-mini_batch // open_[0]) * open_[0]}"
+    others = [count for count in range(1, request.num_devices + 1) if request.num_devices % count == 0]
+    if fitting := [str(count) for count in others if any(_batches(request, count, spread))]:
+        yield f"choose --replicas of {', '.join(fitting)}"
 
 
 def _profiled(request: Request, replicas: int, spread: bool) -> tuple[int, int]:
@@ -221,6 +243,10 @@ def _shards(request: Request, replicas: int, spread: bool, block: Block) -> int:
     return request.num_devices // replicas if spread and block.shared else 1
 
 
+def _or(remedy: str | None) -> str:
+    return "" if remedy is None else f", or {remedy}"
+
+
 def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
     """Some block has no costs for the way in which strategies would have it stand; or blocks have none in common."""
     for block in request.profile.blocks:
@@ -230,8 +256,8 @@ def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
             return UsageError(
                 f"block {block.id!r} of profile {request.profile.name!r} has costs for {', '.join(map(str, known))} "
                 f"shards, but placement {request.placement}, {replicas} copies on {request.num_devices} devices, needs "
-                f"{shards}; change --replicas, leave out --shard-shared and a --placement where the profile has its "
-                f"own, or profile with --shards {shards}"
+                f"{shards}; change --replicas, leave out --shard-shared and a --placement where the profile has its own"
+                + _or(splitting_remedy(request.profile, [shards]))
             )
     return UsageError(
         f"the blocks of profile {request.profile.name!r} have no micro-batch size in common; profile all of them with "

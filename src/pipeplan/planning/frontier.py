@@ -14,11 +14,11 @@ from math import prod
 from operator import attrgetter
 from typing import Literal
 
+from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
-from pipeplan.planning.infeasibility import rounded_up
 from pipeplan.planning.plan_frontier import PlanFrontier, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting, link_notes, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
@@ -27,7 +27,7 @@ from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
 from pipeplan.sharding.tracking import knee
 from pipeplan.time_limit import Limit, TimeUpError
-from pipeplan.units import format_bytes, format_ns, named_devices
+from pipeplan.units import format_bytes, format_ns, named_devices, rounded_up
 from pipeplan.workload.elements import Stage
 
 Mode = Literal["all", "min-time", "min-devices", "profile"]
@@ -41,7 +41,9 @@ class FrontierPoint:
     ``memory_bytes`` is the peak of its plan, ``workspace_bytes`` what of that is workspace.
     ``price_per_hour`` is that of its devices, None where the cluster has no prices. At the knee extra
     memory stops paying off. ``repeated`` is the part of the computing that several devices do alike, None where nobody
-    counted; ``configurations`` says of every block how it is split.
+    counted; ``configurations`` says of every block how it is split. ``unprofiled`` says which samples on a device some
+    of it runs without costs for them, empty where there are costs for all; the time is then between ``bounds_ns``,
+    which are None where nothing bounds it.
     """
 
     num_devices: int
@@ -54,6 +56,8 @@ class FrontierPoint:
     price_per_hour: float | None = None
     repeated: float | None = None
     configurations: dict[str, str] = field(default_factory=dict)
+    unprofiled: str = ""
+    bounds_ns: tuple[int, int] | None = None
 
     @property
     def price(self) -> float | None:
@@ -68,8 +72,9 @@ class FrontierResult:
     ``exact`` says whether every strategy was covered; where it is not, ``notes`` say what was left out. ``factor`` is
     what was proved: no strategy has less memory and less time than all points by more; None where nothing was. Of the
     memory in that proof ``factor_without`` names what was left out: nothing, or "workspace". The
-    ``chosen`` point is the one that is written as a plan, counted from 1. Partitions ``tried``, and
-    the fewest that were ``untried`` when it was ``interrupted``, are those of whole plans.
+    ``chosen`` point is the one written as a plan, counted from 1. ``profiled_only``: what is proved is proved of
+    strategies at sizes that were profiled; others were compared by the nearest size in proportion. Partitions
+    ``tried``, and the fewest that were ``untried`` when it was ``interrupted``, are those of whole plans.
     """
 
     name: str
@@ -85,6 +90,7 @@ class FrontierResult:
     factor: float | None = None
     factor_without: tuple[str, ...] = ()
     chosen: int = 1
+    profiled_only: bool = False
     tried: int | None = None
     untried: int | None = None
     yardstick: Yardstick = field(kw_only=True)
@@ -108,7 +114,8 @@ class FrontierResult:
         if self.factor is None:
             return "exact" if self.exact else "found, not proved"
         proved = f"proved within {self.factor - 1:.2%}" if self.factor > 1 else "exact"
-        return ", ".join([proved, *(f"{each} apart" for each in self.factor_without)])
+        where = " at profiled sizes" * self.profiled_only
+        return ", ".join([f"{proved}{where}", *(f"{each} apart" for each in self.factor_without)])
 
     @property
     def written(self) -> str:
@@ -128,6 +135,7 @@ class FrontierResult:
             "exact": self.exact,
             "factor": self.factor,
             "factor_without": list(self.factor_without),
+            "profiled_only": self.profiled_only,
             "seconds": self.seconds,
             "chosen": self.chosen,
             "points": [
@@ -202,20 +210,21 @@ def share_notes(profile: Profile, model: CostModel) -> Iterator[str]:
     axes = [{axis for way in ways for axis in way.splits} for ways in model.configurations.values()]
     stuck = sum(each <= {"samples"} for each in axes)
     if stuck and _one_share(profile, model.options.blocks):
-        yield f"{stuck} of {len(axes)} blocks can be split by samples only: {_MORE_WAYS}"
+        few = "as the profile has rows for one share only"
+        yield f"{stuck} of {len(axes)} blocks can be split by samples only, {few}: {_more_ways(profile)}"
 
 
 def remedies(profile: Profile, *, whole_blocks: bool) -> str:
     """What would make strategies leaner: blocks whose rows know one share only hold all their parameters."""
     if not _one_share(profile, whole_blocks):
         return "raise --memory or --devices, or lower --mini-batch"
-    return f"raise --memory or lower --mini-batch; or let blocks be split: {_MORE_WAYS}"
+    return f"raise --memory or lower --mini-batch; or let blocks be split: {_more_ways(profile)}"
 
 
-_MORE_WAYS = (
-    "the profile has rows for one share only; a new one with --shards 1,2,4 has more ways, and so has --split-level "
-    "operator here for blocks whose dimensions are known"
-)
+def _more_ways(profile: Profile) -> str:
+    """How there are more ways of splitting blocks of a profile that has rows for one share only."""
+    ways = (splitting_remedy(profile), "give --split-level operator here, for blocks whose dimensions are known")
+    return ", or ".join(filter(None, ways))
 
 
 def _one_share(profile: Profile, whole_blocks: bool) -> bool:
@@ -322,10 +331,11 @@ def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
         least = splits.points[0].memory_bytes
         if limit is not None and least > limit:
             notes.append(f"{named_devices(count)}: not enough, each would need at least {format_bytes(least)}")
-        notes += _proof_notes(count, splits)
+        notes += _proof_notes(count, splits, [marked[index] for index in fitting])
         held += splits.tracked.eliminations["heuristic"]
     if not points:
         raise _nothing_fits(request, splitting, tracked)
+    unprofiled = any(point.unprofiled for point in points)
     notes += share_notes(request.profile, tracked[-1].model) if request.num_devices > 1 else ()
     notes += [*device_notes(splitting.device, tracked[-1].model), *grain_notes(tracked[-1].model)]
     return FrontierResult(
@@ -333,21 +343,30 @@ def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
         "all",
         "one stage on all devices, split by " + ("blocks" if splitting.whole_blocks else "operators"),
         samples,
-        all(each.exact for each in tracked),
+        all(each.exact for each in tracked) and not unprofiled,
         sum(each.seconds for each in tracked),
         tuple(points),
         tuple(plans),
         tuple(notes),
         interrupted,
-        factor=None if held else max(each.factor for each in tracked),
+        factor=None if held or unprofiled else max(each.factor for each in tracked),
         factor_without=() if all(each.settled for each in tracked) else ("workspace",),
         yardstick=_yardstick(request.profile, splitting.device),
+        profiled_only=any(each.model.extrapolates for each in tracked),
     )
 
 
-def _proof_notes(count: int, splits: Splits) -> Iterator[str]:
+def _proof_notes(count: int, splits: Splits, points: Sequence[FrontierPoint]) -> Iterator[str]:
     """What of a frontier is not exact, and what is proved of it all the same."""
     devices, factor = named_devices(count), splits.factor
+    if any(point.unprofiled for point in points):
+        yield (
+            f"{devices}: nothing is proved, as points have samples on a device that the profile has no costs for; the "
+            "nearest size stands for them in proportion: profile more --microbatch sizes, or lower --mini-batch"
+        )
+        return
+    if splits.model.extrapolates:
+        yield f"{devices}: what is proved is of strategies at profiled sizes; no other was found to be better"
     if held := splits.tracked.eliminations["heuristic"]:
         yield f"{devices}: not exact, {held} operators were settled by heuristic elimination"
         return
@@ -387,6 +406,7 @@ def _split_point(splits: Splits, point: SplitPoint) -> FrontierPoint:
     strategy = point.strategy
     share = repeated_share(splits.model, strategy)
     chosen = {name: splits.model.configurations[name][each].name for name, each in strategy.configurations.items()}
+    unprofiled, bounds = _unprofiled(splits, point)
     return FrontierPoint(
         splits.num_devices,
         point.memory_bytes,
@@ -395,7 +415,23 @@ def _split_point(splits: Splits, point: SplitPoint) -> FrontierPoint:
         workspace_bytes=point.workspace_bytes,
         repeated=share,
         configurations=chosen,
+        unprofiled=unprofiled,
+        bounds_ns=bounds,
     )
+
+
+def _unprofiled(splits: Splits, point: SplitPoint) -> tuple[str, tuple[int, int] | None]:
+    """What of a point no size of the profile has, and what its time is between."""
+    ways, model = splits.model.configurations, splits.model
+    every = (model.unprofiled(name, ways[name][index]) for name, index in point.strategy.configurations.items())
+    found = [each for each in every if each is not None]
+    ranges = sorted({(each.samples, each.low, each.high) for each in found})
+    text = ", ".join(f"{samples} samples on a device, profiled with {low} to {high}" for samples, low, high in ranges)
+    off = [each.off_ns for each in found if each.off_ns is not None]
+    if not off or len(off) < len(found):
+        return text, None
+    longer, shorter = (sum(each for each in off if each > 0), sum(each for each in off if each < 0))
+    return text, (point.time_ns - longer, point.time_ns - shorter)
 
 
 def _of_plans(request: Request, *, quickest: bool) -> FrontierResult:

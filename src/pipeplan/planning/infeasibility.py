@@ -12,13 +12,13 @@ from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, 
 from pipeplan.files import Placement
 from pipeplan.partition.chain.rebalance import least_short
 from pipeplan.planning.candidates import CandidateOrError, Choice, PlacementCandidate, StageGraphs, grid, placed
-from pipeplan.planning.request import Request
+from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import SEARCHING
 from pipeplan.schedule.state import Schedule
 from pipeplan.time_limit import Limit, TimeUpError
-from pipeplan.units import format_bytes
+from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.memory import peak_memory
 
 
@@ -103,6 +103,7 @@ class _Least:
         self.memory: _Fit | None = None
         self.enough = 0
         self.devices: int | None = None
+        self.others: list[str] = []
         self.in_time = True
 
     def find(self, seconds: float) -> None:
@@ -111,6 +112,7 @@ class _Least:
         parts = [self._find_memory]
         if not isinstance(self._request.placement, Placement):
             parts.append(self._find_devices)
+        parts.append(self._find_others)
         for number, part in enumerate(parts, 1):
             self._time = Limit(number * seconds / len(parts) - whole.elapsed)
             try:
@@ -126,6 +128,14 @@ class _Least:
     def _find_devices(self) -> None:
         for fit in (self._chain, self._graph):
             self._lower_devices(fit)
+
+    def _find_others(self) -> None:
+        """Flags by each of which alone something fits into the memory that there is."""
+        for flag, request in _changed(self._request):
+            within = replace(request, memory_bytes=self._limit)
+            with suppress(TimeUpError):
+                if any(fit(within) is not None for fit in (self._chain, self._graph)):
+                    self.others.append(flag)
 
     def _lower(self, fit: _FitOf) -> None:
         """The least memory with which something fits, if that is less than what is known."""
@@ -216,32 +226,39 @@ class _Least:
         return trial.best
 
 
+def _changed(request: Request) -> Iterator[tuple[str, Request]]:
+    """Requests that may need less memory, by the flag that makes them; only what was fixed is changed."""
+    if request.recompute is False:
+        yield "--recompute auto", replace(request, recompute=None)
+    size = request.batch.microbatch_size
+    if not request.sizes and not isinstance(request.placement, Placement):
+        smallest = max(min(row.microbatch_size for row in block.costs) for block in request.profile.blocks)
+        if smallest < size and request.batch.mini_batch % smallest == 0:
+            batch = Batch(request.batch.mini_batch // smallest, smallest)
+            yield f"--microbatch-size {smallest}", replace(request, batch=batch)
+
+
 def _points(request: Request) -> list[Choice | PlacementCandidate]:
     """What there is without stages as a graph, to be placed so that little memory does."""
     return [point for point in grid(request) if not isinstance(point, UsageError)]
 
 
-def rounded_up(size: int) -> int:
-    """The size with three digits that are not below it, as it can be typed again."""
-    unit: int = 10 ** max(0, len(str(size)) - 3)
-    return -(-size // unit) * unit
-
-
 def _text(request: Request, limit: int, least: _Least) -> str:
     assert least.memory is not None
     count, memory = request.num_devices, format_bytes(least.enough)
-    missing = least.enough - limit
-    enough = f"{count} devices of {memory} would do"
+    enough, remedies = f"{count} devices of {memory} would do", [f"raise --memory to {memory}"]
     if least.devices is not None:
         enough = f"{least.devices} devices of this size would do, or {count} of {memory}"
+        remedies.append(f"raise --devices to {least.devices}")
     elif least.in_time and not isinstance(request.placement, Placement):
         enough += ", and with this size no number of devices was found that does"
     if not least.in_time:
         enough += "; less may do, which takes more --time-limit to find out"
+    remedies += [f"give {flag}" for flag in least.others]
     return (
         f"no plan was found for {count} devices of {format_bytes(limit)}: in the one that needs least, "
-        f"{least.memory.place} needs {memory}, {format_bytes(missing)} too much; {enough}; "
-        "raise --memory or --devices, or lower --microbatch-size"
+        f"{least.memory.place} needs {memory}, {format_bytes(least.enough - limit)} too much; {enough}; "
+        + ", or ".join(remedies)
     )
 
 

@@ -25,13 +25,12 @@ from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.planning.build_plan import planned
 from pipeplan.planning.candidates import PlacementCandidate, StageGraphs, open_sizes
-from pipeplan.planning.infeasibility import rounded_up
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import Splits, split_frontier, split_stages
 from pipeplan.planning.trials import Trial, on_cluster
 from pipeplan.sharding.details import split_blocks
 from pipeplan.time_limit import Limit, TimeUpError
-from pipeplan.units import MAX_BYTES, format_bytes, named_devices
+from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
 from pipeplan.workload.kinds import WORKSPACE
 from pipeplan.workload.memory import peak_memory
 

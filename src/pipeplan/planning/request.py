@@ -78,9 +78,11 @@ def resolve_batch(
 
 def _divided(total: int, by: int, flag: str) -> int:
     if total % by:
+        nearest = [str(count * by) for count in (total // by, total // by + 1) if count]
+        divisor = next(count for count in range(min(by, total), 0, -1) if total % count == 0)
         raise UsageError(
-            f"--mini-batch {total} is not a multiple of {flag} {by}; the nearest are "
-            f"{total // by * by} and {(total // by + 1) * by}"
+            f"--mini-batch {total} is not a multiple of {flag} {by}; choose {flag} {divisor}, or --mini-batch "
+            f"{' or '.join(nearest)}"
         )
     return total // by
 

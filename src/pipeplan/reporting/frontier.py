@@ -33,6 +33,8 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
     console.print(*_tables(report, shown, console.width), sep="\n")
     left = len(report.points) - len(shown)
     more = [f"{left} more points in between, left out here: --json has all"] if left else []
+    between = sorted({point.unprofiled for _, point in shown if point.unprofiled})
+    more += [f"in brackets, what it is between: {unprofiled}" for unprofiled in between]
     print_notes((*more, *report.notes), file)
 
 
@@ -42,7 +44,7 @@ def _tables(report: FrontierResult, points: Sequence[tuple[int, FrontierPoint]],
         Column("#", [str(number) for number, _ in points], key=True),
         Column("devices", [str(point.num_devices) for _, point in points]),
         Column("memory", [format_bytes(point.memory_bytes) for _, point in points]),
-        Column("iteration", [format_ns(point.time_ns) for _, point in points]),
+        Column("iteration", [_time(point) for _, point in points]),
         *rate_columns([report.throughput(point) for _, point in points])[:1],  # --json has all, this has little room
     ]
     if any(point.price_per_hour is not None for _, point in points):
@@ -51,6 +53,14 @@ def _tables(report: FrontierResult, points: Sequence[tuple[int, FrontierPoint]],
     columns.append(Column("", marks, words=True))
     columns.append(Column("how", [point.what for _, point in points], words=True))
     return tables(columns, width, ["bold" if mark else None for mark in marks])
+
+
+def _time(point: FrontierPoint) -> str:
+    """Of an iteration; where no size of the profile has its costs, with what it is between."""
+    if not point.unprofiled:
+        return format_ns(point.time_ns)
+    between = "" if point.bounds_ns is None else " to ".join(map(format_ns, point.bounds_ns))
+    return f"{format_ns(point.time_ns)} ({between or 'not profiled'})"
 
 
 def _price(value: float | None, times: int = 1) -> str:

@@ -18,9 +18,10 @@ from pipeplan.schedule.rules.sweep import schedule_of_rules
 from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchState, SearchStep, fitting
 from pipeplan.schedule.steps import STEPS
 from pipeplan.time_limit import checkpoint
+from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.engine import with_links
-from pipeplan.workload.memory import overflow
+from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -145,8 +146,10 @@ def _one_classic(state: SearchState, name: str) -> Schedule:
     orders = classic.orders(state.problem, state.graph)
     over = overflow(state.graph, orders)
     if over is not None:
+        enough = max(memory.peak_bytes for memory in peak_memory(state.graph, orders))
         raise InfeasibleError(
-            f"--scheduler {name} does not fit: {over}; raise --memory, or let --scheduler auto search"
+            f"--scheduler {name} does not fit: {over}; raise --memory to {format_bytes(rounded_up(enough))}, or let "
+            "--scheduler auto search"
         )
     state.offer(state.candidate(orders, name))
     return state.schedule

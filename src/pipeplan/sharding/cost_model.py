@@ -8,6 +8,7 @@ that several operators need is kept as it was given, and each of them keeps its 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from pipeplan.files import Block, Cluster, Profile
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode, expand
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode
 from pipeplan.sharding.layouts import Layout, Resharding, Tensor
-from pipeplan.sharding.operator_kinds import Data, row_for
+from pipeplan.sharding.operator_kinds import Data, WholeBlock, profiled_sizes, row_for
 from pipeplan.sharding.operators import (
     MOST_DIMENSIONS,
     Axis,
@@ -85,6 +86,20 @@ class TensorNeed(NamedTuple):
         return self.taken or self.given
 
 
+class Unprofiled(NamedTuple):
+    """Samples on one device for which a block has no rows, but ``low`` to ``high``.
+
+    The nearest row was taken in proportion, which makes computing ``off_ns`` longer than that row, or, negative,
+    shorter. If more samples never take less time, nor more than in proportion, the time lies between the two. None of
+    operators inside a block, whose times are worked out.
+    """
+
+    samples: int
+    low: int
+    high: int
+    off_ns: int | None
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Operators, tensors and configurations of a profile on some devices, and their costs as a graph."""
@@ -94,6 +109,7 @@ class CostModel:
     device: DevicePreset
     scales: dict[str, OperatorScale]
     options: CostOptions
+    blocks: Mapping[str, Block]
 
     @cached_property
     def configurations(self) -> dict[str, tuple[Configuration, ...]]:
@@ -174,6 +190,26 @@ class CostModel:
                 tables[key] = self._edge_table(link, *ends, needs)
             edges.append(CostEdge(link.source, link.target, tables[key], VARIANTS))
         return tuple(edges)
+
+    def unprofiled(self, name: str, way: Configuration) -> Unprofiled | None:
+        """What a configuration of an operator takes beyond the sizes that its block was profiled with."""
+        node = self._nodes[name]
+        numbers = node.operation.numbers({axis: split.extent for axis, split in way.splits.items()})
+        is_block = isinstance(node.operation, WholeBlock)
+        shards = node.operation.shards_of(numbers) if isinstance(node.operation, WholeBlock) else 1
+        low, high = profiled_sizes(self.blocks[node.block], shards) or (1, math.inf)
+        samples = low if isinstance(node.operation, Data) else numbers.get("samples", low)
+        if low <= samples <= high:
+            return None
+        nearest = {**numbers, "samples": round(min(max(samples, low), high))}
+        ours, theirs = (node.operation.times(each, self.device) for each in (numbers, nearest))
+        return Unprofiled(samples, low, round(high), round(sum(ours) - sum(theirs)) if is_block else None)
+
+    @cached_property
+    def extrapolates(self) -> bool:
+        """Whether any configuration is priced beyond the sizes of its block's rows."""
+        alike = {(id(ways), self._nodes[name].block): (name, ways) for name, ways in self.configurations.items()}
+        return any(self.unprofiled(name, way) is not None for name, ways in alike.values() for way in ways)
 
     def holding(self, in_flight: int) -> CostModel:
         """The same with this number of micro-batches that hold activations at once."""
@@ -317,13 +353,9 @@ def cost_model(
     if options.data_parallel_loading:
         operators = _loaded(operators, devices)
     resharding = Resharding(cluster, devices)
-    return CostModel(
-        operators,
-        resharding,
-        preset,
-        _scales(_with_one_copy(profile) if devices == 1 else profile, operators, preset),
-        options,
-    )
+    counted = _with_one_copy(profile) if devices == 1 else profile
+    blocks = {block.id: block for block in profile.blocks}
+    return CostModel(operators, resharding, preset, _scales(counted, operators, preset), options, blocks)
 
 
 def _with_one_copy(profile: Profile) -> Profile:

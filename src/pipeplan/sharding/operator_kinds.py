@@ -18,7 +18,7 @@ from pipeplan.costs.operators import Operator
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow
 from pipeplan.sharding.layouts import ANY, Tensor
-from pipeplan.sharding.operators import IMAGE, Axis, InnerExchange, Map, Numbers, Splittable, Times, tokens
+from pipeplan.sharding.operators import IMAGE, Axis, InnerExchange, Map, Numbers, Splits, Splittable, Times, tokens
 
 _FLOAT32 = 4
 _INT64 = 8
@@ -409,8 +409,12 @@ class WholeBlock(Splittable):
         samples = self.axis("samples").size
         return Tensor((samples, ANY, ANY), samples * self.sample_bytes)
 
+    def shards_of(self, numbers: Numbers) -> int:
+        """Over how many devices its rows split it."""
+        return self.axis("shards").size // numbers["shards"]
+
     def _row(self, numbers: Numbers) -> CostRow:
-        return row_for(self.block, numbers["samples"], self.axis("shards").size // numbers["shards"])
+        return row_for(self.block, numbers["samples"], self.shards_of(numbers))
 
 
 @dataclass(frozen=True)
@@ -439,6 +443,21 @@ class WordTable(WholeBlock):
 def shards_axis(block: Block) -> Axis:
     """The axis along which a block's rows for several shards split it."""
     return Axis("shards", math.lcm(*_shard_counts(block)), called="shards")
+
+
+def profiled_sizes(block: Block, shards: int = 1) -> tuple[int, int] | None:
+    """The least and most samples that the block has rows for; None without rows for these shards."""
+    sizes = [row.microbatch_size for row in block.costs if row.shards == shards and _plain(row)]
+    return (min(sizes), max(sizes)) if sizes else None
+
+
+def is_profiled(operation: Splittable, splits: Splits) -> bool:
+    """A rule: blocks run on each device between sizes that they have rows for, as in every other plan."""
+    if not isinstance(operation, WholeBlock):
+        return True
+    numbers = operation.numbers({name: split.extent for name, split in splits.items()})
+    sizes = profiled_sizes(operation.block, operation.shards_of(numbers))
+    return sizes is not None and sizes[0] <= numbers["samples"] <= sizes[1]
 
 
 def row_for(block: Block, samples: int, shards: int = 1) -> CostRow:

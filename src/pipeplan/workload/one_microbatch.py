@@ -27,7 +27,7 @@ from itertools import accumulate
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.graphs import connected_parts
-from pipeplan.units import format_bytes
+from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.elements import Dependency, Device, Hop, Stage
 from pipeplan.workload.kinds import MemoryBytes, Role
 from pipeplan.workload.memory import capacities
@@ -226,15 +226,16 @@ class OneMicrobatch:
             if capacity < 0:
                 raise InfeasibleError(
                     f"{self._named(device)} has {format_bytes(memory or 0)}, but parameters, gradients and optimizer "
-                    f"state take {format_bytes(static)}: {format_bytes(-capacity)} too much; raise --memory or "
-                    "--devices"
+                    f"state take {format_bytes(static)}: {format_bytes(-capacity)} too much; raise --memory to "
+                    f"{format_bytes(rounded_up(static + self.needed_bytes(device)))}, or --devices"
                 )
             needed = self.needed_bytes(device)
             if needed > capacity:
                 raise InfeasibleError(
                     f"{self._named(device)} has {format_bytes(memory or 0)}, of which parameters, gradients and "
                     f"optimizer state take {format_bytes(static)}; one micro-batch needs {format_bytes(needed)} more, "
-                    f"{format_bytes(needed - capacity)} too much; raise --memory to {format_bytes(static + needed)} "
+                    f"{format_bytes(needed - capacity)} too much; raise --memory to "
+                    f"{format_bytes(rounded_up(static + needed))} "
                     "or --devices, or lower --microbatch-size"
                 )
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from pipeplan.cli.main import cli
 from pipeplan.costs.communication import Exchange, prices_in
 from pipeplan.costs.stages import stage_costs
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.files import Block, Cluster, CostRow, Profile, Source
 from pipeplan.files.cluster import DeviceKind, LinkLevel
+from pipeplan.runtime.models.huggingface import build
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
@@ -31,6 +36,7 @@ from pipeplan.runtime.profiling.measure import profile_model
 from pipeplan.runtime.profiling.rounds import RowKey, UnfinishedProfile
 from runtime_support.whole_model import in_one_piece, measure_whole
 
+LLAMA = "LlamaConfig(num_hidden_layers=1, vocab_size=100"
 WIDTH = 8
 FLOAT = 4
 TINY = ZOO["gpt2-tiny"]
@@ -405,6 +411,50 @@ def test_heads_that_cannot_be_split(size: GPTSize) -> None:
 def test_a_number_of_devices_that_cannot_be_names_flag_and_model() -> None:
     with pytest.raises(UsageError, match=r"^--shards 4: model 'gpt2-tiny' cannot be split so: it has 2 heads, which 4"):
         measure(load_model("gpt2-tiny"), shards=(1, 2, 4))
+
+
+@pytest.mark.parametrize("how", [[], ["--estimate", "--device", "v100-16gb"]])
+@pytest.mark.parametrize(
+    ("name", "shards", "what"),
+    [
+        ("dlrm-tiny", 3, r"16 along dimension 0 of 'layer.weight' of block 'dense0.layer0'"),
+        (f"{LLAMA}, num_attention_heads=28, num_key_value_heads=4, hidden_size=112)", 8, "28 heads in LlamaConfig"),
+        (
+            f"{LLAMA}, num_attention_heads=4, hidden_size=64, intermediate_size=63)",
+            2,
+            r"63 along dimension 0 of \S*gate_proj.weight",
+        ),
+    ],
+)
+def test_shards_that_cannot_be_are_refused_before_any_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, how: list[str], name: str, shards: int, what: str
+) -> None:
+    """No block of these is built but on the meta device, and none is traced; what would do is said, and does."""
+
+    def work(*_: object, **__: object) -> NoReturn:
+        raise AssertionError("something was built or traced")
+
+    monkeypatch.setattr("pipeplan.runtime.models.huggingface.build.capture", work)
+    monkeypatch.setattr("pipeplan.runtime.models.spec._seeded", work)
+    made = build._module
+    monkeypatch.setattr(build, "_module", lambda *given: made(*given) if given[3] else work())  # on the meta device
+    asked = ["profile", name, "--microbatch", "1", *how, "-o", str(tmp_path / "p.json"), "--shards"]
+    refused = CliRunner().invoke(cli, [*asked, str(shards)]).exception
+    told = (
+        rf"--shards {shards}: model .* cannot be split so: it has {what}, which {shards} devices .* can: 1((?:, \d+)*)$"
+    )
+    found = re.fullmatch(told, str(refused))
+    assert found is not None, refused
+    for count in ("1" + found[1]).split(", ")[-2:]:
+        assert "cannot be split so" not in str(CliRunner().invoke(cli, [*asked, count]).exception)
+
+
+def test_a_module_that_does_not_say_how_it_is_split_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = (nn.Bilinear(2, 2, 2), {"input1": torch.ones(2, 2), "input2": torch.ones(2, 2)})
+    monkeypatch.setattr("pipeplan.runtime.models.load.value_of", lambda *_: made)
+    monkeypatch.setattr("pipeplan.runtime.models.load._captured", None)
+    with pytest.raises(UsageError, match=r"--shards 2: model 'my:own' does not say how it is split; give --shards 1"):
+        load_model("my:own", shards=(1, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

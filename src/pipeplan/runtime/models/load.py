@@ -8,17 +8,16 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeplan.errors import UsageError
+from pipeplan.errors import UsageError, did_you_mean
 from pipeplan.files import Profile
 from pipeplan.runtime.models.sequential import is_plain, sequential_model
-from pipeplan.runtime.models.spec import Grain, Model
+from pipeplan.runtime.models.spec import Grain, Model, unsplittable
 from pipeplan.runtime.models.zoo import ZOO, zoo_model
 
 _CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
@@ -32,6 +31,7 @@ def load_model(
     shared: Sequence[str] = (),
     meta: bool = False,
     seed: int = 0,
+    shards: Sequence[int] = (),
 ) -> Model:
     """The model that a name means.
 
@@ -45,6 +45,7 @@ def load_model(
         shared: blocks that placements may spread over all devices, by id or operator, with ``*``.
         meta: parameters without data where possible, for models that are only looked at.
         seed: of the parameters that a function makes; those of the zoo are made later, block by block.
+        shards: numbers of devices that it is going to be split over; a configuration that cannot be is refused early.
 
     Raises:
         UsageError: an unknown name, an option that does not apply, or a model that cannot be made or captured.
@@ -56,7 +57,8 @@ def load_model(
         from pipeplan.runtime.models.huggingface import load_configuration
 
         return _with_shared(
-            load_configuration(name, sequence=sequence, grain=grain or "half", meta=meta, seed=seed), shared
+            load_configuration(name, sequence=sequence, grain=grain or "half", meta=meta, seed=seed, shards=shards),
+            shared,
         )
     if ":" not in name:
         raise UsageError(
@@ -65,16 +67,16 @@ def load_model(
         )
     if sequence is not None:
         raise UsageError(f"--sequence is for models of the zoo and configurations; {name} makes its own")
-    return _with_shared(_made_by(name, grain, seed), shared)
+    return _with_shared(_made_by(name, grain, seed, max(shards, default=1)), shared)
 
 
 def _near(name: str) -> str:
     """Names of the zoo that may have been meant, for errors."""
-    found = get_close_matches(name.lower(), ZOO)
-    return f" (did you mean {' or '.join(found)}?)" if found else ""
+    question = did_you_mean(name, list(ZOO))
+    return f" ({question})" if question else ""
 
 
-def _made_by(name: str, grain: Grain | None, seed: int) -> Model:
+def _made_by(name: str, grain: Grain | None, seed: int, most_shards: int) -> Model:
     """The model that an import path means; its random parameters are the seed's, the same on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -84,6 +86,8 @@ def _made_by(name: str, grain: Grain | None, seed: int) -> Model:
         case Model():
             _refuse_grain(name, grain)
             return made
+        case (nn.Module(), *_) if most_shards > 1:  # before it is captured
+            raise unsplittable(most_shards, name)
         case (nn.Sequential() as chain, Tensor() as input, *rest) if grain is None and is_plain(chain):
             return _chained(name, short, chain, input, rest)
         case (nn.Module() as module, Mapping() as inputs):

@@ -6,7 +6,8 @@ Of made-up samples, number i of a step is the same however many are asked for.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from torch import Generator, Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.parallel import Share
-from pipeplan.runtime.parallel.sharding import WHOLE, ParameterPart, Shards, Slice, Split, share_of
+from pipeplan.runtime.parallel.sharding import WHOLE, ParameterPart, Shards, Slice, Split, require_even, share_of
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh
 
@@ -141,6 +142,17 @@ class Model:
     def runs_split(self) -> bool:
         """Whether every block says how a stage of several devices runs it."""
         return all(block.split is not None for block in self.blocks)
+
+    def require_shares(self, num_devices: int) -> None:
+        """Check that devices can share the parameters of all blocks, without making these. Raises UsageError."""
+        counts: dict[str, int] = {}
+        with torch.device("meta"):
+            for block in self.blocks:
+                if block.split is not None and block.split.cuts:
+                    whole = block.build()
+                    for name, cut in block.split.cuts.items():
+                        counts |= cut.of(f"{name!r} of block {block.id!r}", whole.get_parameter(name))
+        require_even(counts, num_devices)
 
     @property
     def edges(self) -> tuple[tuple[str, str], ...]:
@@ -285,6 +297,20 @@ class Model:
             name: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
             for name, tensor in made.items()
         }
+
+
+def unsplittable(count: int, name: str) -> UsageError:
+    """What to raise where a model without ``sharded`` is to be split."""
+    return UsageError(f"--shards {count}: model {name!r} does not say how it is split; give --shards 1")
+
+
+@contextmanager
+def shards_named(count: int, name: str) -> Iterator[None]:
+    """Let errors of a split say which flag and which model they are about."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(f"--shards {count}: model {name!r} cannot be split so: {error}") from None
 
 
 def _seeded(block: BlockSpec, seed: int) -> nn.Module:

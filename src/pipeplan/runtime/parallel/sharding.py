@@ -10,6 +10,7 @@ here and 62 us unsharded (torch 2.13, one CPU thread, no exchanges), and its wei
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,18 @@ def range_of(total: int, count: int, index: int) -> tuple[int, int]:
     return begin, begin + each + (index < more)
 
 
+def require_even(counts: Mapping[str, int], num_devices: int) -> None:
+    """Check that devices can share each of some numbers, by what they are of, evenly. Raises UsageError."""
+    for what, count in counts.items():
+        if count % num_devices:
+            common = math.gcd(*counts.values())
+            fitting = ", ".join(str(each) for each in range(1, common + 1) if common % each == 0)
+            raise UsageError(
+                f"it has {count} {what}, which {num_devices} devices cannot share evenly; these numbers of devices "
+                f"can: {fitting}"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
     """How a parameter is split: along ``dimension``, in each of ``parts`` equal parts of it by itself.
@@ -39,6 +52,11 @@ class Cut:
     dimension: int = 0
     parts: int = 1
     even: bool = True
+
+    def of(self, name: str, whole: Tensor) -> dict[str, int]:
+        """What devices must share evenly of a parameter, for :func:`require_even`; nothing where they need not."""
+        size = whole.shape[self.dimension] // self.parts
+        return {f"along dimension {self.dimension} of {name}": size} if self.even else {}
 
     def cut(self, whole: Tensor, count: int, index: int) -> Tensor:
         """One of ``count`` shares. Raises UsageError where they would not be equal and must be."""

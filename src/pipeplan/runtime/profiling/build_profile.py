@@ -24,7 +24,7 @@ from pipeplan.costs.communication import Exchange, Prices
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source, TiedParameter
 from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks
-from pipeplan.runtime.models.spec import BlockSpec, Collective, Model
+from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
 from pipeplan.runtime.profiling.flops import ProductCounter
 
 Kind = tuple[int, str]
@@ -277,9 +277,12 @@ def splits_of(
     if not counts or counts[0] < 1:
         raise UsageError(f"--shards {list(counts)}: give at least one, each 1 or more")
     if counts[-1] > 1 and model.sharded is None:
-        raise UsageError(f"--shards {counts[-1]}: model {model.name!r} does not say how it is split; give --shards 1")
+        raise unsplittable(counts[-1], model.name)
     if cluster is not None and counts[-1] > cluster.num_devices:
-        raise UsageError(f"--shards {counts[-1]}: the cluster has {cluster.num_devices} devices")
+        raise UsageError(
+            f"--shards {counts[-1]}: the cluster has {cluster.num_devices} devices; give at most that, or a larger "
+            "--cluster"
+        )
     models = {count: _share_of(model, count) for count in counts}
     return tuple(ModelShare(count, each, block_graph_of(each, dtype)) for count, each in models.items())
 
@@ -288,10 +291,10 @@ def _share_of(model: Model, count: int) -> Model:
     """One of ``count`` devices' share. Raises UsageError that names flag and model."""
     if count == 1 or model.sharded is None:
         return model
-    try:
-        return model.sharded(count)
-    except UsageError as error:
-        raise UsageError(f"--shards {count}: model {model.name!r} cannot be split so: {error}") from None
+    with shards_named(count, model.name):
+        share = model.sharded(count)
+        model.require_shares(count)
+    return share
 
 
 def unsplit_of(splits: Sequence[ModelShare], model: Model, dtype: torch.dtype) -> BlockGraph:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,13 +25,14 @@ from pipeplan.runtime.models.huggingface.families import (
     ROWS,
     WORDS,
     ModelFamily,
+    even_widths,
     family_of,
-    require_divisible,
     share_of,
     split_weights,
     widths_of,
 )
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model, shards_named
+from pipeplan.runtime.parallel.sharding import require_even
 
 Description = tuple[str, dict[str, Any], bool]
 """A family's ``model_type`` or class name, its keyword arguments, and whether unknown ones are mistakes."""
@@ -154,11 +155,18 @@ class LoadedModel:
 
     def sharded(self, num_devices: int) -> LoadedModel:
         """One device's share, by their number. Raises UsageError if it cannot be split so."""
-        require_divisible(_counts(self.config), num_devices, self.name)
+        require_even(_counts(self.config) | even_widths(self.module, self.ways), num_devices)
         return replace(self, module=share_of(self.module, self.ways, num_devices), devices=num_devices)
 
 
-def load(text_or_path: str, *, sequence: int | None = None, meta: bool = False, seed: int = 0) -> LoadedModel:
+def load(
+    text_or_path: str,
+    *,
+    sequence: int | None = None,
+    meta: bool = False,
+    seed: int = 0,
+    shards: Sequence[int] = (),
+) -> LoadedModel:
     """The model of a Hugging Face configuration. Nothing is downloaded; parameters are random.
 
     Args:
@@ -168,18 +176,30 @@ def load(text_or_path: str, *, sequence: int | None = None, meta: bool = False, 
             the configuration's maximum if that is shorter.
         meta: parameters have shapes but no data.
         seed: of the parameters.
+        shards: numbers of devices that the model is going to be split over.
 
     Raises:
-        UsageError: no such file, an unknown family, a mistaken argument or a sequence too long.
+        UsageError: no such file, an unknown family, a mistaken argument, a sequence too long, or ``shards`` that cannot
+            be, which are refused before any parameter is made.
     """
     name, keywords, strict = describe(text_or_path)
     family = family_of(name)
     with _quiet():
         config = _configuration(family, keywords, strict, text_or_path)
         length = _sequence(family, config, sequence, text_or_path)
+        if any(count > 1 for count in shards):
+            _require_shards(family, config, text_or_path, shards)
         module = _module(family, config, text_or_path, meta, seed)
     name = f"{config.model_type}-{_signature(module)}"
     return LoadedModel(name, family, config, module, length, split_weights(module, _plan(family, config)))
+
+
+def _require_shards(family: ModelFamily, config: Any, where: str, shards: Sequence[int]) -> None:
+    shapes = _module(family, config, where, True, 0)
+    counts = _counts(config) | even_widths(shapes, split_weights(shapes, _plan(family, config)))
+    for count in shards:
+        with shards_named(count, where):
+            require_even(counts, count)
 
 
 def _transformers() -> Any:
@@ -260,10 +280,16 @@ _LOSS_NUMBERS = 3  # per word: the largest logit, the sum of exponentials, the t
 
 
 def load_configuration(
-    text_or_path: str, *, sequence: int | None = None, grain: Grain = "half", meta: bool = False, seed: int = 0
+    text_or_path: str,
+    *,
+    sequence: int | None = None,
+    grain: Grain = "half",
+    meta: bool = False,
+    seed: int = 0,
+    shards: Sequence[int] = (),
 ) -> Model:
     """The blocks of a Hugging Face configuration; arguments and errors are those of ``load`` and ``capture``."""
-    whole = load(text_or_path, sequence=sequence, meta=meta, seed=seed)
+    whole = load(text_or_path, sequence=sequence, meta=meta, seed=seed, shards=shards)
     settings = {key: value for key, value in whole.config.to_dict().items() if key != "transformers_version"}
     model, sharded = _captured(whole, grain), partial(_share, whole, grain)
     return replace(model, sharded=sharded, texts=texts_of(whole.contents), settings=settings)

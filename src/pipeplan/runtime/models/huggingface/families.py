@@ -284,13 +284,17 @@ def share_of(module: nn.Module, ways: Mapping[str, str], num_devices: int, rank:
 
 def _cut(module: nn.Module, name: str, whole: Tensor, way: str, num_devices: int, rank: int) -> Tensor:
     """One device's part of a parameter."""
+    try:
+        return _cut_of(module, name, whole, way).cut(whole, num_devices, rank)
+    except UsageError as error:
+        raise UsageError(f"{name} of {error}; choose a number that divides it") from None
+
+
+def _cut_of(module: nn.Module, name: str, whole: Tensor, way: str) -> Cut:
     owner = module.get_submodule(name.rpartition(".")[0])
     last = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     parts = _PARTS.get(last, _USUAL_PARTS) if way == "packed_colwise" else 1
-    try:
-        return Cut(_dimension(owner, whole, way), parts, even=way != WORDS).cut(whole, num_devices, rank)
-    except UsageError as error:
-        raise UsageError(f"{name} of {error}; choose a number that divides it") from None
+    return Cut(_dimension(owner, whole, way), parts, even=way != WORDS)
 
 
 def _dimension(owner: nn.Module, whole: Tensor, way: str) -> int:
@@ -333,11 +337,11 @@ def _count_anew(module: nn.Module, num_devices: int) -> None:
             setattr(module, name, getattr(module, name) // num_devices)
 
 
-def require_divisible(counts: Mapping[str, int], num_devices: int, name: str) -> None:
-    """Check that all counts divide by the number of devices. Raises UsageError."""
-    for what, count in counts.items():
-        if count % num_devices:
-            raise UsageError(
-                f"{name} has {count} {what}, which cannot be split over {num_devices} devices; choose a number that "
-                "divides them"
-            )
+def even_widths(module: nn.Module, ways: Mapping[str, str]) -> dict[str, int]:
+    """What devices must share evenly of the parameters that ``ways`` splits, of those with one width the first."""
+    found: dict[int, dict[str, int]] = {}
+    for name, way in ways.items():
+        whole = module.get_parameter(name)
+        for what, size in _cut_of(module, name, whole, way).of(name, whole).items():
+            found.setdefault(size, {what: size})
+    return {what: size for each in found.values() for what, size in each.items()}

@@ -19,10 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeplan.errors import UsageError
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Model
 from pipeplan.runtime.parallel.device import precise
-from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split, require_even
 from pipeplan.runtime.parallel.split_layers import HIDDEN, RowLinear, Tile, cross_entropy
 
 WORDS = Cut(even=False)
@@ -117,12 +116,7 @@ class LayerStack:
 
     def heads_of(self, shards: Shards) -> int:
         """One device's heads. Raises UsageError where they cannot be shared evenly."""
-        if self.heads % shards.count:
-            fitting = ", ".join(str(count) for count in range(1, self.heads + 1) if self.heads % count == 0)
-            raise UsageError(
-                f"it has {self.heads} heads, which {shards.count} devices cannot share evenly; these numbers of "
-                f"devices can: {fitting}"
-            )
+        require_even({"heads": self.heads}, shards.count)
         return self.heads // shards.count
 
 
