@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cmp_to_key
 from typing import ClassVar
 
 from pipeplan.costs import build_workload, can_split
@@ -23,7 +24,7 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
 from pipeplan.schedule.search import SEARCHING, FirstLook, first_look, search_schedule
-from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchStep, named
+from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchStep, complexity, first_by, named
 from pipeplan.schedule.steps import STEPS
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.workload.bounds import weak_makespan_bound
@@ -242,8 +243,7 @@ class Trial:
     def _offer(self, schedule: Schedule | None) -> None:
         if schedule is None:
             return
-        value = None if self.best is None else iteration_of(self.best)
-        if value is None or (iteration_of(schedule), -schedule.bound_ns) <= (value, 0):
+        if self.best is None or not preferred(self.best, schedule):
             self.best = schedule
 
     @property
@@ -306,7 +306,7 @@ class PlanSearch:
                 self.budget.interrupted = True
             if self.best is not None:
                 break
-        self.finalists = sorted(self.done, key=_rank)
+        self.finalists = sorted(self.done, key=cmp_to_key(_compared))
         for step in steps:
             if not step.in_turn and step.applies(self):
                 step.run(self)
@@ -318,8 +318,10 @@ class PlanSearch:
 
     @property
     def best(self) -> Trial | None:
-        """The trial with the shortest iteration, of equals the one with fewest stages."""
-        return min(self.done, key=_rank, default=None)
+        """The trial with the shortest iteration, and of equals the one whose schedule is preferred."""
+        least = min((trial.value_ns for trial in self.done if trial.value_ns is not None), default=None)
+        equal = [trial for trial in self.done if trial.value_ns == least]
+        return min(equal, key=cmp_to_key(_compared)) if equal else None
 
     @property
     def done(self) -> list[Trial]:
@@ -356,15 +358,30 @@ class PlanSearch:
             self.progress(what, best.value_ns, min(bound, best.value_ns), self.budget.elapsed)
 
 
-def _rank(trial: Trial) -> tuple[int, int]:
-    assert trial.best is not None
-    assert trial.value_ns is not None
-    return trial.value_ns, len(trial.best.workload.stages)
-
-
 def iteration_of(schedule: Schedule) -> int:
     """Ns of a schedule's iteration, gradients summed."""
     return iteration_time(schedule.workload, rates(schedule.graph, schedule.orders, schedule.starts))
+
+
+_PREFERENCES: tuple[Callable[[Schedule], int], ...] = (
+    iteration_of,
+    lambda schedule: schedule.most_bytes,
+    lambda schedule: not schedule.repeats,
+    lambda schedule: len(schedule.workload.stages),
+    lambda schedule: complexity(schedule.scheduler),
+)
+
+
+def preferred(one: Schedule, other: Schedule) -> bool:
+    """Whether the first has the shorter iteration; of equals fewer peak bytes, a repetend, fewer or simpler parts."""
+    return first_by(_PREFERENCES, one, other)
+
+
+def _compared(one: Trial, other: Trial) -> int:
+    here, there = one.parted or one.best, other.parted or other.best
+    assert here is not None
+    assert there is not None
+    return preferred(there, here) - preferred(here, there)
 
 
 def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]:
