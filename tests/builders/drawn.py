@@ -89,10 +89,50 @@ def placed_chains(draw: st.DrawFn) -> Placed:
     return Placed(profile, cluster, workload)
 
 
-def _drawn_block(draw: st.DrawFn, index: int) -> Block:
-    """Costs that are not proportional to the samples."""
+@st.composite
+def stage_graphs(draw: st.DrawFn, *, chunks: int = 1, sizes: bool = False) -> Placed:
+    """Any forward edges between stages on the devices in turn, ``chunks`` on each; with links or free.
+
+    With ``sizes`` micro-batches have sizes of their own. Chains, skip connections, branches that meet and parts of the
+    graph that nothing joins are all among them.
+    """
+    num_devices = draw(st.integers(1 if chunks == 1 else 2, 4 if chunks == 1 else 3))
+    count = num_devices * chunks
+    split = draw(st.booleans())
+    blocks = tuple(_drawn_block(draw, index, split) for index in range(count))
+    often = draw(st.sampled_from([1, 2, 4]))  # how many edges there are
+    edges = tuple(
+        Edge(source=f"block{a}", target=f"block{b}", bytes_per_sample=draw(st.sampled_from([0, 10, 30])))
+        for b in range(count)
+        for a in range(b)
+        if draw(st.integers(0, often)) == 0
+    )
+    stages = tuple(
+        PlacedStage(
+            blocks=(block.id,),
+            devices=(index % num_devices,),
+            microbatch_size=draw(st.sampled_from([1, 2, 4])) if sizes else 4,
+        )
+        for index, block in enumerate(blocks)
+    )
+    profile = Profile(name="drawn", source=Source(method="literature"), blocks=blocks, edges=edges)
+    placement = Placement(strategy="drawn", num_devices=num_devices, stages=stages)
+    cluster = _drawn_cluster(draw) if draw(st.booleans()) else None
+    workload = build_workload(
+        profile,
+        placement,
+        num_microbatches=draw(st.integers(1, 9)),
+        microbatch_size=4,
+        split_backward=split,
+        cluster=cluster,
+    )
+    return Placed(profile, cluster, workload)
+
+
+def _drawn_block(draw: st.DrawFn, index: int, split: bool | None = None) -> Block:
+    """Costs that are not proportional to the samples; ``split`` None also draws whether it has I and W apart."""
     number = st.integers(1, 9)
-    forward, extra, split = draw(number), draw(st.integers(0, 2)), draw(st.booleans())
+    forward, extra, split = draw(number), draw(st.integers(0, 2)), draw(st.booleans()) if split is None else split
     rows = tuple(
         CostRow(
             microbatch_size=size,

@@ -9,8 +9,9 @@ import pytest
 
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.files import Profile, read_profile
+from pipeplan.files import Edge, Profile, read_profile
 from pipeplan.planning.build_plan import Result
+from pipeplan.planning.comparison import OURS, compare
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.reporting.terminal import print_simulation
@@ -61,6 +62,35 @@ def test_a_named_schedule_slices_nothing_and_splits_backward_only_by_its_definit
     assert figures["sliced_microbatches"] == 0
     options = result.plan.provenance.options
     assert (options["backward"], options["sliced_microbatches"]) == ("split" if by_definition else "whole", 0)
+
+
+@pytest.mark.parametrize("placement", ["one-to-one", "circular", "v-shape"])
+def test_one_edge_more_than_a_chain_leaves_the_schedules_of_graphs(placement: str) -> None:
+    """Each is a row of compare, and a search of its own; what waves and both ways need is said."""
+    chain = shape("v", 8, costs=ShapeCosts(100, None, 100, 100, comm_ns=10))
+    first, last = chain.blocks[0].id, chain.blocks[-1].id
+    skipped = chain.model_copy(
+        update={"placement": None, "edges": (*chain.edges, Edge(source=first, target=last, bytes_per_sample=10))}
+    )
+    options = {"time_limit": 0.3, "deterministic": True, "num_microbatches": 8}
+    compared = compare(Request.of(skipped, devices=4, placement=placement, **options))
+    named = {row.schedule for row in compared.rows} - {OURS}
+    expected = {
+        "one-to-one": {"gpipe", "1f1b", "zb-h1", "zb-h2", "kfkb", "greedy"},
+        "circular": {"gpipe", "interleaved-1f1b", "interleaved-zb", "looped-bfs", "greedy"},
+        "v-shape": {"gpipe", "greedy"},
+    }
+    assert named == expected[placement]
+    why = {absent.schedule: absent.why for absent in compared.missing}
+    parted = "it needs a chain of stages, and forwards of stage 0 go on to stages 1 and "
+    chained = {
+        "one-to-one": {"zb-1p", "zb-2p", "zb-auto"},
+        "v-shape": {"zb-v", "v-half", "v-min", "dualpipe-v", "hanayo"},
+    }
+    assert {name for name, reason in why.items() if reason.startswith(parted)} == chained.get(placement, set())
+    for name in named:
+        result = found(skipped, name, placement)
+        assert result.plan.provenance.scheduler == name
 
 
 def test_one_line_of_rules_is_1f1b_as_its_paper_has_it() -> None:

@@ -121,19 +121,32 @@ class Reference:
         )
         left = [s for s in stages if any(self.stage(t) == s and t not in self.begun for t in mine)]
         turn, count = self.turn(device, lane, traversal.interval)
-        if traversal.interval is not None and turn is not None:
-            first = stages.index(turn) + (count == traversal.interval)
+        if traversal.interval is not None and stages:
+            if turn is None:
+                first = stages.index(next(s for s in stages if self.waits_for_none(s, stages, lane)))
+            else:
+                first = stages.index(turn) + (count == traversal.interval)
             left = [s for s in (*stages[first:], *stages[:first]) if s in left]
         for stage in left:
             heads = [task for task in ready if self.stage(task) == stage]
             if heads and self.may(min(heads)):
                 return min(heads), False
-            if not heads and traversal.interval is not None and turn is not None and not self.pressed:
+            if not heads and traversal.interval is not None and not self.pressed:
                 break
-        awaited = left[:1] if traversal.interval is not None and turn is not None else left
+        awaited = left[:1] if traversal.interval is not None else left
         coming = [min(t for t in mine if self.stage(t) == s and t not in self.begun) for s in awaited]
         some = any(self.may(task) for task in coming)
         return None, some and not any(self.stage(task) in awaited for task in ready)
+
+    def waits_for_none(self, stage: int, stages: list[int], lane: str) -> bool:
+        """Whether no way leads to a stage's actions of a lane from those of the others."""
+        operations = self.graph.workload.operations
+        at = {operation.id: (operation.stage, LANE.get(operation.kind, operation.kind)) for operation in operations}
+        before, found = {(stage, lane)}, 0
+        while found < len(before):
+            found = len(before)
+            before |= {at[d.source] for d in self.graph.workload.dependencies if at[d.target] in before}
+        return not any((other, lane) in before for other in stages if other != stage)
 
     def turn(self, device: int, lane: str, interval: int | None) -> tuple[int | None, int]:
         """The stage that had the last turn, and how many actions of it."""

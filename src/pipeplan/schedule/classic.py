@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
+from pipeplan.graphs import connected_parts
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.schedule.list_scheduling import in_flight_limits, list_schedule, policies
 from pipeplan.schedule.rules.engine import schedule_by_rules
@@ -122,18 +123,18 @@ def scripted(write: Callable[[Script, int, OneMicrobatch], object]) -> Orderer:
 def by_rules(name: str) -> Orderer:
     """The orders by the catalog's rules ``name``; on unit steps they are remembered, as costs do not matter there."""
 
-    def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
+    def orders(workload: Workload, graph: TaskGraph) -> Orders:
         rules = named_rules(name)
         if rules.time == "true":
             return schedule_by_rules(graph, rules)
-        key = name, _structure(graph.workload)
+        key = name, _structure(workload)
         if key not in _remembered:
             _remembered[key] = schedule_by_rules(graph, rules)
             while len(_remembered) > 1 and sum(map(_size, _remembered.values())) > _MOST_REMEMBERED:
                 del _remembered[next(iter(_remembered))]
         return [list(order) for order in _remembered[key]]
 
-    return orders
+    return as_given(orders)
 
 
 def by_rules_in_units(name: str) -> Orderer:
@@ -175,7 +176,7 @@ def _size(orders: Orders) -> int:
 def _structure(workload: Workload) -> Hashable:
     """All of a workload that rules on unit steps look at."""
     return (
-        workload.num_microbatches,
+        workload.mini_batch,
         len(workload.devices),
         workload.num_routes,
         tuple((stage.devices, stage.route, stage.microbatch_size, stage.num_parted) for stage in workload.stages),
@@ -343,8 +344,11 @@ def all_of(*conditions: Condition) -> Condition:
 
 
 def chains(problem: OneMicrobatch) -> list[list[int]]:
-    """The stages in the order in which forwards follow each other, one list per first stage."""
-    following = dict(problem.workload.stage_edges)
+    """The stages as forwards follow each other, one list per first stage; none where ways part or meet."""
+    edges = set(problem.workload.stage_edges)
+    following = dict(edges)
+    if not len(edges) == len(following) == len(set(following.values())):
+        return []
     found = []
     for first in sorted(set(range(len(problem.workload.stages))) - set(following.values())):
         chain = [first]
@@ -354,24 +358,48 @@ def chains(problem: OneMicrobatch) -> list[list[int]]:
     return found
 
 
-def is_chain(strategy: str, what: str, allowed: Callable[[int], bool]) -> Condition:
-    """A chain of single-device stages where a placement strategy has them, with an ``allowed`` number per device."""
+def stands(strategy: str, what: str, allowed: Callable[[int], bool]) -> Condition:
+    """Single-device stages where a placement strategy has them, with an ``allowed`` number per device."""
 
     def applies(problem: OneMicrobatch) -> str | None:
         groups = [stage.devices for stage in problem.workload.stages]
         per_device = len(groups) // problem.num_devices
         expected = [(device,) for device in STRATEGIES[strategy].positions(problem.num_devices, per_device)]
-        if not allowed(per_device) or groups != expected:
-            return f"it needs {what} (--placement {strategy})"
-        return None if chains(problem) == [list(range(len(groups)))] else "it needs a chain of stages"
+        return None if allowed(per_device) and groups == expected else f"it needs {what} (--placement {strategy})"
 
     return applies
 
 
-one_each = is_chain("one-to-one", "stage d on device d alone", lambda chunks: chunks == 1)
-circular = is_chain("circular", "several stages per device in turn", lambda chunks: chunks > 1)
-v_shape = is_chain("v-shape", "two stages per device, down and up", lambda chunks: chunks == 2)
-waves = is_chain("v-shape", "stages down and up, an even number per device", lambda chunks: chunks % 2 == 0)
+def is_chain(problem: OneMicrobatch) -> str | None:
+    """Forwards of each stage go on to the stage of the next number, and to no other."""
+    count = len(problem.workload.stages)
+    if chains(problem) == [list(range(count))]:
+        return None
+    for stage in range(count):
+        after = sorted(target for source, target in set(problem.workload.stage_edges) if source == stage)
+        if after != [stage + 1]:
+            break
+    ways = f"stage{'s' if len(after) > 1 else ''} {' and '.join(map(str, after))}" if after else "no other"
+    return f"it needs a chain of stages, and forwards of stage {stage} go on to {ways}"
+
+
+one_each = all_of(stands("one-to-one", "a chain with stage d on device d alone", lambda chunks: chunks == 1), is_chain)
+circular = stands("circular", "several stages per device in turn", lambda chunks: chunks > 1)
+v_shape = all_of(
+    stands("v-shape", "a chain with two stages per device, down and up", lambda chunks: chunks == 2), is_chain
+)
+waves = all_of(
+    stands("v-shape", "a chain with stages down and up, an even number per device", lambda chunks: chunks % 2 == 0),
+    is_chain,
+)
+
+
+def joined(problem: OneMicrobatch) -> str | None:
+    """All stages hang together: what devices may have in flight is said of one graph."""
+    parts = connected_parts(range(len(problem.workload.stages)), problem.workload.stage_edges)
+    return (
+        None if len(parts) == 1 else f"it needs stages that hang together; these are {len(parts)} graphs of their own"
+    )
 
 
 def is_split(problem: OneMicrobatch) -> str | None:
@@ -385,7 +413,9 @@ def one_stage_each(problem: OneMicrobatch) -> str | None:
     """No device has two stages; micro-batches may have different sizes."""
     workload = problem.workload if problem.reduction is None else problem.reduction.workload
     devices = [device for stage in workload.stages for device in stage.devices]
-    return None if len(set(devices)) == len(devices) else "it needs one stage per device"
+    if len(set(devices)) == len(devices):
+        return None
+    return "it needs one stage per device (--placement one-to-one)"
 
 
 def needs_shared(problem: OneMicrobatch) -> str | None:
@@ -424,14 +454,14 @@ def split(placed: Condition, orders: Orderer, *, automatic: bool = False) -> Cla
 
 CLASSIC: dict[str, Classic] = {
     "gpipe": Classic(always, by_rules("gpipe")),
-    "1f1b": Classic(one_each, by_rules("1f1b")),
-    "zb-h1": split(one_each, by_rules("zb-h1")),
-    "zb-h2": split(one_each, by_rules("zb-h2")),
+    "1f1b": Classic(one_stage_each, by_rules("1f1b")),
+    "zb-h1": split(one_stage_each, by_rules("zb-h1")),
+    "zb-h2": split(one_stage_each, by_rules("zb-h2")),
     "zb-1p": split(one_each, automatic(1), automatic=True),
     "zb-2p": split(one_each, automatic(2), automatic=True),
     "zb-auto": split(one_each, automatic(None), automatic=True),
-    "interleaved-1f1b": Classic(circular, by_rules("interleaved-1f1b")),
-    "interleaved-zb": split(circular, by_rules("interleaved-zb")),
+    "interleaved-1f1b": Classic(all_of(circular, joined), by_rules("interleaved-1f1b")),
+    "interleaved-zb": split(all_of(circular, joined), by_rules("interleaved-zb")),
     "looped-bfs": Classic(circular, by_rules("looped-bfs")),
     "zb-v": split(v_shape, scripted(zero_bubble_v)),
     "v-half": split(v_shape, repeated_block((2, 1, 2, 1)), automatic=True),

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pipeplan.errors import UsageError
 from pipeplan.schedule.rules.language import ReadyAction, Rules, State
@@ -63,7 +64,8 @@ def _lane_of(kind: str) -> str:
 class _Lane:
     """The operations of a device for one sort of action, in the order of preference.
 
-    With an interval ``turn`` is the place of the operation whose turn it is, ``count`` how many actions it has had.
+    With an interval ``turn`` is the place of the operation whose turn it is, ``count`` how many actions it has had. The
+    first turn is that of the first operation that waits for no other one of the lane.
     """
 
     name: str
@@ -259,7 +261,7 @@ class Chooser:
     def _is_waited_for(self, lane: _Lane) -> bool:
         """Whether nothing but time keeps all actions of a lane that are left, and one would be allowed."""
         left = list(lane.turns(self._left))
-        if lane.turn >= 0 and lane.interval is not None:
+        if lane.interval is not None:
             left = left[:1]
         if self._pressed or any(self._queues[x] for x in left):
             return False
@@ -298,7 +300,7 @@ class Chooser:
         if lane.name == _SHARED:
             ready = [self._queues[x][0] for x in lane.operations if self._queues[x]]
             return min((task for task in ready if not self._obstacle(task)), key=self.calling_order, default=None)
-        waits = lane.interval is not None and lane.turn >= 0 and not self._pressed
+        waits = lane.interval is not None and not self._pressed
         for x in lane.operations if lane.interval is None else lane.turns(self._left):
             queue = self._queues[x]
             if queue and self._obstacle(queue[0]) is None:
@@ -313,6 +315,20 @@ class Chooser:
         lane = self._devices[device].lanes.get(_lane_of(kind))
         return [] if lane is None else [x for x in lane.operations if self._kind[x] == kind]
 
+    def _first_turn(self, operations: Sequence[int]) -> int:
+        """The place of the first operation that waits for none of the others, at any remove."""
+        others = sum(1 << x for x in operations)
+        return next(place for place, x in enumerate(operations) if not self._before[x] & others)
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """[operation] a bit for each one that it waits for, at any remove."""
+        workload = self._graph.workload
+        before = [0] * len(workload.operations)
+        for source, target, _ in sorted(workload.lags):
+            before[target] |= before[source] | 1 << source
+        return before
+
     def _device(self, device: int, settings: DeviceSettings, depths: Sequence[tuple[int, int]]) -> _DeviceLanes:
         lanes: dict[str, _Lane] = {}
         for x in range(len(self._kind)):
@@ -324,6 +340,8 @@ class Chooser:
             lane.operations.sort(
                 key=lambda x: depths[self._stage[x]], reverse=lane.traversal.rules.direction == "depth-first"
             )
+            if lane.interval is not None:
+                lane.turn, lane.count = self._first_turn(lane.operations) - 1, lane.interval
         others = sorted(lanes.keys() - set(_IN_TURN))
 
         def ordered(*between: str) -> list[_Lane]:

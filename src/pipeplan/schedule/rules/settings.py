@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
 
 from pipeplan.errors import UsageError
 from pipeplan.graphs import connected_parts
+from pipeplan.partition.graph.in_flight import flows
 from pipeplan.schedule.rules.language import Rules, Settings, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.values import Limit, evaluate
 from pipeplan.workload.elements import Stage
@@ -151,7 +154,50 @@ class Resolved:
             "S": len(part.chain),
             "s": sum(number < stage for number in part.chain),
             "N": self._workload.mini_batch // (stages[stage].microbatch_size * self._workload.num_routes),
+            **self._heights[stage],
         }
+
+    @cached_property
+    def _heights(self) -> list[dict[str, int]]:
+        """[stage] H and h, so that 1F1B has H - h micro-batches in flight: as many as devices to the end of the graph.
+
+        Where stages have sizes of their own it is as many as GraphPipe's Table 3.2 says. A stage that stands on more
+        devices than others has all H.
+        """
+        heights: list[dict[str, int]] = [{} for _ in self._workload.stages]
+        for part in self._parts.values():
+            held = self._held(part.chain)
+            for stage in (*part.chain, *part.shared):
+                size = self._workload.stages[stage].microbatch_size
+                most = -(-max(held.values()) // size)
+                own = -(-held[self._workload.stages[stage].devices] // size) if stage in part.chain else most
+                heights[stage] = {"H": most, "h": most - own}
+        return heights
+
+    def _held(self, chain: Sequence[int]) -> dict[tuple[int, ...], int]:
+        """{devices: samples in flight with 1F1B}, by edges between stages that are each the c-th of their devices.
+
+        So edges go from devices to later ones, as numbers of stages say, and come to an end. Stages that are not of the
+        chain do not count, but what comes before one comes before what is behind it.
+        """
+        sizes: dict[tuple[int, ...], int] = {}
+        place: dict[int, tuple[int, int]] = {}  # {stage: (its c, place of its devices)}
+        there: Counter[tuple[int, ...]] = Counter()
+        for number in chain:
+            stage = self._workload.stages[number]
+            sizes.setdefault(stage.devices, stage.microbatch_size)
+            place[number] = there[stage.devices], list(sizes).index(stage.devices)
+            there[stage.devices] += 1
+        behind: list[set[int]] = [set() for _ in self._workload.stages]
+        for source, target in sorted(self._workload.stage_edges, reverse=True):
+            behind[source] |= {target} if target in place else behind[target]
+        edges = {
+            (place[source][1], place[target][1])
+            for source in chain
+            for target in behind[source]
+            if place[source][0] == place[target][0] and place[source][1] < place[target][1]
+        }
+        return dict(zip(sizes, flows(list(sizes.values()), edges, sys.maxsize), strict=True))
 
     def _settings(self, stage: int, device: int) -> Settings:
         """What holds for a stage on a device: the rules, then the submodule's, then the device's."""

@@ -156,6 +156,8 @@ NAMES = {
     "S": "stages",
     "s": "place of the stage among them, from 0",
     "N": "micro-batches",
+    "H": "as D, of the devices that follow each other on the longest way through the graph of stages",
+    "h": "place of the device on it, from 0, counted so that H - h devices are left to its end",
 }
 """What a text may say. All are of the stage's submodule and route; a device's are those of its first stage."""
 
