@@ -86,13 +86,14 @@ def _print_result(result: Result, tuning: Tuning | None, output: str | None, as_
     if output == "-":
         return
     from pipeplan.reporting.tables import print_ranking
-    from pipeplan.reporting.terminal import print_simulation, print_stages
+    from pipeplan.reporting.terminal import print_simulation, print_stages, proof
 
     if tuning is not None:
         print_ranking(tuning.rows, file=sys.stdout)
         click.echo(f"{tuning.said}\n")
     print_simulation(_api.simulate(result.plan), file=sys.stdout)
     print_stages(result.plan, file=sys.stdout)
+    click.echo(proof(result))
     if output is not None:
         click.echo(f"plan written to {output}", err=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from importlib.metadata import version
 from typing import Any
@@ -144,10 +144,21 @@ def number(value: Fraction) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class CandidateCounts:
+    """Placements, with sizes, replicas and recomputation: looked at, of these proved no better, not yet looked at."""
+
+    looked_at: int
+    refuted: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """A plan and how it was found; ``seconds`` is the whole search, ``partition_seconds`` choosing the stages.
 
-    ``status`` is ``optimal`` if the makespan equals the lower bound, else ``feasible``.
+    No plan that the request leaves open has an iteration below ``lower_bound_ns``, no schedule of the plan's own
+    placement one below ``placement_lower_bound_ns``; gaps are of the iteration over each. Where the placement is given
+    there is but one of them. ``timed_out``: the search would have gone on.
     """
 
     plan: Plan
@@ -155,11 +166,25 @@ class Result:
     seconds: float
     partition_seconds: float | None
     interrupted: bool
+    lower_bound_ns: int
+    placement_lower_bound_ns: int
+    candidates: CandidateCounts
+    timed_out: bool = False
 
     @property
     def status(self) -> str:
-        """``optimal`` or ``feasible``."""
-        return "optimal" if self.schedule.optimal else "feasible"
+        """``optimal`` where nothing that the request leaves open is quicker, otherwise ``feasible``."""
+        return "optimal" if self.gap == 0 else "feasible"
+
+    @property
+    def gap(self) -> float:
+        """How much longer the iteration is than anything that the request leaves open must be."""
+        return self.plan.predicted.iteration_ns / self.lower_bound_ns - 1
+
+    @property
+    def placement_gap(self) -> float:
+        """How much longer the iteration is than any of the plan's own placement must be."""
+        return self.plan.predicted.iteration_ns / self.placement_lower_bound_ns - 1
 
     def figures(self) -> dict[str, object]:
         """The figures of ``search --json``: all of them the plan's. One that does not repeat has no period."""
@@ -170,8 +195,12 @@ class Result:
             "scheduler": self.plan.provenance.scheduler,
             "makespan_ns": predicted.makespan_ns,
             "iteration_ns": predicted.iteration_ns,
-            "lower_bound_ns": predicted.lower_bound_ns,
-            "gap": predicted.gap,
+            "lower_bound_ns": self.lower_bound_ns,
+            "gap": self.gap,
+            "placement_lower_bound_ns": self.placement_lower_bound_ns,
+            "placement_gap": self.placement_gap,
+            "candidates": asdict(self.candidates),
+            "timed_out": self.timed_out,
             "period_ns": predicted.period_ns,
             "period_lower_bound_ns": predicted.period_lower_bound_ns,
             "unroll": None if repetend is None else repetend.unroll,

@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cmp_to_key
 from typing import ClassVar
@@ -18,7 +19,8 @@ from pipeplan.costs import build_workload, can_split
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement
 from pipeplan.partition.mapping import mapped
-from pipeplan.planning.candidates import CandidateOrError, PlacementCandidate
+from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.candidates import PlacementCandidate, Proposal
 from pipeplan.planning.request import Request
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import with_instructions
@@ -111,7 +113,8 @@ class Trial:
 
     ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration;
     ``parted`` the same with leading forwards in parts, if that is shorter or asked for, and ``parted_bound`` ns that
-    none with forwards in parts is below. ``steps`` are those of a search.
+    none with forwards in parts is below. ``steps`` are those of a search. ``sync_ns`` is what summing gradients takes
+    at least, ``slowest_sync_ns`` at most on any device.
     """
 
     candidate: PlacementCandidate
@@ -122,13 +125,14 @@ class Trial:
     parted_bound: int | None = None
     steps: Sequence[SearchStep] = STEPS
     sync_ns: int = field(init=False)
+    slowest_sync_ns: int = field(init=False)
 
     def __post_init__(self) -> None:
         waits = [0] * len(self.ways[0].devices)
         for stage in self.ways[0].stages:
             for device in stage.devices:
                 waits[device] += stage.sync_ns
-        self.sync_ns = min(waits)
+        self.sync_ns, self.slowest_sync_ns = min(waits), max(waits)
 
     @classmethod
     def of(cls, request: Request, candidate: PlacementCandidate, steps: Sequence[SearchStep] = STEPS) -> Trial:
@@ -273,8 +277,10 @@ class PlanStep(SearchStep, ABC):
 class PlanSearch:
     """Trials in the order they were made, and why other candidates are not among them.
 
-    ``open`` are the candidates not yet looked at, of which those that are a ``fallback`` are for now, or the others; no
-    more will be once ``all_seen``. ``finalists`` are the trials with a schedule at the end, best first.
+    ``open`` makes the candidates not yet looked at, of which those that are a ``fallback`` are for now, or the others;
+    no more will be once ``all_seen``. ``looked_at`` counts those there was a look at, ``refuted`` those that became no
+    trials, since no schedule of theirs can be better. ``others_bound_ns`` is what no plan that is none of the trials is
+    quicker than; None where there is none. ``finalists`` are the trials with a schedule at the end, best first.
     """
 
     request: Request
@@ -283,18 +289,23 @@ class PlanSearch:
     steps: Sequence[SearchStep]
     trials: list[Trial] = field(default_factory=list)
     failures: list[PipeplanError] = field(default_factory=list)
-    open: Iterator[CandidateOrError] = field(default_factory=lambda: iter(()))
+    open: Iterator[Proposal] = field(default_factory=lambda: iter(()))
+    others_bound_ns: int | None = None
+    looked_at: int = 0
+    refuted: int = 0
     fallback: bool = False
     all_seen: bool = False
     finalists: list[Trial] = field(default_factory=list)
     partition_seconds: float = 0.0
     _seen: set[Hashable] = field(default_factory=set)
 
-    def run(self, candidates: Callable[[], Iterator[CandidateOrError]]) -> None:
+    def run(self, candidates: Callable[[], Iterator[Proposal]]) -> None:
         """Repeat the steps that go in turn until all candidates have been looked at or time is up; then all others.
 
         What is only a fallback comes if there is nothing else.
         """
+        if not isinstance(self.request.placement, Placement):
+            self.others_bound_ns = request_bound(self.request)
         steps = [step for step in self.steps if isinstance(step, PlanStep)]
         for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
             self.open, self.fallback, self.all_seen = candidates(), fallback, False
@@ -338,24 +349,55 @@ class PlanSearch:
     def take(self) -> PlacementCandidate | None:
         """The next candidate; None where there is none, it was seen before, or that were all."""
         begun = time.monotonic()
-        candidate = next(self.open, None)
+        propose = next(self.open, None)
+        candidate = None if propose is None else propose()
         self.partition_seconds += time.monotonic() - begun
-        if candidate is None:
+        if propose is None:
             self.all_seen = True
         elif isinstance(candidate, PipeplanError):
             self.failures.append(candidate)
-        elif candidate.fallback == self.fallback and candidate.key not in self._seen:
+        elif candidate is not None and candidate.fallback != self.fallback:
+            if not self.fallback:
+                self._leave(candidate)
+        elif candidate is not None and candidate.key not in self._seen:
             self._seen.add(candidate.key)
             return candidate
         return None
 
+    def _leave(self, candidate: PlacementCandidate) -> None:
+        """A fallback that is not tried where there is something else: what it could be at best is known."""
+        with suppress(PipeplanError):
+            self.leave_out(Trial.of(self.request, candidate).bound_ns)
+
+    def leave_out(self, bound_ns: int) -> None:
+        """What is not among the trials may be as quick as this."""
+        self.others_bound_ns = bound_ns if self.others_bound_ns is None else min(self.others_bound_ns, bound_ns)
+
+    @property
+    def bound_ns(self) -> int:
+        """No plan that the request leaves open has a shorter iteration."""
+        bounds = [trial.bound_ns for trial in self.trials] if isinstance(self.request.placement, Placement) else []
+        return min([*bounds, *([] if self.others_bound_ns is None else [self.others_bound_ns])], default=0)
+
     def report(self, trial: Trial) -> None:
         """Say what is known after a look at a trial."""
-        best = self.best
-        if self.progress is not None and best is not None and best.value_ns is not None:
-            bound = min(each.bound_ns for each in self.trials)
-            what = f"{trial.candidate.source} {trial.candidate.placement.strategy}"
-            self.progress(what, best.value_ns, min(bound, best.value_ns), self.budget.elapsed)
+        self._say(f"{trial.candidate.source} {trial.candidate.placement.strategy}", self.best)
+
+    def listen(self, trial: Trial) -> Progress | None:
+        """What the search of a trial's schedules calls: the best and the bound that are said are the whole search's."""
+        if self.progress is None:
+            return None
+        slowest = trial.slowest_sync_ns
+
+        def heard(what: str, makespan_ns: int, bound_ns: int, seconds: float) -> None:
+            self._say(what, self.best, makespan_ns + slowest)
+
+        return heard
+
+    def _say(self, what: str, best: Trial | None, other_ns: int | None = None) -> None:
+        values = [value for value in (other_ns, None if best is None else best.value_ns) if value is not None]
+        if self.progress is not None and values:
+            self.progress(what, min(values), min(self.bound_ns, *values), self.budget.elapsed)
 
 
 def iteration_of(schedule: Schedule) -> int:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeplan.files import Plan
+from pipeplan.planning.build_plan import Result
 from pipeplan.reporting.tables import console_for, counted, new_table, shown_rows
 from pipeplan.reporting.timeline import (
     TimelineCell,
@@ -61,6 +62,23 @@ def bottleneck(plan: Plan) -> str:
         f"bottleneck: {name} {_shortened([str(stage) for stage in stages])} on device {device}, "
         f"{format_ns(max(work))} of work per micro-batch, {above:.1%} above the mean of all devices"
     )
+
+
+def proof(result: Result) -> str:
+    """What is proved of the iteration, for the plan's own placement and for all that was left open; how far it got."""
+    counts = result.candidates
+    lines = [
+        f"proved for this placement: no iteration below {format_ns(result.placement_lower_bound_ns)}"
+        f" (gap {result.placement_gap:.2%})",
+        f"proved for all that was left open: no iteration below {format_ns(result.lower_bound_ns)}"
+        f" (gap {result.gap:.2%})",
+    ]
+    if result.status == "optimal":
+        lines = ["proved optimal: nothing that was left open is quicker"]
+    looked = f"{counted(counts.looked_at, 'placement')} looked at, {counts.refuted} of them proved no better"
+    ended = "the time limit ended the search" if result.timed_out else "the search came to its end"
+    ended = "interrupted" if result.interrupted else ended
+    return "\n".join([*lines, f"{looked}, {counts.left} not looked at; {ended}"])
 
 
 def _stage_table(plan: Plan) -> Table:
@@ -176,8 +194,8 @@ def _figures(simulation: Simulation) -> Table:
     table.add_row("makespan", format_ns(rates.makespan_ns))
     if simulation.iteration_ns > rates.makespan_ns:
         table.add_row("iteration", f"{format_ns(simulation.iteration_ns)}, gradients summed over replicas")
-    gap = "proved optimal" if simulation.gap == 0 else f"gap {simulation.gap:.2%}"
-    table.add_row("lower bound", f"{format_ns(simulation.lower_bound_ns)}, {gap}")
+    gap = "which is reached" if simulation.gap == 0 else f"gap {simulation.gap:.2%}"
+    table.add_row("lower bound", f"{format_ns(simulation.lower_bound_ns)} for this placement, {gap}")
     if repetend is None:
         table.add_row("repetend", "none")
     else:
