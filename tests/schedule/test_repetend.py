@@ -18,6 +18,7 @@ from pipeplan.costs import build_workload
 from pipeplan.files import CostRow, Profile
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through, solve_pattern
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.modulo import modulo_schedule
 from pipeplan.schedule.pattern import Pattern, compose, middle_repetition, sequential_time
 from pipeplan.workload.bounds import period_bound, work_bound
 from pipeplan.workload.memory import overflow
@@ -98,6 +99,31 @@ def test_patterns_are_valid_and_compose(problem: OneMicrobatch, unroll: int) -> 
         row[m % unroll] + m // unroll * found.pattern.repetend_ns for row in found.pattern.starts for m in range(7)
     ]
     assert all(early <= late for early, late in zip(starts, latest, strict=True))
+
+
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@given(problems(num_microbatches=7), st.sampled_from([1, 2]))
+def test_modulo_schedules_are_valid_patterns(problem: OneMicrobatch, slack: int) -> None:
+    """Whatever is drawn: nothing overlaps, nothing is early, everything fits."""
+    found = modulo_schedule(problem, slack * max(math.ceil(period_bound(problem)), *problem.durations))
+    if found is not None:
+        assert replay_faults(problem, found, 12) == []
+
+
+@pytest.mark.parametrize("num_devices", [4, 16, 32])
+@pytest.mark.parametrize("name", ["v", "x", "m", "mllm", "nn", "k", "circular", "zbv"])
+def test_modulo_scheduling_reaches_the_work_bound_of_every_shape(name: str, num_devices: int) -> None:
+    """Without a solver, also where blocks stand on all devices; composed, it is as short as anything can be."""
+    problem = unit_problem(name, num_devices, 2 * num_devices)
+    found = modulo_schedule(problem, work_bound(problem.workload))
+    assert found is not None
+    assert found.period == work_bound(problem.workload)
+
+
+def test_modulo_scheduling_knows_memory() -> None:
+    """V on 2 devices needs two activations on the first for its work bound."""
+    assert modulo_schedule(unit_problem("v", 2, memory=2), 4) is not None
+    assert modulo_schedule(unit_problem("v", 2, memory=1), 4) is None
 
 
 def test_the_replay_finds_faults() -> None:

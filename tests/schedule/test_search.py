@@ -13,12 +13,14 @@ from pipeplan.partition.placement import place_submodules
 from pipeplan.planning.request import SUBMODULES, Batch, choose_placement, resolve_batch, submodules_of
 from pipeplan.planning.steps import search_plan
 from pipeplan.schedule import steps
+from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.language import named_rules
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.state import Schedule
+from pipeplan.schedule.state import Schedule, SearchState
 from pipeplan.workload.memory import fits
+from pipeplan.workload.one_microbatch import OneMicrobatch
 
 GB = 10**9
 
@@ -42,6 +44,36 @@ def test_every_shape_gets_a_schedule(name: str, memory: int | None) -> None:
 def test_the_smallest_cases(num_devices: int, num_microbatches: int) -> None:
     found = search_schedule(shape_workload("v", num_devices, num_microbatches), Budget(5, deterministic=True))
     assert found.optimal
+
+
+@pytest.mark.parametrize("name", ["m", "mllm", "nn", "k"])
+def test_shapes_with_shared_blocks_repeat_on_many_devices(name: str) -> None:
+    """GPipe is as short, with all micro-batches in flight; the least peak wins, and the plan is zero-bubble."""
+    found = search_schedule(shape_workload(name, 32, 64), Budget(5, deterministic=True))
+    assert found.optimal
+    assert found.repeats
+    assert found.scheduler == "repetend"
+    assert found.most_bytes <= 48 * GB
+
+
+def test_of_equals_the_one_with_less_memory_that_repeats_and_is_simple() -> None:
+    """Orders of one workload, of equal length: each is better than the next by one thing alone."""
+    workload = shape_workload("v", 2, 6)
+    state = SearchState.of(OneMicrobatch.of(workload), Budget(1, deterministic=True), None)
+    orders = CLASSIC["1f1b"].orders(state.problem, state.graph)
+    found = [
+        state.candidate(orders, "1f1b", frozenset({0})),
+        state.candidate(orders, "repetend", frozenset({0})),
+        state.candidate(orders, "repetend+windows", frozenset({0})),
+        state.candidate(orders, "1f1b"),
+        state.candidate(CLASSIC["gpipe"].orders(state.problem, state.graph), "gpipe"),
+    ]
+    values = [each.value for each in found if each is not None]
+    assert len({makespan for makespan, *_ in values}) == 1
+    assert values == sorted(values)
+    for each in reversed(found):
+        state.offer(each)
+        assert state.best is each
 
 
 def test_no_time_still_gives_a_schedule() -> None:

@@ -107,7 +107,7 @@ def _print_result(
         return
     from pipeplan.reporting.layout import print_notes
     from pipeplan.reporting.tables import print_ranking
-    from pipeplan.reporting.terminal import print_simulation, print_stages
+    from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages
 
     if tuning is not None:
         print_ranking(tuning.rows, file=sys.stdout)
@@ -115,6 +115,7 @@ def _print_result(
     simulation = _api.simulate(result.plan)
     print_simulation(simulation, file=sys.stdout)
     print_stages(simulation.workload, file=sys.stdout)
+    print_proof(result, file=sys.stdout)
     print_notes(notes, file=sys.stdout)
     if output is not None:
         click.echo(f"plan written to {output}", err=True)

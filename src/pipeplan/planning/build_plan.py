@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from importlib.metadata import version
 from typing import Any
@@ -19,13 +19,11 @@ from pipeplan.planning.request import Request
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.workload.bounds import period_bound
-from pipeplan.workload.elements import Repetend
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.slices import num_sliced, parts_are_before, whole
+from pipeplan.workload.slices import num_sliced, repetend_of
 from pipeplan.workload.steady_state.rate import steady_bubble_rate
-from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
 from pipeplan.workload.workload import Workload
 
@@ -48,7 +46,7 @@ def assemble(
     orders = with_links(graph, orders)
     starts = earliest_starts(graph, orders)
     figures = rates(graph, orders, starts)
-    repetend = _repetend(graph, orders)
+    repetend = repetend_of(graph, orders)
     by_operation = {
         operation.id: tuple(starts[graph.offsets[index] : graph.offsets[index + 1]])
         for index, operation in enumerate(workload.operations)
@@ -73,15 +71,6 @@ def assemble(
         ),
         provenance=(provenance or Provenance()).model_copy(update={"scheduler": scheduler}),
     )
-
-
-def _repetend(graph: TaskGraph, orders: Orders) -> Repetend | None:
-    """The repetend, where micro-batches are all alike after those that run in parts."""
-    replaced, whole_orders = whole(graph, orders)
-    if not replaced.workload.is_uniform:
-        return None
-    found = find_repetend(replaced, whole_orders, earliest_starts(replaced, whole_orders))
-    return found if found is not None and parts_are_before(graph, orders, found) else None
 
 
 def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule, whole: Workload) -> Plan:
@@ -160,10 +149,21 @@ def number(value: Fraction) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class CandidateCounts:
+    """Placements, with sizes, replicas and recomputation: looked at, of these proved no better, not yet looked at."""
+
+    looked_at: int
+    refuted: int
+    left: int
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """A plan and how it was found; ``seconds`` is the whole search, ``partition_seconds`` choosing the stages.
 
-    ``status`` is ``optimal`` if the makespan equals the lower bound, else ``feasible``.
+    No plan that the request leaves open has an iteration below ``lower_bound_ns``, no schedule of the plan's own
+    placement one below ``placement_lower_bound_ns``; gaps are of the iteration over each. Where the placement is given
+    there is but one of them. ``timed_out``: the search would have gone on.
     """
 
     plan: Plan
@@ -171,11 +171,25 @@ class Result:
     seconds: float
     partition_seconds: float | None
     interrupted: bool
+    lower_bound_ns: int
+    placement_lower_bound_ns: int
+    candidates: CandidateCounts
+    timed_out: bool = False
 
     @property
     def status(self) -> str:
-        """``optimal`` or ``feasible``."""
-        return "optimal" if self.schedule.optimal else "feasible"
+        """``optimal`` where nothing that the request leaves open is quicker, otherwise ``feasible``."""
+        return "optimal" if self.gap == 0 else "feasible"
+
+    @property
+    def gap(self) -> float:
+        """How much longer the iteration is than anything that the request leaves open must be."""
+        return self.plan.predicted.iteration_ns / self.lower_bound_ns - 1
+
+    @property
+    def placement_gap(self) -> float:
+        """How much longer the iteration is than any of the plan's own placement must be."""
+        return self.plan.predicted.iteration_ns / self.placement_lower_bound_ns - 1
 
     @property
     def throughput(self) -> Throughput:
@@ -185,26 +199,8 @@ class Result:
         return measure.throughput(plan.mini_batch, plan.predicted.iteration_ns, len(plan.devices))
 
     def figures(self) -> dict[str, object]:
-        """The figures of ``search --json``.
-
-        Period, unroll and span are those of the best repetend the search knows: the pattern it proved, or the plan's
-        own where that is quicker or no pattern was searched.
-        """
-        predicted, repetend, pattern = self.plan.predicted, self.plan.repetend, self.schedule.pattern
-        period, period_bound_ns = predicted.period_ns, predicted.period_lower_bound_ns
-        unroll, span = (repetend.unroll, repetend.span) if repetend is not None else (None, None)
-        steady = predicted.bubble_rate_steady
-        problem = None if pattern is None else OneMicrobatch.of(self.schedule.workload)
-        per_round = 1 if problem is None else problem.microbatches_per_round
-        if pattern is not None and problem is not None and (period is None or pattern.period / per_round <= period):
-            period, period_bound_ns = (
-                number(each / per_round) for each in (pattern.period, self.schedule.period_bound_ns)
-            )
-            unroll, span = pattern.unroll * per_round, pattern.span * per_round
-            workload = self.schedule.workload
-            work = [workload.work_of(x) * len(devices) for x, devices in enumerate(workload.resources)]
-            busy = Fraction(sum(work[: len(workload.operations)]), problem.num_microbatches)
-            steady = float(1 - busy / (pattern.period * len(self.plan.devices)))
+        """The figures of ``search --json``: all of them the plan's. One that does not repeat has no period."""
+        predicted, repetend = self.plan.predicted, self.plan.repetend
         return {
             "name": self.plan.name,
             "status": self.status,
@@ -212,15 +208,19 @@ class Result:
             "makespan_ns": predicted.makespan_ns,
             "iteration_ns": predicted.iteration_ns,
             **self.throughput.figures(),
-            "lower_bound_ns": predicted.lower_bound_ns,
-            "gap": predicted.gap,
-            "period_ns": period,
-            "period_lower_bound_ns": period_bound_ns,
-            "unroll": unroll,
-            "span": span,
+            "lower_bound_ns": self.lower_bound_ns,
+            "gap": self.gap,
+            "placement_lower_bound_ns": self.placement_lower_bound_ns,
+            "placement_gap": self.placement_gap,
+            "candidates": asdict(self.candidates),
+            "timed_out": self.timed_out,
+            "period_ns": predicted.period_ns,
+            "period_lower_bound_ns": predicted.period_lower_bound_ns,
+            "unroll": None if repetend is None else repetend.unroll,
+            "span": None if repetend is None else repetend.span,
             "bubble_rate": predicted.bubble_rate,
             "bubble_rate_span": predicted.bubble_rate_span,
-            "bubble_rate_steady": steady,
+            "bubble_rate_steady": predicted.bubble_rate_steady,
             "peak_memory_bytes": [memory.peak_bytes for memory in predicted.memory],
             "num_microbatches": self.plan.num_microbatches,
             "microbatch_size": self.plan.microbatch_size,

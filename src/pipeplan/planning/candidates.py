@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, islice, product
 from typing import Any
 
@@ -49,6 +50,9 @@ class PlacementCandidate:
 CandidateOrError = PlacementCandidate | InfeasibleError | SearchTimeoutError | UsageError
 """A placement, or why there is none."""
 
+Proposal = Callable[[], CandidateOrError | None]
+"""What makes a placement, which may take its time; None where there is none beside those of other proposals."""
+
 
 class CandidateStep(SearchStep, ABC):
     """Placements other than chains. Where it is tried stages may be of any form."""
@@ -56,18 +60,18 @@ class CandidateStep(SearchStep, ABC):
     when = "--placement auto, without --slices, --shard-shared and --replicas"
 
     @abstractmethod
-    def candidates(self, request: Request) -> Iterator[CandidateOrError]:
+    def candidates(self, request: Request) -> Iterator[Proposal]:
         """One after another."""
 
 
-def candidates(request: Request, steps: Sequence[SearchStep], chains_between: int) -> Iterator[CandidateOrError]:
+def candidates(request: Request, steps: Sequence[SearchStep], chains_between: int) -> Iterator[Proposal]:
     """All placements that the request leaves open, cheap ones to find first.
 
     What ``steps`` find takes longer than chains do, so that ``chains_between`` of these come between each two of those:
     there may not be time for all candidates.
     """
     if isinstance(request.placement, Placement):
-        yield from _given(request, request.placement)
+        yield from (partial(_as_is, each) for each in _given(request, request.placement))
         return
     chains = _chains(request)
     if _any_stages(request):
@@ -89,9 +93,18 @@ def grid(request: Request) -> Iterator[Choice | PlacementCandidate | UsageError]
     yield from _given(request, request.placement) if isinstance(request.placement, Placement) else _choices(request)
 
 
+def strategy_choices(request: Request) -> list[Choice]:
+    """What strategies for chains leave open, where there are sizes for it."""
+    return [choice for choice in _choices(request) if isinstance(choice, Choice)]
+
+
 def placed(request: Request, point: Choice | PlacementCandidate, cut: Cut | None = None) -> CandidateOrError:
     """The candidate of a point of the grid, for this request."""
     return point if isinstance(point, PlacementCandidate) else _tried(_chain, request, point, "balanced", cut)
+
+
+def _as_is(candidate: CandidateOrError) -> CandidateOrError:
+    return candidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,14 +150,16 @@ def _any_stages(request: Request) -> bool:
     return any_form and request.replicas is None
 
 
-def _chains(request: Request) -> Iterator[CandidateOrError]:
-    """Every choice, cut in each way."""
+def _chains(request: Request) -> Iterator[Proposal]:
+    """Every choice with the balanced cut, and with AutoPipe's where that is for: one stage per device."""
     for choice in _choices(request):
         if isinstance(choice, UsageError):
-            yield choice
-        else:
-            for source, cut in _cuts(request, choice):
-                yield _tried(_chain, request, choice, source, cut)
+            yield partial(_as_is, choice)
+            continue
+        yield partial(_tried, _chain, request, choice, "balanced", None)
+        stages = request.num_devices // choice.replicas
+        if choice.strategy == "one-to-one" and not choice.spread and 1 < stages <= len(request.profile.blocks):
+            yield partial(_autopipe, request, choice)
 
 
 def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> PlacementCandidate:
@@ -232,13 +247,13 @@ def _other_sizes(request: Request, replicas: int, low: int, high: int, spread: b
 def _profiled(request: Request, replicas: int, spread: bool) -> tuple[int, int]:
     """The least and most samples on a device that every block has costs for, as it stands; none: (1, 0)."""
     sizes = [
-        [row.microbatch_size for row in block.costs if row.shards == _shards(request, replicas, spread, block)]
+        [row.microbatch_size for row in block.costs if row.shards == shards_of(request, replicas, spread, block)]
         for block in request.profile.blocks
     ]
     return (max(map(min, sizes)), min(map(max, sizes))) if all(sizes) else (1, 0)
 
 
-def _shards(request: Request, replicas: int, spread: bool, block: Block) -> int:
+def shards_of(request: Request, replicas: int, spread: bool, block: Block) -> int:
     """Over how many devices strategies split a block."""
     return request.num_devices // replicas if spread and block.shared else 1
 
@@ -251,7 +266,7 @@ def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
     """Some block has no costs for the way in which strategies would have it stand; or blocks have none in common."""
     for block in request.profile.blocks:
         known = sorted({row.shards for row in block.costs})
-        shards = _shards(request, replicas, spread, block)
+        shards = shards_of(request, replicas, spread, block)
         if shards not in known:
             return UsageError(
                 f"block {block.id!r} of profile {request.profile.name!r} has costs for {', '.join(map(str, known))} "
@@ -273,21 +288,14 @@ def _spreads(request: Request, replicas: int) -> Sequence[bool]:
     return (False, True) if possible else (False,)
 
 
-def _cuts(request: Request, choice: Choice) -> Iterator[tuple[str, Cut | None]]:
-    """The balanced cut, and AutoPipe's where that is for: one stage per device."""
-    yield "balanced", None
-    if choice.strategy != "one-to-one" or choice.spread:
-        return
-    stages = request.num_devices // choice.replicas
-    if not 1 < stages <= len(request.profile.blocks):
-        return
+def _autopipe(request: Request, choice: Choice) -> CandidateOrError | None:
     try:
         problem = _problem(request, [choice.batch.microbatch_size], (choice.recompute,), replicas=choice.replicas)
         placement = next(autopipe(replace(problem, all_reduce=free))).placement
     except (InfeasibleError, UsageError):
-        return
+        return None
     begins = tuple(accumulate((len(stage.blocks) for stage in placement.stages[:-1]), initial=0))
-    yield "AutoPipe", lambda chain: begins
+    return _tried(_chain, request, choice, "AutoPipe", lambda chain: begins)
 
 
 def _problem(
@@ -323,16 +331,16 @@ class StageGraphs(CandidateStep):
     name = "stage graphs"
     of = "the limit, each"
 
-    def candidates(self, request: Request) -> Iterator[CandidateOrError]:
+    def candidates(self, request: Request) -> Iterator[Proposal]:
         if not _any_stages(request):
             return
         sizes_of_stages = open_sizes(request)
         choices = [sizes_of_stages, *([size] for size in sizes_of_stages if len(sizes_of_stages) > 1)]
         for sizes in choices:
-            yield _tried(self._graph, request, sizes)
+            yield partial(_tried, self._graph, request, sizes)
         if request.chunks is not None or _branches(request.profile):
             for sizes in choices:
-                yield _tried(self._graph, request, sizes, request.chunks or self.chunks)
+                yield partial(_tried, self._graph, request, sizes, request.chunks or self.chunks)
 
     def _graph(self, request: Request, sizes: Sequence[int], chunks: int = 1) -> PlacementCandidate:
         """Stages as a graph; with several chunks each device runs as many stages, in turn."""
@@ -393,7 +401,7 @@ class PublishedPlanners(CandidateStep):
     name = "published planners"
     when = f"{CandidateStep.when}; at most {{most}} blocks x devices"
 
-    def candidates(self, request: Request) -> Iterator[CandidateOrError]:
+    def candidates(self, request: Request) -> Iterator[Proposal]:
         if request.num_devices * len(request.profile.blocks) > self.most:
             return
         planners: dict[str, Callable[[PartitionProblem], Iterator[Partition]]] = {
@@ -402,7 +410,7 @@ class PublishedPlanners(CandidateStep):
             "Piper": lambda problem: piper(problem, self.downsets),
         }
         for (name, planner), size in product(planners.items(), open_sizes(request)):
-            yield _tried(_one_published, request, name, planner, size)
+            yield partial(_tried, _one_published, request, name, planner, size)
 
 
 def _one_published(

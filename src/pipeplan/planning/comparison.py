@@ -9,6 +9,7 @@ from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import InfeasibleError, InvalidPlanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request, link_notes
@@ -135,7 +136,7 @@ def compare_on(placements: Sequence[Placement | str], request: Request, progress
             time_limit=rows.seconds_left / (len(placements) - index),
         )
         try:
-            rows.add(search_plan(asked, progress=progress))
+            rows.add(search_plan(asked, progress=rows.listen(progress)))
         except KeyboardInterrupt:
             rows.interrupted = True
         except (InfeasibleError, SearchTimeoutError, UsageError) as error:
@@ -156,6 +157,8 @@ class _RowsSoFar:
         self._failures: list[_Failure] = []
         self._limits: tuple[int | None, ...] = ()
         self._seconds = 0.0
+        self._best_ns: int | None = None
+        self._bound_ns = request_bound(request) if request.placement == "auto" else None
         self.interrupted = False
 
     @property
@@ -163,10 +166,24 @@ class _RowsSoFar:
         """Time for the searches to come; none after an interruption."""
         return 0.0 if self.interrupted else max(0.0, self._request.time_limit - self._seconds)
 
+    def listen(self, progress: Progress | None) -> Progress | None:
+        """What a search calls: the best and the bound that are said are those of all placements."""
+        if progress is None:
+            return None
+        best, bound = self._best_ns, self._bound_ns
+
+        def heard(what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
+            least = best_ns if best is None else min(best, best_ns)
+            progress(what, least, min(least, bound_ns if bound is None else bound), self._seconds + seconds)
+
+        return heard
+
     def add(self, result: Result) -> None:
         """The search's row, and those of the classic schedules on its placement."""
         self.interrupted = self.interrupted or result.interrupted
         self._seconds += result.seconds
+        iteration = result.plan.predicted.iteration_ns
+        self._best_ns = iteration if self._best_ns is None else min(self._best_ns, iteration)
         self._limits = tuple(device.memory_bytes for device in result.plan.devices)
         recompute = any(stage.recompute for stage in result.plan.stages)
         ours = _ours(result, recompute)

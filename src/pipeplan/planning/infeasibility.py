@@ -192,17 +192,17 @@ class _Least:
         return self._first_fit(request, self._timely(placed(request, point, least_short) for point in _points(request)))
 
     def _graph(self, request: Request) -> _Fit | None:
-        return self._first_fit(request, self._timely(StageGraphs().candidates(request)))
+        return self._first_fit(request, self._timely(propose() for propose in StageGraphs().candidates(request)))
 
     def _point(self, point: Choice | PlacementCandidate, request: Request) -> _Fit | None:
         return self._first_fit(request, [placed(request, point, least_short)])
 
-    def _timely(self, found: Iterable[CandidateOrError]) -> Iterator[CandidateOrError]:
+    def _timely(self, found: Iterable[CandidateOrError | None]) -> Iterator[CandidateOrError | None]:
         for each in found:
             self._time.check()
             yield each
 
-    def _first_fit(self, request: Request, found: Iterable[CandidateOrError]) -> _Fit | None:
+    def _first_fit(self, request: Request, found: Iterable[CandidateOrError | None]) -> _Fit | None:
         """The first candidate's schedule that fits, if there is one."""
         for each in found:
             schedule = self._schedule(request, each) if isinstance(each, PlacementCandidate) else None

@@ -134,8 +134,10 @@ def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[Partitio
             limits.append(memory)
     for limit in limits:
         asked = replace(request, memory_bytes=limit)
-        for found in StageGraphs().candidates(replace(asked, time_limit=request.time_limit / _HOW.graphs)):
-            yield PartitionTrial(asked, found, open=True)
+        for propose in StageGraphs().candidates(replace(asked, time_limit=request.time_limit / _HOW.graphs)):
+            found = propose()
+            if found is not None:
+                yield PartitionTrial(asked, found, open=True)
 
 
 def in_turn(found: Sequence[Iterator[PartitionTrial]]) -> Iterator[PartitionTrial]:

@@ -15,9 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pipeplan.errors import PipeplanError, UsageError
+from pipeplan.errors import PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement
-from pipeplan.planning.build_plan import Result, planned
+from pipeplan.planning.build_plan import CandidateCounts, Result, planned
 from pipeplan.planning.candidates import PlacementCandidate, PublishedPlanners, StageGraphs, candidates
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.request import Request
@@ -46,7 +46,7 @@ class EaseRecomputation(PlanStep):
 
     def run(self, search: PlanSearch) -> None:
         for trial in search.finalists[: self.finalists]:
-            _ease(search.request, trial, search.budget, search.progress)
+            _ease(search.request, trial, search.budget, search.listen(trial))
 
 
 def _ease(request: Request, trial: Trial, budget: Budget, progress: Progress | None) -> None:
@@ -228,6 +228,8 @@ class LookAtCandidates(PlanStep):
         request, slicing, best = search.request, named(search.steps, SliceForwards), search.best
         try:
             if best is not None and Trial.of(replace(request, cluster=None), candidate).hopeless(best):
+                search.looked_at += 1
+                search.refuted += 1
                 return  # wherever its devices are
             trial = Trial.of(request, on_cluster(request, candidate) or candidate, search.steps)
             if slicing is not None:
@@ -236,6 +238,7 @@ class LookAtCandidates(PlanStep):
             search.failures.append(error)
             return
         search.trials.append(trial)
+        search.looked_at += 1
         searched = isinstance(request.placement, Placement) or request.scheduler != "auto"
         if searched or trial.hopeless(best):
             return
@@ -271,13 +274,15 @@ class SearchCandidates(PlanStep):
     def _search(self, search: PlanSearch, trial: Trial, seconds: float) -> None:
         slicing = named(search.steps, SliceForwards)
         try:
-            trial.search(search.request, search.budget, seconds, search.progress)
+            trial.search(search.request, search.budget, seconds, search.listen(trial))
             if slicing is not None:
                 slicing.at_once(search.request, trial)
         except PipeplanError as error:
             search.failures.append(error)
             if trial.best is None:
                 search.trials.remove(trial)
+                if isinstance(error, SearchTimeoutError):
+                    search.leave_out(trial.bound_ns)
 
 
 STEPS: tuple[SearchStep, ...] = (
@@ -333,4 +338,26 @@ def search_plan(request: Request, *, progress: Progress | None = None, steps: Se
     schedule = best.settled
     plan = planned(request, best.candidate, schedule, best.best.workload)
     chosen = None if isinstance(request.placement, Placement) else search.partition_seconds
-    return Result(plan, schedule, search.budget.elapsed, chosen, search.budget.interrupted)
+    refuted = sum(trial.hopeless(best) for trial in search.trials if trial is not best)
+    counts = CandidateCounts(search.looked_at, search.refuted + refuted, sum(1 for _ in search.open))
+    proved = min(_proved_of_placement(request, best), plan.predicted.iteration_ns)
+    return Result(
+        plan,
+        schedule,
+        search.budget.elapsed,
+        chosen,
+        search.budget.interrupted,
+        lower_bound_ns=min(search.bound_ns, proved),
+        placement_lower_bound_ns=proved,
+        candidates=counts,
+        timed_out=search.budget.expired and not search.budget.interrupted,
+    )
+
+
+def _proved_of_placement(request: Request, trial: Trial) -> int:
+    """Ns that no iteration of a trial's placement is shorter than, forwards in parts included where they are open."""
+    if request.num_parted:
+        trial.bounds, trial.parted_bound = [trial.settled.bound_ns], None
+    else:
+        _expect_parts(request, trial)
+    return trial.bound_ns

@@ -10,20 +10,23 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cmp_to_key
 from typing import ClassVar
 
 from pipeplan.costs import build_workload, can_split
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement
 from pipeplan.partition.mapping import mapped
-from pipeplan.planning.candidates import CandidateOrError, PlacementCandidate
+from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.candidates import PlacementCandidate, Proposal
 from pipeplan.planning.request import Request
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
 from pipeplan.schedule.search import SEARCHING, FirstLook, first_look, search_schedule
-from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchStep, named
+from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchStep, complexity, first_by, named
 from pipeplan.schedule.steps import STEPS
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.workload.bounds import weak_makespan_bound
@@ -110,7 +113,8 @@ class Trial:
 
     ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration;
     ``parted`` the same with leading forwards in parts, if that is shorter or asked for, and ``parted_bound`` ns that
-    none with forwards in parts is below. ``steps`` are those of a search.
+    none with forwards in parts is below. ``steps`` are those of a search. ``sync_ns`` is what summing gradients takes
+    at least, ``slowest_sync_ns`` at most on any device.
     """
 
     candidate: PlacementCandidate
@@ -121,9 +125,11 @@ class Trial:
     parted_bound: int | None = None
     steps: Sequence[SearchStep] = STEPS
     sync_ns: int = field(init=False)
+    slowest_sync_ns: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sync_ns = min(self.ways[0].sums_ns)
+        sums = self.ways[0].sums_ns
+        self.sync_ns, self.slowest_sync_ns = min(sums), max(sums)
 
     @classmethod
     def of(cls, request: Request, candidate: PlacementCandidate, steps: Sequence[SearchStep] = STEPS) -> Trial:
@@ -238,8 +244,7 @@ class Trial:
     def _offer(self, schedule: Schedule | None) -> None:
         if schedule is None:
             return
-        value = None if self.best is None else iteration_of(self.best)
-        if value is None or (iteration_of(schedule), -schedule.bound_ns) <= (value, 0):
+        if self.best is None or not preferred(self.best, schedule):
             self.best = schedule
 
     @property
@@ -269,8 +274,10 @@ class PlanStep(SearchStep, ABC):
 class PlanSearch:
     """Trials in the order they were made, and why other candidates are not among them.
 
-    ``open`` are the candidates not yet looked at, of which those that are a ``fallback`` are for now, or the others; no
-    more will be once ``all_seen``. ``finalists`` are the trials with a schedule at the end, best first.
+    ``open`` makes the candidates not yet looked at, of which those that are a ``fallback`` are for now, or the others;
+    no more will be once ``all_seen``. ``looked_at`` counts those there was a look at, ``refuted`` those that became no
+    trials, since no schedule of theirs can be better. ``others_bound_ns`` is what no plan that is none of the trials is
+    quicker than; None where there is none. ``finalists`` are the trials with a schedule at the end, best first.
     """
 
     request: Request
@@ -279,18 +286,23 @@ class PlanSearch:
     steps: Sequence[SearchStep]
     trials: list[Trial] = field(default_factory=list)
     failures: list[PipeplanError] = field(default_factory=list)
-    open: Iterator[CandidateOrError] = field(default_factory=lambda: iter(()))
+    open: Iterator[Proposal] = field(default_factory=lambda: iter(()))
+    others_bound_ns: int | None = None
+    looked_at: int = 0
+    refuted: int = 0
     fallback: bool = False
     all_seen: bool = False
     finalists: list[Trial] = field(default_factory=list)
     partition_seconds: float = 0.0
     _seen: set[Hashable] = field(default_factory=set)
 
-    def run(self, candidates: Callable[[], Iterator[CandidateOrError]]) -> None:
+    def run(self, candidates: Callable[[], Iterator[Proposal]]) -> None:
         """Repeat the steps that go in turn until all candidates have been looked at or time is up; then all others.
 
         What is only a fallback comes if there is nothing else.
         """
+        if not isinstance(self.request.placement, Placement):
+            self.others_bound_ns = request_bound(self.request)
         steps = [step for step in self.steps if isinstance(step, PlanStep)]
         for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
             self.open, self.fallback, self.all_seen = candidates(), fallback, False
@@ -302,7 +314,7 @@ class PlanSearch:
                 self.budget.interrupted = True
             if self.best is not None:
                 break
-        self.finalists = sorted(self.done, key=_rank)
+        self.finalists = sorted(self.done, key=cmp_to_key(_compared))
         for step in steps:
             if not step.in_turn and step.applies(self):
                 step.run(self)
@@ -314,8 +326,10 @@ class PlanSearch:
 
     @property
     def best(self) -> Trial | None:
-        """The trial with the shortest iteration, of equals the one with fewest stages."""
-        return min(self.done, key=_rank, default=None)
+        """The trial with the shortest iteration, and of equals the one whose schedule is preferred."""
+        least = min((trial.value_ns for trial in self.done if trial.value_ns is not None), default=None)
+        equal = [trial for trial in self.done if trial.value_ns == least]
+        return min(equal, key=cmp_to_key(_compared)) if equal else None
 
     @property
     def done(self) -> list[Trial]:
@@ -332,35 +346,81 @@ class PlanSearch:
     def take(self) -> PlacementCandidate | None:
         """The next candidate; None where there is none, it was seen before, or that were all."""
         begun = time.monotonic()
-        candidate = next(self.open, None)
+        propose = next(self.open, None)
+        candidate = None if propose is None else propose()
         self.partition_seconds += time.monotonic() - begun
-        if candidate is None:
+        if propose is None:
             self.all_seen = True
         elif isinstance(candidate, PipeplanError):
             self.failures.append(candidate)
-        elif candidate.fallback == self.fallback and candidate.key not in self._seen:
+        elif candidate is not None and candidate.fallback != self.fallback:
+            if not self.fallback:
+                self._leave(candidate)
+        elif candidate is not None and candidate.key not in self._seen:
             self._seen.add(candidate.key)
             return candidate
         return None
 
+    def _leave(self, candidate: PlacementCandidate) -> None:
+        """A fallback that is not tried where there is something else: what it could be at best is known."""
+        with suppress(PipeplanError):
+            self.leave_out(Trial.of(self.request, candidate).bound_ns)
+
+    def leave_out(self, bound_ns: int) -> None:
+        """What is not among the trials may be as quick as this."""
+        self.others_bound_ns = bound_ns if self.others_bound_ns is None else min(self.others_bound_ns, bound_ns)
+
+    @property
+    def bound_ns(self) -> int:
+        """No plan that the request leaves open has a shorter iteration."""
+        bounds = [trial.bound_ns for trial in self.trials] if isinstance(self.request.placement, Placement) else []
+        return min([*bounds, *([] if self.others_bound_ns is None else [self.others_bound_ns])], default=0)
+
     def report(self, trial: Trial) -> None:
         """Say what is known after a look at a trial."""
-        best = self.best
-        if self.progress is not None and best is not None and best.value_ns is not None:
-            bound = min(each.bound_ns for each in self.trials)
-            what = f"{trial.candidate.source} {trial.candidate.placement.strategy}"
-            self.progress(what, best.value_ns, min(bound, best.value_ns), self.budget.elapsed)
+        self._say(f"{trial.candidate.source} {trial.candidate.placement.strategy}", self.best)
 
+    def listen(self, trial: Trial) -> Progress | None:
+        """What the search of a trial's schedules calls: the best and the bound that are said are the whole search's."""
+        if self.progress is None:
+            return None
+        slowest = trial.slowest_sync_ns
 
-def _rank(trial: Trial) -> tuple[int, int]:
-    assert trial.best is not None
-    assert trial.value_ns is not None
-    return trial.value_ns, len(trial.best.workload.stages)
+        def heard(what: str, makespan_ns: int, bound_ns: int, seconds: float) -> None:
+            self._say(what, self.best, makespan_ns + slowest)
+
+        return heard
+
+    def _say(self, what: str, best: Trial | None, other_ns: int | None = None) -> None:
+        values = [value for value in (other_ns, None if best is None else best.value_ns) if value is not None]
+        if self.progress is not None and values:
+            self.progress(what, min(values), min(self.bound_ns, *values), self.budget.elapsed)
 
 
 def iteration_of(schedule: Schedule) -> int:
     """Ns of a schedule's iteration, gradients summed."""
     return iteration_time(schedule.workload, rates(schedule.graph, schedule.orders, schedule.starts))
+
+
+_PREFERENCES: tuple[Callable[[Schedule], int], ...] = (
+    iteration_of,
+    lambda schedule: schedule.most_bytes,
+    lambda schedule: not schedule.repeats,
+    lambda schedule: len(schedule.workload.stages),
+    lambda schedule: complexity(schedule.scheduler),
+)
+
+
+def preferred(one: Schedule, other: Schedule) -> bool:
+    """Whether the first has the shorter iteration; of equals fewer peak bytes, a repetend, fewer or simpler parts."""
+    return first_by(_PREFERENCES, one, other)
+
+
+def _compared(one: Trial, other: Trial) -> int:
+    here, there = one.parted or one.best, other.parted or other.best
+    assert here is not None
+    assert there is not None
+    return preferred(there, here) - preferred(here, there)
 
 
 def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]:

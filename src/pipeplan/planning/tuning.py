@@ -21,7 +21,8 @@ from typing import Protocol, Self, TypeVar
 
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
-from pipeplan.planning.build_plan import Result, planned
+from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.build_plan import CandidateCounts, Result, planned
 from pipeplan.planning.candidates import Choice, PlacementCandidate, grid
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling, shortage
 from pipeplan.planning.request import Request
@@ -250,7 +251,8 @@ class _Tuner:
             self.workers.interrupt()
         num_cells = len(self.seen) + len(waiting)
         ranked = _ranked(self.found)
-        rules, result = self._result(ranked)
+        num_open = num_cells - self.num_unfit - self.num_skipped - self.num_done
+        rules, result = self._result(ranked, num_open)
         return Tuning(
             result=result,
             rules=rules,
@@ -259,7 +261,7 @@ class _Tuner:
             num_unfit=self.num_unfit,
             num_skipped=self.num_skipped,
             num_known=self.num_known,
-            num_open=num_cells - self.num_unfit - self.num_skipped - self.num_done,
+            num_open=num_open,
         )
 
     def _look_into(self, waiting: deque[_GridPoint]) -> None:
@@ -363,9 +365,10 @@ class _Tuner:
     def _report(self) -> None:
         if self.progress is not None and self.found:
             cell, row = min(self.found, key=lambda pair: pair[1].rank)
-            self.progress(f"{row.placement}, {row.rules}", row.iteration_ns, cell.bound_ns, self._elapsed)
+            bound = min(self._bound_ns, cell.bound_ns, row.iteration_ns)
+            self.progress(f"{row.placement}, {row.rules}", row.iteration_ns, bound, self._elapsed)
 
-    def _result(self, ranked: Sequence[tuple[Cell, TuningRow]]) -> tuple[Rules, Result]:
+    def _result(self, ranked: Sequence[tuple[Cell, TuningRow]], num_open: int) -> tuple[Rules, Result]:
         """The rules of the best row, and its plan, made again.
 
         Raises:
@@ -378,7 +381,25 @@ class _Tuner:
         rules, schedule = schedule_of(self.request, cell.candidate, row)
         plan = planned(self.request, cell.candidate, schedule, schedule.workload)
         chosen = None if isinstance(self.request.placement, Placement) else self.partition_seconds
-        return rules, Result(plan, schedule, self._elapsed, chosen, self.workers.interrupted)
+        proved = min(cell.bound_ns, plan.predicted.iteration_ns)
+        return rules, Result(
+            plan,
+            schedule,
+            self._elapsed,
+            chosen,
+            self.workers.interrupted,
+            lower_bound_ns=min(self._bound_ns, proved),
+            placement_lower_bound_ns=proved,
+            candidates=CandidateCounts(self.num_done + self.num_skipped, self.num_skipped, num_open),
+            timed_out=num_open > 0 and not self.workers.interrupted,
+        )
+
+    @property
+    def _bound_ns(self) -> int:
+        """No plan of the grid has a shorter iteration."""
+        if isinstance(self.request.placement, Placement):
+            return min(cell.bound_ns for cell, _ in self.found)
+        return request_bound(self.request)
 
     @property
     def _kept(self) -> str:

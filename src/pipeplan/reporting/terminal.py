@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeplan.planning.build_plan import Result
 from pipeplan.reporting.layout import Column, console_for, counted, flowed, labelled, shown_rows, tables
 from pipeplan.reporting.timeline import (
     TimelineCell,
@@ -73,6 +74,26 @@ def bottleneck(workload: Workload) -> str:
         f"bottleneck: {name} {_shortened([str(stage) for stage in stages])} on device {device}, "
         f"{format_ns(max(work))} of work per micro-batch, {above:.1%} above the mean of all devices"
     )
+
+
+def print_proof(result: Result, file: TextIO | None = None) -> None:
+    """Print what is proved of the iteration: for the plan's own placement, for all that was left open; how it ended."""
+    counts = result.candidates
+    proved = [
+        ("this placement", result.placement_lower_bound_ns, result.placement_gap),
+        ("all that was left open", result.lower_bound_ns, result.gap),
+    ]
+    lines = [f"proved for {what}: no iteration below {format_ns(bound)}, gap {gap:.2%}" for what, bound, gap in proved]
+    if result.status == "optimal":
+        lines = ["proved optimal: nothing that was left open is quicker"]
+    ended = "the time limit ended the search" if result.timed_out else "the search came to its end"
+    lines.append(
+        f"{counted(counts.looked_at, 'placement')} looked at, {counts.refuted} of them proved no better, {counts.left} "
+        f"not looked at; {'it was interrupted' if result.interrupted else ended}"
+    )
+    console = console_for(file)
+    for line in lines:
+        console.print(flowed(line, console.width))
 
 
 def _stage_tables(workload: Workload, width: int) -> list[Table]:
@@ -191,8 +212,8 @@ def _figures(simulation: Simulation) -> list[tuple[str, str]]:
     if simulation.iteration_ns > rates.makespan_ns:
         rows.append(("iteration", f"{format_ns(simulation.iteration_ns)}, gradients of copies summed"))
     rows.append(("throughput", simulation.throughput.words))
-    gap = "proved optimal" if simulation.gap == 0 else f"gap {simulation.gap:.2%}"
-    rows.append(("lower bound", f"{format_ns(simulation.lower_bound_ns)}, {gap}"))
+    gap = "which is reached" if simulation.gap == 0 else f"gap {simulation.gap:.2%}"
+    rows.append(("lower bound", f"{format_ns(simulation.lower_bound_ns)} for this placement, {gap}"))
     if repetend is None:
         rows.append(("repetend", "none"))
     else:

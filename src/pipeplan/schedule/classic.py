@@ -315,14 +315,19 @@ Condition = Callable[[OneMicrobatch], str | None]
 class Classic:
     """A classic schedule: on which placements it has a meaning, and its orders.
 
-    ``automatic`` ones try many orders and take their time. One that ``splits`` runs input and weight gradients apart by
-    its definition, the others whole backwards.
+    ``automatic`` ones try many orders and take their time, others a moment: with ``quick_tasks``, for up to so many
+    actions. One that ``splits`` runs input and weight gradients apart by its definition, the others whole backwards.
     """
 
     placed: Condition
     orders: Orderer
     automatic: bool = False
+    quick_tasks: int | None = None
     splits: bool = False
+
+    def is_quick(self, num_tasks: int) -> bool:
+        """Whether it takes a moment for so many actions."""
+        return not self.automatic and (self.quick_tasks is None or num_tasks <= self.quick_tasks)
 
     def applies(self, problem: OneMicrobatch) -> str | None:
         """None, or why it has no meaning here: all of them are of training."""
@@ -465,7 +470,7 @@ CLASSIC: dict[str, Classic] = {
     "hanayo": Classic(waves, by_rules_in_units("hanayo")),
     "chimera": Classic(needs_two_ways, by_rules("chimera")),
     "kfkb": Classic(one_stage_each, as_given(best_kfkb_orders)),
-    "greedy": Classic(always, as_given(greedy_orders)),
+    "greedy": Classic(always, as_given(greedy_orders), quick_tasks=1_500),
     "1f1b+": Classic(needs_shared, by_rules("1f1b+")),
 }
 """Every classic schedule by the name ``--scheduler`` takes."""

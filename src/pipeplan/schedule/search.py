@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.schedule.classic import CLASSIC
@@ -15,7 +16,15 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import microbatch_by_microbatch
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.sweep import schedule_of_rules
-from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchState, SearchStep, fitting
+from pipeplan.schedule.state import (
+    Progress,
+    Schedule,
+    ScheduleStep,
+    SearchState,
+    SearchStep,
+    first_by,
+    fitting,
+)
 from pipeplan.schedule.steps import STEPS
 from pipeplan.time_limit import checkpoint
 from pipeplan.units import format_bytes, rounded_up
@@ -69,13 +78,15 @@ def search_schedule(
 
 @dataclass(frozen=True)
 class FirstLook(SearchStep):
-    """Known schedules. Greedy tries many limits, so it is for few actions; other slow ones are for a thorough look."""
+    """Known schedules that take a moment; those that take longer are for a thorough look."""
 
-    greedy_tasks: int = 1_500
     thorough_tasks: int = 5_000
     name = "first look"
-    when = "each candidate; greedy with at most {greedy_tasks} actions; with at most {thorough_tasks} all, if eased"
+    when = "each candidate, those that take a moment; with at most {thorough_tasks} actions all, if eased"
     needed = True
+
+
+_SHORTER = attrgetter("makespan_ns"), attrgetter("most_bytes")
 
 
 def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: bool = False) -> Schedule | None:
@@ -90,7 +101,7 @@ def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: b
     best: Schedule | None = None
     for name, orders in _known_orders(problem, graph, thorough, look):
         found = timed(problem, given, orders, name)
-        if found is not None and (best is None or found.makespan_ns < best.makespan_ns):
+        if found is not None and (best is None or first_by(_SHORTER, found, best)):
             best = found
     return best
 
@@ -110,8 +121,7 @@ def _known_orders(
     thorough = thorough and graph.num_tasks <= look.thorough_tasks
     for name, classic in CLASSIC.items():
         checkpoint()
-        slow = classic.automatic or (name == "greedy" and graph.num_tasks > look.greedy_tasks)
-        if (thorough or not slow) and classic.applies(problem) is None:
+        if (thorough or classic.is_quick(graph.num_tasks)) and classic.applies(problem) is None:
             yield name, classic.orders(problem, graph)
 
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
+from functools import cached_property
 from typing import ClassVar, TypeVar
 
 from pipeplan.errors import InvalidPlanError
@@ -15,6 +16,7 @@ from pipeplan.workload.bounds import period_bound, strong_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.slices import repetend_of
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -22,7 +24,7 @@ Progress = Callable[[str, int, int, float], None]
 """Called with what is being done, the best makespan and the bound (ns), and seconds since the search began."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """The best schedule found, and what is proved about the workload.
 
@@ -49,6 +51,16 @@ class Schedule:
         """Whether no schedule of this workload is shorter."""
         return self.makespan_ns == self.bound_ns
 
+    @cached_property
+    def most_bytes(self) -> int:
+        """The memory of the device that needs most."""
+        return most_bytes(self.graph, self.orders)
+
+    @cached_property
+    def repeats(self) -> bool:
+        """Whether a part in its middle can be repeated for more micro-batches."""
+        return repetend_of(self.graph, self.orders) is not None
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCandidate:
@@ -62,9 +74,9 @@ class ScheduleCandidate:
     frozen: frozenset[int] = frozenset()
 
     @property
-    def value(self) -> tuple[int, int]:
-        """Less is better: makespan, then the memory of the device that needs most."""
-        return self.makespan, self.most_bytes
+    def value(self) -> tuple[int, int, bool, int]:
+        """Less is better: makespan, the memory of the device that needs most, no repetition, what is less simple."""
+        return self.makespan, self.most_bytes, not self.frozen, complexity(self.scheduler)
 
 
 @dataclass(frozen=True)
@@ -163,15 +175,16 @@ class SearchState:
     @property
     def schedule(self) -> Schedule:
         """The chosen schedule, and what is proved."""
-        chosen = self.chosen
+        best = self.best
+        assert best is not None
         return Schedule(
             self.problem.workload,
             self.graph,
-            chosen.orders,
-            chosen.starts,
-            chosen.makespan,
+            best.orders,
+            best.starts,
+            best.makespan,
             self.bound,
-            chosen.scheduler,
+            best.scheduler,
             self.pattern,
             self.period_proved,
             self.repetend_seconds,
@@ -187,15 +200,15 @@ class SearchState:
         if timed is None:
             return None
         orders, starts = timed
-        most = max(memory.peak_bytes for memory in peak_memory(self.graph, orders))
-        return ScheduleCandidate(orders, starts, self.graph.makespan(starts), most, scheduler, frozen)
+        makespan = self.graph.makespan(starts)
+        return ScheduleCandidate(orders, starts, makespan, most_bytes(self.graph, orders), scheduler, frozen)
 
     def offer(self, candidate: ScheduleCandidate | None) -> bool:
         """Keep the candidate where it is better than what is known; whether it was anywhere."""
         if candidate is None:
             return False
         better = False
-        if not any(candidate.value == other.value for other in self.others):
+        if not any(candidate.value[:2] == other.value[:2] for other in self.others):
             self.others = sorted([*self.others, candidate], key=lambda other: other.value)[: _OTHERS + 1]
         if candidate.frozen and (self.steady is None or candidate.value < self.steady.value):
             self.steady, better = candidate, True
@@ -207,7 +220,8 @@ class SearchState:
     def raise_bound(self, bound: int | None) -> None:
         """A proof that no schedule is shorter."""
         if bound is not None and bound > self.bound:
-            self.bound = min(bound, self.chosen.makespan)
+            assert self.best is not None
+            self.bound = min(bound, self.best.makespan)
             self.report("bound")
 
     def report(self, what: str, value: int | None = None, bound: int | None = None) -> None:
@@ -215,14 +229,6 @@ class SearchState:
         if self.progress is not None and self.best is not None:
             best, proved = self.best.makespan, self.bound
             self.progress(what, min(best, value or best), max(proved, bound or proved), self.budget.elapsed)
-
-    @property
-    def chosen(self) -> ScheduleCandidate:
-        """The shortest schedule; among equals one that can be repeated."""
-        assert self.best is not None
-        if self.steady is not None and self.steady.makespan <= self.best.makespan:
-            return self.steady
-        return self.best
 
     @property
     def finished(self) -> bool:
@@ -248,6 +254,24 @@ def fitting(graph: TaskGraph, orders: Orders) -> tuple[list[list[int]], list[int
     except InvalidPlanError:
         return None
     return (complete, starts) if fits(graph, complete) else None
+
+
+def most_bytes(graph: TaskGraph, orders: Orders) -> int:
+    """The memory of the device that needs most."""
+    return max(memory.peak_bytes for memory in peak_memory(graph, orders))
+
+
+def first_by(keys: Sequence[Callable[[Schedule], int]], found: Schedule, best: Schedule) -> bool:
+    """Whether a schedule has less of the first key in which they differ; keys that cost time may stand last."""
+    return next((here < there for key in keys if (here := key(found)) != (there := key(best))), False)
+
+
+def complexity(scheduler: str) -> int:
+    """How far from simple what made a schedule is: a known schedule 0, then rules, a pattern, anything optimised."""
+    whole = scheduler.removesuffix("+slices")
+    if whole != origin_of(whole):
+        return 3
+    return 2 if whole == "repetend" else int(whole.startswith("rules"))
 
 
 def scheduler_words(scheduler: str) -> str:

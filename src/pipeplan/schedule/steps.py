@@ -64,13 +64,15 @@ class ShorterRun(ScheduleStep):
             short.steps, short.scheduler, short.unroll = state.steps, state.scheduler, state.unroll
             short.search()
         for candidate in (short.best, short.steady):
-            orders = None if candidate is None else self._extended(short, candidate, state.problem.num_microbatches)
+            if candidate is None:
+                continue
+            orders = self._extended(short, candidate, state.problem.num_microbatches)
             if orders is not None:
-                state.offer(state.candidate(orders, short.chosen.scheduler))
+                state.offer(state.candidate(orders, candidate.scheduler))
         if state.best is None:
             return
         if state.scheduler == "auto" and not state.proved:
-            _offer_classics(state, automatic=False)
+            _offer_classics(state, quick=True)
         state.pattern, state.period_proved = short.pattern, short.period_proved
         state.repetend_seconds, state.settled = short.repetend_seconds, True
 
@@ -147,12 +149,15 @@ class QuickClassics(ScheduleStep):
         return state.scheduler == "auto" and state.graph.num_tasks <= self.most_tasks
 
     def run(self, state: SearchState) -> None:
-        _offer_classics(state, automatic=False)
+        _offer_classics(state, quick=True)
 
 
 @dataclass(frozen=True)
 class SlowClassics(ScheduleStep):
-    """Those that are made by trying many orders, as long as there is time, and all others if they were not tried."""
+    """Those that are made by trying many orders, as long as there is time, and all others if they were not tried.
+
+    Where the best is proved, those for which there are many actions are left out.
+    """
 
     few_tasks: int = QuickClassics.most_tasks
     name = "slow classic schedules"
@@ -162,15 +167,17 @@ class SlowClassics(ScheduleStep):
         return state.scheduler == "auto" and (state.graph.num_tasks <= self.few_tasks or not state.proved)
 
     def run(self, state: SearchState) -> None:
-        _offer_classics(state, automatic=True)
+        _offer_classics(state, quick=False)
         if state.graph.num_tasks > self.few_tasks and not state.proved:
-            _offer_classics(state, automatic=False)
+            _offer_classics(state, quick=True)
 
 
-def _offer_classics(state: SearchState, *, automatic: bool) -> None:
+def _offer_classics(state: SearchState, *, quick: bool) -> None:
+    tasks = state.graph.num_tasks
     for name, classic in CLASSIC.items():
-        late = state.budget.expired if automatic else state.budget.interrupted
-        if classic.automatic == automatic and not late and classic.applies(state.problem) is None:
+        late = state.budget.interrupted if quick else state.budget.expired
+        useless = not quick and state.proved and not classic.automatic
+        if classic.is_quick(tasks) == quick and not (late or useless) and classic.applies(state.problem) is None:
             state.offer(state.candidate(classic.orders(state.problem, state.graph), name))
 
 
@@ -218,7 +225,7 @@ def _offer_pattern(state: SearchState, pattern: Pattern) -> None:
 class BuiltInRules(ScheduleStep):
     """The built-in rules (FlexPipe, section 6): as many as have about ``tasks`` actions in all."""
 
-    share: float = 0.1
+    share: float = 0.2
     tasks: int = 20_000
     name = "built-in rules"
     when = "auto; nothing proved best"
@@ -326,7 +333,7 @@ class UnrolledRepetends(ScheduleStep):
 
 @dataclass(frozen=True)
 class LessMemory(ScheduleStep):
-    """Where the best schedule cannot be repeated: search for one as short that can, with the memory of one that can.
+    """Where the best schedule is proved and cannot be repeated: search for one as short that can, with no more memory.
 
     Without a cap, patterns with many micro-batches in flight are as good as any to the solver; with one it finds
     those that fill and drain sooner.
@@ -335,24 +342,23 @@ class LessMemory(ScheduleStep):
     repetend: RepetendSearch = field(default_factory=RepetendSearch)
     ramps: Ramps = field(default_factory=Ramps)
     name = "less memory"
-    when = "the best schedule cannot be repeated, another one can; time is left"
+    when = "the best schedule is proved and cannot be repeated, another one can; time is left"
 
     def applies(self, state: SearchState) -> bool:
-        return not state.chosen.frozen and state.steady is not None and not state.budget.expired
+        assert state.best is not None
+        return state.proved and not state.best.frozen and state.steady is not None and not state.budget.expired
 
     def run(self, state: SearchState) -> None:
-        assert state.steady is not None
+        assert state.best is not None
         static = state.problem.workload.static_bytes
-        peaks = peak_memory(state.graph, state.steady.orders)
+        peaks = peak_memory(state.graph, state.best.orders)
         most = max(memory.peak_bytes - static(device) for device, memory in enumerate(peaks))
         limits = tuple(most if capacity is None else min(most, capacity) for capacity in state.problem.capacity)
         problem = replace(state.problem, capacity=limits)
         other = replace(state, problem=problem, unroll=None, best=None, steady=None, progress=None)
-        other.offer(state.steady)
         self.repetend.run(other)
         self.ramps.run(other)
-        if other.steady is not None and state.best is not None and other.steady.makespan <= state.best.makespan:
-            state.steady = other.steady
+        state.offer(other.steady)
 
 
 STEPS: tuple[ScheduleStep, ...] = (

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.engine import with_links
-from pipeplan.workload.task_graph import Orders, TaskGraph, task_graph
+from pipeplan.workload.steady_state.repetend import find_repetend
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 
@@ -77,6 +78,15 @@ def parts_are_before(graph: TaskGraph, orders: Orders, repetend: Repetend) -> bo
     for order in graph.on_devices(orders):
         after += order[sum(counts[item] for item in {graph.operation_of[task] for task in order}) :]
     return all(_name(graph, task)[1] is None for task in after)
+
+
+def repetend_of(graph: TaskGraph, orders: Orders) -> Repetend | None:
+    """The repetend of a schedule, where micro-batches are all alike after those that run in parts."""
+    replaced, whole_orders = whole(graph, orders)
+    if not replaced.workload.is_uniform:
+        return None
+    found = find_repetend(replaced, whole_orders, earliest_starts(replaced, whole_orders))
+    return found if found is not None and parts_are_before(graph, orders, found) else None
 
 
 def _name(graph: TaskGraph, task: int) -> tuple[int, int | None]:

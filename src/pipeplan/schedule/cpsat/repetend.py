@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeplan.graphs import longest_paths
 from pipeplan.schedule.cpsat.solver import Answer, Budget, solve
+from pipeplan.schedule.modulo import modulo_schedule
 from pipeplan.schedule.pattern import Pattern, one_after_another, sequential_time
 from pipeplan.workload.bounds import memory_recurrences, period_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -295,7 +296,8 @@ def least_period(
     Feasibility is monotone in T, so a T that is proved infeasible is a lower bound. With the order on every
     device and all k given, the least T is a ratio p/q: p sums durations and lags along a cycle that meets every
     instance at most once, and q counts the repetitions the cycle reaches over. So it is enough to ask about
-    multiples of ``unit / q`` with q <= (all durations and lags) / T. ``limit`` in seconds; ``on_pattern`` hears
+    multiples of ``unit / q`` with q <= (all durations and lags) / T. The solver is asked where
+    :func:`~pipeplan.schedule.modulo.modulo_schedule` finds nothing. ``limit`` in seconds; ``on_pattern`` hears
     of every improvement. If the solver finds none in time, the pattern is one micro-batch after another, where
     that fits. With ``below`` only periods (ns per micro-batch) less than that are of interest, and none may be found.
     """
@@ -306,9 +308,13 @@ def least_period(
         left = limit - (budget.used - used)
         if left <= 0:
             break
-        feasible, pattern, _ = solve_pattern(
-            problem, candidate, budget, left / _SHARE, unroll=unroll, max_span=max_span, hint=search.best
-        )
+        plain = unroll == 1 and max_span is None
+        pattern = modulo_schedule(problem, math.ceil(candidate)) if plain else None
+        feasible: bool | None = True
+        if pattern is None:
+            feasible, pattern, _ = solve_pattern(
+                problem, candidate, budget, left / _SHARE, unroll=unroll, max_span=max_span, hint=search.best
+            )
         search.learn(candidate, feasible, pattern)
         if pattern is not None and on_pattern is not None:
             on_pattern(pattern)

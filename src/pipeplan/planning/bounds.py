@@ -1,0 +1,115 @@
+"""What no plan of a request is quicker than, whatever it leaves open: stages, replicas, sizes, recomputation, order.
+
+Here: bounds by work and by the longest way through the model. Not here: bounds of one placement (`workload/bounds.py`),
+which know its stages, its memory and its messages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+from pipeplan.costs import can_split
+from pipeplan.costs.blocks import block_costs
+from pipeplan.errors import UsageError
+from pipeplan.files import Block, CostRow, Profile
+from pipeplan.graphs import longest_paths, topological_order
+from pipeplan.planning.candidates import Choice, shards_of, strategy_choices
+from pipeplan.planning.request import Request
+
+
+def request_bound(request: Request) -> int:
+    """Least iteration in ns of any plan, for a request that leaves the placement open.
+
+    All devices work all the time on the quickest costs that each block has, and one micro-batch passes all blocks one
+    after another. With a strategy it is the least of what each of its choices of replicas, size and recomputation
+    needs, at that size. Memory, messages and the summing of gradients are left out.
+    """
+    if request.placement == "auto":
+        return _any_plan(request)
+    bounds = [_of_choice(request, choice) for choice in strategy_choices(request)]
+    return min((bound for bound in bounds if bound is not None), default=1)
+
+
+def _any_plan(request: Request) -> int:
+    profile = request.profile
+    per_sample, alone = Fraction(0), {}
+    for block in profile.blocks:
+        times = [(_compute_ns(request, cost), cost) for cost in _possible(request, block)]
+        per_sample += min((Fraction(ns * cost.shards, cost.microbatch_size) for ns, cost in times), default=Fraction(0))
+        alone[block.id] = min((ns for ns, _ in times), default=0)
+    work = per_sample * request.batch.mini_batch / request.num_devices
+    return max(1, math.ceil(work), _longest_way(profile, alone))
+
+
+def _possible(request: Request, block: Block) -> Iterator[CostRow]:
+    """A block's costs for every share of a micro-batch that a device may have, which divides what it is a share of."""
+    whole = request.batch.mini_batch if request.sizes else request.batch.microbatch_size
+    for shards in sorted({row.shards for row in block.costs}):
+        sizes = [row.microbatch_size for row in block.costs if row.shards == shards]
+        for size in range(min(sizes), min(max(sizes), whole) + 1):
+            if whole % size == 0:
+                yield from _costs(request, block, size, shards)
+
+
+def _costs(request: Request, block: Block, size: int, shards: int) -> Iterator[CostRow]:
+    for recompute in request.recomputes:
+        try:
+            yield block_costs(block, size, shards, recompute=recompute)
+        except UsageError:  # no such costs: no plan has them
+            continue
+
+
+def _of_choice(request: Request, choice: Choice) -> int | None:
+    """Least iteration in ns of a strategy's plans with some replicas, size and recomputation; None: there are none."""
+    profile, size = request.profile, choice.batch.microbatch_size // choice.replicas
+    positions, count = request.num_devices // choice.replicas, choice.batch.num_microbatches
+    asked = replace(request, recompute=choice.recompute)
+    parts = (1, 2) if request.num_parted != 0 and size % 2 == 0 else (1,)  # forwards may run in halves
+    work, alone = 0, {}
+    for block in profile.blocks:
+        shards = shards_of(request, choice.replicas, choice.spread, block)
+        costs = {part: cost for part in parts for cost in _costs(asked, block, size // part, shards)}
+        times = {part: _compute_ns(request, cost) for part, cost in costs.items()}
+        if 1 not in times:
+            return None
+        alone[block.id] = min(times.values())
+        work += min(part * ns for part, ns in times.items()) * shards
+    way = _longest_way(profile, alone)
+    bound = max(way, -(-work * count // positions))
+    in_line = choice.strategy == "one-to-one" and not choice.spread and _is_chain(profile)
+    if in_line and request.num_parted == 0 and not _may_split(request):
+        # the busiest device works on all micro-batches, and on its first and last one waits for all other stages
+        bound = max(bound, way + (count - 1) * max(-(-work // positions), *alone.values()))
+    return bound
+
+
+def _compute_ns(request: Request, cost: CostRow) -> int:
+    """Least time of a forward and its backward, which is split or whole as the request leaves open."""
+    backward = cost.whole_backward_ns
+    if _may_split(request) and cost.input_grad_ns is not None and cost.weight_grad_ns is not None:
+        backward = min(backward, cost.input_grad_ns + cost.weight_grad_ns)
+    return cost.forward_ns + backward
+
+
+def _may_split(request: Request) -> bool:
+    return request.split_backward is not False and can_split(request.profile)
+
+
+def _longest_way(profile: Profile, alone: Mapping[str, int]) -> int:
+    """One micro-batch through the blocks and back, in ns; messages may stay on a device."""
+    place = {block.id: index for index, block in enumerate(profile.blocks)}
+    edges = [(place[edge.source], place[edge.target]) for edge in profile.edges]
+    order = topological_order(range(len(place)), edges)
+    times: Sequence[int] = [alone[block.id] for block in profile.blocks]
+    begins = longest_paths(order, [(source, target, times[source]) for source, target in edges])
+    return max(begins[index] + times[index] for index in range(len(times)))
+
+
+def _is_chain(profile: Profile) -> bool:
+    """Whether every block waits for the one before it, whatever else it waits for."""
+    edges = {(edge.source, edge.target) for edge in profile.edges}
+    ids = [block.id for block in profile.blocks]
+    return all(pair in edges for pair in zip(ids, ids[1:], strict=False))
