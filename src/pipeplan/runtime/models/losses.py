@@ -135,7 +135,7 @@ def find_losses(model: Model, *, seed: int = 0, device: torch.device | str = "cp
     reason = ""
     for dtype in _TOLERANCES:
         try:
-            return _Comparison(model, seed, torch.device(device), dtype).find()
+            return _TwoSamples(model, seed, torch.device(device), dtype).find()
         except _FailedError as error:
             reason = str(error)
     return Finding({}, f"whether the loss of {model.name} is a sum could not be found out: {reason}")
@@ -146,14 +146,14 @@ class _FailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Values:
+class _BothAndEach:
     """A tensor for two samples, and for each alone: its rows, or itself where it is one for all samples."""
 
     together: Tensor
     alone: tuple[Tensor, Tensor]
 
     @classmethod
-    def of(cls, together: Tensor, per_sample: int | None) -> _Values:
+    def of(cls, together: Tensor, per_sample: int | None) -> _BothAndEach:
         """``per_sample`` rows are a sample's, None where all are for all samples."""
         if per_sample is None:
             return cls(together, (together, together))
@@ -189,7 +189,7 @@ _Form = tuple[str, int | None] | None
 """What a loss may be: the sum (None), or a mean over (``over``, ``ignored``) as of :class:`Mean`."""
 
 
-class _Comparison:
+class _TwoSamples:
     """One pass over a model's blocks, each of which gets for each sample alone what it has made of the two."""
 
     def __init__(self, model: Model, seed: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -200,7 +200,7 @@ class _Comparison:
         except UsageError as error:
             raise _FailedError(str(error)) from error
         rows = list(_unlike(drawn))
-        self.batch = {name: _Values.of(tensor[rows], 1) for name, tensor in drawn.items()}
+        self.batch = {name: _BothAndEach.of(tensor[rows], 1) for name, tensor in drawn.items()}
         self.integers = {
             name: sorted({*_LEFT_OUT, int(tensor.min()), int(tensor.max())})
             for name, tensor in drawn.items()
@@ -210,7 +210,7 @@ class _Comparison:
 
     def find(self) -> Finding:
         """Raises UsageError as :func:`find_losses`, and _FailedError."""
-        values: dict[tuple[str, int], _Values] = {}
+        values: dict[tuple[str, int], _BothAndEach] = {}
         means: dict[str, Mean | None] = {}
         texts = []
         devices = [self.device] if self.device.type == "cuda" else []
@@ -220,7 +220,7 @@ class _Comparison:
                 module = self.model.build(block.id, self.seed, dtype=self.dtype, device=self.device)
                 made, alone, random = self._run(block, module, given)
                 if block.loss and len(made) == 1 and made[0].ndim == 0:
-                    values[block.id, 0] = _Values(made[0], (alone[0][0], alone[1][0]))
+                    values[block.id, 0] = _BothAndEach(made[0], (alone[0][0], alone[1][0]))
                     losses = _Losses(float(made[0]), (float(alone[0][0]), float(alone[1][0])))
                     means[block.id] = None if random else self._loss(block, module, given, losses)
                     texts.append(f"two samples together {losses.together:.6g}, alone {_listed(losses.alone)}")
@@ -230,7 +230,7 @@ class _Comparison:
         return self._found(means, texts)
 
     def _run(
-        self, block: BlockSpec, module: nn.Module, given: Sequence[_Values]
+        self, block: BlockSpec, module: nn.Module, given: Sequence[_BothAndEach]
     ) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, ...]], bool]:
         """What a block makes of both, of each, and whether that is random; dropout is left out."""
         made, random = self._call(module, [each.together for each in given])
@@ -265,14 +265,14 @@ class _Comparison:
 
     def _compare(
         self, block: BlockSpec, module: nn.Module, made: Tensor, first: Tensor, second: Tensor, *, random: bool
-    ) -> _Values:
+    ) -> _BothAndEach:
         """The tensor for the blocks that take it. Raises UsageError where it depends on the samples beside one."""
         broadcast = made.shape == first.shape == second.shape
         if not broadcast and (made.ndim == 0 or first.shape != second.shape or 2 * len(first) != len(made)):
             raise _FailedError(
                 f"block {block.id!r} makes {list(made.shape)} of two samples, {list(first.shape)} of one"
             )
-        values = _Values.of(made, None if broadcast else len(first))
+        values = _BothAndEach.of(made, None if broadcast else len(first))
         for alone, rows in zip((first, second), values.alone, strict=True):
             off, most = _distance(alone, rows), _largest(rows)
             if not random and off > self.tolerance * most:
@@ -283,7 +283,7 @@ class _Comparison:
                 )
         return values
 
-    def _loss(self, block: BlockSpec, module: nn.Module, given: Sequence[_Values], losses: _Losses) -> Mean | None:
+    def _loss(self, block: BlockSpec, module: nn.Module, given: Sequence[_BothAndEach], losses: _Losses) -> Mean | None:
         """What a loss is a mean over, None where it is a sum. Raises UsageError where it is neither."""
         if losses.scale == 0 or not math.isfinite(losses.scale):
             self.unknown.append(f"two samples have the loss {losses.together:.3g}")
@@ -316,7 +316,7 @@ class _Comparison:
         rows = 1 if over or block.samples else len(given[0].alone[0])
         return Mean(argument, rows, over, ignored, tuple(unclear))
 
-    def _changed(self, block: BlockSpec) -> Iterator[tuple[str, int | None, dict[str, _Values]]]:
+    def _changed(self, block: BlockSpec) -> Iterator[tuple[str, int | None, dict[str, _BothAndEach]]]:
         """The batch with the end of the first sample of a tensor left out, in all ways that are common."""
         for name in block.samples:
             tensor = self.batch[name].together
@@ -324,10 +324,10 @@ class _Comparison:
                 changed = tensor.clone()
                 own = changed[0].view(-1) if changed.ndim > 1 else changed[:1]
                 own[-max(1, len(own) // 2) :] = 0 if value is None else value
-                yield name, value, {**self.batch, name: _Values.of(changed, 1)}
+                yield name, value, {**self.batch, name: _BothAndEach.of(changed, 1)}
 
     def _losses_of(
-        self, block: BlockSpec, module: nn.Module, given: Sequence[_Values], batch: Mapping[str, _Values]
+        self, block: BlockSpec, module: nn.Module, given: Sequence[_BothAndEach], batch: Mapping[str, _BothAndEach]
     ) -> _Losses | None:
         """On the CPU, where an index that is none does no harm; None where it is one, or the loss no number."""
         taken = [*given[: len(block.inputs)], *(batch[name] for name in block.samples)]
@@ -341,7 +341,7 @@ class _Comparison:
             return None
         return _Losses(together, (alone[0], alone[1])) if math.isfinite(together) else None
 
-    def _weights(self, form: _Form, batch: Mapping[str, _Values]) -> tuple[float, float] | None:
+    def _weights(self, form: _Form, batch: Mapping[str, _BothAndEach]) -> tuple[float, float] | None:
         if form is None:
             return None
         over, ignored = form
