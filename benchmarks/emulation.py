@@ -9,7 +9,8 @@ blocking transfers by their repetend, as Tessel's (plans that keep more micro-ba
 other, and blocking costs them less). Their blocks take ``--block`` forward, three times that backward (ZB-V: once for
 each of the two gradients), and shared blocks ``--block`` each way. Then as many processes as devices, on gloo, run each
 plan with waiting instead of computing. A message takes no time in the prediction (``--comm``), so everything that real
-ones take is error. The first step warms up; figures are medians over the others.
+ones take is error. The first step warms up; figures are medians over the others. Times are stretched as `--stretch` of
+this script says; with `auto` as far as the machine needs, which the tables then say.
 """
 
 from __future__ import annotations
@@ -79,22 +80,30 @@ def pipeplan(*arguments: str) -> None:
     subprocess.run([sys.executable, "-m", "pipeplan", *arguments], check=True, capture_output=True)
 
 
-def emulated(cases: Sequence[Case], steps: int) -> dict[str, list[int]]:
-    """[case] ns of the iterations, without the first; all by the same processes."""
-    found: dict[str, list[int]] = {}
+@dataclass(frozen=True)
+class Emulated:
+    """What a case took: ns of the iterations, without the first, and how far all times were stretched."""
+
+    iterations: Sequence[int]
+    stretch: float
+
+
+def emulated(cases: Sequence[Case], steps: int, stretch: float) -> dict[str, Emulated]:
+    """[case] times, all by the same processes."""
+    found: dict[str, Emulated] = {}
 
     def listen(rank: int, report: Mapping[str, Any]) -> None:
-        found[report["name"]] = report["iterations"]
-        note(f"{report['name']}: {', '.join(format_ns(time) for time in report['iterations'])}")
+        found[report["name"]] = Emulated(report["iterations"], report["stretch"])
+        note(f"{report['name']} x {report['stretch']}: {', '.join(map(format_ns, report['iterations']))}")
 
-    job = {case.name: {"plan": case.plan.model_dump_json(), "options": options(case, steps)} for case in cases}
+    job = {case.name: {"plan": case.plan.model_dump_json(), "options": options(case, steps, stretch)} for case in cases}
     programs = cases[0].plan.programs
     watch_local("emulation:rank", programs, {"cases": job}, TIMEOUT_NS, listen, [sys.executable, __file__, AS_RANK])
     return found
 
 
-def options(case: Case, steps: int) -> dict[str, Any]:
-    return RunOptions(num_steps=steps + 1, timeout_ns=TIMEOUT_NS, blocking=case.blocking).as_json()
+def options(case: Case, steps: int, stretch: float) -> dict[str, Any]:
+    return RunOptions(num_steps=steps + 1, timeout_ns=TIMEOUT_NS, blocking=case.blocking, stretch=stretch).as_json()
 
 
 def rank(job: Mapping[str, Any], context: RankContext) -> None:
@@ -106,7 +115,7 @@ def rank(job: Mapping[str, Any], context: RankContext) -> None:
         result = emulate(plan, RunOptions(**case["options"]), context.progress, lambda step: None)
         if context.rank == 0:
             iterations = [step.iteration_ns for step in result.steps[1:]]
-            context.report({"event": "case", "name": name, "iterations": iterations})
+            context.report({"event": "case", "name": name, "iterations": iterations, "stretch": result.stretch})
         dist.barrier()
 
 
@@ -115,37 +124,46 @@ def main() -> None:
     parser.add_argument("--devices", default="4,8", help="numbers of devices, and of processes")
     parser.add_argument("--block", default="20ms", help="time of a forward")
     parser.add_argument("--comm", default="0ns", help="predicted time of a message")
-    parser.add_argument("--steps", type=int, default=5, help="steps that count")
+    parser.add_argument("--steps", type=int, default=20, help="steps that count")
+    parser.add_argument("--stretch", default="auto", help="auto, or how many times as long everything takes")
+    parser.add_argument("--shapes", default=",".join(dict.fromkeys(CLOSE + BLOCKING)))
+    parser.add_argument("--no-blocking", action="store_true", help="without the comparison with blocking transfers")
     parser.add_argument("--limit", default="5s", help="time limit of a search")
     given = parser.parse_args()
     close, blocking = [], []
+    stretch = 0.0 if given.stretch == "auto" else float(given.stretch)
+    shapes = given.shapes.split(",")
+    compared = [] if given.no_blocking else [shape for shape in shapes if shape in BLOCKING]
     with tempfile.TemporaryDirectory() as directory:
         for devices in map(int, given.devices.split(",")):
-            shapes = dict.fromkeys(CLOSE + BLOCKING)
             block_ns = parse_ns(given.block)
             plans = {s: planned(s, devices, block_ns, given.comm, given.limit, Path(directory)) for s in shapes}
             cases = [Case(shape, plan, False) for shape, plan in plans.items()]
-            cases += [Case(shape, plans[shape], True) for shape in BLOCKING]
-            found = emulated(cases, given.steps)
+            cases += [Case(shape, plans[shape], True) for shape in compared]
+            found = emulated(cases, given.steps, stretch)
             close += [closeness(shape, plans[shape], found[f"{shape} beside"]) for shape in plans]
-            blocking += [comparison(shape, plans[shape], found) for shape in BLOCKING]
-    print(markdown(["shape", "devices", "micro-batches", "predicted", "emulated", "more", "from", "to"], close))
-    print()
-    header = ["shape", "devices", "predicted", "beside computing", "blocking", "blocking / beside"]
-    print(markdown(header, blocking))
+            blocking += [comparison(shape, plans[shape], found) for shape in compared]
+    header = ["shape", "devices", "micro-batches", "predicted", "stretched", "emulated", "more", "from", "to"]
+    print(markdown(header, close))
+    if blocking:
+        header = ["shape", "devices", "predicted", "beside computing", "blocking", "blocking / beside"]
+        print(f"\n{markdown(header, blocking)}")
     print(f"\n{machine()}, torch {version('torch')}")
 
 
-def closeness(shape: str, plan: Plan, iterations: Sequence[int]) -> list[str]:
-    predicted, median = plan.predicted.makespan_ns, statistics.median(iterations)
-    times = [format_ns(time) for time in (min(iterations), max(iterations))]
-    count = str(plan.num_microbatches)
-    more = f"{median / predicted - 1:.2%}"
-    return [shape, str(len(plan.devices)), count, format_ns(predicted), format_ns(median), more, *times]
+def closeness(shape: str, plan: Plan, taken: Emulated) -> list[str]:
+    """``predicted`` is the plan's; what was emulated is compared with that, stretched."""
+    predicted, median = plan.predicted.makespan_ns, statistics.median(taken.iterations)
+    times = [format_ns(time) for time in (min(taken.iterations), max(taken.iterations))]
+    count, factor = str(plan.num_microbatches), f"{taken.stretch:g} times"
+    more = f"{median / predicted / taken.stretch - 1:.2%}"
+    return [shape, str(len(plan.devices)), count, format_ns(predicted), factor, format_ns(median), more, *times]
 
 
-def comparison(shape: str, plan: Plan, found: Mapping[str, Sequence[int]]) -> list[str]:
-    beside, blocking = (statistics.median(found[f"{shape} {how}"]) for how in ("beside", "blocking"))
+def comparison(shape: str, plan: Plan, found: Mapping[str, Emulated]) -> list[str]:
+    """In the plan's time."""
+    medians = {how: found[f"{shape} {how}"] for how in ("beside", "blocking")}
+    beside, blocking = (statistics.median(each.iterations) / each.stretch for each in medians.values())
     times = [format_ns(time) for time in (plan.predicted.makespan_ns, beside, blocking)]
     return [shape, str(len(plan.devices)), *times, f"{blocking / beside:.2f}"]
 

@@ -165,7 +165,7 @@ def beside_torch(plan: Plan, job: Mapping[str, Any], context: RankContext) -> di
     return {name: times[job["warmup"] :] for name, times in found.items()} | {"difference": difference}
 
 
-def schedule_of_torch(trainer: Trainer, num_predictions: int, num_microbatches: int) -> Any:
+def schedule_of_torch(trainer: Trainer, num_predictions: float, num_microbatches: int) -> Any:
     """torch's ZB-V over copies of the trainer's blocks."""
 
     def loss(made: Tensor, targets: Tensor) -> Tensor:

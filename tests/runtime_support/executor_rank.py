@@ -17,7 +17,7 @@ from pipeplan.runtime.launch.job import RankContext, RunOptions
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.training.options import TrainOptions
-from pipeplan.runtime.training.trainer import Trainer, model_of
+from pipeplan.runtime.training.trainer import Trainer, model_of, with_summed_losses
 from runtime_support import models as runtime_models
 from runtime_support.plans import Unsplit
 
@@ -47,6 +47,10 @@ def run_case(name: str, plan: Plan, options: RunOptions, context: RankContext) -
         except UsageError as error:
             return {"refused": str(error)}
         return {"refused": None}
+    if name.startswith("mean"):
+        written = model_of(options)
+        model = with_summed_losses(written, options, context.progress)
+        return train_both(plan, model, options, context, replace(written, predictions=lambda batch: 1))
     model = runtime_models.branches() if options.model == "branches" else model_of(options)
     return train_both(plan, model, options, context)
 
@@ -60,10 +64,12 @@ def refused_model(name: str, rank: int) -> Model:
     return runtime_models.breaking(lambda: None)
 
 
-def train_both(plan: Plan, model: Model, options: TrainOptions, context: RankContext) -> dict[str, Any]:
+def train_both(
+    plan: Plan, model: Model, options: TrainOptions, context: RankContext, whole: Model | None = None
+) -> dict[str, Any]:
     """Largest distances over steps; what is compared on this rank is its own part of the model."""
     trainer = Trainer(plan, model, options, context.progress)
-    unsplit = Unsplit(model, options)
+    unsplit = Unsplit(whole or model, options)
     losses, norms, distances = [], [], {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0}
     for step in range(options.num_steps):
         result, _ = trainer.step(step)

@@ -303,6 +303,8 @@ def _model(given: Mapping[str, Any], *, meta: bool = False) -> Model:
     """The model that the command line names."""
     how = {name: given[name] for name in ("sequence", "grain", "shared", "shards")}
     model = _api.load_model(given["name"], **how, meta=meta)
+    if model.remark:
+        click.echo(f"pipeplan: {model.remark}", err=True)
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
         click.echo(
             f"pipeplan: blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that "

@@ -34,8 +34,21 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 _LEAST_TIMEOUT_NS = 1_000_000
-_OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "message_limit_bytes")
+_OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "message_limit_bytes", "stretch")
 """Parameters of every run; the others are those of training."""
+
+
+class _Stretch(FiniteRange):
+    """A factor, or ``auto``, which is 0."""
+
+    name = "factor"
+
+    def __init__(self) -> None:
+        super().__init__(0, min_open=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        return 0.0 if value in ("auto", 0.0) else super().convert(value, param, ctx)
 
 
 @click.command("run")
@@ -50,6 +63,13 @@ _OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "mes
     type=BYTES,
     default="1MiB",
     help="With --emulate, largest message; smaller ones have the plan's bytes.",
+)
+@click.option(
+    "--stretch",
+    type=_Stretch(),
+    default="auto",
+    metavar="auto|X",
+    help="With --emulate, all times are X times the plan's; auto: as long as this machine can keep.",
 )
 @SEQUENCE
 @click.option("--instructions", metavar="pkg.mod", help="Module that registers what the plan's instructions do.")
@@ -215,7 +235,11 @@ def comparison_line(outcome: RunOutcome) -> str:
     median, predicted = outcome.warm_ns, outcome.predicted_ns
     left = "; first (warm-up) step excluded" if len(outcome.result.steps) > 1 else ""
     ratio = f" ({median / predicted - 1:+.1%})" if predicted else ""
-    return f"predicted {format_ns(predicted)}, median {format_ns(median)}{ratio}{left}"
+    stretch = outcome.result.stretch
+    times = (
+        "" if stretch == 1 else f" (the plan's {format_ns(round(predicted / stretch))} stretched {stretch:.3g} times)"
+    )
+    return f"predicted {format_ns(predicted)}{times}, median {format_ns(median)}{ratio}{left}"
 
 
 def _write_trace(outcome: RunOutcome, path: str) -> None:

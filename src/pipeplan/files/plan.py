@@ -56,6 +56,11 @@ class Predicted(FileModel):
     bubble_rate_steady: Annotated[float | None, Field(ge=0, le=1, description="of the repetend")] = None
     memory: Items[DeviceMemory]
 
+    @property
+    def whole_ns(self) -> int:
+        """Of the iteration, sums of gradients included; older plans say when the last action ends, and no more."""
+        return self.iteration_ns or self.makespan_ns
+
 
 class Provenance(FileModel):
     """What the plan was made from, and with."""

@@ -67,7 +67,7 @@ EMULATED = {name: PLANS[name] for name in ("gather, beside computing", "all-gath
 def reports() -> Reports:
     options = replace(TRAINING, instructions=MODELS, num_steps=2)
     cases = {name: (plan, replace(options, model=PATHS[id(model)])) for name, (model, plan) in PLANS.items()}
-    emulation = RunOptions(num_steps=2)
+    emulation = RunOptions(num_steps=2, stretch=1.0)  # predictions are not those of slower actions
     emulated = {f"emulated {name}": (slower(plan), emulation) for name, (_, plan) in EMULATED.items()}
     new = replace(options, model=PATHS[id(TWO)], num_steps=1, instructions="runtime_support.new_instruction")
     return reports_of(cases | emulated | {"dim": (four_devices(new_instruction.plan()), new)})

@@ -263,6 +263,7 @@ def test_no_checkpoint_behind_numbers_that_are_not_finite(monkeypatch: pytest.Mo
     trainer.step.side_effect = [(step, []) for step in steps]
     trainer.all_ranks.gather.return_value = [1]
     monkeypatch.setattr(training, "Trainer", lambda *_: trainer)
+    monkeypatch.setattr(training, "with_summed_losses", lambda model, *_: model)
     shown = MagicMock()
     options = TrainOptions("gpt2-tiny", num_steps=3, checkpoint="saved", checkpoint_every=1)
     assert training.train(MagicMock(), options, progress, shown).steps == tuple(steps)

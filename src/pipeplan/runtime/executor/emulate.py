@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import math
+import os
+import resource
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -38,13 +41,23 @@ from pipeplan.runtime.executor.rank_program import Program, ProgramStep, planned
 from pipeplan.runtime.executor.stage import MiniBatch
 from pipeplan.runtime.executor.tensors import Produced, Received, TensorSpec
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult, StepResult, run_job
-from pipeplan.runtime.launch.status import Phase, Progress, lost_others
+from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
+from pipeplan.units import format_ns
 from pipeplan.workload.elements import Hop
 
 _CPU = torch.device("cpu")
+_CLOSE, _AIM = 0.03, 0.02
+"""Parts of the predicted time: how much more a step may take, and what is aimed at where it takes more."""
+
+_BARE_STEPS, _TRIALS = 4, 3
+"""Steps whose actions take no time, of which the first warms up, and then such as take their time."""
+
 _WORD_BYTES = 8
 _LEAST_BYTES = 1024
 """Of a message whose bytes the plan does not know."""
+
+_AT, _LATE = 0, 1
+"""Words of a row: when it was made or has arrived, and how late its sender was when it was sent."""
 
 _PR_SET_TIMERSLACK = 29
 _NO_SAMPLES = MiniBatch({}, 1)
@@ -62,16 +75,18 @@ def emulate(plan: Plan, options: RunOptions, progress: Progress, on_step: OnStep
     UsageError, on every rank, where they were started with different plans or options.
     """
     emulation = _Emulation(plan, options, progress)
+    stretch = emulation.stretch(options.stretch)
     steps, timeline = [], []
     for step in range(options.num_steps):
         iteration_ns, actions = emulation.step(step)
         steps.append(StepResult(step, math.nan, iteration_ns, 0))
         if options.trace:
-            timeline.append(tuple(tuple(own) for own in emulation.all_ranks.gather(actions)))
+            planned = [(counter, round(start / stretch), round(end / stretch)) for counter, start, end in actions]
+            timeline.append(tuple(tuple(own) for own in emulation.all_ranks.gather(planned)))
         on_step(steps[-1])
     emulation.close()
     progress.begin(Phase.DONE)
-    return RunResult(tuple(steps), (), {"torch": torch.__version__}, tuple(timeline))
+    return RunResult(tuple(steps), (), {"torch": torch.__version__}, tuple(timeline), stretch)
 
 
 class _Emulation:
@@ -80,7 +95,7 @@ class _Emulation:
     def __init__(self, plan: Plan, options: RunOptions, progress: Progress) -> None:
         progress.begin(Phase.CONNECTING)
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
-        self._progress = progress
+        self._progress, self._planned_ns, self._num_ranks = progress, plan.predicted.whole_ns, len(plan.devices)
         self.all_ranks = AllRanks(_CPU, progress, timeout)
         require_alike(self.all_ranks.gather({"plan": sha256_of(plan), **options.as_json()}))
         programs, hops = planned_programs(plan), hops_of(plan)
@@ -100,6 +115,36 @@ class _Emulation:
         clock = self.all_ranks.clock
         self._executor = Executor(self._program, runners, channels, specs, progress, clock, options.blocking)
 
+    def stretch(self, asked: float) -> float:
+        """How many times as long as planned everything takes from now on; 0 asks for what this machine can keep.
+
+        Steps whose actions take no time show how long the ranks need for all that the plan does not predict, one after
+        another at worst: in less nothing can be kept. With times stretched to that, or as planned where that is longer,
+        what a step still takes too long does not depend on them, so it is to be a small part of them.
+        """
+        if asked or not self._planned_ns:
+            return self._stretch(asked or 1.0)
+        self._stretch(0.0)
+        bare_ns = statistics.median([self.step(0)[0] for _ in range(_BARE_STEPS)][1:])
+        least = self._stretch(max(1.0, bare_ns / self._planned_ns))
+        taken_ns = statistics.median(self.step(0)[0] for _ in range(_TRIALS))
+        over = taken_ns / self._planned_ns - least
+        if over > _CLOSE * least:
+            least = max(least, over / _AIM)
+        found = self._stretch(1.0 if least == 1 else math.ceil(round(10 * least, 3)) / 10)
+        if self._progress.rank == 0 and found != 1:
+            bare, late = (format_ns(round(ns)) for ns in (bare_ns, over * self._planned_ns))
+            tell(
+                f"{self._num_ranks} processes on {os.cpu_count()} cores take {bare} for a step whose actions take no "
+                f"time, and end {late} late: the plan's actions are too short for them, and all times are stretched "
+                f"{found:g} times (--stretch)"
+            )
+        return found
+
+    def _stretch(self, factor: float) -> float:
+        self._pace.stretch = factor
+        return factor
+
     def step(self, step: int) -> tuple[int, list[TimedAction]]:
         """Ns of the iteration, the same on all ranks, and when this rank's actions ran; sums last as predicted."""
         self._progress.step = step
@@ -109,7 +154,7 @@ class _Emulation:
         steps = self._program.steps
         computed = extent([action for action in actions if steps[action[0]].action.is_compute])
         if computed is not None:
-            computed = computed[0], computed[1] + self._sums_ns
+            computed = computed[0], computed[1] + self._pace.stretched(self._sums_ns)
         self._progress.begin(Phase.REPORTING)
         return iteration_of(self.all_ranks.gather(computed)), actions
 
@@ -120,15 +165,18 @@ class _Emulation:
 
 
 class Pace:
-    """A device's time: what it does ends no earlier than it should.
+    """A device's time, in which its actions follow each other at once.
 
-    A sleep ends a little late, which is this machine's doing and no part of the plan: the next action counts from when
-    it should have ended; any other delay counts in full. ``offset_ns`` is how far the host's clock is ahead.
+    As an accelerator's host does, its process interprets and posts messages while the device works, and is late only
+    where that takes longer than the action. Sleeps that end late, and waits for one of too few cores, are this
+    machine's doing. Other ranks that are late for messages count. ``offset_ns`` is how far the host's clock is ahead;
+    times of the plan are ``stretch`` times as long.
     """
 
     def __init__(self, offset_ns: int) -> None:
         self._offset_ns = offset_ns
-        self._late_ns = 0
+        self._free_ns: int | None = None
+        self.stretch = 1.0
         if sys.platform == "linux":  # else the system adds up to 50 us to every sleep
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
@@ -136,27 +184,43 @@ class Pace:
         """Ns of the common clock."""
         return time.monotonic_ns() - self._offset_ns
 
-    def restart(self) -> None:
-        """Nothing is late any more."""
-        self._late_ns = 0
+    def stretched(self, planned_ns: int) -> int:
+        """How long something takes."""
+        return round(planned_ns * self.stretch)
 
-    def waited(self, since_ns: int) -> None:
-        """Others were waited for: of being late itself only what is more than that still counts."""
-        self._late_ns = max(0, self._late_ns - (self.now() - since_ns))
+    def restart(self) -> None:
+        """The device is free when it is first asked for something."""
+        self._free_ns = None
 
     def free_ns(self) -> int:
-        """When the device could start something new: now, but for having slept too long."""
-        return self.now() - self._late_ns
+        """When the device could start something new."""
+        if self._free_ns is None:
+            self._free_ns = self.now()
+        return self._free_ns
 
-    def until(self, end_ns: int) -> int:
-        """Sleep, and return when that ended or should have: now where the end is past."""
+    def late_ns(self) -> int:
+        """How much later it is than on the device."""
+        return max(0, self.now() - self.free_ns())
+
+    def waited(self, since_ns: int, late_ns: int = 0) -> None:
+        """Others were waited for, who were ``late_ns`` late when they sent: in time it would have ended so much sooner.
+
+        But no sooner than the wait began, or the device was free.
+        """
+        earliest_ns = since_ns if self._free_ns is None else self._free_ns
+        self._free_ns = max(earliest_ns, self.now() - late_ns)
+
+    def until(self, end_ns: int) -> None:
+        """Sleep; the device is free at the end."""
         left_ns = end_ns - self.now()
-        if left_ns <= 0:
-            self._late_ns = 0
-            return end_ns - left_ns
-        time.sleep(left_ns / 1e9)
-        self._late_ns = max(0, self.now() - end_ns)
-        return end_ns
+        if left_ns > 0:
+            time.sleep(left_ns / 1e9)
+        self._free_ns = end_ns
+
+
+def _blocks() -> int:
+    """How often this thread has waited for something; where the system does not count, as if always."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if sys.platform == "linux" else time.monotonic_ns()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +238,10 @@ class EmulatedRunner:
         """Rows, made at the end. Agreeing with the other devices on the start is part of an action's time."""
         needed = [_stamp(rows) for given in inputs.values() for _, rows in given]
         start_ns = self.group.latest(max([self.pace.free_ns(), *needed]))
-        end_ns = start_ns + _duration_ns(self.plan, step)
+        end_ns = start_ns + self.pace.stretched(_duration_ns(self.plan, step))
         made = self._made(step, end_ns)
-        ended_ns = self.pace.until(end_ns)
-        return made if ended_ns == end_ns else self._made(step, ended_ns)
+        self.pace.until(end_ns)
+        return made
 
     def _made(self, step: ProgramStep, at_ns: int) -> Produced:
         found: dict[Numbers, dict[str, Tensor]] = defaultdict(dict)
@@ -217,17 +281,21 @@ class EmulatedChannels(Channels):
     def send(self, step: ProgramStep, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
         """Send rows that say when they arrive."""
         hop, peer = _hop(self._hops, self._program.rank, step), step.peer
+        (rows,) = tensors
+        arrival_ns = _stamp(rows)
         if hop.duration_ns and not self._blocking:  # else they arrive when they are made, as they say
-            (rows,) = tensors
-            self._link_free_ns[peer] = max(_stamp(rows), self._link_free_ns[peer]) + hop.occupancy_ns
-            tensors = [_stamped(rows.shape, self._link_free_ns[peer] + hop.latency_ns)]
-        super().send(step, tensors, made)
+            self._link_free_ns[peer] = max(arrival_ns, self._link_free_ns[peer]) + self._pace.stretched(
+                hop.occupancy_ns
+            )
+            arrival_ns = self._link_free_ns[peer] + self._pace.stretched(hop.latency_ns)
+        super().send(step, [_stamped(rows.shape, arrival_ns, self._pace.late_ns())], made)
 
     def take(self, step: ProgramStep) -> list[Tensor]:
         """Rows, not before they would have arrived."""
-        begin = self._pace.now()
+        begin, blocked = self._pace.now(), _blocks()
         (rows,) = super().take(step)
-        self._pace.waited(begin)
+        if _blocks() > blocked:  # else it was there
+            self._pace.waited(begin, int(rows.numpy()[:, _LATE].max()))
         arrival = self._carried(step) if self._blocking else _stamp(rows)
         if arrival > self._pace.now():
             self._pace.until(arrival)
@@ -242,7 +310,7 @@ class EmulatedChannels(Channels):
 
     def _carried(self, step: ProgramStep) -> int:
         """When a message has arrived whose two ends have come to it now."""
-        return self._pace.now() + _hop(self._hops, self._program.rank, step).duration_ns
+        return self._pace.now() + self._pace.stretched(_hop(self._hops, self._program.rank, step).duration_ns)
 
 
 def _hop(hops: Hops, rank: int, step: ProgramStep) -> Hop:
@@ -254,16 +322,18 @@ def _hop(hops: Hops, rank: int, step: ProgramStep) -> Hop:
 
 def _stamp(rows: Tensor) -> int:
     """The latest time that rows [sample, word] bear; numpy needs a tenth of torch's time for so little."""
-    return int(rows.numpy()[:, 0].max())
+    return int(rows.numpy()[:, _AT].max())
 
 
-def _stamped(shape: Sequence[int], at_ns: int) -> Tensor:
-    return torch.from_numpy(np.full(shape, at_ns, dtype=np.int64))
+def _stamped(shape: Sequence[int], at_ns: int, late_ns: int = 0) -> Tensor:
+    rows = np.full(shape, at_ns, dtype=np.int64)
+    rows[:, _LATE] = late_ns
+    return torch.from_numpy(rows)
 
 
 def specs_of(programs: Sequence[Program], hops: Hops, limit_bytes: int) -> dict[str, TensorSpec]:
     """Of the rows of every message: as long as makes its longest message the plan's bytes, up to the limit."""
-    words = {name: 1 for program in programs for names in program.tensors.values() for name in names}
+    words = {name: 1 + max(_AT, _LATE) for program in programs for names in program.tensors.values() for name in names}
     for program in programs:
         for step in program.steps:
             if step.message is not None and step.action.sends:

@@ -59,7 +59,7 @@ class MiniBatch:
     """
 
     tensors: Mapping[str, Tensor]
-    num_predictions: int
+    num_predictions: float
     draw: tuple[int, int] = (0, 0)
 
     def seed_of(self, block: str, samples: Numbers) -> int:

@@ -23,7 +23,8 @@ class RunOptions:
     ``backend`` is ``gloo``, ``nccl`` or ``auto``: NCCL for CUDA devices, gloo otherwise. ``timeout_ns`` bounds
     every single wait: for a message, a sum over ranks, and for an action to end. ``trace`` keeps the times of
     all actions of all steps. ``num_threads`` is for CPU operators, 0 to leave it as it is. ``blocking`` transfers hold
-    up their devices. Emulated messages have the plan's bytes, up to ``message_limit_bytes``.
+    up their devices. Emulated messages have the plan's bytes, up to ``message_limit_bytes``; emulated times are
+    ``stretch`` times the plan's, 0 for as long as this machine needs to keep them.
     """
 
     num_steps: int = 10
@@ -34,6 +35,7 @@ class RunOptions:
     num_threads: int = 0
     blocking: bool = False
     message_limit_bytes: int = 1 << 20
+    stretch: float = 0.0
 
     @property
     def transport(self) -> str:
@@ -81,13 +83,15 @@ class RunResult:
 
     ``peak_memory_bytes`` [rank] is what the allocator held at most (CUDA), or the most resident memory of the
     process, interpreter and libraries included (CPU). ``timeline`` [step][rank] has the actions of a step as
-    (program counter, start, end) in ns from the step's first start, if they were asked for.
+    (program counter, start, end) in ns from the step's first start, if they were asked for. An emulated run's steps
+    took ``stretch`` times what the plan says; its timeline is in the plan's time again.
     """
 
     steps: tuple[StepResult, ...]
     peak_memory_bytes: tuple[int, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
     timeline: tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...] = ()
+    stretch: float = 1.0
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; :meth:`from_json` reads them back."""

@@ -33,6 +33,12 @@ def warn(text: str) -> None:
     sys.stderr.flush()
 
 
+def tell(text: str) -> None:
+    """Tell the user what is no finding against anything, on standard error."""
+    sys.stderr.write(f"pipeplan: {text}\n")
+    sys.stderr.flush()
+
+
 class Phase(IntEnum):
     """What a rank is busy with."""
 

@@ -45,7 +45,7 @@ def sequential_model(
         input: an example, samples in the first dimension.
         targets: examples of what the output is compared with; made up like them, as the input is.
         loss: without it cross-entropy over the last dimension where targets are integers, else the squared error. Of
-            torch's modules a mean is taken as the sum. Without targets the last block may return the summed loss.
+            torch's modules a mean is taken as the sum. Without targets the last block may return the loss.
     """
     groups = _groups(children)
     if not groups:

@@ -49,11 +49,12 @@ class BlockSpec:
 
     It is called with the outputs of ``sources``, then with the tensors of the batch named in ``samples``, each with
     samples in the first dimension, and returns one tensor, or a tuple of tensors. A ``loss`` block returns a scalar:
-    the sum of the losses of all its predictions. ``build`` makes its module, with random parameters from torch's
-    generator. ``operator``, ``dimensions`` and ``shared`` (spread over all devices by some placements) go into the
-    profile, as :attr:`described`. ``collectives`` are of a block that is one device's share of a larger one. ``split``
-    says how a stage of several devices runs it; None if only whole. ``splits`` are other ways, by the name of an axis
-    of a mesh; those of one ``build`` may be used together.
+    the sum of the losses of all its predictions, or a mean, as :mod:`pipeplan.runtime.models.losses` finds out.
+    ``build`` makes its module, with random parameters from torch's generator. ``operator``, ``dimensions`` and
+    ``shared`` (spread over all devices by some placements) go into the profile, as :attr:`described`. ``collectives``
+    are of a block that is one device's share of a larger one. ``split`` says how a stage of several devices runs it;
+    None if only whole. ``splits`` are other ways, by the name of an axis of a mesh; those of one ``build`` may be used
+    together.
     """
 
     id: str
@@ -96,7 +97,10 @@ class Model:
     """Blocks in topological order, and batches for them.
 
     ``batch(num_samples, step, seed)`` makes the named tensors of a mini-batch; its samples do not depend on how many
-    there are. ``predictions(batch)`` counts what the summed loss is divided by. Each group of ``tied`` names (block id,
+    there are. ``predictions(batch)`` counts what the summed loss is divided by. ``loss_of`` is "samples" where the loss
+    is known to be a sum over samples, and "micro-batches" where it compares the samples of a micro-batch and is meant
+    to; without it runs find out. ``switched_off`` counts the modules, by class, that run in evaluation mode and would
+    do something else in training mode. Each group of ``tied`` names (block id,
     parameter name) pairs that stand for one parameter.
 
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
@@ -107,11 +111,13 @@ class Model:
     name: str
     blocks: tuple[BlockSpec, ...]
     batch: Callable[[int, int, int], dict[str, Tensor]]
-    predictions: Callable[[Batch], int]
+    predictions: Callable[[Batch], float]
     tied: tuple[tuple[tuple[str, str], ...], ...] = ()
     sharded: Callable[[int], Model] | None = None
     texts: Texts | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
+    loss_of: Literal["", "samples", "micro-batches"] = ""
+    switched_off: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         where, known = f"model {self.name!r}", set[str]()
@@ -137,6 +143,16 @@ class Model:
             if block.id == id_:
                 return block
         raise KeyError(id_)
+
+    @property
+    def remark(self) -> str:
+        """What a user should know of ``switched_off``; empty where there is nothing."""
+        if not self.switched_off:
+            return ""
+        counts = ", ".join(f"{name} x {count}" for name, count in self.switched_off.items())
+        return (
+            f"{counts} of {self.name} run in evaluation mode: nothing is dropped, running statistics stay as they are"
+        )
 
     @property
     def runs_split(self) -> bool:

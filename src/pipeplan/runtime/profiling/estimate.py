@@ -92,6 +92,8 @@ def estimate_model(
         blocks = {block.id: block for block in bare.blocks}
         timed = {key: fitted.row(blocks[key.block], *rows[key]) for key in rows}
         notes = f"{notes} {_fit_notes(calibration, fitted, bare)}"
+    if model.remark:
+        notes = f"{notes} {model.remark}."
     price = priced_by(prices_in(cluster) if cluster is not None else prices_of(device), dtype)
     source = source_of("estimated", device.title, dtype, f"{notes} Device: {device.source}.")
     return profile_of_kinds(model, splits, unsplit, ((key.kind, row) for key, row in timed.items()), price, source)

@@ -8,6 +8,7 @@ of the machine falls on all of them, and each finds the caches as another left t
 from __future__ import annotations
 
 import platform
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from pipeplan.costs.communication import prices_in
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Profile, Source
+from pipeplan.runtime.models.losses import find_losses
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.benches import TIMES, Bench
 from pipeplan.runtime.profiling.build_profile import (
@@ -79,7 +81,8 @@ def profile_model(
 
     Raises:
         UsageError: sizes, repeats, shards or device make no sense, the model cannot be split so, a block cannot be
-            built, or ``partial`` is of another model, device or way to measure.
+            built, the loss is neither a sum nor a mean over samples (:mod:`pipeplan.runtime.models.losses`), or
+            ``partial`` is of another model, device or way to measure.
         ExecutionError: a block failed; the text names it and the size.
         InfeasibleError: memory ran out at the smallest size.
     """
@@ -88,6 +91,9 @@ def profile_model(
     splits = splits_of(model, shards, dtype, cluster)
     unsplit = unsplit_of(splits, model, dtype)
     bare_profile(model, unsplit)  # before anything runs
+    losses = find_losses(model, seed=seed, device=where)
+    if losses.text and not model.loss_of:
+        warnings.warn(losses.text, stacklevel=2)
     partial = UnfinishedProfile() if partial is None else partial
     partial.open(_question(splits, runs, dtype, where, recompute=recompute, seed=seed))
     benches = Benches(splits, recompute, dtype, where, seed, partial, beside)
@@ -101,6 +107,7 @@ def profile_model(
         benches.keep()
         partial.save()
     notes = [*_notes(splits, benches.kinds, runs, cluster, recompute=recompute), *_findings(benches.all, missing)]
+    notes += [f"{text[0].upper()}{text[1:]}." for text in (model.remark, losses.text) if text]
     price = priced_by(None if cluster is None else prices_in(cluster), dtype)
     rows = ((bench.key.kind, bench.row()) for bench in benches.all)
     return profile_of_kinds(model, splits, unsplit, rows, price, _source(dtype, where, " ".join(notes)))

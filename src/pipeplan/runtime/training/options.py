@@ -117,8 +117,8 @@ class RunOutcome:
 
     @property
     def predicted_ns(self) -> int:
-        """Of the iteration, sums of gradients included; older plans say when the last action ends, and no more."""
-        return self.plan.predicted.iteration_ns or self.plan.predicted.makespan_ns
+        """Of the iteration as it was run, sums of gradients included, and stretched where times were."""
+        return round(self.plan.predicted.whole_ns * self.result.stretch)
 
     @property
     def throughput(self) -> Throughput | None:
@@ -150,6 +150,7 @@ class RunOutcome:
             "plan": self.plan.name,
             "num_ranks": len(self.plan.devices),
             "blocking": self.options.blocking,
+            "stretch": self.result.stretch,
             **self._times(),
             "steps": [{"step": step.step, "iteration_ns": step.iteration_ns} for step in self.result.steps],
             "versions": dict(self.result.versions),

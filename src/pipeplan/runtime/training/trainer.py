@@ -38,12 +38,13 @@ from pipeplan.runtime.executor.shared_parameters import SharedParameters, requir
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunResult, StepResult, run_job
-from pipeplan.runtime.launch.status import Phase, Progress, lost_others
+from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
 from pipeplan.runtime.models.load import found_at, load_model, made_by
+from pipeplan.runtime.models.losses import Finding, find_losses
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
-from pipeplan.runtime.parallel.device import Autocast, rank_device
+from pipeplan.runtime.parallel.device import Autocast, gathered, rank_device
 from pipeplan.runtime.training.checkpoint import CheckpointFolder, Checkpoints, OwnedParameter, TrainingState
 from pipeplan.runtime.training.compatibility import (
     identity_of,
@@ -66,7 +67,7 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep
     ``on_step`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
     UsageError, the same on every rank, where plan, model and options do not fit together.
     """
-    trainer = Trainer(plan, model_of(options), options, progress)
+    trainer = Trainer(plan, with_summed_losses(model_of(options), options, progress), options, progress)
     steps, timeline = [], []
     for step in range(trainer.resume(), options.num_steps):
         result, actions = trainer.step(step)
@@ -89,9 +90,33 @@ def model_of(options: TrainOptions) -> Model:
     if not any(block.loss for block in model.blocks):
         raise UsageError(
             f"model {options.model!r} has no loss to train with: of an nn.Sequential give targets beside the input; "
-            "any other module must return the sum of its losses (docs/executor.md)"
+            "any other module must return its loss, a scalar (docs/training.md)"
         )
     return model
+
+
+def with_summed_losses(model: Model, options: TrainOptions, progress: Progress) -> Model:
+    """The model, whose losses rank 0 looks at and speaks of. Raises UsageError, the same on every rank."""
+    progress.begin(Phase.LOADING)
+    own = _found(model, options) if progress.rank == 0 else None
+    progress.begin(Phase.CONNECTING)
+    with lost_others(progress):
+        found: Finding | str = gathered(own)[0]
+    if isinstance(found, str):
+        raise UsageError(found)
+    return found.summed(model)
+
+
+def _found(model: Model, options: TrainOptions) -> Finding | str:
+    """What is found, or why training is refused."""
+    device = rank_device(options.device, options.transport, options.num_threads)
+    try:
+        found = find_losses(model, seed=options.seed, device=device)
+    except UsageError as error:
+        return str(error)
+    for text in filter(None, (model.remark, found.text)):
+        tell(text)
+    return found
 
 
 class Trainer:

@@ -54,8 +54,8 @@ def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> Capture
             "at least one example input, each a tensor with samples in its first dimension"
         )
     exports = zip(_SAMPLES, _FORMATS, strict=True)
-    graphs = [_ExportReader(_export(module, inputs, count, dtype, name), name).read() for count, dtype in exports]
-    (first, output), (second, _) = graphs
+    readers = [_ExportReader(_export(module, inputs, count, dtype, name), name) for count, dtype in exports]
+    (first, output), (second, _) = (reader.read() for reader in readers)
     pairs = _paired(first, second)
     if pairs is None:
         raise UsageError(
@@ -66,7 +66,8 @@ def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> Capture
     for one, other in pairs:
         merge(one, other)
     constants = {op.name: op.value for op in second if op.kind == "constant"}  # the first has fewer digits of some
-    return CapturedGraph(tuple(first), output, {**dict(_named_tensors(module)), **constants})
+    tensors = {**dict(_named_tensors(module)), **constants}
+    return CapturedGraph(tuple(first), output, tensors, readers[0].num_dropouts)
 
 
 _REMEDY = "write a function that returns a pipeplan.runtime.models.spec.Model with its blocks (docs/profiling.md)"
@@ -157,6 +158,7 @@ class _ExportReader:
     def __init__(self, program: ExportedProgram, name: str) -> None:
         self.program, self.name = program, name
         self.operations: list[OpNode] = []
+        self.num_dropouts = 0
         self.changes = Changes(f"model {name!r}", self._like)
 
     def read(self) -> tuple[list[OpNode], OpNode]:
@@ -209,6 +211,7 @@ class _ExportReader:
             self._inline(node, found, _REGIONS[target])
         elif target in _PASSED or (target == "detach_" and found[_node(node.args[0])].kind == "constant"):
             found[node] = found[_node(node.args[0])]
+            self.num_dropouts += target == "dropout" and not _is_in_dropout(node)
         elif target == "getitem" and isinstance(found[_node(node.args[0])], list):
             found[node] = getitem(found[_node(node.args[0])], node.args[1])
         else:
@@ -259,6 +262,12 @@ class _ExportReader:
 
     def _cut(self, op: OpNode) -> OpNode:
         return self._like(torch.ops.aten.detach.default, (op,), {}, op) if op.needs_grad else op
+
+
+def _is_in_dropout(node: fx.Node) -> bool:
+    """Whether one of torch's modules for dropout calls it, not a function."""
+    *_, (_, kind) = (node.meta.get("nn_module_stack") or {"": ("", "")}).values()
+    return "torch.nn.modules.dropout." in str(kind)
 
 
 def _turns_of(node: fx.Node) -> _Turns:

@@ -187,11 +187,15 @@ class OpNode:
 
 @dataclass(frozen=True, slots=True)
 class CapturedGraph:
-    """A module's operations in the order they ran, the one that it returns, and its ``tensors`` by name."""
+    """A module's operations in the order they ran, the one that it returns, and its ``tensors`` by name.
+
+    ``num_dropouts`` are calls of functions that drop numbers in training mode.
+    """
 
     operations: tuple[OpNode, ...]
     output: OpNode
     tensors: Mapping[str, Tensor]
+    num_dropouts: int = 0
 
 
 def name_of_target(target: Any) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture.block_module import BlockWriter, Recipe
@@ -32,10 +35,12 @@ def capture(
     batch: Callable[[int, int, int], dict[str, Tensor]] | None = None,
     predictions: Callable[[Batch], int] | None = None,
 ) -> Model:
-    """Cut a module into blocks. Dropout is left out. Raises UsageError, which says what cannot be captured.
+    """Cut a module into blocks, in evaluation mode; the model says which modules that switches off.
+
+    Raises UsageError, which says what cannot be captured.
 
     Args:
-        module: returns one tensor; a scalar is taken as the sum of the losses of the samples. On the meta device
+        module: returns one tensor; a scalar is the loss, a sum or a mean over samples. On the meta device
             parameters get made-up numbers when a block is built.
         inputs: examples by the names of the forward's arguments, samples in the first dimension.
         name: of the model.
@@ -59,7 +64,22 @@ def capture(
             for block, recipe in zip(blocks, recipes, strict=True)
             for own, name in recipe.parameters.items()
         ),
+        switched_off=_switched_off(module, traced.num_dropouts),
     )
+
+
+def _switched_off(module: nn.Module, num_dropouts: int) -> dict[str, int]:
+    """Modules by class, and calls of functions, that do something else in training mode: how many."""
+    found = Counter(type(each).__name__ for each in module.modules() if _is_switched(each))
+    return dict(found) | ({"dropout()": num_dropouts} if num_dropouts else {})
+
+
+def _is_switched(module: nn.Module) -> bool:
+    rate = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
+    return isinstance(module, _NormBase) or (isinstance(module, _DROPPING) and rate > 0)
+
+
+_DROPPING = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)
 
 
 def _recipes(traced: CapturedGraph, groups: Sequence[OpGroup], free: set[OpNode], name: str) -> list[Recipe]:

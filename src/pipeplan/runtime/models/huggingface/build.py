@@ -12,14 +12,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture import capture, parameters_of
-from pipeplan.runtime.models.huggingface.adapters import ATTENTION, Contents, batch_of, register_functions, texts_of
+from pipeplan.runtime.models.huggingface.adapters import (
+    ATTENTION,
+    Contents,
+    Pairs,
+    batch_of,
+    register_functions,
+    texts_of,
+)
 from pipeplan.runtime.models.huggingface.families import (
     COLUMNS,
     ROWS,
@@ -292,7 +299,8 @@ def load_configuration(
     whole = load(text_or_path, sequence=sequence, meta=meta, seed=seed, shards=shards)
     settings = {key: value for key, value in whole.config.to_dict().items() if key != "transformers_version"}
     model, sharded = _captured(whole, grain), partial(_share, whole, grain)
-    return replace(model, sharded=sharded, texts=texts_of(whole.contents), settings=settings)
+    loss_of: Literal["samples", "micro-batches"] = "micro-batches" if isinstance(whole.module, Pairs) else "samples"
+    return replace(model, sharded=sharded, texts=texts_of(whole.contents), settings=settings, loss_of=loss_of)
 
 
 def _captured(whole: LoadedModel, grain: Grain) -> Model:

@@ -43,6 +43,10 @@ ZOO: Mapping[str, ZooSize] = {
 
 def zoo_model(name: str, *, sequence: int | None = None) -> Model:
     """A model of the zoo, with shorter sequences if asked. Raises UsageError for a length it does not take."""
+    return replace(_model(name, sequence), loss_of="samples")
+
+
+def _model(name: str, sequence: int | None) -> Model:
     size: Any = ZOO[name]
     if sequence is None:
         return ZOO[name].model(name)
