@@ -112,7 +112,8 @@ def test_without_prices_no_device_waits() -> None:
         request_of(profile("gpt2-124m-cpu"), "auto", Batch(8, 4), num_devices=4, sizes=(1, 2, 4), **QUICK)
     )
     assert found.plan.predicted.bubble_rate == 0
-    assert found.status == "optimal"
+    assert found.placement_gap == 0
+    assert found.gap < 0.02  # as if every block had the size that it is quickest with
 
 
 def test_slices_halve_the_startup_and_take_no_memory() -> None:

@@ -267,7 +267,7 @@ class Reference:
         return self.graph.workload.operations[self.graph.operation_of[task]].kind
 
     def place(self, stage: int) -> int:
-        """How many stages of those that a stage is connected with, and that stand on as few devices, come before."""
+        """How many stages come before that a stage is connected with, none on devices of one that stands on fewer."""
         stages, connected = self.graph.workload.stages, {stage}
         while True:
             ends = [(int(d.source[:-1]), int(d.target[:-1])) for d in self.graph.workload.dependencies]
@@ -275,8 +275,10 @@ class Reference:
             if more == connected:
                 break
             connected = more
-        least = min(len(stages[other].devices) for other in connected)
-        return sum(other < stage and len(stages[other].devices) == least for other in connected)
+        groups = [set(stages[other].devices) for other in connected]
+        own = {s: set(stages[s].devices) for s in connected}
+        shared = {s for s in connected if any(group & own[s] and len(group) < len(own[s]) for group in groups)}
+        return sum(other < stage and other not in shared for other in connected)
 
     def lane(self, task: int) -> str:
         return LANE.get(self.kind(task), self.kind(task))

@@ -227,7 +227,7 @@ class LookAtCandidates(PlanStep):
         """Known schedules alone, unless the candidate cannot be better, or must be searched in any case."""
         request, slicing, best = search.request, named(search.steps, SliceForwards), search.best
         try:
-            if best is not None and Trial.of(replace(request, cluster=None), candidate).hopeless(best):
+            if best is not None and Trial.of(replace(request, cluster=None), candidate).worse(best):
                 search.looked_at += 1
                 search.refuted += 1
                 return  # wherever its devices are
@@ -240,7 +240,7 @@ class LookAtCandidates(PlanStep):
         search.trials.append(trial)
         search.looked_at += 1
         searched = isinstance(request.placement, Placement) or request.scheduler != "auto"
-        if searched or trial.hopeless(best):
+        if searched or trial.worse(best):
             return
         trial.look()
         if slicing is not None:
@@ -350,7 +350,7 @@ def search_plan(request: Request, *, progress: Progress | None = None, steps: Se
         lower_bound_ns=min(search.bound_ns, proved),
         placement_lower_bound_ns=proved,
         candidates=counts,
-        timed_out=search.budget.expired and not search.budget.interrupted,
+        timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
     )
 
 

@@ -19,6 +19,7 @@ from pipeplan.costs import build_workload, can_split
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement
 from pipeplan.partition.mapping import mapped
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.candidates import PlacementCandidate, Proposal
 from pipeplan.planning.request import Request
@@ -156,6 +157,10 @@ class Trial:
     def hopeless(self, best: Trial | None) -> bool:
         """Whether no schedule can have a shorter iteration than the best trial."""
         return best is not None and best.value_ns is not None and self.bound_ns >= best.value_ns
+
+    def worse(self, best: Trial | None) -> bool:
+        """Whether every schedule has a longer iteration than the best trial; what has an equal one may be preferred."""
+        return best is not None and best.value_ns is not None and self.bound_ns > best.value_ns
 
     def begin_again(self, request: Request) -> None:
         """The candidate has changed and its best schedule is one of the changed workload: take that one for a way."""
@@ -408,7 +413,9 @@ _PREFERENCES: tuple[Callable[[Schedule], int], ...] = (
     lambda schedule: not schedule.repeats,
     lambda schedule: len(schedule.workload.stages),
     lambda schedule: complexity(schedule.scheduler),
+    lambda schedule: _SIMPLE_FIRST.get(schedule.workload.placement, len(STRATEGIES)),
 )
+_SIMPLE_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
 
 
 def preferred(one: Schedule, other: Schedule) -> bool:

@@ -43,7 +43,7 @@ class DeviceSettings:
 
 @dataclass(frozen=True, slots=True)
 class _SubmodulePart:
-    """The stages of one submodule and route: ``chain`` without, ``shared`` those with more devices than others."""
+    """The stages of one submodule and route: ``shared`` run on devices of others that have fewer, ``chain`` do not."""
 
     chain: list[int]
     shared: list[int]
@@ -82,12 +82,12 @@ class Resolved:
 
     @cached_property
     def is_shared(self) -> list[bool]:
-        """[stage] whether it stands on more devices than other stages of its submodule."""
+        """[stage] whether it runs on devices of stages of its submodule that stand on fewer."""
         shared = {stage for part in self._parts.values() for stage in part.shared}
         return [stage in shared for stage in range(len(self._workload.stages))]
 
     def chains(self) -> Iterator[list[tuple[int, ...]]]:
-        """Of each submodule and route: its stages' devices, those left out that stand on more devices than others."""
+        """Of each submodule and route: its stages' devices, without those on devices of stages that stand on fewer."""
         for part in self._parts.values():
             yield [self._workload.stages[stage].devices for stage in part.chain]
 
@@ -123,9 +123,13 @@ class Resolved:
             members.setdefault((self._submodule_of[number], self._connected[number]), []).append(number)
         parts = {}
         for key, numbers in members.items():
-            least = min(len(stages[number].devices) for number in numbers)
-            chain = [number for number in numbers if len(stages[number].devices) == least]
-            parts[key] = _SubmodulePart(chain, [number for number in numbers if number not in set(chain)])
+            sizes: dict[int, list[int]] = {device: [] for number in numbers for device in stages[number].devices}
+            for number in numbers:
+                for device in stages[number].devices:
+                    sizes[device].append(len(stages[number].devices))
+            least = {device: min(there) for device, there in sizes.items()}
+            shared = [n for n in numbers if any(least[device] < len(stages[n].devices) for device in stages[n].devices)]
+            parts[key] = _SubmodulePart([number for number in numbers if number not in set(shared)], shared)
         return parts
 
     @cached_property
