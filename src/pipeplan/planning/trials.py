@@ -407,6 +407,8 @@ def iteration_of(schedule: Schedule) -> int:
     return iteration_time(schedule.workload, rates(schedule.graph, schedule.orders, schedule.starts))
 
 
+_SIMPLE_FIRST: dict[str, int] = {name: place for place, name in enumerate(STRATEGIES)}
+
 _PREFERENCES: tuple[Callable[[Schedule], int], ...] = (
     iteration_of,
     lambda schedule: schedule.most_bytes,
@@ -415,7 +417,6 @@ _PREFERENCES: tuple[Callable[[Schedule], int], ...] = (
     lambda schedule: complexity(schedule.scheduler),
     lambda schedule: _SIMPLE_FIRST.get(schedule.workload.placement, len(STRATEGIES)),
 )
-_SIMPLE_FIRST = {name: place for place, name in enumerate(STRATEGIES)}
 
 
 def preferred(one: Schedule, other: Schedule) -> bool:
