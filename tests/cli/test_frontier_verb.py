@@ -103,7 +103,7 @@ def test_plans_are_written_and_prices_shown(profile_path: Path, tmp_path: Path) 
     assert simulate(read_plan(str(plan_path))).iteration_ns == chosen["time_ns"]
     assert all(point["price_per_hour"] == 2.5 * point["num_devices"] for point in points)
     shown = run(profile_path, "--cluster", cluster_path, "--mode", "profile").output
-    assert "per hour" in shown
+    assert "1000 iter." in shown
     plot = [line for line in shown.splitlines() if " |" in line]
     assert len(plot) == 16
     assert max(map(len, plot)) <= 100

@@ -34,7 +34,6 @@ class Operator:
     """
 
     parameters: int = 0
-    masked_flops: int = 0
     forward: tuple[Kernel, ...] = ()
     input_grad: tuple[Kernel, ...] = ()
     weight_grad: tuple[Kernel, ...] = ()
@@ -44,6 +43,7 @@ class Operator:
     update_bytes: int = 0
     forward_exchanges: tuple[Exchange, ...] = ()
     input_grad_exchanges: tuple[Exchange, ...] = ()
+    masked_flops: int = 0
 
     @property
     def flops(self) -> int:

@@ -79,10 +79,10 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
         work += min(part * ns for part, ns in times.items()) * shards
     way = _longest_way(profile, alone)
     bound = max(way, -(-work * count // positions))
-    in_line = choice.strategy == "one-to-one" and not choice.spread and _is_chain(profile)
-    if in_line and request.num_parted == 0 and not _may_split(request):
-        # the busiest device works on all micro-batches, and on its first and last one waits for all other stages
-        bound = max(bound, way + (count - 1) * max(-(-work // positions), *alone.values()))
+    if choice.strategy == "one-to-one" and not choice.spread and request.num_parted == 0:
+        bound = max(bound, count * max(alone.values()))  # each block runs all micro-batches of a copy on one device
+        if _is_chain(profile) and not _may_split(request):  # the last device waits for the others, and they for it
+            bound = max(bound, way + (count - 1) * alone[profile.blocks[-1].id])
     return bound
 
 

@@ -251,7 +251,7 @@ def _text(request: Request, limit: int, least: _Least) -> str:
         enough = f"{least.devices} devices of this size would do, or {count} of {memory}"
         remedies.append(f"raise --devices to {least.devices}")
     elif least.in_time and not isinstance(request.placement, Placement):
-        enough += ", and with this size no number of devices was found that does"
+        enough += f", and with {format_bytes(limit)} each no number of devices was found that does"
     if not least.in_time:
         enough += "; less may do, which takes more --time-limit to find out"
     remedies += [f"give {flag}" for flag in least.others]

@@ -335,12 +335,13 @@ def search_plan(request: Request, *, progress: Progress | None = None, steps: Se
     best = search.best
     if best is None or best.best is None:
         raise most_telling(search.failures)
+    _finish(request, best)
     schedule = best.settled
     plan = planned(request, best.candidate, schedule, best.best.workload)
     chosen = None if isinstance(request.placement, Placement) else search.partition_seconds
     refuted = sum(trial.hopeless(best) for trial in search.trials if trial is not best)
     counts = CandidateCounts(search.looked_at, search.refuted + refuted, sum(1 for _ in search.open))
-    proved = min(_proved_of_placement(request, best), plan.predicted.iteration_ns)
+    proved = min(best.bound_ns, plan.predicted.iteration_ns)
     return Result(
         plan,
         schedule,
@@ -354,10 +355,9 @@ def search_plan(request: Request, *, progress: Progress | None = None, steps: Se
     )
 
 
-def _proved_of_placement(request: Request, trial: Trial) -> int:
-    """Ns that no iteration of a trial's placement is shorter than, forwards in parts included where they are open."""
-    if request.num_parted:
-        trial.bounds, trial.parted_bound = [trial.settled.bound_ns], None
+def _finish(request: Request, trial: Trial) -> None:
+    """Let the best trial's bounds be of forwards in parts, too, where they are open; of these alone if asked for."""
+    if request.num_parted and trial.parted is not None:
+        trial.bounds, trial.parted_bound = [trial.parted.bound_ns], None
     else:
         _expect_parts(request, trial)
-    return trial.bound_ns

@@ -254,11 +254,11 @@ class Trial:
 
     @property
     def settled(self) -> Schedule:
-        """The best schedule, with what is proved for every way of running backward."""
-        if self.parted is not None:
-            return self.parted
-        assert self.best is not None
-        return replace(self.best, bound_ns=min(self.best.makespan_ns, *self.bounds))
+        """The best schedule, with what is proved for every way of running backward, and forwards in parts."""
+        found = self.parted or self.best
+        assert found is not None
+        parted = [] if self.parted_bound is None else [self.parted_bound]
+        return replace(found, bound_ns=min(found.makespan_ns, *self.bounds, *parted))
 
 
 class PlanStep(SearchStep, ABC):
@@ -300,6 +300,7 @@ class PlanSearch:
     finalists: list[Trial] = field(default_factory=list)
     partition_seconds: float = 0.0
     _seen: set[Hashable] = field(default_factory=set)
+    _said: tuple[int, str] | None = None
 
     def run(self, candidates: Callable[[], Iterator[Proposal]]) -> None:
         """Repeat the steps that go in turn until all candidates have been looked at or time is up; then all others.
@@ -399,7 +400,10 @@ class PlanSearch:
     def _say(self, what: str, best: Trial | None, other_ns: int | None = None) -> None:
         values = [value for value in (other_ns, None if best is None else best.value_ns) if value is not None]
         if self.progress is not None and values:
-            self.progress(what, min(values), min(self.bound_ns, *values), self.budget.elapsed)
+            if self._said is None or min(values) < self._said[0]:
+                self._said = min(values), what
+            value, made_by = self._said
+            self.progress(made_by, value, min(self.bound_ns, value), self.budget.elapsed)
 
 
 def iteration_of(schedule: Schedule) -> int:

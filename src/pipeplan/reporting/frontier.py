@@ -34,7 +34,10 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
     left = len(report.points) - len(shown)
     more = [f"{left} more points in between, left out here: --json has all"] if left else []
     between = sorted({point.unprofiled for _, point in shown if point.unprofiled})
-    more += [f"in brackets, what it is between: {unprofiled}" for unprofiled in between]
+    more += [
+        f"in brackets, what it is between if more samples take longer, but not more than in proportion: {unprofiled}"
+        for unprofiled in between
+    ]
     print_notes((*more, *report.notes), file)
 
 

@@ -86,10 +86,10 @@ def print_proof(result: Result, file: TextIO | None = None) -> None:
     lines = [f"proved for {what}: no iteration below {format_ns(bound)}, gap {gap:.2%}" for what, bound, gap in proved]
     if result.status == "optimal":
         lines = ["proved optimal: nothing that was left open is quicker"]
-    ended = "the time limit ended the search" if result.timed_out else "the search came to its end"
+    ended = "the time limit ended the search" if result.timed_out else "none is left to try"
     lines.append(
-        f"{counted(counts.looked_at, 'placement')} looked at, {counts.refuted} of them proved no better, {counts.left} "
-        f"not looked at; {'it was interrupted' if result.interrupted else ended}"
+        f"of the placements proposed {counts.looked_at} looked at, {counts.refuted} of these proved no better, "
+        f"{counts.left} not looked at; {'it was interrupted' if result.interrupted else ended}"
     )
     console = console_for(file)
     for line in lines:

@@ -375,11 +375,11 @@ def is_chain(problem: OneMicrobatch) -> str | None:
     count = len(problem.workload.stages)
     if chains(problem) == [list(range(count))]:
         return None
-    for stage in range(count):
+    for stage in range(count - 1):
         after = sorted(target for source, target in set(problem.workload.stage_edges) if source == stage)
         if after != [stage + 1]:
             break
-    ways = f"stage{'s' if len(after) > 1 else ''} {' and '.join(map(str, after))}" if after else "no other"
+    ways = f"stage{'s' if len(after) > 1 else ''} {' and '.join(map(str, after))}" if after else "none"
     return f"it needs a chain of stages, and forwards of stage {stage} go on to {ways}"
 
 

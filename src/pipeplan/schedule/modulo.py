@@ -44,7 +44,7 @@ def _places_of_shared(problem: OneMicrobatch) -> Iterator[dict[int, int]]:
         yield places
 
 
-class _Table:
+class _DeviceTable:
     """One repetend time of a device: the gaps between what has a place, and the durations of what has none yet."""
 
     def __init__(self, repetend_ns: int, durations: Sequence[int]) -> None:
@@ -100,7 +100,7 @@ class _Table:
 def _scheduled(problem: OneMicrobatch, repetend_ns: int, places: Mapping[int, int]) -> Pattern | None:
     """Operations in order, each as soon as it may; those with given places at the next such moment."""
     durations, devices = problem.durations, problem.devices
-    tables = [_Table(repetend_ns, [durations[x] for x in there if durations[x]]) for there in problem.on_device]
+    tables = [_DeviceTable(repetend_ns, [durations[x] for x in there if durations[x]]) for there in problem.on_device]
     for x, place in places.items():
         for device in devices[x] if durations[x] else ():
             if not tables[device].has_room(place, durations[x]):

@@ -121,7 +121,7 @@ class FirstSchedule(ScheduleStep):
             return
         feasible, pattern, _ = solve_pattern(problem, sequential_time(problem), state.budget, state.budget.remaining)
         if pattern is not None:
-            state.offer(state.candidate(compose(problem, pattern), "sequential"))
+            state.offer(state.candidate(compose(problem, pattern), "repetend"))
         elif feasible is False:
             raise InfeasibleError(
                 "no order of one micro-batch's operations fits into the devices' memory, although each of them alone "

@@ -1,0 +1,142 @@
+"""Bounds over everything that a request leaves open: never above any plan, and what a search says beside them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from builders.profiles import profile_of
+from builders.requests import request_of
+from pipeplan.errors import UsageError
+from pipeplan.examples import ShapeCosts, shape
+from pipeplan.files import CostRow, PlacedStage, Placement, Profile
+from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.comparison import compare
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan
+
+QUICK: dict[str, Any] = {"time_limit": 0.05, "deterministic": True}
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> Profile:
+    """Two to four blocks in a row, with costs for 1, 2 and 4 samples that need not grow in proportion."""
+    split = draw(st.booleans())
+
+    def row(size: int) -> CostRow:
+        forward, backward, weight = (draw(st.integers(1, 9)) * size + draw(st.integers(0, 3)) for _ in range(3))
+        if split:
+            return CostRow(microbatch_size=size, forward_ns=forward, input_grad_ns=backward, weight_grad_ns=weight)
+        return CostRow(microbatch_size=size, forward_ns=forward, backward_ns=backward)
+
+    return profile_of([tuple(row(size) for size in (1, 2, 4)) for _ in range(draw(st.integers(2, 4)))])
+
+
+def every_placement(profile: Profile, num_devices: int) -> list[Placement]:
+    """Each cut of a chain into stages with each number of replicas that uses all devices."""
+    ids, found = [block.id for block in profile.blocks], []
+    for count in range(1, min(len(ids), num_devices) + 1):
+        for cuts in itertools.combinations(range(1, len(ids)), count - 1):
+            ends = [0, *cuts, len(ids)]
+            for sizes in itertools.product(range(1, num_devices + 1), repeat=count):
+                if sum(sizes) == num_devices:
+                    firsts = list(itertools.accumulate(sizes, initial=0))
+                    stages = [
+                        PlacedStage(
+                            blocks=tuple(ids[ends[place] : ends[place + 1]]),
+                            devices=tuple(range(firsts[place], firsts[place + 1])),
+                            replicas=sizes[place],
+                        )
+                        for place in range(count)
+                    ]
+                    found.append(Placement(strategy="drawn", num_devices=num_devices, stages=tuple(stages)))
+    return found
+
+
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@given(chains(), st.integers(1, 3), st.sampled_from(["auto", "one-to-one", "circular"]))
+def test_no_plan_is_quicker(profile: Profile, num_devices: int, wanted: str) -> None:
+    """Every cut, with every number of replicas and every size, against the bound over all of them."""
+    bound = request_bound(request_of(profile, "auto", Batch(2, 4), num_devices=num_devices, sizes=(1, 2, 4)))
+    for placement, (count, size) in itertools.product(every_placement(profile, num_devices), [(8, 1), (4, 2), (2, 4)]):
+        try:
+            found = search_plan(request_of(profile, placement, Batch(count, size), **QUICK))
+        except UsageError:  # replicas that do not share a micro-batch
+            continue
+        assert bound <= found.plan.predicted.iteration_ns
+    asked = request_of(profile, wanted, Batch(2, 4), num_devices=num_devices, sizes=(1, 2, 4), **QUICK)
+    try:
+        best = search_plan(asked)
+    except UsageError:
+        return
+    assert best.lower_bound_ns <= best.placement_lower_bound_ns <= best.plan.predicted.iteration_ns
+    assert (best.status == "optimal") == (best.lower_bound_ns == best.plan.predicted.iteration_ns)
+
+
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@given(chains(), st.integers(2, 3))
+def test_one_stage_per_device_waits_for_the_others(profile: Profile, num_devices: int) -> None:
+    """The bound of a strategy: every cut of one stage per device, with whole forwards and backwards."""
+    fixed: dict[str, Any] = {"num_parted": 0, "split_backward": False, "replicas": 1, "recompute": False}
+    request = request_of(profile, "one-to-one", Batch(4, 2), num_devices=num_devices, **fixed)
+    bound = request_bound(request)
+    for placement in every_placement(profile, num_devices):
+        if len(placement.stages) == num_devices:
+            found = search_plan(request_of(profile, placement, Batch(4, 2), **fixed, **QUICK))
+            assert bound <= found.plan.predicted.iteration_ns
+
+
+@pytest.mark.parametrize("name", ["v", "m", "zbv"])
+@pytest.mark.parametrize("memory", [None, 3 * 10**9])
+def test_where_all_is_given_there_is_one_bound(name: str, memory: int | None) -> None:
+    """The plan file, the report of ``simulate`` and the search say the same, forwards in parts included."""
+    profile = shape(name, 4)
+    assert profile.placement is not None
+    found = search_plan(
+        request_of(profile, profile.placement, Batch(8, 1), memory_bytes=memory, recompute=False, **QUICK)
+    )
+    assert found.lower_bound_ns == found.placement_lower_bound_ns == found.plan.predicted.lower_bound_ns
+    assert found.gap == found.placement_gap == found.plan.predicted.gap
+    assert (found.candidates.looked_at, found.candidates.left) == (1, 0)
+
+
+def test_recomputation_that_is_left_open_counts() -> None:
+    """It is tried only where nothing fits without, but may be quicker: then nothing is proved over all."""
+    profile = shape("v", 4, costs=ShapeCosts(1_000_000, 3_000_000))
+    assert profile.placement is not None
+    asked: dict[str, Any] = {"memory_bytes": 2 * 10**9, **QUICK}
+    found = search_plan(request_of(profile, profile.placement, Batch(8, 1), **asked))
+    assert found.candidates.left == 0
+    assert found.lower_bound_ns <= found.placement_lower_bound_ns
+
+
+def test_a_placement_can_be_proved_where_the_whole_is_not() -> None:
+    """Two unlike blocks on two devices: every placement has idle devices or copies, and the bound has neither."""
+    rows = [CostRow(microbatch_size=1, forward_ns=each, backward_ns=each) for each in (10, 30)]
+    found = search_plan(request_of(profile_of(rows), "one-to-one", Batch(4, 1), num_devices=2, replicas=1, **QUICK))
+    assert found.placement_gap == 0
+    assert found.gap > 0
+    assert found.status == "feasible"
+    figures = found.figures()
+    assert figures["candidates"] == {"looked_at": 1, "refuted": 0, "left": 0}
+    assert figures["placement_lower_bound_ns"] == figures["iteration_ns"]
+    assert figures["lower_bound_ns"] == 160
+
+
+def test_the_status_line_is_of_the_whole_search() -> None:
+    """The best never gets worse, nor the bound weaker, whatever is searched at the moment; so in a comparison."""
+    rows = [CostRow(microbatch_size=1, forward_ns=each, backward_ns=2 * each) for each in (5, 9, 4, 7, 3)]
+    request = request_of(profile_of(rows), "auto", Batch(8, 1), num_devices=2, **QUICK)
+    heard: list[tuple[int, int]] = []
+    found = search_plan(request, progress=lambda what, best, bound, seconds: heard.append((best, bound)))
+    assert heard == sorted(heard, key=lambda each: -each[0])
+    assert heard[-1][0] == found.plan.predicted.iteration_ns
+    assert all(bound <= found.lower_bound_ns for _, bound in heard)
+    compared: list[int] = []
+    rows_of = compare(request, progress=lambda what, best, bound, seconds: compared.append(best))
+    assert compared == sorted(compared, reverse=True)
+    assert compared[-1] >= min(row.makespan_ns for row in rows_of.rows)
