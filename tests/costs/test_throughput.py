@@ -57,7 +57,7 @@ def test_search_and_simulate_say_the_same_and_simulate_shows_stages(tmp_path: Pa
     expected = [rate, 1024 * rate, 3 * 2_890_852_728_832 * rate / (4 * 312e12)]
     assert [figures[key] for key in RATES] == [pytest.approx(each) for each in expected]
     shown = pipeplan("simulate", plan).stdout
-    assert shown == searched.stdout, "the same report, stages and bottleneck included"
+    assert searched.stdout.startswith(shown.rstrip()), "the same report, then what the search proved"
     assert "bottleneck: stage" in shown
     assert "model FLOP utilisation" in shown
     again = json.loads(pipeplan("search", PROFILE, *asked, *named, "--json").stdout)

@@ -41,7 +41,7 @@ REFUSALS = [
         SIZES + "choose a --microbatch-size of at most 32, or --devices of at least 32",
     ),
     (
-        "--devices 4 --microbatch-size 9 --mini-batch 36",
+        "--devices 4 --microbatch-size 9 --mini-batch 36 --placement one-to-one",
         "choose a --microbatch-size of at most 4",
     ),
     ("--devices 4 --microbatch-size 64 --placement one-to-one", "choose a --microbatch-size of at most 4"),

@@ -213,6 +213,8 @@ def _pairs(
     profile: Profile, num_devices: int, sizes: Sequence[int], replicas: int | None, mini_batch: int
 ) -> list[tuple[int, int]]:
     """(micro-batch size, replicas) for which every block has costs."""
+    if num_devices < 1:
+        raise UsageError(f"no stage of {profile.name!r} can run on {num_devices} devices; give more --devices")
     known = [{row.microbatch_size for row in block.costs if row.shards == 1} for block in profile.blocks]
     missing = next((block.id for block, each in zip(profile.blocks, known, strict=True) if not each), None)
     if missing is not None:
@@ -227,7 +229,7 @@ def _pairs(
         for count in ((replicas,) if replicas else range(1, min(size, num_devices) + 1))
         if size % count == 0 and low <= size // count <= high
     ]
-    if num_devices < 1 or not pairs:
+    if not pairs:
         raise UsageError(
             f"no stage of {profile.name!r} can run micro-batches of {', '.join(map(str, sizes))} samples on up to "
             f"{num_devices} devices: the profile has costs for {low} to {high} samples per device; "

@@ -68,6 +68,8 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
     positions, count = request.num_devices // choice.replicas, choice.batch.num_microbatches
     asked = replace(request, recompute=choice.recompute)
     parts = (1, 2) if request.num_parted != 0 and size % 2 == 0 else (1,)  # forwards may run in halves
+    if positions < 1:
+        return None
     work, alone = 0, {}
     for block in profile.blocks:
         shards = shards_of(request, choice.replicas, choice.spread, block)

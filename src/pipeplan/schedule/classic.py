@@ -370,6 +370,12 @@ def stands(strategy: str, what: str, allowed: Callable[[int], bool]) -> Conditio
     return applies
 
 
+def one_size(problem: OneMicrobatch) -> str | None:
+    """All stages have micro-batches of one size."""
+    workload = problem.workload if problem.reduction is None else problem.reduction.workload
+    return None if workload.is_uniform else "it needs one micro-batch size for all stages"
+
+
 def is_chain(problem: OneMicrobatch) -> str | None:
     """Forwards of each stage go on to the stage of the next number, and to no other."""
     count = len(problem.workload.stages)
@@ -460,8 +466,8 @@ CLASSIC: dict[str, Classic] = {
     "zb-1p": split(one_each, automatic(1), automatic=True),
     "zb-2p": split(one_each, automatic(2), automatic=True),
     "zb-auto": split(one_each, automatic(None), automatic=True),
-    "interleaved-1f1b": Classic(all_of(circular, joined), by_rules("interleaved-1f1b")),
-    "interleaved-zb": split(all_of(circular, joined), by_rules("interleaved-zb")),
+    "interleaved-1f1b": Classic(all_of(one_size, circular, joined), by_rules("interleaved-1f1b")),
+    "interleaved-zb": split(all_of(one_size, circular, joined), by_rules("interleaved-zb")),
     "looped-bfs": Classic(circular, by_rules("looped-bfs")),
     "zb-v": split(v_shape, scripted(zero_bubble_v)),
     "v-half": split(v_shape, repeated_block((2, 1, 2, 1)), automatic=True),
