@@ -23,6 +23,7 @@ from pipeplan.files import (
     LinkLevel,
     Profile,
     Source,
+    TiedParameter,
     parse,
     read_cluster,
     write_file,
@@ -100,6 +101,15 @@ def test_a_time_that_a_block_lacks_has_no_sum() -> None:
     whole = block("b", input_grad_ns=None, weight_grad_ns=None)
     found = sums(chain(block("a"), whole), 1)
     assert (found["forward_ns"], found["backward_ns"], found["input_grad_ns"]) == (200, 400, None)
+
+
+def test_shared_parameters_have_their_share_once() -> None:
+    table = TiedParameter(name="table", blocks=("a", "b"), parameter_bytes=100, optimizer_bytes=200)
+    profile = chain(block("a"), block("b"))
+    (alone,) = operator_shares(profile, 1)
+    (shared,) = operator_shares(profile.model_copy(update={"tied": (table,)}), 1)
+    assert alone.state_bytes - shared.state_bytes == 400
+    assert shared.state_share == 1
 
 
 def test_shares_add_up() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -81,11 +82,17 @@ class OperatorShare:
 
 
 def operator_shares(profile: Profile, size: int) -> list[OperatorShare]:
-    """Time and memory by operator kind at a micro-batch size, the longest time first."""
+    """Time and memory by operator kind at a micro-batch size, the longest time first.
+
+    What blocks share counts with the first of them.
+    """
     found: dict[str, list[int]] = {}
+    counted = Counter[str]()
+    for each in profile.tied:
+        counted.update(dict.fromkeys(each.blocks[1:], each.state.total))
     for block in profile.blocks:
         row = _row(block, size)
-        taken = (1, _work_ns(row), block.state.total, row.activation_bytes)
+        taken = (1, _work_ns(row), block.state.total - counted[block.id], row.activation_bytes)
         found[block.operator] = [a + b for a, b in zip(found.get(block.operator, [0] * 4), taken, strict=True)]
     totals = [max(1, sum(column)) for column in zip(*found.values(), strict=True)]
     shares = [

@@ -192,12 +192,18 @@ def _is_fallback(request: Request, recompute: bool) -> bool:
 
 
 def _replicas(request: Request) -> Sequence[int]:
-    """Copies of the whole pipeline; one where a strategy is asked for and nothing is said."""
+    """Copies of the whole pipeline; one where a strategy is asked for and nothing is said.
+
+    Few and many in turn: one pipeline is what little memory allows, copies of the whole model are quick where they fit,
+    and there may not be time for all.
+    """
     if request.replicas is not None:
         return (request.replicas,)
     if request.placement != "auto":
         return (1,)
-    return [count for count in range(1, request.num_devices + 1) if request.num_devices % count == 0]
+    counts = [count for count in range(1, request.num_devices + 1) if request.num_devices % count == 0]
+    in_turn = chain.from_iterable(zip(counts, reversed(counts), strict=True))
+    return list(dict.fromkeys(in_turn))
 
 
 def _batches(request: Request, replicas: int, spread: bool) -> Iterator[Batch]:
