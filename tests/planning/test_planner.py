@@ -95,6 +95,7 @@ def test_what_is_said_where_nothing_fits_is_true() -> None:
     assert fewest["auto"] == min(fewest.values())
 
 
+@pytest.mark.slow
 def test_replicas_can_be_fixed() -> None:
     model = profile("gpt2-124m-cpu")
     for replicas in (1, 2, 4):
@@ -148,6 +149,7 @@ def test_slices_need_halves() -> None:
         search_plan(request_of(v, v.placement, Batch(8, 1), **(QUICK | {"num_parted": 1})))
 
 
+@pytest.mark.slow
 def test_stages_recompute_only_where_memory_asks_for_it() -> None:
     model = profile("gpt2-1.3b-a100-80gb")
     plans = {
@@ -212,6 +214,7 @@ def test_no_time_still_gives_a_plan(limit: float) -> None:
     assert iteration(found) > 0
 
 
+@pytest.mark.slow
 def test_spread_is_kept_or_refused() -> None:
     model = spreadable(profile("gpt2-124m-cpu"), 4)
     found = search_plan(

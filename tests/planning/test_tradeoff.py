@@ -42,9 +42,9 @@ def frontier_of(name: str, memory_bytes: int | None = None) -> tuple[Request, Pl
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt2-124m",
+        pytest.param("gpt2-124m", marks=pytest.mark.slow),
         pytest.param("tensoropt-transformer", marks=pytest.mark.slow),
-        "mmt-2",
+        pytest.param("mmt-2", marks=pytest.mark.slow),
         pytest.param("tessel-mt5-1.8b", marks=pytest.mark.slow),
     ],
 )
@@ -121,6 +121,7 @@ def test_memory_is_a_limit_for_all_points() -> None:
     assert all(point.memory_bytes <= limit for point in found.points)
 
 
+@pytest.mark.slow
 def test_what_fits_nowhere_is_said_with_what_would_do() -> None:
     """And what is said does."""
     request, _ = frontier_of("gpt2-124m")

@@ -31,6 +31,7 @@ from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.plans import Unsplit, placed_plan
 from runtime_support.threads import joined, require_equal_to_unsplit, together
+from support.marks import slow_but
 
 TINY = sorted(name for name in ZOO if name.endswith("-tiny"))
 PAPERS = sorted(set(ZOO) & set(MODELS))
@@ -299,7 +300,7 @@ def test_plans_of_the_examples_profiles_are_the_models(name: str) -> None:
     assert sorted(blocks) == sorted(block.id for block in model.blocks)
 
 
-@pytest.mark.parametrize("name", TINY)
+@slow_but("name", TINY, lambda name: name not in ("tessel-flava-tiny", "tessel-mt5-tiny"))
 def test_a_searched_plan_trains_as_an_unsplit_run(name: str) -> None:
     model = load_model(name)
     preset = device_preset("cpu")
