@@ -243,8 +243,9 @@ def test_torchrun_trains_as_local_does(tiny: str, local: tuple[dict[str, Any], s
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = started([*torchrun, "-m", "pipeplan"], "gpt2-tiny", tiny, "--steps", "3", "--dtype", "float64")
     assert done.returncode == 0, done.stderr
-    *told, comparison = done.stdout.splitlines()
+    *told, comparison, rate = done.stdout.splitlines()
     assert comparison.startswith("predicted ")
+    assert rate.startswith("trained ")
     lines = [line.split() for line in told]
     assert [line[:4] for line in lines] == [
         ["step", str(step["step"]), "loss", f"{step['loss']:.4f}"] for step in local[0]["steps"]
