@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from builders.profiles import profile_of
+from builders.profiles import profile_of, stage_per_block
 from builders.requests import request_of
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts, shape
@@ -111,7 +111,21 @@ def test_recomputation_that_is_left_open_counts() -> None:
     asked: dict[str, Any] = {"memory_bytes": 2 * 10**9, **QUICK}
     found = search_plan(request_of(profile, profile.placement, Batch(8, 1), **asked))
     assert found.candidates.left == 0
-    assert found.lower_bound_ns <= found.placement_lower_bound_ns
+    assert found.lower_bound_ns < found.placement_lower_bound_ns
+    assert found.status == "feasible"
+
+
+def test_a_fallback_that_is_tried_is_no_longer_open() -> None:
+    """Only recomputing fits, two micro-batches of it: what memory says about that is proved over everything."""
+    rows = (
+        CostRow(microbatch_size=1, forward_ns=10, backward_ns=30, activation_bytes=100),
+        CostRow(microbatch_size=1, recompute=True, forward_ns=10, backward_ns=40, activation_bytes=20),
+    )
+    profile = profile_of([rows] * 4)
+    placement = stage_per_block(profile, [0, 1, 2, 3])
+    found = search_plan(request_of(profile, placement, Batch(8, 1), memory_bytes=40, **QUICK))
+    assert any(stage.recompute for stage in found.plan.stages)
+    assert found.lower_bound_ns == found.placement_lower_bound_ns
 
 
 def test_a_placement_can_be_proved_where_the_whole_is_not() -> None:

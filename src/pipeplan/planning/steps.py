@@ -282,7 +282,7 @@ class SearchCandidates(PlanStep):
             if trial.best is None:
                 search.trials.remove(trial)
                 if isinstance(error, SearchTimeoutError):
-                    search.leave_out(trial.bound_ns)
+                    search.others[trial.candidate.key] = trial.bound_ns
 
 
 STEPS: tuple[SearchStep, ...] = (

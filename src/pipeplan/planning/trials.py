@@ -281,8 +281,9 @@ class PlanSearch:
 
     ``open`` makes the candidates not yet looked at, of which those that are a ``fallback`` are for now, or the others;
     no more will be once ``all_seen``. ``looked_at`` counts those there was a look at, ``refuted`` those that became no
-    trials, since no schedule of theirs can be better. ``others_bound_ns`` is what no plan that is none of the trials is
-    quicker than; None where there is none. ``finalists`` are the trials with a schedule at the end, best first.
+    trials, since no schedule of theirs can be better. ``others`` {key: ns} are bounds of what is none of the trials: of
+    all that the request leaves open (None), of candidates that are not tried or were given up. ``finalists`` are the
+    trials with a schedule at the end, best first.
     """
 
     request: Request
@@ -292,7 +293,7 @@ class PlanSearch:
     trials: list[Trial] = field(default_factory=list)
     failures: list[PipeplanError] = field(default_factory=list)
     open: Iterator[Proposal] = field(default_factory=lambda: iter(()))
-    others_bound_ns: int | None = None
+    others: dict[Hashable, int] = field(default_factory=dict)
     looked_at: int = 0
     refuted: int = 0
     fallback: bool = False
@@ -308,7 +309,7 @@ class PlanSearch:
         What is only a fallback comes if there is nothing else.
         """
         if not isinstance(self.request.placement, Placement):
-            self.others_bound_ns = request_bound(self.request)
+            self.others[None] = request_bound(self.request)
         steps = [step for step in self.steps if isinstance(step, PlanStep)]
         for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
             self.open, self.fallback, self.all_seen = candidates(), fallback, False
@@ -364,23 +365,20 @@ class PlanSearch:
                 self._leave(candidate)
         elif candidate is not None and candidate.key not in self._seen:
             self._seen.add(candidate.key)
+            self.others.pop(candidate.key, None)
             return candidate
         return None
 
     def _leave(self, candidate: PlacementCandidate) -> None:
         """A fallback that is not tried where there is something else: what it could be at best is known."""
         with suppress(PipeplanError):
-            self.leave_out(Trial.of(self.request, candidate).bound_ns)
-
-    def leave_out(self, bound_ns: int) -> None:
-        """What is not among the trials may be as quick as this."""
-        self.others_bound_ns = bound_ns if self.others_bound_ns is None else min(self.others_bound_ns, bound_ns)
+            self.others[candidate.key] = Trial.of(self.request, candidate).bound_ns
 
     @property
     def bound_ns(self) -> int:
         """No plan that the request leaves open has a shorter iteration."""
-        bounds = [trial.bound_ns for trial in self.trials] if isinstance(self.request.placement, Placement) else []
-        return min([*bounds, *([] if self.others_bound_ns is None else [self.others_bound_ns])], default=0)
+        given = isinstance(self.request.placement, Placement)
+        return min([*self.others.values(), *(trial.bound_ns for trial in self.trials if given)], default=0)
 
     def report(self, trial: Trial) -> None:
         """Say what is known after a look at a trial."""
