@@ -125,12 +125,13 @@ def _stage_tables(workload: Workload, width: int) -> list[Table]:
 
 
 def _way(workload: Workload, stage: Stage) -> str:
-    """What is special about how a stage runs, in words."""
+    """What is special about how a stage runs, in words; replicas and their samples say the size of micro-batches."""
+    other_size = stage.replicas == 1 and stage.microbatch_size != workload.microbatch_size
     words = [
         (stage.shards > 1 and bool(stage.blocks), f"{stage.shards} shards"),
         (bool(stage.configurations), _configurations(stage)),
         (stage.replicas > 1, f"{stage.replicas} replicas of {size_in_words(stage.microbatch_size // stage.replicas)}"),
-        (stage.microbatch_size != workload.microbatch_size, f"micro-batches of {size_in_words(stage.microbatch_size)}"),
+        (other_size, f"micro-batches of {size_in_words(stage.microbatch_size)}"),
         (stage.recompute, "recomputation"),
         (workload.num_routes > 1, f"route {stage.route}"),
         (stage.num_parted > 0, f"{stage.num_parted} sliced"),
