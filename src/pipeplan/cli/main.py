@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 
 import click
@@ -63,21 +64,35 @@ def cli() -> None:
 def main() -> None:
     """Entry point of the ``pipeplan`` command."""
     try:
+        try:
+            code = _exit_code()
+        finally:  # the command has ended, and torch takes a moment to leave: another Ctrl-C would only show where it is
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+    except KeyboardInterrupt:  # while the first was being answered
+        code = INTERRUPTED
+    exec("")  # Python ends by SIGINT where the last text it ran, as of a dataclass, was interrupted, whoever answered
+    sys.exit(code)
+
+
+def _exit_code() -> int:
+    """Run the command, and say what went wrong."""
+    try:
         code = cli.main(standalone_mode=False)
         sys.stdout.flush()
     except click.exceptions.Abort:
         click.echo("pipeplan: interrupted", err=True)
-        sys.exit(INTERRUPTED)
+        return INTERRUPTED
     except click.ClickException as error:
         error.show()
-        sys.exit(error.exit_code)
+        return error.exit_code
     except PipeplanError as error:
         click.echo(f"pipeplan: {error}", err=True)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except BrokenPipeError:  # the reader of stdout left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    sys.exit(code if isinstance(code, int) else 0)
+        return 0
+    return code if isinstance(code, int) else 0
 
 
 if __name__ == "__main__":
