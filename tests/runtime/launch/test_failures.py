@@ -107,6 +107,16 @@ def test_death_and_exceptions(
     assert "/pipeplan/runtime/" not in output.err, "it begins where our own code ends"
 
 
+def test_an_exchange_of_the_model_that_fails_is_not_the_cause(mark: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The rank that waits in its own block for one that was killed raises an exception as any block may."""
+    error = failure_of("exchanging", 2)
+    told = (
+        r"^rank 1 was killed \(SIGKILL\) in 1F0 \(step 1, program counter \d+ of \d+\); often because memory ran out$"
+    )
+    assert re.match(told, str(error)), str(error)
+    assert capfd.readouterr().err == ""
+
+
 def test_a_stopped_rank(mark: str) -> None:
     error = failure_of("stopped", 3, timeout_s=2)
     assert isinstance(error, ExecutionError)
