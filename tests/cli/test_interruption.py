@@ -1,4 +1,4 @@
-"""Ctrl-C, however often, ends a command with one line and exit code 130."""
+"""Ctrl-C, however often, ends a command with one line and exit code 130; closed streams make no difference."""
 
 from __future__ import annotations
 
@@ -42,3 +42,18 @@ def test_an_interruption_inside_text_that_is_run(tmp_path: Path) -> None:
 
 def test_a_second_interruption_while_the_first_is_answered(tmp_path: Path) -> None:
     assert interrupted(tmp_path, TWICE) == (130, "\n")
+
+
+def test_streams_that_the_shell_has_closed(tmp_path: Path) -> None:
+    """Their numbers are those of no other file."""
+    (tmp_path / "command.py").write_text(
+        "import os, sys\n"
+        "from pipeplan.cli import main\n"
+        "main.LazyGroup.format_commands = lambda *_: print('opened as', os.open('command.py', os.O_RDONLY) > 2)\n"
+        "main.main()\n"
+    )
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        command = f"'{sys.executable}' -m command --help {closed}"
+        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), closed
+        assert ">" in closed.replace("2>", "") or "opened as True" in done.stdout

@@ -63,6 +63,7 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the ``pipeplan`` command."""
+    _open_closed_streams()
     try:
         try:
             code = _exit_code()
@@ -73,6 +74,16 @@ def main() -> None:
         code = INTERRUPTED
     exec("")  # Python ends by SIGINT where the last text it ran, as of a dataclass, was interrupted, whoever answered
     sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Lead nowhere what the shell has closed (``>&-``): the next file that is opened would take its number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes it
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  (for good)
 
 
 def _exit_code() -> int:
