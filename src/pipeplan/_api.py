@@ -246,9 +246,12 @@ def run(
     options: RunOptions,
     on_step: Callable[[StepResult], None] = lambda step: None,
     *,
+    on_look: Callable[[str], None] = lambda where: None,
     where: str = "the plan",
 ) -> RunOutcome:
     """Run a plan with one process per device here, among which the cores are divided.
+
+    ``on_step`` gets each step's result as it ends; ``on_look``, many times a second, where rank 0 is, in words.
 
     Raises:
         InvalidPlanError: the plan, which is ``where`` it says, is not right.
@@ -263,7 +266,7 @@ def run(
     check(plan).require(where)
     if "OMP_NUM_THREADS" not in os.environ:
         options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
-    return RunOutcome(plan, options, run_local(options.job, plan, options, on_step))
+    return RunOutcome(plan, options, run_local(options.job, plan, options, on_step, on_look))
 
 
 def run_as_rank(

@@ -63,6 +63,14 @@ def test_refuses_plans_it_cannot_run(where: list[str], tmp_path: Path, monkeypat
 
 
 @needs_torch
+def test_torchrun_and_local_do_not_both_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UsageError, match="--local starts all ranks itself, and torchrun has started 3; leave out one"):
+        run(written(chain_plan(), tmp_path), "--emulate", "--local")
+
+
+@needs_torch
 def test_says_how_to_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UsageError, match=r"no ranks here: start 2 with torchrun .*, or give --local"):
@@ -109,7 +117,7 @@ def test_norms_may_be_endless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     asked: list[TrainOptions] = []
     result = RunResult((StepResult(0, 1.0, 10**9, 0),), (1, 1))
     monkeypatch.setattr(
-        "pipeplan.runtime.launch.local.run_local", lambda _, __, options, ___: asked.append(options) or result
+        "pipeplan.runtime.launch.local.run_local", lambda _, __, options, *___: asked.append(options) or result
     )
     run(written(chain_plan(), tmp_path), "--model", "gpt2-tiny", "--local", "--clip-norm", "inf")
     assert asked[0].clip_norm == math.inf
