@@ -116,7 +116,6 @@ def compare(request: Request, *, progress: Progress | None = None) -> Comparison
     """Every known schedule beside the search's; see :func:`pipeplan.planning.comparison.compare`.
 
     Raises:
-        InfeasibleError: nothing fits.
         SearchTimeoutError: time ran out with nothing found.
         UsageError: no placement is possible.
     """

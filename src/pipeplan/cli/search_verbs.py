@@ -126,8 +126,8 @@ def _print_result(
 def compare_command(as_json: bool, **flags: Any) -> None:
     """Time every classic schedule that applies to PROFILE, and search for a better one; best first.
 
-    Without --placement and without one in the profile, all strategies are compared. Schedules
-    that do not fit into memory are timed too, and listed last.
+    Without --placement and without one in the profile, all strategies are compared, each with the micro-batch size that
+    suits it. Schedules that do not fit into memory are timed too, and listed last with what they need.
     """
     from pipeplan.reporting.tables import print_comparison
 
@@ -142,3 +142,5 @@ def compare_command(as_json: bool, **flags: Any) -> None:
         click.echo(json.dumps(found.figures()))
     else:
         print_comparison(found, file=sys.stdout)
+    if found.shortage is not None:
+        raise found.shortage

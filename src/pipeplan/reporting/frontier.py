@@ -48,7 +48,7 @@ def _tables(report: FrontierResult, points: Sequence[tuple[int, FrontierPoint]],
         Column("devices", [str(point.num_devices) for _, point in points]),
         Column("memory", [format_bytes(point.memory_bytes) for _, point in points]),
         Column("iteration", [_time(point) for _, point in points]),
-        *rate_columns([report.throughput(point) for _, point in points])[:1],  # --json has all, this has little room
+        *rate_columns([report.throughput(point) for _, point in points]),
     ]
     if any(point.price_per_hour is not None for _, point in points):
         columns.append(Column("per hour", [_price(point.price_per_hour) for _, point in points]))
