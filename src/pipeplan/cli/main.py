@@ -5,14 +5,17 @@ Verbs load when they are called, so that ``pipeplan --help`` starts in a moment.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import os
 import sys
 
 import click
 
 from pipeplan._version import __version__
-from pipeplan.errors import PipeplanError
+from pipeplan.cli.output import say
+from pipeplan.errors import FileError, PipeplanError
 
 VERBS = {
     "search": ("search_verbs", "Search for the best plan."),
@@ -62,22 +65,46 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the ``pipeplan`` command."""
+    code = _exit_code()
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # and the interpreter is not to try again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            code = code or _stdout_failed(error)
+    sys.exit(code)
+
+
+def _exit_code() -> int:
+    """Run what the command line asks for; whatever it ends with has been said."""
     try:
         code = cli.main(standalone_mode=False)
-        sys.stdout.flush()
     except click.exceptions.Abort:
-        click.echo("pipeplan: interrupted", err=True)
-        sys.exit(INTERRUPTED)
+        say("pipeplan: interrupted", err=True)
+        return INTERRUPTED
     except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
+        text = io.StringIO()
+        error.show(text)
+        say(text.getvalue().removesuffix("\n"), err=True)
+        return error.exit_code
     except PipeplanError as error:
-        click.echo(f"pipeplan: {error}", err=True)
-        sys.exit(error.exit_code)
+        say(f"pipeplan: {error}", err=True)
+        return error.exit_code
     except BrokenPipeError:  # the reader of stdout left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    sys.exit(code if isinstance(code, int) else 0)
+        return 0
+    except OSError as error:
+        if error.errno not in _NO_ROOM or error.filename is not None:
+            raise
+        return _stdout_failed(error)
+    return code if isinstance(code, int) else 0
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _stdout_failed(error: OSError) -> int:
+    say(f"pipeplan: stdout cannot be written: {error.strerror}; send it to a file that has room", err=True)
+    return FileError.exit_code
 
 
 if __name__ == "__main__":

@@ -10,11 +10,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
+from xml.sax.saxutils import escape
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from pipeplan.texts import printable
 
 _PLAIN_WIDTH = 120
 """Columns where there is no terminal and ``COLUMNS`` is not set."""
@@ -27,10 +30,16 @@ def console_for(file: TextIO | None, width: int | None = None) -> Console:
     """
     said = os.environ.get("COLUMNS", "")
     width = width or (int(said) if said.isdigit() else 0) or None
-    console = Console(file=file, highlight=False, width=width)
+    # what is printed has names from files: none of them is markup, a link or an emoji
+    console = Console(file=file, highlight=False, markup=False, emoji=False, width=width)
     if width is None and not console.is_terminal:
         console.width = _PLAIN_WIDTH
     return console
+
+
+def xml_text(value: str) -> str:
+    """Text inside of an SVG's element: escaped, and with what XML or a reader must not get written out."""
+    return escape(printable(value))
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:

@@ -30,6 +30,7 @@ from pipeplan.errors import ExecutionError, PipeplanError
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import OnStep, Report, RunOptions, RunResult, StepResult, job_of
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, telling, verdict
+from pipeplan.texts import printable
 
 RANK = (sys.executable, "-m", "pipeplan.runtime.launch.__main__")
 """The command of a rank."""
@@ -256,7 +257,7 @@ class _Ranks:
     def _verdict(self) -> PipeplanError:
         cause = telling(self.failures)
         if cause is not None:
-            sys.stderr.write(cause.details)
+            sys.stderr.write(printable(cause.details))
         return verdict(self.failures, self._deaths(), self.board, self.timeout_ns)
 
     def _notice_hangs(self) -> None:

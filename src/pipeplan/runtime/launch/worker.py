@@ -27,6 +27,7 @@ from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult, job_of
 from pipeplan.runtime.launch.local import Listener, start_timeout_ns
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, Progress, RankError, lost_others, verdict
+from pipeplan.texts import printable
 
 Work = Callable[[Report, RankContext], None]
 
@@ -180,7 +181,7 @@ def _say_once(failure: Failure, store: Store, progress: Progress, timeout_ns: in
         if store.add("pipeplan/failures", 1) > 1:
             return
     said = verdict([failure], {}, progress.board, timeout_ns)
-    sys.stderr.write(f"{failure.details}pipeplan: {said}\n")
+    sys.stderr.write(printable(f"{failure.details}pipeplan: {said}\n"))
     progress.board.wake()
 
 
