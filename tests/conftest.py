@@ -6,8 +6,10 @@ import gc
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A background job of a shell starts with SIGINT ignored, and so would every process the tests start and interrupt.
@@ -44,3 +46,14 @@ for name, derandomize in (("alike", True), ("random", False)):
         name, derandomize=derandomize, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
 settings.load_profile("alike")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Commands that run in this process handle signals as if they had it to themselves, and are deaf as they leave."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        return (yield)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -9,6 +9,7 @@ import errno
 import importlib
 import io
 import os
+import signal
 import sys
 
 import click
@@ -65,14 +66,38 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the ``pipeplan`` command."""
-    code = _exit_code()
+    _open_closed_streams()
+    try:
+        try:
+            code = _flushed(_exit_code())
+        finally:  # the command has ended, and torch takes a moment to leave: another Ctrl-C would only show where it is
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+    except KeyboardInterrupt:  # while the first was being answered
+        code = INTERRUPTED
+    exec("")  # Python ends by SIGINT where the last text it ran, as of a dataclass, was interrupted, whoever answered
+    sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Lead nowhere what the shell has closed (``>&-``): the next file that is opened would take its number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes it
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  (for good)
+
+
+def _flushed(code: int) -> int:
+    """The exit code, once stdout has been written; it is 0 also where its reader left."""
     try:
         sys.stdout.flush()
     except OSError as error:  # and the interpreter is not to try again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not isinstance(error, BrokenPipeError):
-            code = code or _stdout_failed(error)
-    sys.exit(code)
+            return code or _stdout_failed(error)
+    return code
 
 
 def _exit_code() -> int:

@@ -146,6 +146,10 @@ def run_command(
     _api.require_torch("run")
     if (model is None) != emulate:
         raise UsageError("give --model to train, or --emulate to run without a model: one of the two")
+    if local and "TORCHELASTIC_RUN_ID" in os.environ and (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise UsageError(
+            f"--local starts all ranks itself, and torchrun has started {started}; leave out one of the two"
+        )
     if trace_path == "-":
         raise UsageError("--trace - would mix with the losses on stdout; give a file")
     first = local or os.environ.get("RANK", "0") == "0"  # only rank 0 writes the trace
@@ -176,7 +180,7 @@ def _run_here(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcome:
     interrupt_on_sigterm()
     try:
         return _api.run(plan, options, shown.show, where=plan_path)
-    except (KeyboardInterrupt, ExecutionError):
+    except (KeyboardInterrupt, BrokenPipeError, ExecutionError):
         _say_where_to_resume(options)
         raise
 
