@@ -10,8 +10,8 @@ from random import Random
 from typing import Any
 
 import numpy as np
-
 from attack_part import Ended, drawn_for
+
 from pipeplan.costs import build_workload
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import importlib
 import io
 import json
 import os
@@ -26,9 +27,9 @@ import click
 import tomli_w
 from attack_part import Ended, drawn_for
 from attack_plans import GATHER, placed, samples
-from support.damage import damage, damage_bytes
 
 from pipeplan.cli.main import VERBS, cli, main
+from support.damage import damage, damage_bytes, places
 
 __all__ = ["Inputs"]
 
@@ -43,19 +44,78 @@ CANARY = "[bold]canary[/bold]"
 NASTY: list[Any] = [
     *("\x1b[31mred", "\x9b31m", "\x85", "\u202eabc", "\u2066x\u2069", "a\rb", "\x07", "\ud800", "\u2028", "\x00"),
     *(CANARY, "b[/nope]", "[link=https://example.org]canary[/link]", "[/]", "[@click=x]y[/]", "\\[x", "[red", "]["),
-    *("x" * 1_000_000, "-" * 300, "../../../etc/passwd", "/dev/stdin", "${HOME}", "%s%n{0}", "<script>", '"\'`;|&'),
-    *("9**9**9", "D**D**D", "1//0", "((((((((((", "N" * 500, "a.b.c()", "__import__('os')", "lambda: 0", "D or 10**400"),
+    *("x" * 1_000_000, "-" * 300, "../../../etc/passwd", "/dev/stdin", "${HOME}", "%s%n{0}", "<script>", "\"'`;|&"),
+    *(
+        "9**9**9",
+        "D**D**D",
+        "1//0",
+        "((((((((((",
+        "N" * 500,
+        "a.b.c()",
+        "__import__('os')",
+        "lambda: 0",
+        "D or 10**400",
+    ),
     *(10**15, 10**16, 10**15 - 1, 999_999_999_999_999, 10**400, -(10**18), 1e-320, 0.1, 65_536, 65_537, 4096),
 ]
 """Beside those of :mod:`support.damage`."""
 
 ARGUMENTS = [
-    *("", "-1", "0", "1", "2", "3", "4", "7", "1e9", "99999999999999999999", "nan", "inf", "-inf", "1.5", "auto", "abc"),
-    *("1,2,4", "1,,2", "0,1", "1" * 400, "1,2," * 2000, "80GB", "16GiB", "1e400GB", "-5GB", "3 GB", "1ms", "5s", "-3ms"),
-    *("1e300s", "0ns", "1h", "10 years", "../x", "/", "/dev/null", "/nowhere/file.json", "-", "--", "-o", "--help", "'"),
+    *(
+        "",
+        "-1",
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+        "7",
+        "1e9",
+        "99999999999999999999",
+        "nan",
+        "inf",
+        "-inf",
+        "1.5",
+        "auto",
+        "abc",
+    ),
+    *(
+        "1,2,4",
+        "1,,2",
+        "0,1",
+        "1" * 400,
+        "1,2," * 2000,
+        "80GB",
+        "16GiB",
+        "1e400GB",
+        "-5GB",
+        "3 GB",
+        "1ms",
+        "5s",
+        "-3ms",
+    ),
+    *(
+        "1e300s",
+        "0ns",
+        "1h",
+        "10 years",
+        "../x",
+        "/",
+        "/dev/null",
+        "/nowhere/file.json",
+        "-",
+        "--",
+        "-o",
+        "--help",
+        "'",
+    ),
     *("x" * 5000, "é", "\u0663", "[/nope]", "[bold]x[/bold]", "one-to-one", "circular", "v-shape", "bidirectional"),
     *("1f1b", "zb-h1", "chimera", "repetend", "rules", "greedy", "h100-80gb", "cpu", "yes", "no", "all", "none", "@f"),
 ]
+
+CONFIG = """{"model_type": "gpt2", "n_layer": 1, "n_embd": 8,
+ "n_head": 2, "vocab_size": 16, "n_positions": 8}
+"""
 
 TEMPLATES: list[tuple[int, str]] = [
     (8, "search {profile} --devices 2 --time-limit 50ms -o {out}"),
@@ -89,6 +149,9 @@ TEMPLATES: list[tuple[int, str]] = [
 ]
 """How often, and a command: what stands in braces is a file."""
 
+_NEEDS_TORCH = ("run", "profile gpt2", "profile {config}")
+_WITH_TORCH = ("torch._dynamo", "transformers", "pipeplan.runtime.profiling.estimate", "pipeplan.runtime.models.load")
+
 
 @dataclass(frozen=True, slots=True)
 class Seed:
@@ -112,7 +175,7 @@ def seeds() -> dict[str, list[Seed]]:
     profiles = [json.loads(each.profile.model_dump_json()) for each in made]
     profiles += [json.loads(path.read_text()) for path in sorted((ROOT / "profiles").glob("tessel-?.json"))]
     found = {
-        "profile": profiles + [_golden("gpt2-tiny")],
+        "profile": [*profiles, _golden("gpt2-tiny")],
         "cluster": [json.loads(each.cluster.model_dump_json()) for each in made if each.cluster]
         + [json.loads(path.read_text()) for path in sorted((ROOT / "src/pipeplan/catalog/clusters").glob("*.json"))],
         "placement": [
@@ -123,12 +186,12 @@ def seeds() -> dict[str, list[Seed]]:
         "traced": [_golden("plan-gpt2-tiny")],
         "trace": [_golden("trace-gpt2-tiny")],
         "tests": [_nccl_json()],
-        "config": [{"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 16, "n_positions": 8}],
     }
     known = {kind: [Seed(content, _json) for content in contents] for kind, contents in found.items()}
     rules = [path.read_text() for path in sorted((ROOT / "src/pipeplan/catalog/rules").glob("*.toml"))]
     known["rules"] = [Seed(tomllib.loads(text), _toml) for text in [*rules, GATHER, GATHER]]
     known["table"] = [Seed(_nccl_table(), str.encode)]
+    known["config"] = [Seed(CONFIG, str.encode)]
     known["text"] = [Seed("a few words of text, 1 + 2 = 3\n" * 20, str.encode)]
     known["cache"] = [Seed('{"kind": "tuning", "schema_version": 1}\n{"key": "x", "known": 5}\n', str.encode)]
     return known
@@ -140,7 +203,9 @@ def _golden(name: str) -> Any:
 
 def _nccl_json() -> Any:
     devices = [{"rank": rank, "hostname": "node00", "device": rank} for rank in range(2)]
-    results = [{"size": 4**n, "count": 4 ** (n - 1), "out_of_place": {"time": 11.0 + 4**n / 21000}} for n in range(2, 9)]
+    results = [
+        {"size": 4**n, "count": 4 ** (n - 1), "out_of_place": {"time": 11.0 + 4**n / 21000}} for n in range(2, 9)
+    ]
     return {
         "version": 2,
         "args": ["./build/sendrecv_perf"],
@@ -170,9 +235,9 @@ class Input:
     stdin: bytes = b""
 
 
-def drawn(rng: Random, known: dict[str, list[Seed]], folder: Path) -> Input:
+def drawn(rng: Random, templates: list[tuple[int, str]], known: dict[str, list[Seed]], folder: Path) -> Input:
     """A command with one or two of its files damaged, or its arguments; the files are written."""
-    weights, commands = zip(*TEMPLATES, strict=True)
+    weights, commands = zip(*templates, strict=True)
     arguments = rng.choices(commands, weights)[0].split()
     places = [at for at, text in enumerate(arguments) if text.startswith("{") and text != "{out}"]
     damaged = set(rng.sample(places, min(len(places), rng.choice([1, 1, 1, 2])))) if rng.random() < 0.8 else set()
@@ -201,13 +266,54 @@ def _content(rng: Random, known: dict[str, list[Seed]], kind: str, *, damaged: b
         return seed.write(seed.content)
     if isinstance(seed.content, str):
         return _damaged_text(rng, seed.content)
+    content = json.loads(json.dumps(seed.content))
+    how = rng.randrange(4)
+    if how == 0 and _rename(rng, content):
+        return _written(seed, content)
+    if how == 1:
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            _other_number(rng, content)
+        return _written(seed, content)
     text = damage(rng, seed.content, NASTY)
     if seed.write is not _toml:
         return text
     with contextlib.suppress(ValueError, TypeError, AttributeError):  # not what TOML can say
-        content = json.loads(text)
-        return _toml(content)
+        return _toml(json.loads(text))
     return _damaged_text(rng, seed.write(seed.content).decode())
+
+
+def _written(seed: Seed, content: Any) -> bytes:
+    """As the file is written, also with text that is none in UTF-8."""
+    try:
+        return seed.write(content)
+    except UnicodeEncodeError:
+        return json.dumps(content).encode()
+
+
+def _rename(rng: Random, content: Any) -> bool:
+    """One text, wherever it stands, so that what refers to it goes on doing so; False where there is none."""
+    texts = sorted({c[k] for c, k in places(content) if isinstance(c[k], str)})
+    if not texts:
+        return False
+    old, nasty = rng.choice(texts), rng.choice([each for each in NASTY if isinstance(each, str)])
+    new = rng.choice([nasty, old + nasty, nasty + old])
+    for container, key in places(content):
+        if container[key] == old:
+            container[key] = new
+    for container, _ in places(content):
+        if isinstance(container, dict) and old in container:
+            container[new] = container.pop(old)
+    return True
+
+
+def _other_number(rng: Random, content: Any) -> None:
+    """A number that may be right, or nearly, where it stands."""
+    found = [(c, k) for c, k in places(content) if isinstance(c[k], int | float) and not isinstance(c[k], bool)]
+    if found:
+        container, key = rng.choice(found)
+        old = container[key]
+        most = [10**15, 10**16, 10**15 - 1, 10**9, 10**6, 65_536, 2**62, 10**12]
+        container[key] = rng.choice([*most, old + 1, abs(old - 1), old * 2, old * 1000, 0, 1, 2])
 
 
 def _damaged_text(rng: Random, text: str) -> bytes:
@@ -289,6 +395,7 @@ def run(given: Input, folder: Path) -> Ran:
         contextlib.chdir(folder),
         mock.patch.object(sys, "argv", ["pipeplan", *given.arguments]),
         mock.patch.object(sys, "stdin", stdin),
+        mock.patch.object(os, "cpu_count", return_value=1),  # or tuning would start processes, and they all of this
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         _signals_kept(),
@@ -378,15 +485,19 @@ class Inputs:
     limit_s: float = 10.0
     memory_bytes: int | None = 3 << 30
     known: dict[str, list[Seed]] = field(default_factory=dict)
+    with_torch: bool = True
 
     def prepare(self, folder: Path) -> None:
-        """The valid files."""
+        """The valid files, and torch, which takes seconds to import."""
         os.environ["COLUMNS"] = "100"
         self.known = seeds()
+        for module in _WITH_TORCH if self.with_torch else ():
+            importlib.import_module(module)
 
     def drawn(self, index: int, seed: int, folder: Path) -> Input:
         """The command and its files."""
-        return drawn(drawn_for(self.name, seed, index), self.known, folder)
+        templates = [each for each in TEMPLATES if self.with_torch or not each[1].startswith(_NEEDS_TORCH)]
+        return drawn(drawn_for(self.name, seed, index), templates, self.known, folder)
 
     def attack(self, index: int, seed: int, folder: Path) -> Ended:
         """One command."""

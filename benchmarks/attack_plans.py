@@ -12,6 +12,7 @@ from typing import Any
 
 from attack_part import Ended, drawn_for
 from judge import Json, UnfitError, faults_of, restated
+
 from pipeplan.checker import check
 from pipeplan.errors import FileError, PipeplanError
 from pipeplan.examples import ShapeCosts, shape
@@ -512,11 +513,8 @@ class Plans:
     def attack(self, index: int, seed: int, folder: Path) -> Ended:
         """One damaged plan, checked alone and with what it was made from."""
         rng = drawn_for(self.name, seed, index)
-        sample = rng.choice(self.known)
-        plan = damaged(rng, sample.plan)
+        sample, plan = self._drawn(rng)
         text = json.dumps(plan)
-        if plan == sample.plan:
-            return Ended("unchanged")
         try:
             read = parse(text, Plan, "plan.json")
         except FileError:
@@ -535,12 +533,19 @@ class Plans:
             return Ended("accepted", "accepted", f"accepted with the profile it was made from, and {what}")
         return Ended("true, and accepted")
 
+    def _drawn(self, rng: Random) -> tuple[Sample, Json]:
+        """A plan, and what damages make of it, which is not the same."""
+        sample = rng.choice(self.known)
+        while (plan := damaged(rng, sample.plan)) == sample.plan:
+            pass
+        return sample, plan
+
     def show(self, index: int, seed: int, folder: Path) -> str:
         """The damaged plan as a file."""
         rng = drawn_for(self.name, seed, index)
-        sample = rng.choice(self.known)
+        sample, plan = self._drawn(rng)
         path = folder / "plan.json"
-        path.write_text(json.dumps(damaged(rng, sample.plan), indent=1))
+        path.write_text(json.dumps(plan, indent=1))
         (folder / "before.json").write_text(json.dumps(sample.plan, indent=1))
         return f"pipeplan check {path}"
 
