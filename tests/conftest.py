@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Processes that tests start import the packages beside the tests, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+
+# What is compiled, assertions rewritten, is kept for workers and processes to come, whatever the terminal is like.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Collecting makes millions of objects and no garbage to speak of; they are not looked at again in any test, either.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
 
 # Two tests at a time, and ranks beside each other, on two cores: one thread each, or they would wait in circles.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

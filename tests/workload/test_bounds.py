@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -14,6 +12,7 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
 from pipeplan.workload.bounds import period_bound, strong_makespan_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from references.best_makespan import best_makespan
 
 
 @pytest.mark.parametrize(
@@ -57,43 +56,6 @@ def test_stages_on_all_devices(name: str, num_devices: int) -> None:
 def test_littles_law_over_the_whole_run(memory: float, bound: int) -> None:
     """8 devices, 32 micro-batches; at half memory far above the work of 10,370."""
     assert strong_makespan_bound(zero_bubble("v", 8, 32, memory)) >= bound
-
-
-def best_makespan(problem: OneMicrobatch) -> int:
-    """By trying every sequence in which actions could start; each starts as soon as it then can."""
-    count = problem.num_microbatches
-    sources = [[(s, lag) for s, t, lag in problem.edges if t == target] for target in range(problem.num_operations)]
-
-    def extend(ends: dict[tuple[int, int], int], free: tuple[int, ...], held: tuple[int, ...]) -> int | None:
-        if len(ends) == problem.num_operations * count:
-            return max(ends.values())
-        best: int | None = None
-        for x, m in itertools.product(range(problem.num_operations), range(count)):
-            if (x, m) in ends or (m and (x, m - 1) not in ends) or any((s, m) not in ends for s, _ in sources[x]):
-                continue
-            devices = problem.devices[x]
-            if any(_too_much(problem, device, x, held[device]) for device in devices):
-                continue
-            begin = max([free[d] for d in devices] + [ends[s, m] + lag for s, lag in sources[x]])
-            end = begin + problem.durations[x]
-            net = problem.acquire[x] - problem.release[x]
-            found = extend(
-                {**ends, (x, m): end},
-                tuple(end if d in devices else time for d, time in enumerate(free)),
-                tuple(size + net if d in devices else size for d, size in enumerate(held)),
-            )
-            if found is not None and (best is None or found < best):
-                best = found
-        return best
-
-    best = extend({}, (0,) * problem.num_devices, (0,) * problem.num_devices)
-    assert best is not None
-    return best
-
-
-def _too_much(problem: OneMicrobatch, device: int, operation: int, held: int) -> bool:
-    capacity = problem.capacity[device]
-    return capacity is not None and held + problem.acquire[operation] + problem.workspace[operation] > capacity
 
 
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))

@@ -32,6 +32,7 @@ from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import OnLook, OnStep, Report, RunOptions, RunResult, StepResult, job_of
 from pipeplan.runtime.launch.loopback import loopback_server, transport_interfaces
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, death, first_failure, has_own_cause, verdict
+from pipeplan.texts import printable
 
 RANK = (sys.executable, "-m", "pipeplan.runtime.launch.__main__")
 """The command of a rank."""
@@ -290,7 +291,7 @@ class _Ranks:
 
     def _verdict(self) -> PipeplanError:
         first = first_failure([*self.failures, *self._died()])
-        sys.stderr.write(first.details)
+        sys.stderr.write(printable(first.details))
         return verdict(first, self.board, self.timeout_ns)
 
     def _notice_hangs(self) -> None:

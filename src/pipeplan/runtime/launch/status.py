@@ -20,6 +20,7 @@ from enum import IntEnum, StrEnum
 from pathlib import Path
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
+from pipeplan.texts import printable
 from pipeplan.units import format_ns
 
 _FIELDS = 6  # phase, step, counter, peer, since_ns, process
@@ -29,13 +30,12 @@ _READ_TRIES = 16
 
 def warn(text: str) -> None:
     """Tell the user of a rank's finding, on standard error."""
-    sys.stderr.write(f"pipeplan: warning: {text}\n")
-    sys.stderr.flush()
+    tell(f"warning: {text}")
 
 
 def tell(text: str) -> None:
     """Tell the user what is no finding against anything, on standard error."""
-    sys.stderr.write(f"pipeplan: {text}\n")
+    sys.stderr.write(printable(f"pipeplan: {text}\n"))
     sys.stderr.flush()
 
 

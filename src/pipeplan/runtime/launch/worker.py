@@ -40,6 +40,7 @@ from pipeplan.runtime.launch.status import (
     lost_others,
     verdict,
 )
+from pipeplan.texts import printable
 
 Work = Callable[[Report, RankContext], None]
 
@@ -219,7 +220,7 @@ def _say_once(failure: Failure, store: Store, progress: Progress, timeout_ns: in
     while failure.cause is Cause.LOST and not progress.board.gone and time.monotonic() < until:
         time.sleep(_LOOK_S)
     said = verdict(failure, progress.board, timeout_ns)
-    sys.stderr.write(f"{failure.details}pipeplan: {said}\n")
+    sys.stderr.write(printable(f"{failure.details}pipeplan: {said}\n"))
     progress.board.wake()
 
 

@@ -1,0 +1,459 @@
+"""Processes that fail: runs, emulated runs, profiles and measured links, hit anywhere from outside.
+
+A command runs as its user starts it, with its ranks as processes of their own, but all are forked from one that has
+imported torch, which saves 4 s of processor time each. At a moment that is drawn, a step, or while a checkpoint is
+written, one of its processes is killed, stopped, stopped for a while, told to end, cut off from the others (all its
+sockets are shut down) or left without room on the disk. Then: the command ends within 10 s (of its timeout, where a
+process stands still), names what failed in one message, leaves no process, every checkpoint that was whole is, and the
+same command with ``--resume``, or again, gets to the end, with the losses of a training that nothing disturbed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import re
+import resource
+import runpy
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from unittest import mock
+
+from attack_part import Ended, drawn_for
+
+__all__ = ["Faults"]
+
+TESTS = Path(__file__).parents[1] / "tests"
+SOON_S = 10.0
+TIMEOUT_S = 3.0
+STEPS = 12
+_SUBREAPER = 36
+_ABOVE = 200  # descriptors from here on are free in a new process
+_PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "pipeplan.cli.run_verb",
+    "pipeplan.cli.profile_verb",
+    "pipeplan.runtime.training.trainer",
+    "pipeplan.runtime.executor.emulate",
+    "pipeplan.runtime.profiling.measure",
+    "pipeplan.runtime.profiling.links",
+    "pipeplan.runtime.launch.worker",
+    "runtime_support.models",
+)
+
+COMMANDS = {
+    "emulate": "run emulated.json --emulate --local --steps 40 --timeout 3s --trace trace.json",
+    "train": f"run plan.json --model runtime_support.models:chain --local --dtype float64 --steps {STEPS} --timeout 3s "
+    "--checkpoint kept --checkpoint-every 1",
+    "profile": "profile gpt2-tiny --microbatch 1,2,4 --repeats 60 -o profile.json",
+    "links": "profile --communication --processes 2 --max-bytes 4MiB --repeats 30 -o links.json",
+}
+WEIGHTS = {"emulate": 4, "train": 9, "profile": 4, "links": 2}
+KINDS = ("killed", "stopped", "slow", "ended", "interrupted", "cut off", "disk full", "launcher killed")
+
+SAID = {
+    "killed": r"rank \d+ (was killed|lost|is gone)|killed|SIGKILL",
+    "stopped": r"rank \d+ (hangs|got nothing|was stopped|is stopped)|--timeout|did not",
+    "ended": r"interrupted|SIGTERM|ended",
+    "interrupted": r"interrupted",
+    "cut off": r"rank \d+ ",
+    "disk full": r"cannot be written|could not|cannot|No space|too large",
+}
+"""What the message says in some words."""
+
+
+# Processes that are forked, not started ---------------------------------------------------------------------------
+
+
+class Forked:
+    """As much of ``subprocess.Popen`` as is asked of a rank, which is forked from here instead of started anew."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        stdin: int,
+        stdout: int,
+        pass_fds: Sequence[int],
+        start_new_session: bool,
+        env: Mapping[str, str],
+    ) -> None:
+        read, write = os.pipe()
+        self._status: int | None = None
+        self.pid = os.fork()
+        if not self.pid:
+            _become(command[2], env, {0: read, 1: stdout, 2: 2, **{number: number for number in pass_fds}})
+        os.close(read)
+        self.stdin = os.fdopen(write, "wb")
+
+    def poll(self) -> int | None:
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = time.monotonic() + (1e9 if timeout is None else timeout)
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+            time.sleep(0.005)
+        assert self._status is not None
+        return self._status
+
+
+def _become(module: str, env: Mapping[str, str], descriptors: Mapping[int, int]) -> None:
+    """In the forked process: what a new one has, then the module as a program."""
+    code = 1
+    try:
+        os.setsid()
+        _keep(descriptors)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv = [module]
+        sys.modules.pop(module, None)
+        _listen_for_faults()
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # there is one
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _keep(descriptors: Mapping[int, int]) -> None:
+    """These descriptors under these numbers, and no others."""
+    moved = {number: fcntl.fcntl(found, fcntl.F_DUPFD, _ABOVE) for number, found in descriptors.items()}
+    os.closerange(0, _ABOVE)
+    for number, found in moved.items():
+        os.dup2(found, number)
+        os.close(found)
+    sys.stdin, sys.stdout, sys.stderr = (
+        open(number, mode, buffering, closefd=False)  # noqa: SIM115  (they are the process's own)
+        for number, mode, buffering in ((0, "r", -1), (1, "w", 1), (2, "w", 1))
+    )
+
+
+def _listen_for_faults() -> None:
+    """Have a thread that shuts down this process's connections when a file of its number appears."""
+    wanted = Path(f"cut-{os.getpid()}")
+
+    def wait() -> None:
+        while not wanted.exists():
+            time.sleep(0.01)
+        for name in os.listdir("/proc/self/fd"):
+            number = int(name)
+            with contextlib.suppress(OSError):
+                if stat.S_ISSOCK(os.fstat(number).st_mode):
+                    with socket.socket(fileno=os.dup(number)) as connection:
+                        connection.shutdown(socket.SHUT_RDWR)
+
+    threading.Thread(target=wait, daemon=True, name="faults").start()
+
+
+def start(command: str, folder: Path) -> int:
+    """The command in a process of its own, with its output in files; its number."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.chdir(folder)
+        named = (("in", os.O_RDWR), ("out", os.O_WRONLY), ("err", os.O_WRONLY))
+        _keep({number: os.open(name, how | os.O_CREAT | os.O_TRUNC) for number, (name, how) in enumerate(named)})
+        os.setsid()
+        from pipeplan.cli.main import main
+        from pipeplan.runtime.launch import local
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        names = {**vars(subprocess), "Popen": Forked}
+        sys.argv = ["pipeplan", *command.split()]
+        with mock.patch.object(local, "subprocess", type("Names", (), names)):
+            main()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # there is one
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started, and those that they have."""
+    found = []
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += list(map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()))
+    return found + [inner for each in found for inner in children(each)]
+
+
+def living(pids: Sequence[int]) -> list[int]:
+    """Those that are no zombies."""
+    found = []
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                found.append(pid)
+    return found
+
+
+def status_of(pid: int, until: float) -> int | None:
+    """How a child ended, in the form of ``returncode``; None if it has not by then."""
+    while time.monotonic() < until:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    return None
+
+
+# What is drawn -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to which process of which command, and when: after so many seconds, or steps, or in a checkpoint."""
+
+    verb: str
+    kind: str
+    victim: int
+    seconds: float
+    step: int
+    in_checkpoint: bool
+
+    @property
+    def is_on_launcher(self) -> bool:
+        return self.kind in ("ended", "interrupted", "launcher killed")
+
+
+def drawn(rng: Random) -> Fault:
+    """A fault anywhere."""
+    verb = rng.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
+    kinds = [kind for kind in KINDS if verb != "profile" or kind not in ("cut off", "stopped")]
+    return Fault(
+        verb,
+        rng.choice(kinds),
+        rng.randrange(2),
+        rng.choice([0.0, rng.uniform(0, 0.5), rng.uniform(0, 2)]),
+        rng.randrange(STEPS) if rng.random() < 0.7 else -1,
+        rng.random() < 0.5,
+    )
+
+
+# One attack --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Faults:
+    """Faults of processes, one command after another."""
+
+    name: str = "faults"
+    count: int = 200
+    limit_s: float = 180.0
+    memory_bytes: int | None = None
+    plans: dict[str, str] = field(default_factory=dict)
+    losses: list[str] = field(default_factory=list)
+
+    def prepare(self, folder: Path) -> None:
+        """Import what ranks need, and train once without any fault."""
+        import importlib
+
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+        os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "COLUMNS": "100"}
+        for module in _PRELOADED:
+            importlib.import_module(module)
+        from runtime_support import models
+        from runtime_support.plans import model_plan
+
+        plan = model_plan(models.chain(), [0, 1, 1, 0], split=True, num_microbatches=4, microbatch_size=1)
+        self.plans = {"plan.json": plan.model_dump_json(), "emulated.json": plan.model_dump_json()}
+        self._write(folder)
+        pid = start(COMMANDS["train"], folder)
+        if status_of(pid, time.monotonic() + 100) != 0:
+            raise RuntimeError(f"training without faults fails: {(folder / 'err').read_text()}")
+        self.losses = losses_of(folder)
+        if len(self.losses) != STEPS:
+            raise RuntimeError(f"training without faults has {len(self.losses)} steps")
+
+    def _write(self, folder: Path) -> None:
+        for name, text in self.plans.items():
+            (folder / name).write_text(text)
+
+    def attack(self, index: int, seed: int, folder: Path) -> Ended:
+        """One command, one fault, and what is left."""
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # whoever is left over becomes a child of this process
+        fault = drawn(drawn_for(self.name, seed, index))
+        self._write(folder)
+        try:
+            return self._attacked(fault, folder)
+        finally:
+            for pid in children(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                while os.waitpid(-1, 0)[0]:
+                    pass
+
+    def show(self, index: int, seed: int, folder: Path) -> str:
+        """The fault and its command, with its files."""
+        fault = drawn(drawn_for(self.name, seed, index))
+        self._write(folder)
+        return f"pipeplan {COMMANDS[fault.verb]}\n{fault}"
+
+    def _attacked(self, fault: Fault, folder: Path) -> Ended:
+        pid = start(COMMANDS[fault.verb], folder)
+        victim = _wait_for(fault, pid, folder)
+        if victim is None:
+            status_of(pid, time.monotonic() + 60)
+            return Ended("over before")
+        kept = whole(folder)
+        happened = time.monotonic()
+        _inflict(fault, victim, folder)
+        allowed = SOON_S + (TIMEOUT_S + 2.0 if fault.kind in ("stopped", "cut off") else 0.0)
+        if fault.kind == "slow" or (fault.kind == "disk full" and fault.verb != "train"):
+            allowed += 60.0  # it goes on to its end
+        code = status_of(pid, happened + allowed)
+        what = f"{fault}, after {time.monotonic() - happened:.1f} s, exit {code}: {_text(folder, 'err')[-1500:]}"
+        if code is None:
+            return Ended("hang", "hang", what)
+        left = _left_over()
+        for wrong, found in (
+            ("orphan", left),
+            ("traceback", "Traceback" in _text(folder, "err")),
+            ("message", _wrong_message(fault, code, _text(folder, "err"))),
+            ("lost", self._lost(fault, folder, kept)),
+        ):
+            if found:
+                return Ended(fault.kind, wrong, f"{found}: {what}")
+        return Ended(f"{fault.verb} {fault.kind}")
+
+    def _lost(self, fault: Fault, folder: Path, kept: list[int]) -> str:
+        """What is not there any more, or cannot be gone on from."""
+        for name in ("trace.json", "profile.json", "links.json"):
+            with contextlib.suppress(FileNotFoundError):
+                try:
+                    json.loads((folder / name).read_text())
+                except ValueError:
+                    return f"{name} is half written"
+        if fault.verb in ("emulate", "links"):
+            return ""
+        if fault.verb == "train" and max(whole(folder), default=0) < max(kept, default=0):
+            return f"{kept} were whole, and {whole(folder)} are"
+        again = COMMANDS[fault.verb]
+        done = max(whole(folder), default=0)
+        if fault.verb == "train" and done:
+            again = f"{again.replace(f'--steps {STEPS}', f'--steps {max(STEPS, done + 1)}')} --resume"
+        for name in ("out", "err"):
+            (folder / name).rename(folder / f"first-{name}")
+        code = status_of(start(again, folder), time.monotonic() + 90)
+        if code != 0:
+            return f"{again} then ends with {code}: {_text(folder, 'err')[-1000:]}"
+        if fault.verb == "train" and losses_of(folder)[: STEPS - done] != self.losses[done:]:
+            return f"from step {done} on the losses are {losses_of(folder)} instead of {self.losses[done:]}"
+        return ""
+
+
+def _wait_for(fault: Fault, pid: int, folder: Path) -> int | None:
+    """Wait until it is to happen: the process that it happens to; None where all has ended before."""
+    begin = time.monotonic()
+    until = begin + fault.seconds
+    while True:
+        if living([pid]) == [] or time.monotonic() - begin > 60:
+            return None
+        ready = time.monotonic() >= until
+        if fault.verb == "train" and fault.step >= 0:
+            ready = _text(folder, "out").count("step ") > fault.step
+            if fault.in_checkpoint:
+                ready = ready and any((folder / "kept").glob(".step-*"))
+        elif fault.verb == "emulate" and fault.step >= 0:
+            ready = ready and _text(folder, "out").count("step ") > fault.step
+        ranks = [pid] if fault.is_on_launcher or fault.verb == "profile" else living(children(pid))[:2]
+        if ready and len(ranks) > (0 if ranks == [pid] else 1):
+            return ranks[min(fault.victim, len(ranks) - 1)]
+        time.sleep(0.001)
+
+
+def _inflict(fault: Fault, pid: int, folder: Path) -> None:
+    numbers = {
+        "killed": signal.SIGKILL,
+        "launcher killed": signal.SIGKILL,
+        "stopped": signal.SIGSTOP,
+        "slow": signal.SIGSTOP,
+        "ended": signal.SIGTERM,
+        "interrupted": signal.SIGINT,
+    }
+    with contextlib.suppress(ProcessLookupError):
+        if fault.kind in numbers:
+            os.kill(pid, numbers[fault.kind])
+            if fault.kind == "slow":
+                time.sleep(0.7)
+                os.kill(pid, signal.SIGCONT)
+        elif fault.kind == "cut off":
+            (folder / f"cut-{pid}").touch()
+        else:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (512, 512))
+
+
+def _left_over() -> list[int]:
+    """Processes that have not ended soon after the command has."""
+    until = time.monotonic() + 5.0
+    while found := living(children(os.getpid())):
+        if time.monotonic() > until:
+            return found
+        time.sleep(0.02)
+    return []
+
+
+def _wrong_message(fault: Fault, code: int, said: str) -> str:
+    """What is wrong with how it says what happened."""
+    lines = [line.removeprefix("pipeplan: ") for line in said.splitlines() if line.startswith("pipeplan: ")]
+    errors = [line for line in lines if not line.startswith(("warning", "resuming", "2 processes on", "measuring "))]
+    if code == 0:  # it had done what the fault would have hit
+        return ""
+    if code < 0:
+        killed = fault.kind == "launcher killed" or (fault.verb == "profile" and fault.kind == "killed")
+        return "" if killed or -code == signal.SIGTERM else f"ends by signal {-code}"
+    if fault.kind == "slow":
+        return "a pause ends it"
+    if code not in (1, 2, 130):
+        return f"exit {code}"
+    if not errors:
+        return "no message"
+    wanted = SAID.get(fault.kind)
+    return "" if wanted is None or re.search(wanted, " ".join(errors)) else f"says nothing of {wanted}"
+
+
+def whole(folder: Path) -> list[int]:
+    """The steps of checkpoints that have their names."""
+    return sorted(int(path.name[5:]) for path in (folder / "kept").glob("step-*")) if (folder / "kept").exists() else []
+
+
+def losses_of(folder: Path) -> list[str]:
+    """The losses that a training printed."""
+    return re.findall(r"^step \d+\s+loss (\S+)", _text(folder, "out"), re.MULTILINE)
+
+
+def _text(folder: Path, name: str) -> str:
+    path = folder / name
+    return path.read_text(errors="replace") if path.exists() else ""

@@ -1,0 +1,511 @@
+"""Files and command lines that nobody meant: each ends well or with one clear message, soon, and prints no control."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import importlib
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import tomllib
+import traceback
+import unicodedata
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest import mock
+
+import click
+import tomli_w
+from attack_part import Ended, drawn_for
+from attack_plans import GATHER, placed, samples
+
+from pipeplan.cli.main import VERBS, cli, main
+from support.damage import damage, damage_bytes, places
+
+__all__ = ["Inputs"]
+
+ROOT = Path(__file__).parents[1]
+CODES = (0, 1, 2, 3)
+MOST_SAID = 20_000
+"""Characters on standard error: what a file says is not printed whole."""
+
+CANARY = "[bold]canary[/bold]"
+"""Markup that must come out as it went in: where a file's text is read as markup, its brackets are gone."""
+
+NASTY: list[Any] = [
+    *("\x1b[31mred", "\x9b31m", "\x85", "\u202eabc", "\u2066x\u2069", "a\rb", "\x07", "\ud800", "\u2028", "\x00"),
+    *(CANARY, "b[/nope]", "[link=https://example.org]canary[/link]", "[/]", "[@click=x]y[/]", "\\[x", "[red", "]["),
+    *("x" * 1_000_000, "-" * 300, "../../../etc/passwd", "/dev/stdin", "${HOME}", "%s%n{0}", "<script>", "\"'`;|&"),
+    *(
+        "9**9**9",
+        "D**D**D",
+        "1//0",
+        "((((((((((",
+        "N" * 500,
+        "a.b.c()",
+        "__import__('os')",
+        "lambda: 0",
+        "D or 10**400",
+    ),
+    *(10**15, 10**16, 10**15 - 1, 999_999_999_999_999, 10**400, -(10**18), 1e-320, 0.1, 65_536, 65_537, 4096),
+]
+"""Beside those of :mod:`support.damage`."""
+
+ARGUMENTS = [
+    *(
+        "",
+        "-1",
+        "0",
+        "1",
+        "2",
+        "3",
+        "4",
+        "7",
+        "1e9",
+        "99999999999999999999",
+        "nan",
+        "inf",
+        "-inf",
+        "1.5",
+        "auto",
+        "abc",
+    ),
+    *(
+        "1,2,4",
+        "1,,2",
+        "0,1",
+        "1" * 400,
+        "1,2," * 2000,
+        "80GB",
+        "16GiB",
+        "1e400GB",
+        "-5GB",
+        "3 GB",
+        "1ms",
+        "5s",
+        "-3ms",
+    ),
+    *(
+        "1e300s",
+        "0ns",
+        "1h",
+        "10 years",
+        "../x",
+        "/",
+        "/dev/null",
+        "/nowhere/file.json",
+        "-",
+        "--",
+        "-o",
+        "--help",
+        "'",
+    ),
+    *("x" * 5000, "é", "\u0663", "[/nope]", "[bold]x[/bold]", "one-to-one", "circular", "v-shape", "bidirectional"),
+    *("1f1b", "zb-h1", "chimera", "repetend", "rules", "greedy", "h100-80gb", "cpu", "yes", "no", "all", "none", "@f"),
+]
+
+CONFIG = """{"model_type": "gpt2", "n_layer": 1, "n_embd": 8,
+ "n_head": 2, "vocab_size": 16, "n_positions": 8}
+"""
+
+TEMPLATES: list[tuple[int, str]] = [
+    (8, "search {profile} --devices 2 --time-limit 50ms -o {out}"),
+    (4, "search {profile} --time-limit 50ms --scheduler 1f1b --json"),
+    (5, "search {profile} --cluster {cluster} --time-limit 50ms"),
+    (4, "search {profile} --devices 2 --placement {placement} --time-limit 50ms --placement-output {out}"),
+    (8, "search {profile} --devices 2 --rules {rules} --time-limit 50ms --microbatches 4"),
+    (2, "search {profile} --devices 2 --scheduler rules --cache {cache} --workers 1 --time-limit 100ms"),
+    (4, "compare {profile} --devices 2 --time-limit 50ms --microbatches 4"),
+    (2, "compare {profile} --cluster {cluster} --time-limit 50ms --json"),
+    (4, "frontier {profile} --devices 1,2 --tolerance 0.1 --time-limit 100ms --svg {out}"),
+    (3, "frontier {profile} --devices 2 --plans --time-limit 50ms --cluster {cluster}"),
+    (9, "check {plan}"),
+    (5, "check {plan} --profile {profile} --cluster {cluster}"),
+    (5, "check {plan} --json"),
+    (8, "simulate {plan}"),
+    (3, "simulate {plan} --microbatches 9 --svg - --profile {profile}"),
+    (3, "simulate {plan} --trace {out} --cluster {cluster} --json"),
+    (8, "simulate {traced} --measured {trace}"),
+    (4, "profile --show {profile}"),
+    (2, "profile --show {profile} --microbatch 1,2 --json"),
+    (8, "profile --communication-from {table} --cluster {cluster} -o {out}"),
+    (2, "profile --communication-from {table} --communication-from {tests} --cluster {cluster} -o - --level node"),
+    (4, "run {plan} --emulate"),
+    (2, "run {plan} --model gpt2-tiny --data {text} --steps 1"),
+    (2, "profile gpt2-tiny --estimate --device h100-80gb --calibrate {profile} --cluster {cluster} -o {out}"),
+    (2, "profile {config} --estimate --device h100-80gb --microbatch 1 -o {out}"),
+    (2, "example shape-v --devices 3 --forward 2ms -o {out}"),
+    (2, "example gpt2-124m --cluster {cluster} --shards 1,2 -o {out}"),
+    (1, "example tessel --devices 4"),
+]
+"""How often, and a command: what stands in braces is a file."""
+
+_NEEDS_TORCH = ("run", "profile gpt2", "profile {config}")
+_WITH_TORCH = ("torch._dynamo", "transformers", "pipeplan.runtime.profiling.estimate", "pipeplan.runtime.models.load")
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:
+    """A valid file: its content, and how that is written."""
+
+    content: Any
+    write: Callable[[Any], bytes]
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content).encode()
+
+
+def _toml(content: Any) -> bytes:
+    return tomli_w.dumps(content).encode()
+
+
+def seeds() -> dict[str, list[Seed]]:
+    """Small valid files of every kind."""
+    made = samples()
+    profiles = [json.loads(each.profile.model_dump_json()) for each in made]
+    profiles += [json.loads(path.read_text()) for path in sorted((ROOT / "profiles").glob("tessel-?.json"))]
+    found = {
+        "profile": [*profiles, _golden("gpt2-tiny")],
+        "cluster": [json.loads(each.cluster.model_dump_json()) for each in made if each.cluster]
+        + [json.loads(path.read_text()) for path in sorted((ROOT / "src/pipeplan/catalog/clusters").glob("*.json"))],
+        "placement": [
+            json.loads(placed(("b0 b1", (0,), 1, None), ("b2 b3", (1,), 1, None)).model_dump_json()),
+            _golden("placement-mmt"),
+        ],
+        "plan": [each.plan for each in made] + [_golden("plan-shape-zbv"), _golden("plan-gpt2-tiny")],
+        "traced": [_golden("plan-gpt2-tiny")],
+        "trace": [_golden("trace-gpt2-tiny")],
+        "tests": [_nccl_json()],
+    }
+    known = {kind: [Seed(content, _json) for content in contents] for kind, contents in found.items()}
+    rules = [path.read_text() for path in sorted((ROOT / "src/pipeplan/catalog/rules").glob("*.toml"))]
+    known["rules"] = [Seed(tomllib.loads(text), _toml) for text in [*rules, GATHER, GATHER]]
+    known["table"] = [Seed(_nccl_table(), str.encode)]
+    known["config"] = [Seed(CONFIG, str.encode)]
+    known["text"] = [Seed("a few words of text, 1 + 2 = 3\n" * 20, str.encode)]
+    known["cache"] = [Seed('{"kind": "tuning", "schema_version": 1}\n{"key": "x", "known": 5}\n', str.encode)]
+    return known
+
+
+def _golden(name: str) -> Any:
+    return json.loads(gzip.decompress((ROOT / "tests/golden/before/files" / f"{name}.json.gz").read_bytes()))
+
+
+def _nccl_json() -> Any:
+    devices = [{"rank": rank, "hostname": "node00", "device": rank} for rank in range(2)]
+    results = [
+        {"size": 4**n, "count": 4 ** (n - 1), "out_of_place": {"time": 11.0 + 4**n / 21000}} for n in range(2, 9)
+    ]
+    return {
+        "version": 2,
+        "args": ["./build/sendrecv_perf"],
+        "config": {"nthreads": 1, "ngpus": 1, "devices": devices},
+        "results": results,
+    }
+
+
+def _nccl_table() -> str:
+    head = "# nccl-tests version 2.17.1\n# Collective test starting: all_reduce_perf\n"
+    head += "# nThread 1 nGpus 1 minBytes 16 maxBytes 65536 step: 4(factor)\n# Using devices\n"
+    head += "".join(f"#  Rank {n:2d} Group  0 Pid 500{n} on node00 device {n:2d} [0000:0a:00] A100\n" for n in range(2))
+    head += "#\n#       size         count      type   redop    root     time   algbw   busbw  #wrong     time\n"
+    rows = [(4**n, 11.0 + 4**n / 21000) for n in range(2, 9)]
+    body = "".join(f"{s:12d} {s // 4:12d} float none -1 {t:.2f} 1.00 1.00 0 {t:.2f} 1.00 1.00 0\n" for s, t in rows)
+    return head + body + "# Avg bus bandwidth    : 5.4321\n# Collective test concluded: all_reduce_perf\n"
+
+
+# Drawing one -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A command line, the files that it names, and standard input."""
+
+    arguments: list[str]
+    stdin: bytes = b""
+
+
+def drawn(rng: Random, templates: list[tuple[int, str]], known: dict[str, list[Seed]], folder: Path) -> Input:
+    """A command with one or two of its files damaged, or its arguments; the files are written."""
+    weights, commands = zip(*templates, strict=True)
+    arguments = rng.choices(commands, weights)[0].split()
+    places = [at for at, text in enumerate(arguments) if text.startswith("{") and text != "{out}"]
+    damaged = set(rng.sample(places, min(len(places), rng.choice([1, 1, 1, 2])))) if rng.random() < 0.8 else set()
+    stdin = b""
+    for at, text in enumerate(arguments):
+        if text == "{out}":
+            arguments[at] = str(folder / "out")
+        elif at in places:
+            content = _content(rng, known, text[1:-1], damaged=at in damaged)
+            name = folder / f"{at}-{text[1:-1]}{'.toml' if text == '{rules}' else '.json'}"
+            name.write_bytes(content)
+            arguments[at] = str(name)
+            if rng.random() < 0.03:
+                arguments[at], stdin = "-", content
+    if not damaged or rng.random() < 0.1:
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            _damage_arguments(rng, arguments)
+    return Input(arguments, stdin)
+
+
+def _content(rng: Random, known: dict[str, list[Seed]], kind: str, *, damaged: bool) -> bytes:
+    if damaged and rng.random() < 0.04:  # another file
+        kind = rng.choice(list(known))
+    seed = rng.choice(known[kind])
+    if not damaged:
+        return seed.write(seed.content)
+    if isinstance(seed.content, str):
+        return _damaged_text(rng, seed.content)
+    content = json.loads(json.dumps(seed.content))
+    how = rng.randrange(4)
+    if how == 0 and _rename(rng, content):
+        return _written(seed, content)
+    if how == 1:
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            _other_number(rng, content)
+        return _written(seed, content)
+    text = damage(rng, seed.content, NASTY)
+    if seed.write is not _toml:
+        return text
+    with contextlib.suppress(ValueError, TypeError, AttributeError):  # not what TOML can say
+        return _toml(json.loads(text))
+    return _damaged_text(rng, seed.write(seed.content).decode())
+
+
+def _written(seed: Seed, content: Any) -> bytes:
+    """As the file is written, also with text that is none in UTF-8."""
+    try:
+        return seed.write(content)
+    except UnicodeEncodeError:
+        return json.dumps(content).encode()
+
+
+def _rename(rng: Random, content: Any) -> bool:
+    """One text, wherever it stands, so that what refers to it goes on doing so; False where there is none."""
+    texts = sorted({c[k] for c, k in places(content) if isinstance(c[k], str)})
+    if not texts:
+        return False
+    old, nasty = rng.choice(texts), rng.choice([each for each in NASTY if isinstance(each, str)])
+    new = rng.choice([nasty, old + nasty, nasty + old])
+    for container, key in places(content):
+        if container[key] == old:
+            container[key] = new
+    for container, _ in places(content):
+        if isinstance(container, dict) and old in container:
+            container[new] = container.pop(old)
+    return True
+
+
+def _other_number(rng: Random, content: Any) -> None:
+    """A number that may be right, or nearly, where it stands."""
+    found = [(c, k) for c, k in places(content) if isinstance(c[k], int | float) and not isinstance(c[k], bool)]
+    if found:
+        container, key = rng.choice(found)
+        old = container[key]
+        most = [10**15, 10**16, 10**15 - 1, 10**9, 10**6, 65_536, 2**62, 10**12]
+        container[key] = rng.choice([*most, old + 1, abs(old - 1), old * 2, old * 1000, 0, 1, 2])
+
+
+def _damaged_text(rng: Random, text: str) -> bytes:
+    """A table or text with other words, lines and bytes."""
+    lines = text.splitlines(keepends=True)
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        at = rng.randrange(len(lines))
+        words = re.split(r"(\s+)", lines[at])
+        how = rng.randrange(5)
+        if how == 0:
+            words[rng.randrange(len(words))] = str(rng.choice(NASTY))
+        elif how == 1:
+            words[rng.randrange(len(words))] = rng.choice(["nan", "inf", "-1", "0", "1e400", "9" * 500, "x", ""])
+        elif how == 2:
+            del words[rng.randrange(len(words))]
+        elif how == 3:
+            words *= rng.choice([2, 50])
+        else:
+            words = words[: rng.randrange(len(words) + 1)]
+        lines[at] = "".join(words)
+    data = bytearray("".join(lines).encode("utf-8", "surrogatepass"))
+    if rng.random() < 0.3:
+        damage_bytes(rng, data)
+    return bytes(data)
+
+
+def _damage_arguments(rng: Random, arguments: list[str]) -> None:
+    how = rng.randrange(7)
+    at = rng.randrange(len(arguments))
+    if how == 0:
+        arguments[at] = rng.choice(ARGUMENTS)
+    elif how == 1 and len(arguments) > 1:
+        del arguments[at]
+    elif how == 2:
+        arguments.insert(at, arguments[rng.randrange(len(arguments))])
+    elif how == 3:
+        other = rng.randrange(len(arguments))
+        arguments[at], arguments[other] = arguments[other], arguments[at]
+    elif how == 4:
+        arguments[0] = rng.choice([*VERBS, "serch", "", "--version", "-h"])
+    else:
+        arguments.extend(_option(rng, arguments[0]))
+
+
+def _option(rng: Random, verb: str) -> list[str]:
+    """One of a verb's options with some value."""
+    command = cli.get_command(click.Context(cli), verb) or cli
+    options = [each for each in command.params if isinstance(each, click.Option) and each.name not in _DEAR]
+    option = rng.choice(options or [click.Option(["--seed"])])
+    name = rng.choice(option.opts)
+    return [name] if option.is_flag else [name, rng.choice(ARGUMENTS)]
+
+
+_DEAR = ("local", "processes", "communication", "workers", "output_all", "time_limit")
+"""Options that start processes, or make others last: other parts attack those."""
+
+
+# Running it --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a command did: its exit code, or the traceback of an error that it did not handle."""
+
+    code: int
+    stdout: str
+    stderr: str
+    error: str = ""
+
+
+def run(given: Input, folder: Path) -> Ran:
+    """The command, in this process."""
+    if "run" in given.arguments[:1] and "--local" in given.arguments:
+        return Ran(2, "", "pipeplan: left out")  # it would start processes
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
+    stdin = io.TextIOWrapper(io.BytesIO(given.stdin), encoding="utf-8")
+    code, error = 0, ""
+    with (
+        contextlib.chdir(folder),
+        mock.patch.object(sys, "argv", ["pipeplan", *given.arguments]),
+        mock.patch.object(sys, "stdin", stdin),
+        mock.patch.object(os, "cpu_count", return_value=1),  # or tuning would start processes, and they all of this
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        _signals_kept(),
+        warnings.catch_warnings(),
+    ):
+        try:
+            main()
+        except SystemExit as ended:
+            code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
+        except BaseException:
+            error = traceback.format_exc()
+    return Ran(code, *(_said(each) for each in (out, err)), error)
+
+
+def _said(text: io.TextIOWrapper) -> str:
+    assert isinstance(text.buffer, io.BytesIO)
+    return text.buffer.getvalue().decode("utf-8", "surrogatepass")
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def judged(given: Input, ran: Ran) -> Ended:
+    """Which of what may happen it was."""
+    how = f"exit {ran.code}"
+    if ran.error or "Traceback (most recent call last)" in ran.stderr:
+        return Ended("traceback", "traceback", ran.error or ran.stderr)
+    if ran.code not in CODES:
+        return Ended(how, "exit", ran.stderr)
+    is_file = any(before in ("-o", "--output", "--svg", "--trace") for before in _before_dashes(given.arguments))
+    is_file |= "example" in given.arguments[:1]  # prints a file
+    shown = ran.stderr + ("" if is_file else ran.stdout)
+    typed = "".join(given.arguments)
+    controls = sorted({ascii(letter) for letter in shown if _is_control(letter) and letter not in typed})
+    if controls:
+        return Ended("control", "control", f"{', '.join(controls)} in {_around(shown, typed)}")
+    if "canary" in shown and "canary[/" not in shown and "canary" not in typed:
+        return Ended("control", "control", "markup is read")
+    if len(ran.stderr) > MOST_SAID:
+        return Ended("flood", "control", f"{len(ran.stderr)} characters of messages")
+    if ran.code and not _messages(ran) and not ("--json" in given.arguments and ran.code == 1):
+        return Ended(how, "exit", "no message")
+    if ran.code and _messages(ran) > 1:
+        return Ended(how, "exit", f"{_messages(ran)} messages: {ran.stderr[:2000]}")
+    return Ended(how)
+
+
+def _before_dashes(arguments: list[str]) -> list[str]:
+    return [before for before, text in zip(arguments, arguments[1:], strict=False) if text == "-"]
+
+
+def _is_control(letter: str) -> bool:
+    return letter not in "\n\t" and unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
+def _around(text: str, typed: str) -> str:
+    at = next(at for at, letter in enumerate(text) if _is_control(letter) and letter not in typed)
+    return ascii(text[max(0, at - 100) : at + 40])
+
+
+_REMARKS = ("warning: ", "interrupted", "too little memory: ", "the plan states", "links are free", "not measured")
+
+
+def _messages(ran: Ran) -> int:
+    """How many errors are said: remarks, which go before some, are not."""
+    said = [line.partition(": ")[2] for line in ran.stderr.splitlines() if line.startswith("pipeplan: ")]
+    errors = [text for text in said if not text.startswith(_REMARKS)]
+    return len(errors) + len(re.findall(r"^Error: ", ran.stderr, re.MULTILINE))
+
+
+# The part ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Inputs:
+    """Fuzzed files and command lines."""
+
+    name: str = "inputs"
+    count: int = 10_000
+    limit_s: float = 10.0
+    memory_bytes: int | None = 3 << 30
+    known: dict[str, list[Seed]] = field(default_factory=dict)
+    with_torch: bool = True
+
+    def prepare(self, folder: Path) -> None:
+        """The valid files, and torch, which takes seconds to import."""
+        os.environ["COLUMNS"] = "100"
+        self.known = seeds()
+        for module in _WITH_TORCH if self.with_torch else ():
+            importlib.import_module(module)
+
+    def drawn(self, index: int, seed: int, folder: Path) -> Input:
+        """The command and its files."""
+        templates = [each for each in TEMPLATES if self.with_torch or not each[1].startswith(_NEEDS_TORCH)]
+        return drawn(drawn_for(self.name, seed, index), templates, self.known, folder)
+
+    def attack(self, index: int, seed: int, folder: Path) -> Ended:
+        """One command."""
+        given = self.drawn(index, seed, folder)
+        return judged(given, run(given, folder))
+
+    def show(self, index: int, seed: int, folder: Path) -> str:
+        """The command line, with its files in a folder."""
+        given = self.drawn(index, seed, folder)
+        (folder / "stdin").write_bytes(given.stdin)
+        return "pipeplan " + shlex.join(given.arguments)
