@@ -54,7 +54,7 @@ def test_a_stopped_parent_goes_on_where_it_was(mark: str) -> None:
     assert "heard 80" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_a_parent_that_ends_leaves_no_rank(number: signal.Signals, mark: str) -> None:
     """Stopped or not; the fixture waits for the ranks' end."""
     parent = parent_of(lines=1, stay_s=3600.0, timeout_ns=3600 * 10**9)
