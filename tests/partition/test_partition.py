@@ -431,7 +431,7 @@ def test_too_little_memory_names_device_stage_and_bytes() -> None:
         place(profile, "one-to-one", 2, microbatch_size=1, memory_bytes=[1000, 1000])
     words = "device 1 has 1kB and needs 1.037kB for stage 1 (b3): 37B too much"
     assert words in str(error.value)
-    assert "raise --memory or --devices, or lower --microbatch-size" in str(error.value)
+    assert "raise --memory to 1.04kB" in str(error.value)
     place(profile, "one-to-one", 2, microbatch_size=1, memory_bytes=[1000, 1037])
 
 

@@ -19,7 +19,7 @@ from pipeplan.costs.devices import device_preset
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
-from pipeplan.planning.plan_frontier import PlanFrontier, plan_frontier
+from pipeplan.planning.plan_frontier import PlanFrontier, changes_that_do, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting, link_notes, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
 from pipeplan.schedule.state import scheduler_words
@@ -214,13 +214,6 @@ def share_notes(profile: Profile, model: CostModel) -> Iterator[str]:
         yield f"{stuck} of {len(axes)} blocks can be split by samples only, {few}: {_more_ways(profile)}"
 
 
-def remedies(profile: Profile, *, whole_blocks: bool) -> str:
-    """What would make strategies leaner: blocks whose rows know one share only hold all their parameters."""
-    if not _one_share(profile, whole_blocks):
-        return "raise --memory or --devices, or lower --mini-batch"
-    return f"raise --memory or lower --mini-batch; or let blocks be split: {_more_ways(profile)}"
-
-
 def _more_ways(profile: Profile) -> str:
     """How there are more ways of splitting blocks of a profile that has rows for one share only."""
     ways = (splitting_remedy(profile), "give --split-level operator here, for blocks whose dimensions are known")
@@ -285,7 +278,8 @@ def _counts(
     most = max(devices) if devices is not None else available
     if cluster is not None and most > available:
         raise UsageError(
-            f"cluster {cluster.name!r} has {available} devices, not {most}; lower --devices or give a larger --cluster"
+            f"cluster {cluster.name!r} has {available} devices, not {most}; lower --devices to {available}, or give a "
+            "larger --cluster"
         )
     if devices is not None and (len(devices) > 1 or mode != "min-devices"):
         return tuple(devices)
@@ -516,15 +510,27 @@ def _ways(plan: Plan) -> dict[str, str]:
 
 
 def _nothing_fits(request: Request, splitting: Splitting, tracked: Sequence[Splits]) -> InfeasibleError:
-    """By what each number of devices needs, and the least of that."""
+    """By what each number of devices needs, and the least of that; and fewer samples or more devices that would do."""
     least = {splits.num_devices: splits.points[0].memory_bytes for splits in tracked}
     needs = ", ".join(f"{format_bytes(size)} on {named_devices(count)}" for count, size in least.items())
-    more = format_bytes(rounded_up(min(least.values()) - (request.least_memory or 0)))
+    limit, enough = request.least_memory or 0, rounded_up(min(least.values()))
+
+    def fits(asked: Request) -> bool:
+        rough = replace(splitting, within=max(splitting.within, _ROUGH))
+        return split_frontier(asked, rough).points[0].memory_bytes <= limit
+
+    ways = [f"raise --memory to {format_bytes(enough)}", *changes_that_do(request, fits, _EXPLAINING)]
+    if _one_share(request.profile, splitting.whole_blocks):
+        ways.append(f"let blocks be split: {_more_ways(request.profile)}")
     return InfeasibleError(
-        f"nothing fits into {format_bytes(request.least_memory or 0)} per device, {more} too little: with "
-        f"{request.batch.mini_batch} samples per iteration each needs at least {needs}; "
-        + remedies(request.profile, whole_blocks=splitting.whole_blocks)
+        f"nothing fits into {format_bytes(limit)} per device, {format_bytes(enough - limit)} too little: with "
+        f"{request.batch.mini_batch} samples per iteration each needs at least {needs}; {', or '.join(ways)}",
+        enough,
     )
+
+
+_EXPLAINING = 5.0
+"""Seconds to look for changes that would do where nothing fits."""
 
 
 def _price_per_hour(request: Request) -> float | None:
