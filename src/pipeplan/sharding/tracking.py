@@ -244,6 +244,7 @@ class Tracked:
     exact: bool
     eliminations: Counter[str]
     num_computed: int
+    _graph: CostGraph
     _of: tuple[PartFrontier, ...]
     _picks: IntArray
     factor: float = 1.0
@@ -251,7 +252,7 @@ class Tracked:
     def strategy(self, point: int) -> Strategy:
         """The strategy of a point, unrolled."""
         part, inside_part = map(int, self._picks[:, point])
-        return self._of[part].strategies.strategy(inside_part)
+        return self._of[part].strategies.strategy(inside_part).of(self._graph)
 
 
 def track(
@@ -270,7 +271,7 @@ def track(
         ValueError: there is no strategy; not ``pruned``, the frontier is then empty.
     """
     reducing = Reducing(linear) if merged is None else Reducing(linear, merged)
-    parts, settled = reducing.parts(graph)
+    parts, settled = reducing.parts(graph.lowered())
     whole = reducing.whole(parts[0])
     found = [each for part in parts for each in _found(reducing, part, pruned, within)]
     kept = reduce_points(union([_points(index, each) for index, each in enumerate(found)]))
@@ -278,7 +279,7 @@ def track(
     done = whole.done + Counter(heuristic=settled)
     exact = not settled and factor == 1
     num_computed = whole.num_tables
-    return Tracked(kept.memory_bytes, kept.time_ns, exact, done, num_computed, tuple(found), kept.picks, factor)
+    return Tracked(kept.memory_bytes, kept.time_ns, exact, done, num_computed, graph, tuple(found), kept.picks, factor)
 
 
 def _found(reducing: Reducing, part: ReducedPart, pruned: bool, within: float) -> list[PartFrontier]:
