@@ -133,7 +133,10 @@ class Unprofiled(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel:
-    """Operators, tensors and configurations of a profile on some devices, and their costs as a graph."""
+    """Operators, tensors and configurations of a profile on some devices, and their costs as a graph.
+
+    ``tied`` is what operators share, but for ``untied``, which every one of them has by itself here.
+    """
 
     operators: OperatorGraph
     resharding: Resharding
@@ -142,6 +145,7 @@ class CostModel:
     options: CostOptions
     blocks: Mapping[str, Block]
     tied: tuple[TiedTable, ...] = ()
+    untied: tuple[str, ...] = ()
 
     @cached_property
     def configurations(self) -> dict[str, tuple[Configuration, ...]]:
@@ -203,6 +207,12 @@ class CostModel:
     def ties(self) -> tuple[CostTie, ...]:
         """What operators share, with the time of a micro-batch."""
         return self._ties(lambda state: state.total, self.options.microbatches)
+
+    @property
+    def counted_again(self) -> tuple[str, ...]:
+        """Tied parameters of which a strategy may count more than devices have."""
+        unsure = (each.names for each, tie in zip(self.tied, self.ties, strict=True) if not tie.sure)
+        return (*(name for names in unsure for name in names), *self.untied)
 
     def spared(self, strategy: Strategy) -> Spared:
         """What of a strategy's costs is there once, though several operators count it."""
@@ -450,7 +460,7 @@ def cost_model(
 def _reducible(model: CostModel) -> CostModel:
     """The model with as much of what is tied, the largest first, as can be looked at exactly."""
     while model.tied and not Reducing().exact(model.graph.lowered()):
-        model = replace(model, tied=model.tied[:-1])
+        model = replace(model, tied=model.tied[:-1], untied=(*model.tied[-1].names, *model.untied))
     return model
 
 

@@ -26,6 +26,7 @@ from pipeplan.costs.communication import Combining, Exchange, send_time, time_of
 from pipeplan.costs.devices import DevicePreset, Kernel
 from pipeplan.costs.operators import Operator
 from pipeplan.sharding.layouts import ANY, Layout, MeshSplit, Resharding, Tensor, groups_along, joined
+from pipeplan.workload.mesh import SHARDS
 
 Map = tuple[str | None, str | None, str | None]
 """Which axis of the operator each dimension of a tensor is: samples, places, features; None where it is whole."""
@@ -406,15 +407,22 @@ def num_parts(operation: Splittable, splits: Splits) -> int:
     return prod(split.extent for name, split in splits.items() if name in operation.weighted)
 
 
-def way_of(operation: Splittable, splits: Splits) -> frozenset[tuple[str, MeshSplit]]:
-    """How its parameters are split and their gradients summed: axes by the model's names, splits of sums joined.
+def way_of(operation: Splittable, splits: Splits) -> frozenset[tuple[object, MeshSplit]]:
+    """How its parameters are split and their gradients summed: splits of its parameters' axes, those of sums joined.
 
-    Operators of which it is equal have the same share of what they share on every device, and sum it over the same.
+    Operators of which it is equal have the same share of what they share on every device, and sum it over the same. As
+    one may call rows what another calls columns, axes go by their sizes, where these differ.
     """
-    split = [axis for axis in operation.axes if axis.name in splits]
-    shares = {(axis.called or axis.name, splits[axis.name]) for axis in split if axis.name in operation.weighted}
-    sums = joined(splits[axis.name] for axis in split if axis.name not in operation.weighted)
-    return frozenset(shares | {("", each) for each in sums})
+    weighted = [axis for axis in operation.axes if axis.name in operation.weighted]
+    sizes = Counter(axis.share(1) for axis in weighted)
+    shares: set[tuple[object, MeshSplit]] = {
+        (axis.called if axis.called == SHARDS or sizes[axis.share(1)] > 1 else axis.share(1), splits[axis.name])
+        for axis in weighted
+        if axis.name in splits
+    }
+    return frozenset(
+        shares | {("", each) for each in joined(splits[name] for name in splits.keys() - operation.weighted)}
+    )
 
 
 def sync_ns(operation: Splittable, splits: Splits, size: int, resharding: Resharding) -> int:

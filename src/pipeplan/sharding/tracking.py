@@ -233,10 +233,10 @@ class Tracked:
     """The cost frontier of a graph.
 
     ``memory_bytes`` ascends and ``time_ns`` descends, [P]. It is ``exact`` unless a heuristic elimination left
-    configurations out, or it was asked for up to a factor; even then every point is a strategy, and one that no other
-    *found* beats. The ``factor`` is proved: for every strategy of the configurations left in some point takes at most
-    ``factor`` times its memory and its time. ``eliminations`` counts them by kind: node, edge, branch, heuristic.
-    ``num_computed`` counts the distinct tables of the graph's expression.
+    configurations out, it was asked for up to a factor, or ties are not sure; even then every point is a strategy, and
+    one that no other *found* beats. The ``factor`` is proved: for every strategy of the configurations left in some
+    point takes at most ``factor`` times its memory and its time. ``eliminations`` counts them by kind: node, edge,
+    branch, heuristic. ``num_computed`` counts the distinct tables of the graph's expression.
     """
 
     memory_bytes: IntArray
@@ -277,7 +277,7 @@ def track(
     kept = reduce_points(union([_points(index, each) for index, each in enumerate(found)]))
     factor = max(each.factor for each in found)
     done = whole.done + Counter(heuristic=settled)
-    exact = not settled and factor == 1
+    exact = not settled and factor == 1 and all(tie.sure for tie in graph.ties)
     num_computed = whole.num_tables
     return Tracked(kept.memory_bytes, kept.time_ns, exact, done, num_computed, graph, tuple(found), kept.picks, factor)
 
