@@ -217,8 +217,13 @@ class CostModel:
     def spared(self, strategy: Strategy) -> Spared:
         """What of a strategy's costs is there once, though several operators count it."""
         memory, time = _spared(self.ties, strategy)
-        parameters, sums = _spared(self._ties(lambda state: state[PARAMETERS], 1), strategy)
+        parameters, sums = _spared(self._tied_parameters, strategy)
         return Spared(memory, parameters, time, sums)
+
+    @cached_property
+    def _tied_parameters(self) -> tuple[CostTie, ...]:
+        """What operators share by its parameters alone, with the time of an iteration."""
+        return self._ties(lambda state: state[PARAMETERS], 1)
 
     def _ties(self, size: Callable[[MemoryBytes], int], microbatches: int) -> tuple[CostTie, ...]:
         """What operators share, by some of the bytes that are kept of it and its part of the sums' time."""

@@ -32,7 +32,7 @@ from pipeplan.runtime.training.compatibility import require_splittable
 from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.sharding.graph import Strategy
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.mesh import COPIES, SAMPLES, SHARDS, Mesh, MeshAxis
+from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 from runtime_support.models import branches
 from runtime_support.plans import TRAINING, Unsplit, placed_plan, profile_of
 from runtime_support.threads import require_equal_to_unsplit, together
@@ -147,7 +147,7 @@ def test_ranks_hold_what_is_tied_as_often_as_a_frontier_says(name: str) -> None:
         """Of every rank."""
         found = []
         for rank in range(4):
-            inner, same = Mesh.parse(text).plane_without((SAMPLES,), rank)
+            inner, same = Mesh.parse(text).plane_without((SAMPLES, PLACES), rank)
             share = Share(block, same.index(rank), same, inner.axes) if inner.size > 1 else Share(block)
             found.append(model.part_of(share, parameter))
         return found
