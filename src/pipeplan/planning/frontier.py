@@ -330,6 +330,7 @@ def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
     if not points:
         raise _nothing_fits(request, splitting, tracked)
     unprofiled = any(point.unprofiled for point in points)
+    again = any(each.model.counted_again for each in tracked)
     notes += share_notes(request.profile, tracked[-1].model) if request.num_devices > 1 else ()
     notes += [*device_notes(splitting.device, tracked[-1].model), *grain_notes(tracked[-1].model)]
     return FrontierResult(
@@ -343,7 +344,7 @@ def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
         tuple(plans),
         tuple(notes),
         interrupted,
-        factor=None if held or unprofiled else max(each.factor for each in tracked),
+        factor=None if held or unprofiled or again else max(each.factor for each in tracked),
         factor_without=() if all(each.settled for each in tracked) else ("workspace",),
         yardstick=_yardstick(request.profile, splitting.device),
         profiled_only=any(each.model.extrapolates for each in tracked),
@@ -363,6 +364,13 @@ def _proof_notes(count: int, splits: Splits, points: Sequence[FrontierPoint]) ->
         yield f"{devices}: what is proved is of strategies at profiled sizes; no other was found to be better"
     if held := splits.tracked.eliminations["heuristic"]:
         yield f"{devices}: not exact, {held} operators were settled by heuristic elimination"
+        return
+    if again := splits.model.counted_again:
+        more = f" and {len(again) - 1} more" if len(again) > 1 else ""
+        yield (
+            f"{devices}: not exact, as {again[0]!r}{more} may count more than once on a device: blocks that share it "
+            "are too many, or too entangled, to look at all the ways in which they could have one copy"
+        )
         return
     apart = "" if splits.settled else ", workspace apart: strategies that hold more might need less of it"
     if factor > 1:
