@@ -96,7 +96,7 @@ def _too_much(problem: OneMicrobatch, device: int, operation: int, held: int) ->
     return capacity is not None and held + problem.acquire[operation] + problem.workspace[operation] > capacity
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(problems(max_stages=2, num_microbatches=2))
 def test_bounds_and_search_against_every_schedule(problem: OneMicrobatch) -> None:
     best = best_makespan(problem)
