@@ -174,7 +174,7 @@ def require_right(cut: ChainCut, oracle: Oracle, limit: float) -> None:
         assert (place in cut.given) == bool(stage.configurations)
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(st.integers(0, 2**32 - 1), st.integers(2, 4), st.sampled_from([2, 4]), st.integers(1, 3), st.booleans())
 def test_the_slowest_stage_is_as_quick_as_any_strategies_allow(
     seed: int, num_blocks: int, num_devices: int, number: int, chain: bool
@@ -196,7 +196,7 @@ def test_the_slowest_stage_is_as_quick_as_any_strategies_allow(
         assert [cut.placement for cut in first] == [cut.placement for cut in cuts[:1]]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 3), st.booleans(), st.booleans())
 def test_bounds_of_runs_are_below_all_strategies(
     seed: int, num_blocks: int, in_flight: int, chain: bool, again: bool
