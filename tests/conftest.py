@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # A background job of a shell starts with SIGINT ignored, and so would every process the tests start and interrupt.
@@ -14,6 +18,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Processes that tests start import the packages beside the tests, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+
+# What is compiled, assertions rewritten, is kept for workers and processes to come, whatever the terminal is like.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Collecting makes millions of objects and no garbage to speak of; they are not looked at again in any test, either.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
 
 # Two tests at a time, and ranks beside each other, on two cores: one thread each, or they would wait in circles.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -28,3 +46,14 @@ for name, derandomize in (("alike", True), ("random", False)):
         name, derandomize=derandomize, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
 settings.load_profile("alike")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Commands that run in this process handle signals as if they had it to themselves, and are deaf as they leave."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        return (yield)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from pipeplan.costs.inspection import Inspection as Inspection
     from pipeplan.costs.inspection import ProfileResult as ProfileResult
     from pipeplan.files import Cluster as Cluster
+    from pipeplan.files import FileModel as FileModel
     from pipeplan.files import Plan as Plan
     from pipeplan.files import Profile as Profile
     from pipeplan.files import read_cluster as read_cluster
     from pipeplan.files import read_plan as read_plan
     from pipeplan.files import read_profile as read_profile
+    from pipeplan.files import require_writable as require_writable
+    from pipeplan.files import to_json as to_json
+    from pipeplan.files import write_elsewhere as write_elsewhere
     from pipeplan.files import write_file as write_file
     from pipeplan.files import write_text as write_text
     from pipeplan.partition.strategies import STRATEGIES as STRATEGIES
@@ -58,7 +62,8 @@ _PARTS = {
     "pipeplan.costs.inspection": ("Inspection", "ProfileResult"),
     "pipeplan.files": (
         *("Cluster", "Plan", "Profile"),
-        *("read_cluster", "read_plan", "read_profile", "write_file", "write_text"),
+        *("read_cluster", "read_plan", "read_profile", "require_writable"),
+        *("to_json", "write_elsewhere", "write_file", "write_text"),
     ),
     "pipeplan.partition.strategies": ("STRATEGIES",),
     "pipeplan.planning.frontier": ("frontier_request", "request_notes"),
@@ -116,7 +121,6 @@ def compare(request: Request, *, progress: Progress | None = None) -> Comparison
     """Every known schedule beside the search's; see :func:`pipeplan.planning.comparison.compare`.
 
     Raises:
-        InfeasibleError: nothing fits.
         SearchTimeoutError: time ran out with nothing found.
         UsageError: no placement is possible.
     """
@@ -232,9 +236,10 @@ def add_links(cluster: Cluster, printed: Mapping[str, str], level: str | None = 
     """The cluster with the link times that nccl-tests printed: path -> text. Raises UsageError or FileError."""
     from pipeplan.costs.clusters import parse_nccl_tests, with_runs
     from pipeplan.costs.communication import LinkResult
+    from pipeplan.texts import on_one_line
 
     for path, text in printed.items():
-        cluster = with_runs(cluster, parse_nccl_tests(text, path), level, os.path.basename(path))
+        cluster = with_runs(cluster, parse_nccl_tests(text, path), level, on_one_line(os.path.basename(path)))
     return LinkResult(cluster)
 
 

@@ -50,7 +50,14 @@ class FileError(UsageError):
 
 
 class InfeasibleError(PipeplanError):
-    """The question is valid and has no answer, for instance too little memory."""
+    """The question is valid and has no answer, for instance too little memory.
+
+    ``enough_bytes`` per device is memory with which there was found to be one; None where that is not known.
+    """
+
+    def __init__(self, message: str, enough_bytes: int | None = None) -> None:
+        self.enough_bytes = enough_bytes
+        super().__init__(message)
 
 
 class InvalidPlanError(PipeplanError):

@@ -76,8 +76,9 @@ def test_the_table(zero_bubble: Path) -> None:
     assert first[:-2] == ["pipeplan", "split", "4.02ms", "2985", "10.45%", "10.45%", "8GB"]
     assert 0 <= float(first[-2].removesuffix("%")) <= 1.6, "to a bound that work and dependencies give"
     assert first[-1] == "yes"
-    assert "zb-h2 on v does not fit: device 0 needs 14GB" in done.stdout
-    assert "not applicable: zb-v" in done.stdout
+    assert "does not fit on v (8GB per device): " in done.stdout
+    assert "zb-h2 needs 14GB" in " ".join(done.stdout.split())
+    assert "not applicable on v: zb-v" in done.stdout
     assert "\x1b" not in done.stdout
 
 
@@ -99,9 +100,14 @@ def test_too_few_blocks_for_some_placements(blocks: Path) -> None:
 
 
 def test_nothing_fits(zero_bubble: Path) -> None:
-    done = pipeplan("compare", zero_bubble, "--memory", "1GB")
+    done = pipeplan("compare", zero_bubble, "--memory", "1GB", *QUICK)
     assert done.returncode == 1
-    assert "raise --memory" in done.stderr
+    assert "raise --memory to 2GB" in done.stderr
+    assert "does not fit on v (1GB per device): " in done.stdout
+    assert "1f1b needs 8GB" in " ".join(done.stdout.split())
+    done = pipeplan("compare", zero_bubble, "--memory", "1GB", *QUICK, "--json")
+    assert done.returncode == 1
+    assert {row["schedule"]: row["fits"] for row in json.loads(done.stdout)["rows"]}["1f1b"] is False
 
 
 def test_overhead_of_splitting_decides(zero_bubble: Path) -> None:

@@ -142,7 +142,10 @@ PROFILE_DAMAGES = [
     ),
     (put("blocks.1.costs", []), "blocks[1].costs: List should have at least 1 item"),
     (put("blocks.1.id", "block0"), "blocks[1].id 'block0' is already the id of blocks[0]"),
-    (put("blocks.1.id", "a\nb"), "blocks[1].id: String should match pattern"),
+    (
+        put("blocks.1.id", "a\nb"),
+        "blocks[1].id: has U+000A at character 2, which no text may have; remove it, got 'a\\nb'",
+    ),
     (put("blocks.1.dimensions", {"hidden": 0}), "blocks[1].dimensions.hidden: Input should be greater"),
     (
         lambda data: data["blocks"][0]["costs"].append(data["blocks"][0]["costs"][0]),
@@ -165,7 +168,7 @@ PROFILE_DAMAGES = [
     (lambda data: data["placement"]["stages"].reverse(), "placement puts 'block0' in stage 2, after stage 1"),
     (put("source.method", "guessed"), "source.method: String should match pattern"),
     (put("source.date", "yesterday"), "source.date: String should match pattern"),
-    (put("\x1b[31m", 1), "'\\x1b[31m': Extra inputs are not permitted, got 1"),
+    (put("\x1b[31m", 1), "\\x1b[31m: Extra inputs are not permitted, got 1"),
 ]
 PLAN_DAMAGES = [
     (put("starts_ns.0F.1", -1), "starts_ns.0F[1]: Input should be greater than or equal to 0, got -1"),

@@ -11,7 +11,7 @@ import pytest
 from builders.requests import request_of
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.files import Profile
+from pipeplan.files import CostRow, Profile
 from pipeplan.planning import comparison
 from pipeplan.planning.comparison import OURS, Comparison, NotThere, compare, compare_on
 from pipeplan.planning.request import Batch, Request
@@ -19,6 +19,7 @@ from pipeplan.planning.steps import search_plan
 from pipeplan.reporting.tables import print_comparison
 from pipeplan.reporting.terminal import bottleneck, print_stages
 from pipeplan.schedule.classic import CLASSIC, Classic
+from pipeplan.units import format_bytes
 
 KB = 1000
 QUICK = {"time_limit": 0.3, "deterministic": True}
@@ -157,8 +158,45 @@ def test_placements_without_enough_blocks_are_named_and_the_others_compared() ->
 def test_nothing_anywhere_is_the_first_reason() -> None:
     with pytest.raises(UsageError, match="needs 8 stages"):
         compare_on(["circular", "v-shape"], Request(chain(6), 4, Batch(8, 1), **QUICK))
+
+
+def test_what_does_not_fit_anywhere_is_listed_with_what_it_needs() -> None:
+    found = compared("one-to-one", "v-shape", memory=1 * KB)
+    for placement in ("one-to-one", "v-shape"):
+        rows = {row.schedule for row in found.rows if row.placement == placement}
+        missing = {absent.schedule for absent in found.missing if absent.placement == placement}
+        assert rows | missing == {OURS, *CLASSIC}
+    assert not any(row.fits for row in found.rows)
+    assert all(f"needs {format_bytes(max(row.peak_memory_bytes))}" in row.why for row in found.rows)
+    assert isinstance(found.shortage, InfeasibleError)
+    enough = found.shortage.enough_bytes
+    assert enough is not None
+    assert search_plan(Request(chain(8), 4, Batch(8, 1), "one-to-one", memory_bytes=enough, **QUICK))
+    gpipe = next(row for row in found.rows if row.schedule == "gpipe" and row.placement == "one-to-one")
+    assert f"gpipe needs {format_bytes(max(gpipe.peak_memory_bytes))}" in printed(found)
+    assert "does not fit on one-to-one (1kB per device): " in printed(found)
+
+
+def test_where_a_search_finds_a_plan_it_is_our_row() -> None:
+    """Blocks with 100 MB of parameters and as much for a sample: the largest size fits nowhere without replicas."""
+    profile = chain(6)
+    sizes = [
+        CostRow(microbatch_size=size, forward_ns=size * 1000, backward_ns=size * 2000, activation_bytes=size * 10**8)
+        for size in (1, 2, 4)
+    ]
+    blocks = [block.model_copy(update={"costs": tuple(sizes), "parameter_bytes": 10**8}) for block in profile.blocks]
+    profile = profile.model_copy(update={"blocks": tuple(blocks)})
+    asked = Request.of(profile, devices=2, mini_batch=16, memory_bytes=1_300_000_000, recompute=False, **QUICK)
+    assert asked.batch.microbatch_size == 4
+    plan = search_plan(asked).plan
+    found = compare(asked)
+    assert found.shortage is None
+    ours = found.rows[0]
+    assert (ours.schedule, ours.fits) == (OURS, True)
+    assert ours.iteration_ns == plan.predicted.iteration_ns
+    assert {"1f1b", "gpipe"} <= {row.schedule for row in found.rows}
     with pytest.raises(InfeasibleError):
-        compared("one-to-one", "v-shape", memory=1 * KB)
+        search_plan(replace(asked, sizes=(), placement="one-to-one"))
 
 
 def test_an_interruption_while_timing_keeps_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,12 +240,14 @@ def printed(found: Comparison) -> str:
     return " ".join(stream.getvalue().split())
 
 
-def test_schedules_with_the_same_reason_are_noted_together() -> None:
-    missing = (NotThere("a", "v", "it needs much"), NotThere("b", "v", "it needs much"), NotThere("c", "v", "no"))
+def test_what_does_not_apply_is_noted_with_the_placements_where_it_does_not() -> None:
+    much = "it needs much"
+    missing = (NotThere("a", "v", much), NotThere("b", "v", much), NotThere("c", "v", "no"), NotThere("a", "w", much))
     found = replace(compared("one-to-one"), missing=missing)
     text = printed(found)
-    assert "not applicable: a, b (it needs much)" in text
-    assert "not applicable: c (no)" in text
+    assert "not applicable on v, w: a (it needs much)" in text
+    assert "not applicable on v: b (it needs much)" in text
+    assert "not applicable on v: c (no)" in text
 
 
 def test_a_search_that_was_too_short_is_said() -> None:

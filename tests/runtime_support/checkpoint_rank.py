@@ -15,11 +15,11 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Plan, parse
 from pipeplan.runtime.launch.__main__ import main
 from pipeplan.runtime.launch.job import RankContext
-from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.trainer import Trainer
 from runtime_support.checkpoint_models import Counting
 from runtime_support.executor_rank import _distance, _held
+from runtime_support.known import known_once, load_once
 from runtime_support.plans import Unsplit
 
 
@@ -27,8 +27,13 @@ def work(job: Mapping[str, Any], context: RankContext) -> None:
     torch.set_num_threads(1)
     if job["dies"]:
         _die_while_writing(context.rank)
+    with known_once():
+        train_all(job, context)
+
+
+def train_all(job: Mapping[str, Any], context: RankContext) -> None:
     for name, legs in job["cases"].items():
-        unsplit = Unsplit(load_model(legs[0]["options"]["model"]), TrainOptions(**legs[0]["options"]))
+        unsplit = Unsplit(load_once(legs[0]["options"]["model"]), TrainOptions(**legs[0]["options"]))
         if "Counting" in legs[0]["options"]["optimizer"]:
             unsplit.optimizer = Counting(unsplit.unique, lr=1.0, weight_decay=0.0)
         told = [run_leg(leg, unsplit, context) for leg in legs]
@@ -39,7 +44,7 @@ def run_leg(leg: Mapping[str, Any], unsplit: Unsplit, context: RankContext) -> d
     """Train up to a step, write a checkpoint, and forget everything; or be refused."""
     plan, options = parse(leg["plan"], Plan), TrainOptions(**leg["options"])
     context.progress.board.programs = plan.programs
-    trainer = Trainer(plan, load_model(options.model), options, context.progress)
+    trainer = Trainer(plan, load_once(options.model), options, context.progress)
     try:
         first = trainer.resume()
     except UsageError as error:

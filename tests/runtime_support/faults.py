@@ -53,8 +53,8 @@ KINDS = {
 """What can happen to a rank, and how the one message begins then."""
 
 UNDER_TORCHRUN = {
-    "killed": r"rank \d lost .*; rank {rank} was last {where}",
-    "ended": r"rank \d lost .*; rank {rank} was last {where}",
+    "killed": r"rank {rank} ended {where}; rank \d lost ",
+    "ended": r"rank {rank} ended {where}; rank \d lost ",
 }
 """There it is torchrun that sees a process end."""
 

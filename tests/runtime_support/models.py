@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -155,6 +156,13 @@ def breaking(act: Callable[[], None], at: int = 5) -> Model:
 
 def killed() -> Model:
     return breaking(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def exchanging() -> Model:
+    """The first block asks all ranks for something by itself, when the third has just been killed."""
+    model = breaking(lambda: os.kill(os.getpid(), signal.SIGKILL), at=4)
+    first, *others = model.blocks
+    return replace(model, blocks=(replace(first, build=lambda: Break(dist.barrier, 5)), *others))
 
 
 def stopped() -> Model:

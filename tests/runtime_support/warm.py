@@ -28,6 +28,7 @@ PRELOADED = (
     "pipeplan.runtime.training.trainer",
     "pipeplan.runtime.launch.worker",
     "runtime_support.checkpoint_models",
+    "runtime_support.known",
     "runtime_support.plans",
 )
 _ABOVE = 200  # descriptors from here on are free in a new rank

@@ -59,7 +59,7 @@ before = "contrast"
 devices = "before"
 every = 4
 duration = "1.5us"
-attributes = { scale = 0.5, on = false, names = ["a", "b\\u007f"], "a key" = -1 }
+attributes = { scale = 0.5, on = false, names = ["a", "b\\u00e9"], "a key" = -1 }
 """
 
 
@@ -139,8 +139,8 @@ def test_an_empty_file_has_the_rules_that_hold_without(tmp_path: Path) -> None:
         ("[[device]]\ndevices = 'all'", "device[0].devices is 'all'; write a list of device numbers"),
         ("[[submodule]]\ndevices = [1]", "submodule[0].devices is [1]; write the first device and the one after"),
         (f"in_flight = '{'1+' * 20_000}1'", "in_flight is '1+1+"),
-        (f"types = '{'x' * 20_000}'", "xxx'; choose from 'bwd-first'"),
-        (f"{'x' * 20_000} = 1", "x is not known; choose from"),
+        (f"types = '{'x' * 20_000}'", "xxx...; choose from 'bwd-first'"),
+        (f"{'x' * 20_000} = 1", "x... is not known; choose from"),
         (f"in_flight = {'9' * 5_000}", "not readable as TOML"),
         ("weights = {soon = 1}", "weights.soon is not known; did you mean weights.late"),
         ("weights = 3", "weights is not known; did you mean weights"),

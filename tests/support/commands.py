@@ -7,7 +7,7 @@ import io
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -33,7 +33,7 @@ def pipeplan(*arguments: object, cwd: Path | None = None) -> subprocess.Complete
     from pipeplan.cli.main import main
 
     command = ["pipeplan", *map(str, arguments)]
-    with _text() as out, _text() as err, contextlib.chdir(cwd or "."), _signals_kept():
+    with _text() as out, _text() as err, contextlib.chdir(cwd or "."):
         with (
             mock.patch.object(sys, "argv", command),
             contextlib.redirect_stdout(out),
@@ -53,16 +53,6 @@ def _text() -> io.TextIOWrapper:
 def _said(text: io.TextIOWrapper) -> str:
     assert isinstance(text.buffer, io.BytesIO)
     return text.buffer.getvalue().decode()
-
-
-@contextlib.contextmanager
-def _signals_kept() -> Iterator[None]:
-    """Commands handle SIGTERM for as long as their process lives."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def interrupted(arguments: Sequence[object], number: signal.Signals) -> tuple[int, str, str]:

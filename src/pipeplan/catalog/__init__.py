@@ -15,6 +15,8 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
+from pipeplan.texts import problems_of
+
 __all__ = [
     "RUNNING_FAMILIES",
     "ExportTarget",
@@ -38,9 +40,11 @@ def read_text(folder: str, name: str) -> str:
 
 
 def read_table(folder: str, name: str) -> dict[str, Any]:
-    """What a file holds; ``name`` is one of :func:`names`."""
+    """What a file holds; ``name`` is one of :func:`names`. Raises ValueError where a text is not printable."""
     is_json = _files(folder)[name].name.endswith(".json")
     table: dict[str, Any] = (json.loads if is_json else tomllib.loads)(read_text(folder, name))
+    for place, problem in problems_of(table):
+        raise ValueError(f"catalog/{folder}/{name}: {place}: {problem}")
     return table
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from pipeplan import _api
+from pipeplan.cli.output import Outputs
 from pipeplan.cli.shared import BYTES, COUNTS, DEVICE, DURATION, EXAMPLE, FILE
 from pipeplan.errors import UsageError
 
@@ -112,26 +113,31 @@ def example_command(
     """
     kind = _api.example_kind(name)
     _refuse_others(ctx, name, kind)
-    if kind == "testbeds":
-        asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
-        _api.write_file(_api.make_cluster(name, asked), output)
-        return
-    if kind == "models":
-        profile = _api.make_model(
-            name,
-            device=device or "a100-80gb",
-            microbatch_sizes=microbatch,
-            shards=shards or (1,),
-            cluster=None if cluster is None else _api.read_cluster(cluster),
-        )
-        _api.write_file(profile, output)
-        return
+    with Outputs({"-o": output}) as outputs:
+        if kind == "testbeds":
+            asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
+            outputs.write(_api.make_cluster(name, asked), output)
+        elif kind == "models":
+            profile = _api.make_model(
+                name,
+                device=device or "a100-80gb",
+                microbatch_sizes=microbatch,
+                shards=shards or (1,),
+                cluster=None if cluster is None else _api.read_cluster(cluster),
+            )
+            outputs.write(profile, output)
+        else:
+            _require_shared(ctx, name, costs)
+            outputs.write(_api.make_shape(name, devices, chunks=chunks, **costs), output)
+
+
+def _require_shared(ctx: click.Context, name: str, costs: Mapping[str, int | None]) -> None:
+    """Refuse costs of a shared block of shapes that have none."""
     for parameter in _SHARED:
         if costs[parameter] is not None and name.removeprefix("shape-") not in _WITH_SHARED:
             raise UsageError(
                 f"{_flag(ctx, parameter)} does not apply to {name}, which has no shared block; leave it out"
             )
-    _api.write_file(_api.make_shape(name, devices, chunks=chunks, **costs), output)
 
 
 def _flag(ctx: click.Context, parameter: str) -> str:

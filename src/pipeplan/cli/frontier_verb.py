@@ -10,6 +10,7 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
+from pipeplan.cli.output import Outputs, say, say_notes
 from pipeplan.cli.shared import (
     BYTES,
     COUNTS,
@@ -21,8 +22,6 @@ from pipeplan.cli.shared import (
     interrupt_on_sigterm,
     require_folder,
     require_stdout_once,
-    require_writable,
-    say_notes,
 )
 from pipeplan.errors import PipeplanError, UsageError
 
@@ -141,9 +140,6 @@ def frontier_command(
     _refuse_idle(ctx, plans)
     if output is not None:
         require_stdout_once(output, as_json)
-    for path, option in ((output, "-o"), (svg, "--svg")):
-        if path is not None:
-            require_writable(path, option)
     writes = "-o" if output is not None else "--output-all" if output_all is not None else None
     if writes is not None and split_level == "operator" and not plans:
         raise UsageError(
@@ -156,6 +152,7 @@ def frontier_command(
         data_parallel_loading=data_parallel_loading,
         within=tolerance,
     )
+    outputs = Outputs({"-o": output, "--svg": svg})
     request = _api.frontier_request(
         _api.read_profile(profile_path),
         devices=devices,
@@ -171,21 +168,23 @@ def frontier_command(
     if as_json or output == "-":
         say_notes(_api.request_notes(request))
     interrupt_on_sigterm()
-    found = _api.frontier(request, mode=mode, point=point)
-    if svg is not None:
-        _api.write_text(frontier_svg(found), svg)
-    if as_json:
-        click.echo(json.dumps(found.figures()))
-    elif output != "-":
-        print_frontier(found, file=sys.stdout)
-    if output is not None:  # the table first: it says what there is even where a plan cannot be made
-        _api.write_file(found.plan(), output)
-        click.echo(f"pipeplan: {found.written} is in {'stdout' if output == '-' else output}", err=True)
-    if output_all is not None:
-        _write_all(found, output_all)
+    with outputs:
+        found = _api.frontier(request, mode=mode, point=point)
+        if svg is not None:
+            outputs.write_text(frontier_svg(found), svg)
+        if as_json:
+            say(json.dumps(found.figures()))
+        elif output != "-":
+            print_frontier(found, file=sys.stdout)
+        if output is not None:  # the table first: it says what there is even where a plan cannot be made
+            outputs.write(found.plan(), output)
+            if outputs.has(output):
+                say(f"pipeplan: {found.written} is in {'stdout' if output == '-' else output}", err=True)
+        if output_all is not None:
+            _write_all(found, output_all, outputs)
 
 
-def _write_all(found: FrontierResult, folder: str) -> None:
+def _write_all(found: FrontierResult, folder: str, outputs: Outputs) -> None:
     """Write the plans of all points that have one, by their numbers. Raises UsageError where some have none."""
     refused, count = [], len(found.points)
     for number in range(1, count + 1):
@@ -194,8 +193,8 @@ def _write_all(found: FrontierResult, folder: str) -> None:
         except PipeplanError as error:
             refused.append(f"point {number}: {error}")
         else:
-            _api.write_file(plan, f"{folder}/point-{number}.json")
-    click.echo(f"pipeplan: {count - len(refused)} of {count} points are in {folder}", err=True)
+            outputs.write(plan, f"{folder}/point-{number}.json")
+    say(f"pipeplan: {count - len(refused)} of {count} points are in {folder}", err=True)
     if refused:
         raise UsageError(f"{len(refused)} of {count} points cannot be written as plans, as {refused[0]}")
 

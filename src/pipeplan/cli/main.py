@@ -5,14 +5,18 @@ Verbs load when they are called, so that ``pipeplan --help`` starts in a moment.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import io
 import os
+import signal
 import sys
 
 import click
 
 from pipeplan._version import __version__
-from pipeplan.errors import PipeplanError
+from pipeplan.cli.output import say
+from pipeplan.errors import FileError, PipeplanError
 
 VERBS = {
     "search": ("search_verbs", "Search for the best plan."),
@@ -62,22 +66,70 @@ def cli() -> None:
 
 def main() -> None:
     """Entry point of the ``pipeplan`` command."""
+    _open_closed_streams()
+    try:
+        try:
+            code = _flushed(_exit_code())
+        finally:  # the command has ended, and torch takes a moment to leave: another Ctrl-C would only show where it is
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+    except KeyboardInterrupt:  # while the first was being answered
+        code = INTERRUPTED
+    exec("")  # Python ends by SIGINT where the last text it ran, as of a dataclass, was interrupted, whoever answered
+    sys.exit(code)
+
+
+def _open_closed_streams() -> None:
+    """Lead nowhere what the shell has closed (``>&-``): the next file that is opened would take its number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes it
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115  (for good)
+
+
+def _flushed(code: int) -> int:
+    """The exit code, once stdout has been written; it is 0 also where its reader left."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:  # and the interpreter is not to try again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            return code or _stdout_failed(error)
+    return code
+
+
+def _exit_code() -> int:
+    """Run what the command line asks for; whatever it ends with has been said."""
     try:
         code = cli.main(standalone_mode=False)
-        sys.stdout.flush()
     except click.exceptions.Abort:
-        click.echo("pipeplan: interrupted", err=True)
-        sys.exit(INTERRUPTED)
+        say("pipeplan: interrupted", err=True)
+        return INTERRUPTED
     except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
+        text = io.StringIO()
+        error.show(text)
+        say(text.getvalue().removesuffix("\n"), err=True)
+        return error.exit_code
     except PipeplanError as error:
-        click.echo(f"pipeplan: {error}", err=True)
-        sys.exit(error.exit_code)
+        say(f"pipeplan: {error}", err=True)
+        return error.exit_code
     except BrokenPipeError:  # the reader of stdout left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
-    sys.exit(code if isinstance(code, int) else 0)
+        return 0
+    except OSError as error:
+        if error.errno not in _NO_ROOM or error.filename is not None:
+            raise
+        return _stdout_failed(error)
+    return code if isinstance(code, int) else 0
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _stdout_failed(error: OSError) -> int:
+    say(f"pipeplan: stdout cannot be written: {error.strerror}; send it to a file that has room", err=True)
+    return FileError.exit_code
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeplan import _api
+from pipeplan.cli.output import Outputs, say
 from pipeplan.cli.shared import FILE
 from pipeplan.errors import UsageError
 from pipeplan.units import format_bytes, format_ns
@@ -45,10 +46,10 @@ def check_command(
     cluster = _api.read_cluster(cluster_path) if cluster_path is not None else None
     report = _api.check(plan, profile, cluster)
     if as_json:
-        click.echo(json.dumps(report.figures(), indent=2, ensure_ascii=False))
+        say(json.dumps(report.figures(), indent=2, ensure_ascii=False))
         ctx.exit(0 if report.valid else 1)
     report.require(plan_path)
-    click.echo(_verdict(plan_path, plan, report, profile, cluster))
+    say(_verdict(plan_path, plan, report, profile, cluster))
 
 
 def _verdict(path: str, plan: Plan, report: Report, profile: Profile | None, cluster: Cluster | None) -> str:
@@ -110,23 +111,24 @@ def simulate_command(
     _require_one_of_each(
         "print to stdout", {"--json": "-" if as_json else None, "--svg": svg_path, "--trace": trace_path}
     )
-    simulation = _api.simulate(
-        _api.read_plan(plan_path),
-        microbatches,
-        _api.read_profile(profile_path) if profile_path is not None else None,
-        _api.read_cluster(cluster_path) if cluster_path is not None else None,
-    )
-    if svg_path is not None:
-        from pipeplan.reporting.timeline import timeline_svg
+    with Outputs({"--svg": svg_path, "--trace": trace_path}) as outputs:
+        simulation = _api.simulate(
+            _api.read_plan(plan_path),
+            microbatches,
+            _api.read_profile(profile_path) if profile_path is not None else None,
+            _api.read_cluster(cluster_path) if cluster_path is not None else None,
+        )
+        if svg_path is not None:
+            from pipeplan.reporting.timeline import timeline_svg
 
-        _api.write_text(timeline_svg(simulation), svg_path)
-    if trace_path is not None:
-        from pipeplan.reporting.timeline import trace_text
+            outputs.write_text(timeline_svg(simulation), svg_path)
+        if trace_path is not None:
+            from pipeplan.reporting.timeline import trace_text
 
-        _api.write_text(trace_text(simulation), trace_path)
-    _warn(simulation)
-    if "-" not in (svg_path, trace_path):
-        _print(simulation, as_json, measured_path)
+            outputs.write_text(trace_text(simulation), trace_path)
+        _warn(simulation)
+        if "-" not in (svg_path, trace_path):
+            _print(simulation, as_json, measured_path)
 
 
 def _require_one_of_each(what: str, paths: dict[str, str | None]) -> None:
@@ -139,10 +141,10 @@ def _require_one_of_each(what: str, paths: dict[str, str | None]) -> None:
 def _warn(simulation: Simulation) -> None:
     """Say on stderr what does not fit together."""
     if simulation.overflow is not None:
-        click.echo(f"pipeplan: too little memory: {simulation.overflow}; search a plan for it with --memory", err=True)
+        say(f"pipeplan: too little memory: {simulation.overflow}; search a plan for it with --memory", err=True)
     stated = simulation.plan.predicted.makespan_ns
     if simulation.as_planned and stated != simulation.rates.makespan_ns:
-        click.echo(
+        say(
             f"pipeplan: the plan states a makespan of {stated} ns, its programs take "
             f"{simulation.rates.makespan_ns} ns; run pipeplan check to see what is wrong with it",
             err=True,
@@ -153,7 +155,7 @@ def _print(simulation: Simulation, as_json: bool, measured_path: str | None) -> 
     if measured_path is not None:
         _print_compared(simulation, as_json, measured_path)
     elif as_json:
-        click.echo(json.dumps(simulation.figures()))
+        say(json.dumps(simulation.figures()))
     else:
         from pipeplan.reporting.terminal import print_simulation, print_stages
 
@@ -164,7 +166,7 @@ def _print(simulation: Simulation, as_json: bool, measured_path: str | None) -> 
 def _print_compared(simulation: Simulation, as_json: bool, path: str) -> None:
     comparison = _api.compare_measured(simulation, path)
     if as_json:
-        click.echo(json.dumps({**simulation.figures(), "measured": comparison.figures()}))
+        say(json.dumps({**simulation.figures(), "measured": comparison.figures()}))
     else:
         from pipeplan.reporting.tables import print_measured
 

@@ -14,6 +14,7 @@ import click
 from click.core import ParameterSource
 
 from pipeplan import _api
+from pipeplan.cli.output import Outputs, say
 from pipeplan.cli.shared import (
     BYTES,
     COUNTS,
@@ -26,7 +27,6 @@ from pipeplan.cli.shared import (
     granularity,
     interrupt_on_sigterm,
     require_stdout_once,
-    require_writable,
     warnings_shown,
 )
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 
 
-def measure_communication(ctx: click.Context) -> None:
+def measure_communication(ctx: click.Context, outputs: Outputs) -> None:
     """Measure links as one of torchrun's ranks, or between processes started here, and write the cluster.
 
     Rank 0 writes whenever a curve is whole, so that an interruption keeps those before it.
@@ -55,7 +55,7 @@ def measure_communication(ctx: click.Context) -> None:
 
     def keep(cluster: Cluster) -> None:
         if output != "-":
-            _api.write_file(cluster, output)
+            outputs.write(cluster, output)
         written.append(cluster)
 
     try:
@@ -66,18 +66,18 @@ def measure_communication(ctx: click.Context) -> None:
         found = _api.measure_links(options, given["processes"], base, on_point=_tell, keep=keep)
     except KeyboardInterrupt:
         kept = f"{len(written[-1].measured)} curves are in {output}" if written and output != "-" else "nothing is kept"
-        click.echo(f"pipeplan: interrupted while measuring links; {kept}", err=True)
+        say(f"pipeplan: interrupted while measuring links; {kept}", err=True)
         ctx.exit(INTERRUPTED)
     if found is None:  # not rank 0
         return
     if output == "-":
-        _api.write_file(found.cluster, output)
-    _print_curves(found, output, as_json=given["as_json"])
+        outputs.write(found.cluster, output)
+    _print_curves(found, outputs, output, as_json=given["as_json"])
 
 
 def _tell(point: LinkPoint) -> None:
     if sys.stderr.isatty():
-        click.echo(f"{point.operation} of {point.size} bytes: {point.ns / 1000:.1f} us", err=True)
+        say(f"{point.operation} of {point.size} bytes: {point.ns / 1000:.1f} us", err=True)
 
 
 def _require_ranks() -> None:
@@ -88,23 +88,23 @@ def _require_ranks() -> None:
         )
 
 
-def add_communication(given: Mapping[str, Any]) -> None:
+def add_communication(given: Mapping[str, Any], outputs: Outputs) -> None:
     """Read measured link times, write the cluster with them, and print how well each curve predicts unseen times."""
     cluster = _api.read_cluster(given["cluster"])
     printed = {path: _read_text(path) for path in given["communication_from"]}
     found = _api.add_links(cluster, printed, given["level"])
-    _api.write_file(found.cluster, given["output"])
-    _print_curves(found, given["output"], as_json=given["as_json"])
+    outputs.write(found.cluster, given["output"])
+    _print_curves(found, outputs, given["output"], as_json=given["as_json"])
 
 
-def _print_curves(found: LinkResult, output: str, *, as_json: bool) -> None:
+def _print_curves(found: LinkResult, outputs: Outputs, output: str, *, as_json: bool) -> None:
     figures = found.figures()
     if as_json:
-        click.echo(json.dumps(figures))
+        say(json.dumps(figures))
     elif output != "-":
         for curve in figures["curves"]:
-            click.echo(_curve_line(curve))
-        click.echo(f"cluster written to {output}", err=True)
+            say(_curve_line(curve))
+        outputs.say_written("cluster", output)
 
 
 def _curve_line(curve: dict[str, Any]) -> str:
@@ -187,17 +187,17 @@ def profile_command(ctx: click.Context, /, **_: Any) -> None:
         _show(given["show"], given["microbatch"] if _given(ctx, "microbatch") else (), given["as_json"])
         return
     require_stdout_once(given["output"], given["as_json"])
-    if use == "communication_from":
-        add_communication(given)
-        return
-    _api.require_torch("profile")
-    require_writable(given["output"])
-    if use == "communication":
-        measure_communication(ctx)
-    elif use == "estimate":
-        _estimate(given)
-    else:
-        _measure(ctx)
+    if use != "communication_from":
+        _api.require_torch("profile")
+    with Outputs({"-o": given["output"]}) as outputs:
+        if use == "communication_from":
+            add_communication(given, outputs)
+        elif use == "communication":
+            measure_communication(ctx, outputs)
+        elif use == "estimate":
+            _estimate(given, outputs)
+        else:
+            _measure(ctx, outputs)
 
 
 _MODEL = {"name", "microbatch", "sequence", "grain", "shared", "shards", "recompute", "dtype", "device", "output"}
@@ -240,18 +240,18 @@ def _show(path: str, asked: tuple[int, ...], as_json: bool) -> None:
 
     inspection = _api.Inspection(_api.read_profile(path), asked)
     if as_json:
-        click.echo(json.dumps(inspection.figures()))
+        say(json.dumps(inspection.figures()))
     else:
         print_inspection(inspection)
 
 
-def _measure(ctx: click.Context) -> None:
+def _measure(ctx: click.Context, outputs: Outputs) -> None:
     """Measure a model, or go on where an earlier measurement was interrupted, and write the profile."""
     given = ctx.params
     begin = time.monotonic()
     partial = _api.UnfinishedProfile(_partial_path(given["output"]))
     if partial.path is not None and partial.path.exists():
-        click.echo(f"pipeplan: resuming from {partial.path}", err=True)
+        say(f"pipeplan: resuming from {partial.path}", err=True)
     shown = Shown("measuring")
     try:
         with warnings_shown(), shown:
@@ -265,21 +265,22 @@ def _measure(ctx: click.Context) -> None:
                 partial=partial,
             )
     except KeyboardInterrupt:
-        click.echo(f"pipeplan: interrupted while measuring {shown.what}; {_kept(partial)}", err=True)
+        say(f"pipeplan: interrupted while measuring {shown.what}; {_kept(partial)}", err=True)
         ctx.exit(INTERRUPTED)
     except (ExecutionError, InfeasibleError):
-        click.echo(f"pipeplan: measuring ended; {_kept(partial, 'a command with other --microbatch sizes')}", err=True)
+        say(f"pipeplan: measuring ended; {_kept(partial, 'a command with other --microbatch sizes')}", err=True)
         raise
-    _api.write_file(profile, given["output"])
-    partial.remove()
+    outputs.write(profile, given["output"])
+    if outputs.has(given["output"]):
+        partial.remove()
     _tell_missing(profile, given["microbatch"])
-    _print(profile, given, begin)
+    _print(profile, given, outputs, begin)
 
 
 _MEASURING = ("threads", "repeats", "warmup", "device", "seed", "shards", "recompute")
 
 
-def _estimate(given: Mapping[str, Any]) -> None:
+def _estimate(given: Mapping[str, Any], outputs: Outputs) -> None:
     """Estimate a model for a device preset, calibrated by a measured profile if there is one, and write the profile."""
     begin = time.monotonic()
     calibration = _api.read_profile(given["calibrate"]) if given["calibrate"] else None
@@ -295,8 +296,8 @@ def _estimate(given: Mapping[str, Any]) -> None:
             cluster=_cluster(given),
             progress=shown.update,
         )
-    _api.write_file(profile, given["output"])
-    _print(profile, given, begin)
+    outputs.write(profile, given["output"])
+    _print(profile, given, outputs, begin)
 
 
 def _model(given: Mapping[str, Any], *, meta: bool = False) -> Model:
@@ -304,9 +305,9 @@ def _model(given: Mapping[str, Any], *, meta: bool = False) -> Model:
     how = {name: given[name] for name in ("sequence", "grain", "shared", "shards")}
     model = _api.load_model(given["name"], **how, meta=meta)
     if model.remark:
-        click.echo(f"pipeplan: {model.remark}", err=True)
+        say(f"pipeplan: {model.remark}", err=True)
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
-        click.echo(
+        say(
             f"pipeplan: blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that "
             "run come from search --shard-shared no",
             err=True,
@@ -318,15 +319,15 @@ def _cluster(given: Mapping[str, Any]) -> Cluster | None:
     return _api.read_cluster(given["cluster"]) if given["cluster"] else None
 
 
-def _print(profile: Profile, given: Mapping[str, Any], begin: float) -> None:
+def _print(profile: Profile, given: Mapping[str, Any], outputs: Outputs, begin: float) -> None:
     """What a profile says in short, once it is written."""
     from pipeplan.reporting.tables import print_blocks
 
     if given["as_json"]:
-        click.echo(json.dumps(_api.ProfileResult(profile, time.monotonic() - begin).figures()))
+        say(json.dumps(_api.ProfileResult(profile, time.monotonic() - begin).figures()))
     elif given["output"] != "-":
         print_blocks(profile)
-        click.echo(f"profile written to {given['output']}", err=True)
+        outputs.say_written("profile", given["output"])
 
 
 def _partial_path(output: str) -> Path | None:
@@ -345,4 +346,4 @@ def _kept(partial: UnfinishedProfile, what: str = "the same command") -> str:
 def _tell_missing(profile: Profile, sizes: tuple[int, ...]) -> None:
     missing = [str(size) for size in sizes if size not in profile.microbatch_sizes]
     if missing:
-        click.echo(f"pipeplan: not measured: micro-batch sizes {', '.join(missing)}. {profile.source.notes}", err=True)
+        say(f"pipeplan: not measured: micro-batch sizes {', '.join(missing)}. {profile.source.notes}", err=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pipeplan import _api
+from pipeplan.cli.output import Outputs, say
 from pipeplan.cli.shared import (
     BYTES,
     DURATION,
@@ -23,7 +24,6 @@ from pipeplan.cli.shared import (
     KnownNames,
     granularity,
     interrupt_on_sigterm,
-    require_writable,
 )
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.units import format_ns
@@ -146,10 +146,14 @@ def run_command(
     _api.require_torch("run")
     if (model is None) != emulate:
         raise UsageError("give --model to train, or --emulate to run without a model: one of the two")
+    if local and "TORCHELASTIC_RUN_ID" in os.environ and (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        raise UsageError(
+            f"--local starts all ranks itself, and torchrun has started {started}; leave out one of the two"
+        )
     if trace_path == "-":
         raise UsageError("--trace - would mix with the losses on stdout; give a file")
-    if trace_path is not None and (local or os.environ.get("RANK", "0") == "0"):  # only rank 0 writes it
-        require_writable(trace_path, "--trace")
+    first = local or os.environ.get("RANK", "0") == "0"  # only rank 0 writes the trace
+    outputs = Outputs({"--trace": trace_path if first else None})
     if how["timeout_ns"] < _LEAST_TIMEOUT_NS:
         raise UsageError(f"--timeout {how['timeout_ns']}ns is too short to wait for anything; give at least 1ms")
     options = _api.RunOptions(**{name: how.pop(name) for name in _OF_ALL_RUNS}, trace=trace_path is not None)
@@ -160,14 +164,15 @@ def run_command(
     outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown)
     if outcome is None:  # not rank 0
         return
-    if as_json:
-        click.echo(json.dumps(outcome.figures(), allow_nan=False))
-    else:
-        click.echo(comparison_line(outcome))
-        if outcome.throughput is not None:
-            click.echo(f"trained {outcome.throughput.words}")
-    if trace_path is not None:  # after the results, which are not lost with it
-        _write_trace(outcome, trace_path)
+    with outputs:
+        if as_json:
+            say(json.dumps(outcome.figures(), allow_nan=False))
+        else:
+            say(comparison_line(outcome))
+            if outcome.throughput is not None:
+                say(f"trained {outcome.throughput.words}")
+        if trace_path is not None:  # after the results, which are not lost with it
+            outputs.write_text(_trace(outcome), trace_path)
 
 
 def _run_here(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcome:
@@ -175,7 +180,7 @@ def _run_here(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcome:
     interrupt_on_sigterm()
     try:
         return _api.run(plan, options, shown.show, where=plan_path)
-    except (KeyboardInterrupt, ExecutionError):
+    except (KeyboardInterrupt, BrokenPipeError, ExecutionError):
         _say_where_to_resume(options)
         raise
 
@@ -186,7 +191,7 @@ def _say_where_to_resume(options: RunOptions) -> None:
         return
     step = _api.last_checkpoint(options.checkpoint)
     last = "none yet" if step is None else f"step {step}: give --resume to go on from there"
-    click.echo(f"last whole checkpoint in {options.checkpoint}: {last}", err=True)
+    say(f"last whole checkpoint in {options.checkpoint}: {last}", err=True)
 
 
 def _run_as_rank(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcome | None:
@@ -217,7 +222,7 @@ class Steps:
         if not self._quiet:
             loss = f"  loss {result.loss:.4f}" if training is not None else ""
             norm = "" if result.grad_norm is None else f"  gradients {result.grad_norm:.4g}"
-            click.echo(f"step {result.step}{loss}{norm}  iteration {format_ns(result.iteration_ns)}")
+            say(f"step {result.step}{loss}{norm}  iteration {format_ns(result.iteration_ns)}")
         if training is not None and not result.finite and not self._warned:
             self._warned = True
             self._warn(result, training.checkpoint)
@@ -227,7 +232,7 @@ class Steps:
             f"loss is {result.loss}" if not math.isfinite(result.loss) else f"norm of gradients is {result.grad_norm}"
         )
         kept = "" if checkpoint is None else "; no checkpoint is written after this step"
-        click.echo(f"pipeplan: warning: step {result.step}: the {what}{kept}", err=True)
+        say(f"pipeplan: warning: step {result.step}: the {what}{kept}", err=True)
 
 
 def comparison_line(outcome: RunOutcome) -> str:
@@ -242,10 +247,10 @@ def comparison_line(outcome: RunOutcome) -> str:
     return f"predicted {format_ns(predicted)}{times}, median {format_ns(median)}{ratio}{left}"
 
 
-def _write_trace(outcome: RunOutcome, path: str) -> None:
+def _trace(outcome: RunOutcome) -> str:
     from pipeplan.reporting.timeline import run_trace
 
     options = outcome.options
     model = options.model if isinstance(options, _api.TrainOptions) else None
     about = {"model": model, "emulated": model is None, "blocking": options.blocking}
-    _api.write_text(run_trace(outcome.plan, outcome.result.timeline, about), path)
+    return run_trace(outcome.plan, outcome.result.timeline, about)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeplan import _api
+from pipeplan.cli.output import Outputs, say, say_notes
 from pipeplan.cli.shared import (
     FILE,
     RULES,
@@ -18,7 +19,6 @@ from pipeplan.cli.shared import (
     interrupt_on_sigterm,
     planning_options,
     read_request,
-    say_notes,
 )
 from pipeplan.errors import UsageError
 
@@ -76,32 +76,35 @@ def search_command(
         raise UsageError(
             "--workers, --cache and --rules-output are for --scheduler rules without --rules; leave them out"
         )
-    interrupt_on_sigterm()
-    tuning: Tuning | None = None
-    with Status() as progress:
-        if tunes:
-            tuning = _api.tune(request, workers=workers, cache=cache, progress=progress)
-            result = tuning.result
-        else:
-            result = _api.search(request, progress=progress)
-    if output is not None:
-        _api.write_file(result.plan, output)
-    if rules_output is not None and tuning is not None:
-        _api.write_text(_api.to_toml(tuning.rules), rules_output)
-    if placement_output is not None:
-        _api.write_file(result.plan.placed, placement_output)
-    _print_result(result, tuning, output, as_json, list(_api.link_notes(request)))
+    files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output}
+    with Outputs(files) as outputs:
+        interrupt_on_sigterm()
+        tuning: Tuning | None = None
+        with Status() as progress:
+            if tunes:
+                tuning = _api.tune(request, workers=workers, cache=cache, progress=progress)
+                result = tuning.result
+            else:
+                result = _api.search(request, progress=progress)
+        if output is not None:
+            outputs.write(result.plan, output)
+        if rules_output is not None and tuning is not None:
+            outputs.write_text(_api.to_toml(tuning.rules), rules_output)
+        if placement_output is not None:
+            outputs.write(result.plan.placed, placement_output)
+        _print_result(result, tuning, output, as_json, list(_api.link_notes(request)))
+        outputs.say_written("plan", None if as_json else output)
 
 
 def _print_result(
     result: Result, tuning: Tuning | None, output: str | None, as_json: bool, notes: Sequence[str]
 ) -> None:
     if result.interrupted:
-        click.echo("pipeplan: interrupted; this is the best plan so far", err=True)
+        say("pipeplan: interrupted; this is the best plan so far", err=True)
     if as_json or output == "-":
         say_notes(notes)
     if as_json:
-        click.echo(json.dumps((tuning or result).figures()))
+        say(json.dumps((tuning or result).figures()))
         return
     if output == "-":
         return
@@ -111,14 +114,12 @@ def _print_result(
 
     if tuning is not None:
         print_ranking(tuning.rows, file=sys.stdout)
-        click.echo(f"{tuning.said}\n")
+        say(f"{tuning.said}\n")
     simulation = _api.simulate(result.plan)
     print_simulation(simulation, file=sys.stdout)
     print_stages(simulation.workload, file=sys.stdout)
     print_proof(result, file=sys.stdout)
     print_notes(notes, file=sys.stdout)
-    if output is not None:
-        click.echo(f"plan written to {output}", err=True)
 
 
 @click.command("compare")
@@ -126,8 +127,8 @@ def _print_result(
 def compare_command(as_json: bool, **flags: Any) -> None:
     """Time every classic schedule that applies to PROFILE, and search for a better one; best first.
 
-    Without --placement and without one in the profile, all strategies are compared. Schedules
-    that do not fit into memory are timed too, and listed last.
+    Without --placement and without one in the profile, all strategies are compared, each with the micro-batch size that
+    suits it. Schedules that do not fit into memory are timed too, and listed last with what they need.
     """
     from pipeplan.reporting.tables import print_comparison
 
@@ -136,9 +137,11 @@ def compare_command(as_json: bool, **flags: Any) -> None:
     with Status() as progress:
         found = _api.compare(request, progress=progress)
     if found.interrupted:
-        click.echo("pipeplan: interrupted; these are the best plans so far", err=True)
+        say("pipeplan: interrupted; these are the best plans so far", err=True)
     if as_json:
         say_notes(found.notes)
-        click.echo(json.dumps(found.figures()))
+        say(json.dumps(found.figures()))
     else:
         print_comparison(found, file=sys.stdout)
+    if found.shortage is not None:
+        raise found.shortage

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -15,6 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from pipeplan import _api
+from pipeplan.cli.output import say
 from pipeplan.errors import FileError, UsageError
 from pipeplan.units import parse_bytes, parse_ns
 
@@ -258,17 +259,6 @@ def require_stdout_once(output: str, as_json: bool) -> None:
         raise UsageError("-o - and --json would both print to stdout; write the file somewhere else with -o FILE")
 
 
-def require_writable(path: str, option: str = "-o") -> None:
-    """Find out before minutes of work whether the file that an option names can be written. Raises FileError."""
-    folder = Path(path).absolute().parent
-    if path == "-":
-        return
-    if not folder.is_dir():
-        raise FileError(f"{path}: cannot be written: there is no folder {folder}")
-    if Path(path).is_dir() or not os.access(path if Path(path).exists() else folder, os.W_OK):
-        raise FileError(f"{path}: cannot be written; choose another file with {option}")
-
-
 def require_folder(path: str, pattern: str, option: str) -> None:
     """Make the folder that an option names before minutes of work, for files named by a pattern.
 
@@ -280,18 +270,11 @@ def require_folder(path: str, pattern: str, option: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"{path}: cannot be made: {error.strerror or error}; choose a folder with {option}") from error
-    if not os.access(folder, os.W_OK):
-        raise FileError(f"{path}: cannot be written; choose another folder with {option}")
+    _api.require_writable(f"{path}/{pattern}", option)
     there = sorted(each.name for each in folder.glob(pattern))
     if there:
         names = f"{there[0]} of another run" if len(there) == 1 else f"{len(there)} files of another run, as {there[0]}"
         raise FileError(f"{path}: has {names}; remove what is there, or choose another folder with {option}")
-
-
-def say_notes(notes: Iterable[str]) -> None:
-    """Say on stderr what a reader must know, where stdout is for a file or for JSON."""
-    for note in notes:
-        click.echo(f"pipeplan: {note}", err=True)
 
 
 def interrupt_on_sigterm() -> None:
@@ -303,13 +286,12 @@ class Status:
     """A line on stderr with the clock, the best value, the bound and the gap; nothing unless stderr is a terminal."""
 
     def __enter__(self) -> Progress | None:
-        from rich.console import Console
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-        console = Console(stderr=True)
-        self._line = Progress(
-            SpinnerColumn(), TimeElapsedColumn(), TextColumn("{task.description}"), console=console, transient=True
-        )
+        from pipeplan.reporting.layout import console_for
+
+        console, text = console_for(sys.stderr), TextColumn("{task.description}", markup=False)
+        self._line = Progress(SpinnerColumn(), TimeElapsedColumn(), text, console=console, transient=True)
         if not console.is_terminal:
             return None
         self._line.start()
@@ -334,23 +316,24 @@ def warnings_shown() -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         yield
     for text in dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning):
-        click.echo(f"pipeplan: warning: {text}", err=True)
+        say(f"pipeplan: warning: {text}", err=True)
 
 
 class Shown:
     """A progress bar on stderr; nothing unless it is a terminal. ``what`` runs now."""
 
     def __init__(self, doing: str) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+        from pipeplan.reporting.layout import console_for
+
         self.what = "nothing yet"
-        console = Console(stderr=True)
+        console = console_for(sys.stderr)
         columns = (
             BarColumn(),
             TextColumn("{task.percentage:3.0f}%"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[what]}"),
+            TextColumn("{task.fields[what]}", markup=False),
         )
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._progress.add_task(doing, total=None, what="")

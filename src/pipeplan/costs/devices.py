@@ -20,7 +20,7 @@ from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
-from pipeplan.catalog import names, read_text
+from pipeplan.catalog import names, read_table
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
 
@@ -102,7 +102,7 @@ def device_preset(name: str) -> DevicePreset:
     """
     if name not in PRESETS:
         raise UsageError(f"--device {name!r} is not a preset; choose from {', '.join(PRESETS)}")
-    return TypeAdapter(DevicePreset).validate_json(read_text("devices", name))
+    return TypeAdapter(DevicePreset).validate_python(read_table("devices", name))
 
 
 def peak_flops_per_s(device: str, dtype: str) -> int | None:

@@ -16,7 +16,9 @@ from pipeplan.files.read_write import (
     read_placement,
     read_plan,
     read_profile,
+    require_writable,
     to_json,
+    write_elsewhere,
     write_file,
     write_text,
 )
@@ -45,8 +47,10 @@ __all__ = [
     "read_placement",
     "read_plan",
     "read_profile",
+    "require_writable",
     "sha256_of",
     "to_json",
+    "write_elsewhere",
     "write_file",
     "write_text",
 ]

@@ -38,6 +38,8 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema, to_json
 
+from pipeplan.workload.elements import Name, Printable, Text
+
 # Versions -----------------------------------------------------------------------------------------------------------
 
 
@@ -108,14 +110,14 @@ class Source(FileModel):
             description="measured on a machine, estimated by closed forms, or taken from a paper",
         ),
     ]
-    device: Annotated[str, Field(max_length=512, description="device the numbers are for")] = ""
-    dtype: Annotated[str, Field(max_length=64, description="number format, such as float32")] = ""
-    versions: Annotated[dict[str, str], Field(description="versions of what measured, by name")] = {}
+    device: Annotated[str, Printable(512), Field(description="device the numbers are for")] = ""
+    dtype: Annotated[str, Printable(64), Field(description="number format, such as float32")] = ""
+    versions: Annotated[dict[Name, Text], Field(description="versions of what measured, by name")] = {}
     date: Annotated[
         str, Field(pattern="^([0-9]{4}-[0-9]{2}-[0-9]{2})?$", description="day of the measurement, ISO")
     ] = ""
-    reference: Annotated[str, Field(max_length=2048, description="for literature: paper and table or figure")] = ""
-    notes: Annotated[str, Field(max_length=8192, description="anything a reader must know to trust it")] = ""
+    reference: Annotated[str, Printable(2048), Field(description="for literature: paper and table or figure")] = ""
+    notes: Annotated[Text, Field(description="anything a reader must know to trust it")] = ""
 
 
 # Forms, canonical texts and fingerprints ----------------------------------------------------------------------------

@@ -29,8 +29,10 @@ from pipeplan.workload.elements import (
     Nanoseconds,
     Operation,
     OperationId,
+    Printable,
     Repetend,
     Stage,
+    Text,
     TiedState,
     slots_of,
 )
@@ -65,17 +67,17 @@ class Predicted(FileModel):
 class Provenance(FileModel):
     """What the plan was made from, and with."""
 
-    profile: str = ""
+    profile: Text = ""
     profile_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     cluster_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
-    device: Annotated[str, Field(max_length=512, description="device the profile's numbers are for")] = ""
-    dtype: Annotated[str, Field(max_length=64, description="the profile's number format, such as float32")] = ""
+    device: Annotated[str, Printable(512), Field(description="device the profile's numbers are for")] = ""
+    dtype: Annotated[str, Printable(64), Field(description="the profile's number format, such as float32")] = ""
     tokens_per_sample: TokensPerSample = None
     forward_flops_per_sample: FlopsPerSample = None
-    scheduler: str = ""
-    options: dict[str, str | int | float | bool | None] = {}
+    scheduler: Text = ""
+    options: dict[Name, Text | int | float | bool | None] = {}
     seed: int = 0
-    versions: dict[str, str] = {}
+    versions: dict[Name, Text] = {}
 
 
 MIGRATIONS["plan", 1] = lambda plan: plan

@@ -79,7 +79,7 @@ class Block(FileModel):
     id: Name
     operator: Annotated[Name, Field(description="operator kind: attention, ffn, embedding, head, ...")]
     dimensions: Annotated[
-        dict[str, Dimension],
+        dict[Name, Dimension],
         Field(description="sizes a configuration can split: sequence, hidden, heads, vocabulary, ..."),
     ] = {}
     parameter_bytes: Annotated[Bytes, Field(description="unsplit; gradients take the same")] = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -35,6 +36,7 @@ from pipeplan.files.cluster import Cluster
 from pipeplan.files.placement import Placement
 from pipeplan.files.plan import Plan
 from pipeplan.files.profile import Profile
+from pipeplan.texts import escaped, shown, shown_key
 from pipeplan.workload.elements import Element
 
 
@@ -55,24 +57,79 @@ def write_file(model: FileModel, path: str) -> None:
 
 def write_text(text: str, path: str) -> None:
     """Write text to a path through a temporary file beside it and a rename; ``-`` is stdout. Raises FileError."""
-    if path == "-":
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        return
     target = Path(path)
     try:
-        if target.exists() and not target.is_file():  # /dev/null, a pipe: nothing to replace
+        if path == "-":
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        elif target.exists() and not target.is_file():  # /dev/null, a pipe: nothing to replace
             target.write_text(text, encoding="utf-8")
         else:
             _replace(target.resolve(), text)  # a link keeps pointing at the file
-    except OSError as error:
-        raise FileError(f"{path}: cannot be written: {error.strerror or error}") from None
+    except BrokenPipeError:  # the reader of stdout left
+        raise
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"{'stdout' if path == '-' else path}: cannot be written: {reason}") from None
+
+
+def require_writable(path: str, option: str = "-o") -> None:
+    """Find out before minutes of work whether :func:`write_text` can write a file, by what it would do first.
+
+    Raises:
+        FileError: it cannot; another file is to be given with the option.
+    """
+    if path == "-":
+        return
+    target = Path(path).absolute()
+    try:
+        target = target.resolve()
+        folder = target.parent
+        if not folder.is_dir():
+            raise FileError(f"{path}: cannot be written: there is no folder {folder}; make it, or choose with {option}")
+        if target.is_dir():
+            raise FileError(f"{path}: cannot be written: it is a folder; choose a file with {option}")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise FileError(f"{path}: cannot be written: it is write-protected; choose another file with {option}")
+        if target.is_file() and not _may_be_replaced(target):
+            raise FileError(f"{path}: cannot be replaced: it is another user's; choose another file with {option}")
+        if not target.exists() or target.is_file():
+            with tempfile.TemporaryFile(prefix=_temporary_prefix(target), dir=folder) as trial:
+                trial.write(bytes(4096))  # a full disk has files, but no room in them
+    except (OSError, RuntimeError) as error:  # a circle of links is a RuntimeError
+        reason = getattr(error, "strerror", None) or error
+        raise FileError(f"{path}: cannot be written: {reason}; choose another file with {option}") from None
+
+
+def _may_be_replaced(target: Path) -> bool:
+    """Whether its name may be given to another file: in folders such as /tmp only by whoever owns one of the two."""
+    folder = target.parent.stat()
+    return not folder.st_mode & stat.S_ISVTX or os.geteuid() in (0, folder.st_uid, target.stat().st_uid)
+
+
+def write_elsewhere(text: str, path: str) -> str | None:
+    """Write what could not go to ``path`` to a temporary file: its name, or None where there is no room for one."""
+    name = Path(path).name if path != "-" else "stdout"
+    try:
+        handle, kept = tempfile.mkstemp(prefix="pipeplan-", suffix=f"-{name[-_LONGEST_NAME:]}")
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(text)
+    except OSError:
+        return None
+    return kept
+
+
+_LONGEST_NAME = 100
+
+
+def _temporary_prefix(target: Path) -> str:
+    return f".{target.name[:_LONGEST_NAME]}."
 
 
 def _replace(target: Path, text: str) -> None:
     """Write beside the file and rename; its mode stays. Raises OSError."""
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    handle, temporary = tempfile.mkstemp(prefix=_temporary_prefix(target), dir=target.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
@@ -217,13 +274,14 @@ def _version_problem(given: object, current: int) -> str | None:
     known = "1" if current == 1 else f"1 to {current}"
     is_newer = type(given) is int and given > current
     remedy = "read it with the newer pipeplan that wrote it" if is_newer else "say which version the file follows"
-    return f"schema_version: Input should be {known}, got {_short(repr(given))}; {remedy}"
+    return f"schema_version: Input should be {known}, got {shown(given)}; {remedy}"
 
 
 def _migrated(content: Content, kind: str, version: int, model: type[Model]) -> Model:
     """Content of an earlier version as the model of today. Raises ValidationError."""
     content = completed(content, form_of_version(kind, version))
     sha256 = sha256_of_text(canonical_text(content))
+    content = escaped(content)  # texts could have any character then
     for step in range(version, current_version(kind)):
         migrated = MIGRATIONS[kind, step](content) | {"schema_version": step + 1}
         content = completed(migrated, form_of_version(kind, step + 1))
@@ -268,25 +326,16 @@ def _problem(detail: ErrorDetails, form: Form) -> str:
     """One line: path in the file, what was expected, what stands there where it is short, and keys for unknown ones."""
     place = ""
     for part in detail["loc"]:
-        place += f"[{part}]" if isinstance(part, int) else f".{_key(part)}" if place else _key(part)
+        place += f"[{part}]" if isinstance(part, int) else f".{shown_key(part)}" if place else shown_key(part)
     message = detail["msg"].removeprefix("Value error, ").replace("Tuple should", "List should")
     message = message.replace("Unexpected keyword argument", "Extra inputs are not permitted")
     if not place and detail["type"] == "value_error":  # about several parts of the file; the message names them
         return message
     given = detail.get("input")
     if detail["type"] != "missing" and not isinstance(given, dict | list | tuple | FileModel | Element):
-        message += f", got {_short(repr(given))}"
+        message += f", got {shown(given)}"
     if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         *parents, key = detail["loc"]
         known = keys_at(form, parents)
         message += f"; {did_you_mean(str(key), known) or 'choose from ' + ', '.join(known)}" * bool(known)
     return f"{place or 'file'}: {message}"
-
-
-def _key(text: str) -> str:
-    """A key of the file as it may be shown: no control characters, not too long."""
-    return _short(text if text.isprintable() else ascii(text))
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pipeplan.errors import FileError
 from pipeplan.files.read_write import read_bytes
 from pipeplan.workload.action import Action
-from pipeplan.workload.elements import Index
+from pipeplan.workload.elements import Index, Name
 
 Process = Literal["predicted", "measured"]
 TraceEvent = dict[str, object]
@@ -165,8 +165,8 @@ def read_trace(path: str, num_devices: int) -> MeasuredTrace:
     return MeasuredTrace(about.plan, about.plan_sha256, about.emulated, steps)
 
 
-def _is_measured(event: dict[str, Any]) -> bool:
-    return event.get("ph") == "X" and event.get("pid") == MEASURED_PROCESS_ID
+def _is_measured(event: object) -> bool:
+    return isinstance(event, dict) and event.get("ph") == "X" and event.get("pid") == MEASURED_PROCESS_ID
 
 
 class _Lenient(BaseModel):
@@ -176,14 +176,14 @@ class _Lenient(BaseModel):
 
 
 class _About(_Lenient):
-    plan: str
-    plan_sha256: str
+    plan: Name
+    plan_sha256: Name
     emulated: bool = False
 
 
 class _TraceFile(_Lenient):
     otherData: _About
-    traceEvents: list[dict[str, Any]]
+    traceEvents: list[Any]
 
 
 class _Arguments(_Lenient):
@@ -192,7 +192,7 @@ class _Arguments(_Lenient):
 
 
 class _Event(_Lenient):
-    name: str
+    name: Name
     ts: Annotated[float, Field(allow_inf_nan=False)]
     dur: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     args: _Arguments

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from pipeplan.costs.throughput import Throughput, Yardstick
-from pipeplan.errors import InfeasibleError, InvalidPlanError, SearchTimeoutError, UsageError
+from pipeplan.errors import InfeasibleError, InvalidPlanError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate
-from pipeplan.planning.request import Request, link_notes
+from pipeplan.planning.infeasibility import most_telling
+from pipeplan.planning.request import Batch, Request, link_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.state import Progress
 from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.time_limit import Limit
+from pipeplan.units import MAX_BYTES
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -31,13 +34,16 @@ OURS = "pipeplan"
 class ComparisonRow:
     """A schedule on a placement: times in ns, memory in bytes per device; an iteration ends with sums over replicas.
 
-    ``replicas`` are the most of a stage, ``samples_per_replica`` the least and most that one has of a micro-batch;
+    ``microbatch_size`` counts samples over all replicas, of the stage that has most at once. ``replicas`` are the most
+    of a stage, ``samples_per_replica`` the least and most that one has of a micro-batch;
     ``lower_bound_ns`` is of the placement and its memory, whichever way backward runs, so that gaps of its rows
     compare; ``why`` says by how much a schedule does not fit, else it is empty.
     """
 
     schedule: str
     placement: str
+    num_microbatches: int
+    microbatch_size: int
     split_backward: bool
     recompute: bool
     replicas: int
@@ -56,6 +62,11 @@ class ComparisonRow:
         """How far above the bound; None where it does not fit, since the bound is for the memory there is."""
         return self.makespan_ns / self.lower_bound_ns - 1 if self.fits else None
 
+    @property
+    def setting(self) -> Hashable:
+        """What schedules of it have in common: they are compared with each other first."""
+        return self.placement, self.num_microbatches, self.microbatch_size, self.replicas, self.recompute
+
 
 @dataclass(frozen=True, slots=True)
 class NotThere:
@@ -70,33 +81,39 @@ class NotThere:
 class Comparison:
     """Rows best first, those that fit before those that do not; and what there is none for.
 
-    ``yardstick`` says what a sample is, ``notes`` what is free.
+    An iteration has ``mini_batch`` samples. ``yardstick`` says what a sample is, ``notes`` what is free. Where no row
+    fits, ``shortage`` says what would do.
     """
 
     name: str
     num_devices: int
-    num_microbatches: int
-    microbatch_size: int
+    mini_batch: int
     memory_bytes: tuple[int | None, ...]
     rows: tuple[ComparisonRow, ...]
     missing: tuple[NotThere, ...]
     interrupted: bool
     yardstick: Yardstick
     notes: tuple[str, ...] = ()
+    shortage: PipeplanError | None = None
+
+    @property
+    def batch(self) -> Batch | None:
+        """How all rows cut the mini-batch; None where they differ."""
+        found = {Batch(row.num_microbatches, row.microbatch_size) for row in self.rows}
+        return found.pop() if len(found) == 1 else None
 
     def throughput(self, row: ComparisonRow) -> Throughput:
         """Of a row's iteration."""
-        return self.yardstick.throughput(
-            self.num_microbatches * self.microbatch_size, row.iteration_ns, self.num_devices
-        )
+        return self.yardstick.throughput(self.mini_batch, row.iteration_ns, self.num_devices)
 
     def figures(self) -> dict[str, object]:
         """The object of ``compare --json``."""
         return {
             "name": self.name,
             "num_devices": self.num_devices,
-            "num_microbatches": self.num_microbatches,
-            "microbatch_size": self.microbatch_size,
+            "mini_batch": self.mini_batch,
+            "num_microbatches": None if self.batch is None else self.batch.num_microbatches,
+            "microbatch_size": None if self.batch is None else self.batch.microbatch_size,
             "memory_bytes": list(self.memory_bytes),
             "rows": [
                 asdict(row) | {"applies": True, "gap": row.gap} | self.throughput(row).figures() for row in self.rows
@@ -110,41 +127,42 @@ class Comparison:
 def compare(request: Request, *, progress: Progress | None = None) -> Comparison:
     """Time every classic schedule on the request's placement, or on every strategy's, and search one there.
 
+    Where the placement is left open, a search over everything comes first, for half of the time, with its own
+    placement. Sizes of micro-batches and recomputation are chosen as a search does, on each placement for itself. Where
+    nothing fits, schedules are those of the least memory with which a plan was found.
+
     Raises:
-        InfeasibleError: nothing fits on any placement.
         KeyboardInterrupt: interrupted before there was anything to show.
         SearchTimeoutError: no time to find what fits on any placement.
         UsageError: no placement is possible.
     """
-    return compare_on(list(STRATEGIES) if request.placement == "auto" else [request.placement], request, progress)
+    return compare_on(["auto", *STRATEGIES] if request.placement == "auto" else [request.placement], request, progress)
 
 
 def compare_on(placements: Sequence[Placement | str], request: Request, progress: Progress | None = None) -> Comparison:
-    """The same on each of some placements.
+    """The same on each of some placements, of which ``auto`` is any.
 
     The time limit is shared between them. An interruption ends the search or the timing under way; on the placements
     after it the search only has its start, and the classic schedules are still timed.
     """
     rows = _RowsSoFar(request)
+    shares = [len(placements) - 1 or 1 if wanted == "auto" else 1 for wanted in placements]
     for index, wanted in enumerate(placements):
-        chunked = isinstance(wanted, str) and STRATEGIES[wanted].chunked
+        chunked = isinstance(wanted, str) and wanted != "auto" and STRATEGIES[wanted].chunked
+        chosen = len(placements) == 1 or wanted == "auto" or chunked
         asked = replace(
             request,
             placement=wanted,
-            chunks=request.chunks if len(placements) == 1 or chunked else None,
-            sizes=(),
-            time_limit=rows.seconds_left / (len(placements) - index),
+            chunks=request.chunks if chosen else None,
+            time_limit=rows.seconds_for(shares, index),
         )
         try:
-            rows.add(search_plan(asked, progress=rows.listen(progress)))
+            rows.search(asked, progress)
         except KeyboardInterrupt:
-            rows.interrupted = True
+            rows.limit.interrupt()
         except (InfeasibleError, SearchTimeoutError, UsageError) as error:
             rows.add_failure(wanted if isinstance(wanted, str) else wanted.strategy, error)
     return rows.comparison()
-
-
-_Failure = InfeasibleError | SearchTimeoutError | UsageError
 
 
 class _RowsSoFar:
@@ -154,19 +172,33 @@ class _RowsSoFar:
         self._request = request
         self._rows: list[ComparisonRow] = []
         self._missing: list[NotThere] = []
-        self._failures: list[_Failure] = []
-        self._limits: tuple[int | None, ...] = ()
-        self._seconds = 0.0
+        self._failures: list[PipeplanError] = []
+        self._timed: set[Hashable] = set()
         self._best_ns: int | None = None
         self._bound_ns = request_bound(request) if request.placement == "auto" else None
-        self.interrupted = False
+        self.limit = Limit(request.time_limit)
 
-    @property
-    def seconds_left(self) -> float:
-        """Time for the searches to come; none after an interruption."""
-        return 0.0 if self.interrupted else max(0.0, self._request.time_limit - self._seconds)
+    def seconds_for(self, shares: Sequence[int], index: int) -> float:
+        """Time for one of the searches: its share of what is left, or of all where that must not hang on the clock."""
+        if self._request.deterministic and not self.limit.interrupted:
+            return self.limit.seconds * shares[index] / sum(shares)
+        return self.limit.remaining * shares[index] / sum(shares[index:])
 
-    def listen(self, progress: Progress | None) -> Progress | None:
+    def search(self, asked: Request, progress: Progress | None) -> None:
+        """The rows of a placement; where nothing fits, those of what would do with more memory.
+
+        Raises:
+            PipeplanError: there is no plan, whatever the memory.
+        """
+        limit, listen = Limit(asked.time_limit), self._listen(progress)
+        try:
+            self._add(asked, search_plan(asked, progress=listen))
+        except InfeasibleError as error:
+            self._failures.append(error)
+            more = replace(asked, memory_bytes=error.enough_bytes or MAX_BYTES, time_limit=limit.remaining)
+            self._add(more, search_plan(more))
+
+    def _listen(self, progress: Progress | None) -> Progress | None:
         """What a search calls: the best and the bound that are said are those of all placements."""
         if progress is None:
             return None
@@ -174,32 +206,33 @@ class _RowsSoFar:
 
         def heard(what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
             least = best_ns if best is None else min(best, best_ns)
-            progress(what, least, min(least, bound_ns if bound is None else bound), self._seconds + seconds)
+            progress(what, least, min(least, bound_ns if bound is None else bound), self.limit.elapsed)
 
         return heard
 
-    def add(self, result: Result) -> None:
-        """The search's row, and those of the classic schedules on its placement."""
-        self.interrupted = self.interrupted or result.interrupted
-        self._seconds += result.seconds
-        iteration = result.plan.predicted.iteration_ns
-        self._best_ns = iteration if self._best_ns is None else min(self._best_ns, iteration)
-        self._limits = tuple(device.memory_bytes for device in result.plan.devices)
-        recompute = any(stage.recompute for stage in result.plan.stages)
-        ours = _ours(result, recompute)
+    def _add(self, asked: Request, result: Result) -> None:
+        """The search's row, and those of the classic schedules on its placement, for the memory that there is."""
+        if result.interrupted:
+            self.limit.interrupt()
+        plan, memory = result.plan, self._request.memory
+        recompute = any(stage.recompute for stage in plan.stages)
+        ours = _ours(result, recompute, memory)
+        if ours.fits:
+            self._best_ns = min(ours.iteration_ns, ours.iteration_ns if self._best_ns is None else self._best_ns)
         self._rows.append(ours)
-        placement = result.plan.placed.whole
-        placed = replace(
-            self._request, placement=placement, num_devices=len(result.plan.devices), chunks=None, sizes=()
-        )
-        candidate = PlacementCandidate(placement, placed.batch, recompute, "compared")
-        problems = [OneMicrobatch.of(workload) for workload in workloads(placed, candidate)]
+        placement, batch = plan.placed.whole, Batch(ours.num_microbatches, ours.microbatch_size)
+        if (placement, batch, recompute) in self._timed:
+            return
+        self._timed.add((placement, batch, recompute))
+        placed = replace(asked, placement=placement, batch=batch, num_devices=len(plan.devices), chunks=None, sizes=())
+        candidate = PlacementCandidate(placement, batch, recompute, "compared")
+        problems = [OneMicrobatch.of(workload, require_room=False) for workload in workloads(placed, candidate)]
         for name in CLASSIC:
-            rows, reason = _classic(name, problems, recompute, ours.lower_bound_ns)
+            rows, reason = _classic(name, problems, recompute, ours.lower_bound_ns, memory)
             self._rows += rows
             self._missing += [] if rows else [NotThere(name, ours.placement, reason)]
 
-    def add_failure(self, placement: str, error: _Failure) -> None:
+    def add_failure(self, placement: str, error: PipeplanError) -> None:
         """A placement on which nothing is possible."""
         self._failures.append(error)
         self._missing.append(NotThere(None, placement, str(error)))
@@ -209,17 +242,21 @@ class _RowsSoFar:
         if not self._rows:
             raise self._failures[0] if self._failures else KeyboardInterrupt
         request = self._request
+        rows: dict[Hashable, ComparisonRow] = {}
+        for row in sorted(self._rows, key=_rank):
+            rows.setdefault((row.schedule, row.setting, row.fits), row)
+        fits = any(row.fits for row in self._rows)
         return Comparison(
             request.profile.name,
             request.num_devices,
-            request.batch.num_microbatches,
-            request.batch.microbatch_size,
-            self._limits,
-            tuple(sorted(self._rows, key=_rank)),
+            request.batch.mini_batch,
+            tuple(request.memory),
+            tuple(rows.values()),
             tuple(self._missing),
-            self.interrupted,
+            self.limit.interrupted,
             Yardstick.of(request.profile),
             tuple(link_notes(request)),
+            None if fits else most_telling(self._failures),
         )
 
 
@@ -228,27 +265,31 @@ def _rank(row: ComparisonRow) -> tuple[bool, int, bool, int]:
     return not row.fits, row.iteration_ns, row.schedule != OURS, max(row.peak_memory_bytes)
 
 
-def _ours(result: Result, recompute: bool) -> ComparisonRow:
+def _ours(result: Result, recompute: bool, memory: Sequence[int | None]) -> ComparisonRow:
     plan, predicted = result.plan, result.plan.predicted
+    over = overflow(result.schedule.graph, result.schedule.orders, memory)
     return ComparisonRow(
         OURS,
         plan.placement,
+        plan.workload.num_microbatches,
+        plan.workload.microbatch_size,
         result.schedule.workload.splits_backward,
         recompute,
         max(stage.replicas for stage in plan.stages),
         plan.workload.samples_per_replica,
-        True,
+        over is None,
         predicted.makespan_ns,
         predicted.iteration_ns,
         predicted.bubble_rate,
         predicted.bubble_rate_span,
-        tuple(memory.peak_bytes for memory in predicted.memory),
+        tuple(each.peak_bytes for each in predicted.memory),
         predicted.lower_bound_ns,
+        "" if over is None else str(over),
     )
 
 
 def _classic(
-    name: str, problems: Sequence[OneMicrobatch], recompute: bool, bound_ns: int
+    name: str, problems: Sequence[OneMicrobatch], recompute: bool, bound_ns: int, memory: Sequence[int | None]
 ) -> tuple[list[ComparisonRow], str]:
     """A classic schedule's rows over the ways of running backward, and why it has none where it has none."""
     rows: list[ComparisonRow] = []
@@ -259,7 +300,7 @@ def _classic(
             reasons.append(reason)
             continue
         try:
-            rows.append(_row(name, problem, recompute, bound_ns))
+            rows.append(_row(name, problem, recompute, bound_ns, memory))
         except InvalidPlanError as error:
             reasons.append(f"its actions would wait for each other: {error}")
     return _better(rows), next(iter(reasons), "")
@@ -271,16 +312,20 @@ def _better(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
     return [min(kind, key=lambda row: row.iteration_ns) for kind in kinds if kind]
 
 
-def _row(name: str, problem: OneMicrobatch, recompute: bool, bound_ns: int) -> ComparisonRow:
+def _row(
+    name: str, problem: OneMicrobatch, recompute: bool, bound_ns: int, memory: Sequence[int | None]
+) -> ComparisonRow:
     made = CLASSIC[name].orders(problem, task_graph(problem.workload))
     given = problem.workload if problem.reduction is None else problem.reduction.workload
     graph = task_graph(given)
     orders = with_links(graph, made if problem.reduction is None else problem.reduction.from_reduced(made))
     starts = earliest_starts(graph, orders)
-    figures, over = rates(graph, orders, starts), overflow(graph, orders)
+    figures, over = rates(graph, orders, starts), overflow(graph, orders, memory)
     return ComparisonRow(
         name,
         problem.workload.placement,
+        given.num_microbatches,
+        given.microbatch_size,
         problem.workload.splits_backward,
         recompute,
         max(stage.replicas for stage in given.stages),
@@ -290,7 +335,7 @@ def _row(name: str, problem: OneMicrobatch, recompute: bool, bound_ns: int) -> C
         iteration_time(given, figures),
         figures.bubble_rate,
         figures.bubble_rate_span,
-        tuple(memory.peak_bytes for memory in peak_memory(graph, orders)),
+        tuple(each.peak_bytes for each in peak_memory(graph, orders)),
         bound_ns,
         "" if over is None else str(over),
     )

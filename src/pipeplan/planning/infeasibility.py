@@ -86,7 +86,7 @@ def shortage(request: Request, error: InfeasibleError, seconds: float, step: Exp
     least.find(seconds)
     if least.memory is None or least.enough <= rounded_up(limit):
         return error
-    return InfeasibleError(_text(request, limit, least))
+    return InfeasibleError(_text(request, limit, least), least.enough)
 
 
 _FitOf = Callable[[Request], _Fit | None]

@@ -23,6 +23,7 @@ from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, swee
 from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.texts import problems_of
 from pipeplan.workload.bounds import strong_makespan_bound
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch, device_groups
@@ -129,6 +130,8 @@ def _read(path: Path, number: int, line: bytes) -> dict[str, object]:
         entry = None
     if not isinstance(entry, dict):
         raise UsageError(f"--cache {path}, line {number}: no JSON object; it is no cache of a tuning")
+    for place, problem in problems_of(entry):
+        raise UsageError(f"--cache {path}, line {number}: {place} {problem}")
     return entry
 
 

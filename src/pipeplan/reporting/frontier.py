@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TextIO
-from xml.sax.saxutils import escape
 
 from rich.table import Table
 from rich.text import Text
 
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
-from pipeplan.reporting.layout import Column, console_for, flowed, print_notes, tables
+from pipeplan.reporting.layout import Column, console_for, flowed, print_notes, tables, xml_text
 from pipeplan.reporting.tables import rate_columns
 from pipeplan.units import format_bytes, format_ns, named_devices
 
@@ -48,7 +47,7 @@ def _tables(report: FrontierResult, points: Sequence[tuple[int, FrontierPoint]],
         Column("devices", [str(point.num_devices) for _, point in points]),
         Column("memory", [format_bytes(point.memory_bytes) for _, point in points]),
         Column("iteration", [_time(point) for _, point in points]),
-        *rate_columns([report.throughput(point) for _, point in points])[:1],  # --json has all, this has little room
+        *rate_columns([report.throughput(point) for _, point in points]),
     ]
     if any(point.price_per_hour is not None for _, point in points):
         columns.append(Column("per hour", [_price(point.price_per_hour) for _, point in points]))
@@ -141,7 +140,7 @@ def frontier_svg(report: FrontierResult) -> str:
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}">',
         "<style>text { font: 12px sans-serif; fill: #222 } path { fill: none }</style>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
-        f'<text x="{_MARGIN}" y="24">{escape(title)}</text>',
+        f'<text x="{_MARGIN}" y="24">{xml_text(title)}</text>',
         *_axes(x, y),
         *_lines(points, place),
         *_legend(sorted({point.num_devices for point in points})),
@@ -163,7 +162,7 @@ def _lines(points: Sequence[FrontierPoint], place: Place) -> Iterator[str]:
 def _dot(point: FrontierPoint, across: float, up: float, colour: str) -> str:
     tip = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}, {named_devices(point.num_devices)}"
     ring = ' stroke="#000" stroke-width="2"' if point.turning_point or point.chosen else ""
-    title = f"<title>{escape(tip)}: {escape(point.what)}</title>"
+    title = f"<title>{xml_text(tip)}: {xml_text(point.what)}</title>"
     return f'<circle cx="{across}" cy="{up}" r="4" fill="{colour}"{ring}>{title}</circle>'
 
 

@@ -10,11 +10,14 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TextIO
+from xml.sax.saxutils import escape
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from pipeplan.texts import printable
 
 _PLAIN_WIDTH = 120
 """Columns where there is no terminal and ``COLUMNS`` is not set."""
@@ -27,10 +30,16 @@ def console_for(file: TextIO | None, width: int | None = None) -> Console:
     """
     said = os.environ.get("COLUMNS", "")
     width = width or (int(said) if said.isdigit() else 0) or None
-    console = Console(file=file, highlight=False, width=width)
+    # what is printed has names from files: none of them is markup, a link or an emoji
+    console = Console(file=file, highlight=False, markup=False, emoji=False, width=width)
     if width is None and not console.is_terminal:
         console.width = _PLAIN_WIDTH
     return console
+
+
+def xml_text(value: str) -> str:
+    """Text inside of an SVG's element: escaped, and with what XML or a reader must not get written out."""
+    return escape(printable(value))
 
 
 def counted(count: int, noun: str, plural: str = "s") -> str:
@@ -83,6 +92,7 @@ class Column:
     """A column of figures, or of ``words``, which may be folded.
 
     Where one table is not enough, a ``key`` names its row in every one, and one begins where columns stand ``apart``.
+    Those to ``spare`` are left out, the largest number first, where fewer tables are enough then.
     """
 
     title: str
@@ -90,6 +100,7 @@ class Column:
     words: bool = False
     key: bool = False
     apart: bool = False
+    spare: int = 0
 
     @property
     def widest(self) -> int:
@@ -106,14 +117,23 @@ class Column:
 
 
 def tables(columns: Sequence[Column], width: int, styles: Sequence[str | None] | None = None) -> list[Table]:
-    """The columns as one table, or where that is too wide for ``width`` as several; ``styles`` are of rows."""
+    """The columns as one table, or where that is too wide for ``width`` as several; ``styles`` are of rows.
+
+    There are as few tables as there can be, and then as many columns.
+    """
+    leaving_out = sorted({column.spare for column in columns}, reverse=True)
+    choices = [[column for column in columns if column.spare <= most] for most in leaving_out]
+    return min((_all_of(choice, width, styles) for choice in choices), key=len)
+
+
+def _all_of(columns: Sequence[Column], width: int, styles: Sequence[str | None] | None) -> list[Table]:
     wide, narrow = [column.widest for column in columns], [column.narrowest(width // 4) for column in columns]
     groups = _groups(columns, width)
     for widths, gap in ((wide, _GAP), (narrow, _GAP), (narrow, _GAP - 1)):
         left = width - sum(widths) - gap * len(columns)
         if left >= 0 or (len(groups) == 1 and gap < _GAP):
             return [_table(columns, _stretched(columns, widths, left), gap, styles)]
-    return [table for group in groups for table in tables(group, width, styles)]
+    return [table for group in groups for table in _all_of(group, width, styles)]
 
 
 _GAP = 3

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import TextIO
 
 from rich.table import Table
@@ -32,43 +32,70 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
     shares = {row.samples_per_replica for row in comparison.rows}
     replicated = any(row.replicas > 1 for row in comparison.rows)
     per_replica = (min(map(min, shares)), max(map(max, shares))) if replicated else None
-    heading = Text.assemble(
-        (comparison.name, "bold"),
-        f": {comparison.num_devices} devices, {comparison.num_microbatches} micro-batches of "
-        f"{size_in_words(comparison.microbatch_size, per_replica)}, memory {' or '.join(limits)}",
+    batch = comparison.batch
+    samples = (
+        counted(comparison.mini_batch, "sample")
+        if batch is None
+        else f"{batch.num_microbatches} micro-batches of {size_in_words(batch.microbatch_size, per_replica)}"
     )
+    devices = counted(comparison.num_devices, "device")
+    heading = Text.assemble((comparison.name, "bold"), f": {devices}, {samples}, memory {' or '.join(limits)}")
     console.print(flowed(heading, console.width))
     console.print(*_comparison_tables(comparison, console.width), sep="\n")
     print_notes((*_notes(comparison), *comparison.notes), file)
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """Searches that were too short, what does not fit and by how much, and what does not apply anywhere."""
+    """Searches that were too short, what does not fit and how much it needs, and what does not apply anywhere."""
     notes = [
         f"the search on {ours.placement} had too little time: {row.schedule} is shorter; raise --time-limit"
         for ours, row in _missed(comparison)
     ]
-    notes += [f"{row.schedule} on {row.placement} does not fit: {row.why}" for row in comparison.rows if not row.fits]
+    notes += _unfit(comparison)
     there = {row.schedule for row in comparison.rows}
-    names: dict[str, list[str]] = {}
+    places: dict[tuple[str, str], list[str]] = {}
     for missing in comparison.missing:
         if missing.schedule is None:
             notes.append(f"nothing on {missing.placement}: {missing.why}")
         elif missing.schedule not in there:
-            same = names.setdefault(missing.why, [])
-            same += [] if missing.schedule in same else [missing.schedule]
-    return notes + [f"not applicable: {', '.join(same)} ({why})" for why, same in names.items()]
+            known = places.setdefault((missing.schedule, missing.why), [])
+            known += [] if missing.placement in known else [missing.placement]
+    alike: dict[tuple[tuple[str, ...], str], list[str]] = {}
+    for (schedule, why), where in places.items():
+        alike.setdefault((tuple(where), why), []).append(schedule)
+    return notes + [
+        f"not applicable on {', '.join(where)}: {', '.join(names)} ({why})" for (where, why), names in alike.items()
+    ]
+
+
+def _unfit(comparison: Comparison) -> list[str]:
+    """What does not fit, by placement, with the memory of the device that is farthest from having enough."""
+    limits = comparison.memory_bytes
+    alike = len(set(limits)) == 1
+    there = f" ({format_bytes(limits[0] or 0)} per device)" if alike else ""
+    needs: dict[str, dict[str, None]] = {}
+    for row in comparison.rows:
+        if not row.fits:
+            over = [
+                (peak - limit, peak, f" on device {device} of {format_bytes(limit)}")
+                for device, (peak, limit) in enumerate(zip(row.peak_memory_bytes, limits, strict=True))
+                if limit is not None
+            ]
+            _, peak, where = max(over, key=lambda each: each[0])
+            text = f"{row.schedule} needs {format_bytes(peak)}{'' if alike else where}"
+            needs.setdefault(row.placement, {})[text] = None
+    return [f"does not fit on {placement}{there}: {', '.join(texts)}" for placement, texts in needs.items()]
 
 
 def _missed(comparison: Comparison) -> list[tuple[ComparisonRow, ComparisonRow]]:
-    """The search's rows, each with the best classic schedule of its placement, where that fits and is shorter."""
-    first: dict[str, ComparisonRow] = {}
+    """The search's rows, each with the best classic schedule of its setting, where that fits and is shorter."""
+    first: dict[Hashable, ComparisonRow] = {}
     for row in comparison.rows:
-        first.setdefault(row.placement, row)
+        first.setdefault(row.setting, row)
     return [
-        (row, first[row.placement])
+        (row, first[row.setting])
         for row in comparison.rows
-        if row.schedule == OURS and row.iteration_ns > first[row.placement].iteration_ns
+        if row.schedule == OURS and row.fits and row.iteration_ns > first[row.setting].iteration_ns
     ]
 
 
@@ -76,11 +103,13 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     """One line per row; what all rows have in common has no column."""
     rows = comparison.rows
     places = [Column("placement", [row.placement for row in rows], words=True, key=True)]
-    shares = [Column("samples per replica", [_range(row.samples_per_replica) for row in rows])]
+    cuts = [Column("micro-batches", [f"{row.num_microbatches} x {row.microbatch_size}" for row in rows])]
+    copies = [Column("replicas", [str(row.replicas) for row in rows])]
     columns = [
         Column("schedule", [row.schedule for row in rows], words=True, key=True),
-        *(shares if len({row.samples_per_replica for row in rows}) > 1 else []),
         *(places if len({row.placement for row in rows}) > 1 else []),
+        *(cuts if comparison.batch is None else []),
+        *(copies if len({row.replicas for row in rows}) > 1 else []),
         Column("backward", [_backward(split=row.split_backward, recompute=row.recompute) for row in rows], words=True),
         Column("iteration", [format_ns(row.iteration_ns) for row in rows]),
         *rate_columns([comparison.throughput(row) for row in rows]),
@@ -94,16 +123,16 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
 
 
 def rate_columns(found: Sequence[Throughput]) -> list[Column]:
-    """What is known of some iterations' throughput."""
+    """What is known of some iterations' throughput; where there is little room, tokens go first, then utilisation."""
     utilisation = [each.model_flops_utilisation for each in found]
     columns = [
-        ("samples/s", [each.samples_per_second for each in found], format_rate),
-        ("tokens/s", [each.tokens_per_second for each in found], format_rate),
-        ("MFU", utilisation, "{:.1%}".format),
+        ("samples/s", [each.samples_per_second for each in found], format_rate, 0),
+        ("tokens/s", [each.tokens_per_second for each in found], format_rate, 2),
+        ("MFU", utilisation, "{:.1%}".format, 1),
     ]
     return [
-        Column(title, ["-" if value is None else text(value) for value in values])
-        for title, values, text in columns
+        Column(title, ["-" if value is None else text(value) for value in values], spare=spare)
+        for title, values, text, spare in columns
         if any(value is not None for value in values)
     ]
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from xml.sax.saxutils import escape
 
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.trace import Trace, TraceEvent, trace_json
+from pipeplan.reporting.layout import xml_text
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.action import Action
@@ -209,7 +208,7 @@ class _TimeScale:
 def _heading(simulation: Simulation) -> Iterator[str]:
     """Name, figures and legend."""
     plan, workload, rates = simulation.plan, simulation.workload, simulation.rates
-    yield f'<text class="title" x="{_MARGIN}" y="20">{_text(plan.name)}</text>'
+    yield f'<text class="title" x="{_MARGIN}" y="20">{xml_text(plan.name)}</text>'
     figures = [
         plan.placement,
         f"{len(workload.devices)} devices",
@@ -219,7 +218,7 @@ def _heading(simulation: Simulation) -> Iterator[str]:
     ]
     if simulation.bubble_rate_steady is not None:
         figures.append(f"{simulation.bubble_rate_steady:.2%} steady")
-    yield f'<text x="{_MARGIN}" y="36">{_text(", ".join(figures))}</text>'
+    yield f'<text x="{_MARGIN}" y="36">{xml_text(", ".join(figures))}</text>'
     x = _MARGIN
     for kind in in_order(operation.kind for operation in workload.operations):
         name = f"{kind} (instruction)" if is_instruction(kind) else kind_name(kind)
@@ -261,7 +260,7 @@ def _row(simulation: Simulation, scale: _TimeScale, device: int) -> Iterator[str
         f"{format_ns(simulation.rates.idle_ns[device])}, peak memory {format_bytes(memory.peak_bytes)}"
     )
     yield f'<g transform="translate(0,{y})">'
-    yield f'<text x="{_MARGIN}" y="14">device {device}<title>{_text(tip)}</title></text>'
+    yield f'<text x="{_MARGIN}" y="14">device {device}<title>{xml_text(tip)}</title></text>'
     odd = odd_stages(simulation, device)
     for task in simulation.orders[device]:
         operation = graph.workload.operations[graph.operation_of[task]]
@@ -300,11 +299,6 @@ def _repetend(simulation: Simulation, scale: _TimeScale) -> Iterator[str]:
 def _pixels(value: float) -> str:
     """At most one decimal."""
     return f"{value:.1f}".removesuffix(".0")
-
-
-def _text(value: str) -> str:
-    """Text content: escaped, and without what XML does not allow."""
-    return escape(re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", value))
 
 
 # As a trace ---------------------------------------------------------------------------------------------------------

@@ -267,7 +267,8 @@ def _with_weights(taken: list[int]) -> tuple[int, ...]:
 def automatic(depth: int | None) -> Orderer:
     """The automatic schedules (section 3): by true costs, the best of the rules' settings within the memory.
 
-    The handcrafted schedules that fit are tried too, so that the automatic ones are never longer.
+    The handcrafted schedules that fit are tried too, so that the automatic ones are never longer; where nothing fits,
+    it is the better of those.
 
     ``depth`` times as many micro-batches' activations as there are devices are kept at most (ZB-1p, ZB-2p), even
     where the devices have more memory; None takes what they have. Forwards run ahead of the next device's by none, one
@@ -279,16 +280,16 @@ def automatic(depth: int | None) -> Orderer:
         limits = [None, *(limit for limit in in_flight_limits(bounded) if len(set(limit)) == len(limit))]
         tried = islice(policies(limits[:3]), max(_LEAST_TRIED, _TASKS_TRIED // graph.num_tasks))
         found = [order for policy in tried if (order := list_schedule(bounded, graph, policy)) is not None]
-        return min([*found, *_handcrafted(problem, graph, depth)], key=lambda order: makespan(graph, order))
+        written = _handcrafted(problem, graph, depth)
+        fitting = [order for order in written if depth is not None or fits(graph, order)]
+        return min([*found, *fitting] or written, key=lambda order: makespan(graph, order))
 
     return orders
 
 
 def _handcrafted(problem: OneMicrobatch, graph: TaskGraph, depth: int | None) -> list[Orders]:
-    """ZB-H2, which needs room for 2 D - 1 micro-batches, and ZB-H1 for D: those for which there is that much."""
-    names = ["zb-h1"] if depth == 1 else ["zb-h2", "zb-h1"]
-    written = [by_rules(name)(problem, graph) for name in names]
-    return [orders for orders in written if depth is not None or fits(graph, orders)]
+    """ZB-H2, which needs room for 2 D - 1 micro-batches, and ZB-H1 for D."""
+    return [by_rules(name)(problem, graph) for name in (["zb-h1"] if depth == 1 else ["zb-h2", "zb-h1"])]
 
 
 _TASKS_TRIED = 200_000

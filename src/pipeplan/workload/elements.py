@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from annotated_types import Ge, Le, MaxLen, MinLen
+from annotated_types import Ge, Le, MinLen
 
+from pipeplan.texts import REFUSED, problem_of
 from pipeplan.units import MAX_BYTES, MAX_NS
 from pipeplan.workload.action import KIND_PATTERN, NUMBER_PATTERN, operation_of
 from pipeplan.workload.kinds import (
@@ -42,6 +43,27 @@ class Matching:
 
     def __get_pydantic_core_schema__(self, source: type, handler: Callable[[type], dict[str, Any]]) -> dict[str, Any]:
         return {**handler(source), "pattern": self.pattern}
+
+
+@dataclass(frozen=True, slots=True)
+class Printable:
+    """A text of at most ``most`` characters, none of which moves what a terminal shows (:mod:`pipeplan.texts`)."""
+
+    most: int
+    least: int = 0
+
+    def __get_pydantic_core_schema__(self, source: type, handler: Callable[[type], dict[str, Any]]) -> dict[str, Any]:
+        text = {**handler(source), "min_length": self.least, "max_length": self.most}
+        return {"type": "function-after", "function": {"type": "no-info", "function": _printable}, "schema": text}
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        return {**handler(core), "pattern": f"^[^{REFUSED}]*$"}
+
+
+def _printable(text: str) -> str:
+    if problem := problem_of(text):
+        raise ValueError(problem)
+    return text
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +96,14 @@ Bytes = Annotated[int, Ge(0), Le(MAX_BYTES)]
 Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
 DeviceCount = Annotated[int, Ge(1), Le(MAX_DEVICES)]
 Index = Annotated[int, Ge(0), Le(MAX_COUNT)]
-Name = Annotated[str, MinLen(1), MaxLen(256), Matching(r"^[^\x00-\x1f\x7f]+$")]
+Name = Annotated[str, Printable(256, least=1)]
+Text = Annotated[str, Printable(8192)]
+"""A text of a file that is no name: a sentence, or one of many words."""
 Kind = Annotated[str, Matching(f"^{KIND_PATTERN}$")]
 OperationId = Annotated[str, Matching(f"^{NUMBER_PATTERN}{KIND_PATTERN}$")]
 
 
-Scalar = str | int | float | bool
+Scalar = Text | int | float | bool
 Attribute = Scalar | tuple[Scalar, ...]
 """What an instruction's function gets beside its tensors."""
 

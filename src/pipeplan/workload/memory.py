@@ -269,16 +269,20 @@ def fits(graph: TaskGraph, orders: Orders) -> bool:
     return overflow(graph, orders) is None
 
 
-def overflow(graph: TaskGraph, orders: Orders) -> Overflow | None:
-    """The device that exceeds its memory by most, or None if all stay within; ties go to the first."""
+def overflow(graph: TaskGraph, orders: Orders, limits: Sequence[int | None] | None = None) -> Overflow | None:
+    """The device that exceeds its memory by most, or None if all stay within; ties go to the first.
+
+    ``limits`` [device] are what the devices have, None without limit; by default those of the workload.
+    """
     worst: Overflow | None = None
-    for index, (device, (taken, task)) in enumerate(zip(graph.workload.devices, _peaks(graph, orders), strict=True)):
-        if device.memory_bytes is None:
+    known = [device.memory_bytes for device in graph.workload.devices] if limits is None else limits
+    for index, (limit, (taken, task)) in enumerate(zip(known, _peaks(graph, orders), strict=True)):
+        if limit is None:
             continue
         needed = graph.workload.static_bytes(index) + taken.total
-        if needed - device.memory_bytes > (worst.over_bytes if worst is not None else 0):
+        if needed - limit > (worst.over_bytes if worst is not None else 0):
             action = graph.label(task) if task is not None else ""
-            worst = Overflow(index, action, needed, device.memory_bytes)
+            worst = Overflow(index, action, needed, limit)
     return worst
 
 

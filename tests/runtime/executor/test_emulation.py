@@ -232,17 +232,17 @@ def test_a_device_is_free_when_its_action_ends(monkeypatch: pytest.MonkeyPatch) 
 class Steps:
     """An emulation whose ranks need 100 ms for a step, of which all but 30 ms are hidden if there is time for it."""
 
-    def __init__(self, planned_ns: int, late_ns: int = 30 * MS) -> None:
+    def __init__(self, planned_ns: int, late_ns: int = 30 * MS, waits: float = 0.0) -> None:
         self.emulation = emulation._Emulation.__new__(emulation._Emulation)
         self.emulation._pace = self.pace = emulation.Pace(0)
         self.emulation._planned_ns, self.emulation._num_ranks = planned_ns, 4
         self.emulation._progress = SimpleNamespace(rank=0)  # type: ignore[assignment]
         self.emulation.step = self.step  # type: ignore[method-assign]
-        self.planned_ns, self.late_ns, self.num = planned_ns, late_ns, 0
+        self.planned_ns, self.late_ns, self.waits, self.num = planned_ns, late_ns, waits, 0
 
     def step(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
         self.num += 1
-        return max(100 * MS, round(self.pace.stretch * self.planned_ns) + self.late_ns), []
+        return max(100 * MS, round(self.pace.stretch * self.planned_ns * (1 + self.waits)) + self.late_ns), []
 
 
 @pytest.mark.parametrize(
@@ -257,6 +257,12 @@ def test_times_are_stretched_as_far_as_this_machine_needs(
     told = capsys.readouterr().err
     assert (f"all times are stretched {stretch:g} times (--stretch)" in told) == (stretch != 1)
     assert not told or "take 100ms for a step whose actions take no time, and end 30ms late" in told
+
+
+@pytest.mark.parametrize(("planned_ms", "stretch"), [(2000, 1.0), (1100, 1.0), (900, 1.7), (10, 150.0)])
+def test_waits_that_grow_with_times_are_not_the_machine_s(planned_ms: int, stretch: float) -> None:
+    """Blocking transfers wait for each other in any stretch; more of it brings nothing."""
+    assert Steps(planned_ms * MS, waits=0.4).emulation.stretch(0.0) == stretch
 
 
 def test_a_factor_that_is_given_is_taken() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,8 @@ from pipeplan.costs.devices import device_preset
 from pipeplan.files import CostRow, PlacedStage, Placement, Plan, Source
 from pipeplan.planning.sharding_frontier import plan_of_strategy
 from pipeplan.runtime.executor.rank_program import programs_of
-from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.executor.tensors import TensorSpec
+from pipeplan.runtime.models import load
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.build_profile import block_graph_of, profile_of
 from pipeplan.runtime.profiling.estimate import estimate_model
@@ -28,8 +32,21 @@ from pipeplan.units import format_bytes
 FORMATS = [torch.float16, torch.float32, torch.float64]
 
 
-def plan_for(model: Model, dtype: torch.dtype = torch.float32, replicas: int = 1, shards: int = 1) -> Plan:
+@functools.cache
+def load_model(name: str, sequence: int | None = None) -> Model:
+    return load.load_model(name, sequence=sequence)
+
+
+@functools.cache
+def plan_for(
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    replicas: int = 1,
+    shards: int = 1,
+    sequence: int | None = None,
+) -> Plan:
     """Two stages, the second with several devices, from a profile with the model's true sizes."""
+    model = load_model(name, sequence)
     rows = [CostRow(microbatch_size=n, shards=s, forward_ns=1, backward_ns=2) for n in (1, 2, 4) for s in (1, 2)]
     names = [block.id for block in model.blocks]
     profile = profile_of(model, block_graph_of(model, dtype), dict.fromkeys(names, rows), Source(method="estimated"))
@@ -44,18 +61,28 @@ def plan_for(model: Model, dtype: torch.dtype = torch.float32, replicas: int = 1
     return plan_of(workload, gpipe_orders(workload))
 
 
-def told(plan: Plan, model: Model, dtype: torch.dtype = torch.float32) -> str | None:
+@functools.cache
+def specs_of(name: str, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """Of all outputs of blocks, whichever of them a plan sends."""
+    model = load_model(name)
+    every: Any = SimpleNamespace(
+        tensors={"": [block.id for block in model.blocks if not block.loss]}, microbatch_size=4
+    )
+    return travelling(every, model, dtype)
+
+
+def told(plan: Plan, name: str, dtype: torch.dtype = torch.float32) -> str | None:
+    model = load_model(name)
     programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
-    return other_sizes(plan, programs, model, travelling(programs[0], model, dtype), dtype)
+    return other_sizes(plan, programs, model, specs_of(name, dtype), dtype)
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "tessel-mt5-tiny", "mmt-tiny"])
 @pytest.mark.parametrize(("replicas", "shards"), [(1, 1), (2, 1), (1, 2)])
 def test_nothing_is_told_of_the_same_model(name: str, replicas: int, shards: int) -> None:
-    model = load_model(name)
-    plan = plan_for(model, replicas=replicas, shards=shards)
+    plan = plan_for(name, replicas=replicas, shards=shards)
     assert any(hop.bytes for dependency in plan.dependencies for hop in dependency.hops)
-    assert told(plan, model) is None
+    assert told(plan, name) is None
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -70,7 +97,7 @@ def test_a_table_that_blocks_of_a_stage_share_counts_once_or_with_each(known: bo
         profile = profile.model_copy(update={"tied": ()})
     placement = Placement(strategy="by-hand", num_devices=1, stages=(PlacedStage(blocks=tuple(names), devices=(0,)),))
     workload = build_workload(profile, placement, num_microbatches=2, microbatch_size=4)
-    assert told(plan_of(workload, gpipe_orders(workload)), model) is None
+    assert told(plan_of(workload, gpipe_orders(workload)), "gpt2-tiny") is None
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny-operators", "candle-uno-tiny"])
@@ -81,51 +108,48 @@ def test_nothing_is_told_of_a_strategy_either(name: str) -> None:
     built = cost_model(profile, cluster, 4, 4, options=CostOptions(blocks=True))
     found = track(built.graph)
     for point in (0, len(found.memory_bytes) // 2, len(found.memory_bytes) - 1):
-        assert told(plan_of_strategy(profile, built, found.strategy(point), cluster=cluster), model) is None
+        assert told(plan_of_strategy(profile, built, found.strategy(point), cluster=cluster), name) is None
 
 
 @pytest.mark.parametrize("planned", FORMATS)
 @pytest.mark.parametrize("run", FORMATS)
 def test_another_format_is_no_other_size(planned: torch.dtype, run: torch.dtype) -> None:
-    assert told(plan_for(load_model("gpt2-tiny"), planned), load_model("gpt2-tiny"), run) is None
+    assert told(plan_for("gpt2-tiny", planned), "gpt2-tiny", run) is None
 
 
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("sequence", [4, 8, 15])
 def test_another_sequence(sequence: int, dtype: torch.dtype) -> None:
     """Also where a twice as long sequence looks like numbers of twice the bytes."""
-    plan, model = plan_for(load_model("gpt2-tiny", sequence=sequence)), load_model("gpt2-tiny")
+    plan = plan_for("gpt2-tiny", sequence=sequence)
     planned, sent = format_bytes(sequence * 32 * 4), format_bytes(16 * 32 * dtype.itemsize)
-    assert told(plan, model, dtype) == (
+    assert told(plan, "gpt2-tiny", dtype) == (
         f"the plan expects {planned} per sample from stage 0 to 1 and the model sends {sent}"
     )
 
 
 def test_stages_that_send_nothing_are_told_by_their_parameters() -> None:
-    model = load_model("gpt2-tiny")
-    plan = plan_for(model)
+    plan = plan_for("gpt2-tiny")
     first = replace(plan.stages[0], parameter_bytes=plan.stages[0].parameter_bytes * 3)
-    text = told(plan.model_copy(update={"stages": (first, *plan.stages[1:])}), model)
+    text = told(plan.model_copy(update={"stages": (first, *plan.stages[1:])}), "gpt2-tiny")
     assert text is not None
     assert "of parameters on each device of stage 0" in text
 
 
 def test_sizes_the_plan_does_not_know() -> None:
-    model = load_model("gpt2-tiny", sequence=8)
-    plan = plan_for(model)
+    plan = plan_for("gpt2-tiny", sequence=8)
     stages = tuple(replace(stage, parameter_bytes=0) for stage in plan.stages)
     unknown = tuple(
         replace(dependency, hops=tuple(replace(hop, bytes=0) for hop in dependency.hops))
         for dependency in plan.dependencies
     )
-    assert told(plan.model_copy(update={"stages": stages, "dependencies": unknown}), load_model("gpt2-tiny")) is None
+    assert told(plan.model_copy(update={"stages": stages, "dependencies": unknown}), "gpt2-tiny") is None
 
 
 def test_it_is_a_warning_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    plan, model = plan_for(load_model("gpt2-tiny", sequence=4)), load_model("gpt2-tiny")
+    plan, model = plan_for("gpt2-tiny", sequence=4), load_model("gpt2-tiny")
     programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
-    specs = travelling(programs[0], model, torch.float32)
-    warn_of_other_sizes(plan, programs, model, specs, torch.float32)
+    warn_of_other_sizes(plan, programs, model, travelling(programs[0], model, torch.float32), torch.float32)
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("pipeplan: warning: the plan expects 512B per sample from stage 0 to 1 and the model sends")

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import permutations
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,7 +21,17 @@ import pytest
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
 from pipeplan.files import PlacedStage, Plan, write_file
 from pipeplan.runtime.launch.local import run_local
-from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, cause_of, culprit, verdict
+from pipeplan.runtime.launch.status import (
+    Board,
+    Cause,
+    Failure,
+    Phase,
+    cause_of,
+    culprit,
+    death,
+    first_failure,
+    verdict,
+)
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models as runtime_models
 from runtime_support.faults import MARK, left_over
@@ -94,6 +105,16 @@ def test_death_and_exceptions(
     assert output.out == ""
     assert ("ValueError: boom" in output.err) == (model == "raising"), "a block's traceback is shown, and no other"
     assert "/pipeplan/runtime/" not in output.err, "it begins where our own code ends"
+
+
+def test_an_exchange_of_the_model_that_fails_is_not_the_cause(mark: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """The rank that waits in its own block for one that was killed raises an exception as any block may."""
+    error = failure_of("exchanging", 2)
+    told = (
+        r"^rank 1 was killed \(SIGKILL\) in 1F0 \(step 1, program counter \d+ of \d+\); often because memory ran out$"
+    )
+    assert re.match(told, str(error)), str(error)
+    assert capfd.readouterr().err == ""
 
 
 def test_a_stopped_rank(mark: str) -> None:
@@ -225,9 +246,10 @@ def test_a_stopped_process_is_the_culprit_wherever_it_stands(board: Board) -> No
         sleeper.wait()
     assert board.gone == [2]
     lost = Failure(0, Cause.LOST, "rank 0 lost the others")
-    assert str(verdict([lost], {}, board, SECOND)) == (
-        "rank 0 lost the others; rank 2 was last in step 0, after its program: reporting the loss"
-    )
+    where = "in step 0, after its program: reporting the loss"
+    assert str(verdict(lost, board, SECOND)) == f"rank 2 ended {where}; rank 0 lost the others"
+    board.write(2, Phase.FAILED, 0, -1, -1)
+    assert str(verdict(lost, board, SECOND)) == "rank 0 lost the others", "rank 2 left because it lost another, too"
 
 
 def test_where_all_are_awaited_the_culprit_is_the_one_that_works(board: Board) -> None:
@@ -237,23 +259,31 @@ def test_where_all_are_awaited_the_culprit_is_the_one_that_works(board: Board) -
     assert culprit(board, 0) == 2
 
 
-def test_a_verdict_prefers_causes_to_effects(board: Board) -> None:
+def test_the_first_failure_is_a_cause_and_the_earliest(board: Board) -> None:
+    """In whatever order reports arrive: a peer's may come before that of the rank it lost, and both before a death."""
     for rank in range(4):
         board.write(rank, Phase.RUNNING, 0, 1, -1)
     lost = Failure(0, Cause.LOST, "rank 0 lost rank 1 in 0F1: closed", peer=1)
     late = Failure(2, Cause.TIMEOUT, "rank 2 got nothing")
+    killed = death(1, -15, board)
+    aborted = death(0, -6, board)
     raised = Failure(3, Cause.RAISED, "rank 3 failed")
     refused = Failure(1, Cause.REFUSED, "no such model", exit_code=2)
 
-    def said(failures: list[Failure], deaths: dict[int, int]) -> str:
-        return str(verdict(failures, deaths, board, SECOND))
+    def said(*failures: Failure) -> str:
+        found = {str(verdict(first_failure(order), board, SECOND)) for order in permutations(failures)}
+        assert len(found) == 1
+        return found.pop()
 
-    assert isinstance(verdict([raised, refused], {}, board, SECOND), UsageError)
-    assert said([lost, late, raised], {1: -9}) == "rank 3 failed"
-    assert said([lost, late], {1: -15}) == "rank 1 was killed (SIGTERM) in 1F0 (step 0, program counter 1 of 2)"
-    assert said([], {2: 3}) == "rank 2 ended with exit code 3 in 2F0 (step 0, program counter 1 of 2)"
-    assert said([lost, late], {}).startswith("rank 2 got nothing; if it is only slow")
-    assert said([lost], {}) == f"{lost.text}; rank 1 was last in 1F0 (step 0, program counter 1 of 2)"
+    where = "(step 0, program counter 1 of 2)"
+    assert isinstance(verdict(refused, board, SECOND), UsageError)
+    assert said(raised, refused, lost) == "rank 3 failed"
+    assert said(lost, late, raised) == "rank 3 failed"
+    assert said(lost, late, killed, aborted, raised) == f"rank 1 was killed (SIGTERM) in 1F0 {where}"
+    assert said(aborted, raised) == f"rank 0 was killed (SIGABRT) in 0F1 {where}"
+    assert said(death(2, 3, board)) == f"rank 2 ended with exit code 3 in 2F0 {where}"
+    assert said(lost, late).startswith("rank 2 got nothing; if it is only slow")
+    assert said(lost) == f"{lost.text}; rank 1 was last in 1F0 {where}"
 
 
 def test_transport_errors_lose_their_source_lines() -> None:

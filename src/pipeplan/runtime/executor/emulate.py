@@ -120,17 +120,19 @@ class _Emulation:
 
         Steps whose actions take no time show how long the ranks need for all that the plan does not predict, one after
         another at worst: in less nothing can be kept. With times stretched to that, or as planned where that is longer,
-        what a step still takes too long does not depend on them, so it is to be a small part of them.
+        a step may still take too long. Where that is the machine's doing it does not depend on the times, so it is to
+        be a small part of them; what grows with them, as waits of blocking transfers do, is the plan's own.
         """
         if asked or not self._planned_ns:
             return self._stretch(asked or 1.0)
         self._stretch(0.0)
         bare_ns = statistics.median([self.step(0)[0] for _ in range(_BARE_STEPS)][1:])
-        least = self._stretch(max(1.0, bare_ns / self._planned_ns))
-        taken_ns = statistics.median(self.step(0)[0] for _ in range(_TRIALS))
-        over = taken_ns / self._planned_ns - least
+        least = max(1.0, bare_ns / self._planned_ns)
+        over = self._over(least)
         if over > _CLOSE * least:
-            least = max(least, over / _AIM)
+            over = 2 * over - self._over(2 * least)
+        if over > _CLOSE * least:
+            least = over / _AIM
         found = self._stretch(1.0 if least == 1 else math.ceil(round(10 * least, 3)) / 10)
         if self._progress.rank == 0 and found != 1:
             bare, late = (format_ns(round(ns)) for ns in (bare_ns, over * self._planned_ns))
@@ -140,6 +142,11 @@ class _Emulation:
                 f"{found:g} times (--stretch)"
             )
         return found
+
+    def _over(self, factor: float) -> float:
+        """How much longer steps take than they should when times are stretched so much, in predicted steps."""
+        self._stretch(factor)
+        return statistics.median(self.step(0)[0] for _ in range(_TRIALS)) / self._planned_ns - factor
 
     def _stretch(self, factor: float) -> float:
         self._pace.stretch = factor

@@ -16,7 +16,11 @@ _PR_SET_PDEATHSIG = 1
 
 def take_identity() -> dict[str, Any]:
     """Who this process is, which its parent has written on standard input; from now on it ends when its parent does."""
-    identity: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # sent to a rank alone it ends it, as SIGTERM does
+    line = sys.stdin.buffer.readline()
+    if not line:  # the parent has ended before it said anything
+        os._exit(1)
+    identity: dict[str, Any] = json.loads(line)
     _die_with_parent(identity["parent"])
     return identity
 

@@ -5,7 +5,10 @@ Needs no torch: the parent of local ranks and the command line use it.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, TypeVar
@@ -106,6 +109,35 @@ class RunResult:
 OnStep = Callable[[StepResult], None]
 Report = Mapping[str, Any]
 Options = TypeVar("Options", bound=RunOptions)
+
+
+class Reports:
+    """A rank's reports on its way to the process that started it, one JSON object a line.
+
+    That process may be stopped, or wait for who reads its output: what its pipe has no room for waits here until the
+    next report, so that a rank never waits before it has nothing else to do.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._unsent = bytearray()
+        os.set_blocking(descriptor, False)
+
+    def __call__(self, report: Report) -> None:
+        """Send a report, or keep it."""
+        self._unsent += json.dumps(report).encode() + b"\n"
+        with contextlib.suppress(BlockingIOError):
+            self._send()
+
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        os.set_blocking(self._descriptor, True)
+        self._send()
+        os.close(self._descriptor)
+
+    def _send(self) -> None:
+        while self._unsent:
+            del self._unsent[: os.write(self._descriptor, self._unsent)]
 
 
 @dataclass(frozen=True, slots=True)

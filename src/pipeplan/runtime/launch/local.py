@@ -2,7 +2,8 @@
 
 Needs no torch: the ranks import it, the parent only listens. A rank learns who it is from one line on its
 standard input, which then stays open (it ends when the parent dies), and reports on a pipe of its own, one JSON
-object a line. Its standard output goes to standard error, so that only what rank 0 reports reaches the user's.
+object a line. Its standard output goes to standard error, so that only what rank 0 reports reaches the user's. Ranks
+listen on loopback alone, and never wait for the parent, which may be stopped, or wait for who reads its own output.
 
 torchrun starts ranks, too, and plans run under it. Importing it takes 1.9 s of CPU time before any rank starts, this
 module 0.3 s, and it knows exit codes, but not which action a rank was in.
@@ -29,7 +30,9 @@ from pydantic import TypeAdapter
 from pipeplan.errors import ExecutionError, PipeplanError
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import OnStep, Report, RunOptions, RunResult, StepResult, job_of
-from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, telling, verdict
+from pipeplan.runtime.launch.loopback import loopback_server, transport_interfaces
+from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, death, first_failure, has_own_cause, verdict
+from pipeplan.texts import printable
 
 RANK = (sys.executable, "-m", "pipeplan.runtime.launch.__main__")
 """The command of a rank."""
@@ -39,6 +42,7 @@ _STDERR = 2  # the descriptor, since sys.stderr may be replaced by something tha
 _POLL_S = 0.05
 _GRACE_S = 0.5  # after the first sign of trouble: its cause may be reported by another rank a moment later
 _LATE_NS = 2_000_000_000  # a rank should report its own timeout before the parent does
+_PAUSE_NS = 1_000_000_000  # between two looks: the parent was stopped meanwhile, or waited for who reads its output
 _EXIT_S = 30.0
 
 
@@ -125,6 +129,9 @@ class _Rank:
         """End the process and what it started, stopped or not."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Let go of a process that has ended."""
         self.process.wait()
         os.close(self.reports)
         assert self.process.stdin is not None
@@ -140,7 +147,9 @@ class _Ranks:
         self.timeout_ns = timeout_ns
         self.ranks: list[_Rank] = []
         self.failures: list[Failure] = []
+        self.deaths: dict[int, Failure] = {}
         self.done: set[int] = set()
+        self.looked_ns = self.resumed_ns = time.monotonic_ns()
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> _Ranks:
@@ -153,9 +162,19 @@ class _Ranks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for rank in self.ranks:
-            rank.kill()
+        interrupted = False
+        while self.ranks:
+            try:  # also where Ctrl-C comes again: nothing may be left over
+                for rank in self.ranks:
+                    rank.kill()
+                while self.ranks:
+                    self.ranks[-1].close()
+                    self.ranks.pop()
+            except KeyboardInterrupt:
+                interrupted = True
         self.stack.close()
+        if interrupted:
+            raise KeyboardInterrupt
 
     def _unnamed_file(self, content: bytes) -> IO[bytes]:
         """A file without a name, to be inherited: nothing remains, whoever dies first."""
@@ -167,17 +186,26 @@ class _Ranks:
     def start(self, work: str, job: Report, command: Sequence[str]) -> None:
         """Start all ranks. Rank 0 inherits a listening socket, so that no port is chosen twice."""
         job_file = self._unnamed_file(json.dumps(job).encode())
-        with socket.create_server(("127.0.0.1", 0), backlog=len(self.programs)) as listener:
+        environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **transport_interfaces(os.environ)}
+        with loopback_server(len(self.programs)) as listener:
             for rank in range(len(self.programs)):
-                self._start_one(rank, work, job_file, command, listener)
+                self._start_one(rank, work, job_file, command, listener, environment)
 
-    def _start_one(self, rank: int, work: str, job: IO[bytes], command: Sequence[str], listener: socket.socket) -> None:
+    def _start_one(
+        self,
+        rank: int,
+        work: str,
+        job: IO[bytes],
+        command: Sequence[str],
+        listener: socket.socket,
+        environment: dict[str, str],
+    ) -> None:
         reports, written = os.pipe()
         inherited = [written, job.fileno(), self.shared.fileno()] + ([listener.fileno()] if rank == 0 else [])
         identity = {
             "rank": rank,
             "world_size": len(self.programs),
-            "port": listener.getsockname()[1],
+            "meeting": listener.getsockname()[:2],
             "listener": listener.fileno() if rank == 0 else None,
             "work": work,
             "job": job.fileno(),
@@ -193,7 +221,7 @@ class _Ranks:
                 stdout=_STDERR,
                 pass_fds=inherited,
                 start_new_session=True,
-                env=self._environment(rank),
+                env=environment | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(self.programs))},
             )
         except OSError as error:
             os.close(reports)
@@ -206,11 +234,6 @@ class _Ranks:
             process.stdin.write(json.dumps(identity).encode() + b"\n")
             process.stdin.flush()
 
-    def _environment(self, rank: int) -> dict[str, str]:
-        """As torchrun would set it, and without the transport's own warnings of what is reported here anyway."""
-        place = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(self.programs))}
-        return {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **place}
-
     def watch(self, listen: Callable[[int, Report], None]) -> None:
         """Pass on reports until all ranks have ended well, or raise what went wrong."""
         with selectors.DefaultSelector() as selector:
@@ -219,9 +242,9 @@ class _Ranks:
             while selector.get_map():
                 self._receive(selector, listen)
                 self._notice_hangs()
-                if self.failures or self._deaths():
+                if self.failures or self._died():
                     self._gather(selector, listen)
-                    if self.failures or self._deaths():  # a rank may have ended well between two looks
+                    if self.failures or self._died():  # a rank may have ended well between two looks
                         raise self._verdict()
         self._await_exits()
 
@@ -241,33 +264,42 @@ class _Ranks:
     def _gather(self, selector: selectors.BaseSelector, listen: Callable[[int, Report], None]) -> None:
         """Listen a moment longer: what came first may be an effect of what comes next."""
         until = time.monotonic() + _GRACE_S
-        while time.monotonic() < until and telling(self.failures) is None:
+        while time.monotonic() < until and not any(map(has_own_cause, self.failures)):
             if selector.get_map():
                 self._receive(selector, listen)
             else:
                 time.sleep(_POLL_S)
+            self._died()
 
-    def _deaths(self) -> dict[int, int]:
-        """Exit status of ranks that ended and reported neither success nor failure."""
+    def _died(self) -> list[Failure]:
+        """Ranks that ended and reported neither success nor failure, each since it was first seen."""
         reported = self.done | {failure.rank for failure in self.failures}
-        status = {rank: child.process.poll() for rank, child in enumerate(self.ranks) if rank not in reported}
-        return {rank: code for rank, code in status.items() if code is not None}
+        for rank, child in enumerate(self.ranks):
+            status = None if rank in reported else child.process.poll()
+            if status is not None and rank not in self.deaths:
+                self.deaths[rank] = death(rank, status, self.board)
+        return [found for rank, found in self.deaths.items() if rank not in reported]
 
     def _verdict(self) -> PipeplanError:
-        cause = telling(self.failures)
-        if cause is not None:
-            sys.stderr.write(cause.details)
-        return verdict(self.failures, self._deaths(), self.board, self.timeout_ns)
+        first = first_failure([*self.failures, *self._died()])
+        sys.stderr.write(printable(first.details))
+        return verdict(first, self.board, self.timeout_ns)
 
     def _notice_hangs(self) -> None:
-        """Note what no rank's own timeout notices: an action that does not end, a stopped process."""
+        """Note what no rank's own timeout notices: an action that does not end, a stopped process.
+
+        What ranks did while this process could not look is not known, so all begin anew when it goes on.
+        """
         now = time.monotonic_ns()
+        if now - self.looked_ns > _PAUSE_NS:
+            self.resumed_ns = now
+        self.looked_ns = now
         for rank in set(range(len(self.ranks))) - self.done:
             position = self.board.read(rank)
             allowed = self.timeout_ns + (_LATE_NS if position.phase.waits else 0)
             if position.phase.takes_long:
                 allowed = start_timeout_ns(self.timeout_ns) + _LATE_NS
-            if now - position.since_ns > allowed:
+            if now - max(position.since_ns, self.resumed_ns) > allowed:
                 self.failures.append(Failure(rank, Cause.TIMEOUT, ""))
 
     def _await_exits(self) -> None:
@@ -279,4 +311,4 @@ class _Ranks:
             except subprocess.TimeoutExpired:
                 raise ExecutionError(f"rank {rank} did not exit after its last step") from None
             if status or rank not in self.done:
-                raise verdict([], {rank: status}, self.board, self.timeout_ns)
+                raise verdict(death(rank, status, self.board), self.board, self.timeout_ns)

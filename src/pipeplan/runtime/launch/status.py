@@ -14,12 +14,13 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from pathlib import Path
 
 from pipeplan.errors import ExecutionError, PipeplanError, UsageError
+from pipeplan.texts import printable
 from pipeplan.units import format_ns
 
 _FIELDS = 6  # phase, step, counter, peer, since_ns, process
@@ -29,13 +30,12 @@ _READ_TRIES = 16
 
 def warn(text: str) -> None:
     """Tell the user of a rank's finding, on standard error."""
-    sys.stderr.write(f"pipeplan: warning: {text}\n")
-    sys.stderr.flush()
+    tell(f"warning: {text}")
 
 
 def tell(text: str) -> None:
     """Tell the user what is no finding against anything, on standard error."""
-    sys.stderr.write(f"pipeplan: {text}\n")
+    sys.stderr.write(printable(f"pipeplan: {text}\n"))
     sys.stderr.flush()
 
 
@@ -56,6 +56,7 @@ class Phase(IntEnum):
     CLIPPING = 11
     RESUMING = 12
     SAVING = 13
+    FAILED = 14
 
     @property
     def waits(self) -> bool:
@@ -81,6 +82,7 @@ _OUTSIDE = {
     Phase.UPDATING: "in step {step}, after its program: optimizer step",
     Phase.REPORTING: "in step {step}, after its program: reporting the loss",
     Phase.DONE: "after its last step",
+    Phase.FAILED: "after it failed",
 }
 
 
@@ -155,8 +157,9 @@ class Board:
 
     @property
     def gone(self) -> list[int]:
-        """Ranks of this machine whose processes have ended."""
-        return [rank for rank, state in self._states() if state in ("", "Z", "X")]
+        """Ranks of this machine whose processes have ended, but those that left because of a failure."""
+        ended = [rank for rank, state in self._states() if state in ("", "Z", "X")]
+        return [rank for rank in ended if self.read(rank).phase is not Phase.FAILED]
 
     def _states(self) -> Iterator[tuple[int, str]]:
         """Of ranks that have signed."""
@@ -203,10 +206,11 @@ def _state(process: int) -> str:
 
 
 class Cause(StrEnum):
-    """Why a rank gave up, most telling first."""
+    """Why a rank gave up. The last two may be the effect of what happened to another rank."""
 
     REFUSED = "refused"  # before the first step: model, plan and options do not fit together
     RAISED = "raised"  # an exception in the model's code or ours
+    DIED = "died"  # its process ended without a word
     TIMEOUT = "timeout"  # nothing came for as long as --timeout allows
     LOST = "lost"  # the connection to another rank broke
 
@@ -222,7 +226,10 @@ class RankError(ExecutionError):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A rank's own report, with the command's exit code, maybe a traceback, and the lost ``peer`` or -1."""
+    """What a rank reports, or is seen of it: the command's exit code, maybe a traceback, and the lost ``peer`` or -1.
+
+    ``at_ns`` is when it happened, on the clock of :class:`Position`.
+    """
 
     rank: int
     cause: Cause
@@ -230,6 +237,7 @@ class Failure:
     exit_code: int = 1
     details: str = ""
     peer: int = -1
+    at_ns: int = field(default_factory=time.monotonic_ns)
 
 
 def cause_of(error: RuntimeError) -> tuple[Cause, str]:
@@ -253,43 +261,52 @@ def lost_others(progress: Progress) -> contextlib.AbstractContextManager[None]:
     return transport_errors(lambda cause, text: RankError(cause, f"{lost} {progress.describe()}: {text}"))
 
 
-def verdict(failures: Sequence[Failure], deaths: Mapping[int, int], board: Board, timeout_ns: int) -> PipeplanError:
-    """The one error that a failed run ends with.
+_EFFECTS = (Cause.TIMEOUT, Cause.LOST)
+"""What also comes of others' failures: of a rank that gives up first, then of one that leaves."""
 
-    ``failures`` are what ranks reported, in order of arrival; ``deaths`` the exit status of those that ended without a
-    report, as ``subprocess`` gives it; ``timeout_ns`` is the longest wait allowed.
+
+def has_own_cause(failure: Failure) -> bool:
+    """Whether a failure is never the effect of what happened to another rank."""
+    return failure.cause not in _EFFECTS
+
+
+def first_failure(failures: Sequence[Failure]) -> Failure:
+    """The one that the others are effects of, in whatever order they are known.
+
+    That is the earliest of those with a cause of their own, where there are such.
     """
-    cause = telling(failures)
-    if cause is not None:
-        return UsageError(cause.text) if cause.exit_code == UsageError.exit_code else ExecutionError(cause.text)
-    if deaths:
-        return ExecutionError("; ".join(death(rank, deaths[rank], board) for rank in sorted(deaths)))
-    first = min(failures, key=lambda failure: (failure.cause is Cause.LOST, not failure.text))
+    own = [failure for failure in failures if has_own_cause(failure)]
+    if own:
+        return min(own, key=lambda failure: failure.at_ns)
+    return min(failures, key=lambda failure: (_EFFECTS.index(failure.cause), not failure.text, failure.at_ns))
+
+
+def verdict(first: Failure, board: Board, timeout_ns: int) -> PipeplanError:
+    """The one error that a run ends with whose :func:`first_failure` this is; ``timeout_ns``: the longest wait."""
+    if has_own_cause(first):
+        return UsageError(first.text) if first.exit_code == UsageError.exit_code else ExecutionError(first.text)
     if first.cause is Cause.LOST:
         return ExecutionError(loss(first, board))
     return ExecutionError(hang(first.rank, first.text, board, timeout_ns))
 
 
-def telling(failures: Sequence[Failure]) -> Failure | None:
-    """The failure that explains the others by itself, if one does: a refusal, or else an exception."""
-    found = [failure for failure in failures if failure.cause in (Cause.REFUSED, Cause.RAISED)]
-    return min(found, key=lambda failure: failure.cause is Cause.RAISED, default=None)
-
-
-def death(rank: int, status: int, board: Board) -> str:
-    """A rank ended without a word: how, and where it was."""
+def death(rank: int, status: int, board: Board) -> Failure:
+    """A rank's process has ended without a word, with this status as ``subprocess`` gives it: how, and where it was."""
     place = board.place(rank)
     if status >= 0:
-        return f"rank {rank} ended with exit code {status} {place}"
+        return Failure(rank, Cause.DIED, f"rank {rank} ended with exit code {status} {place}")
     name = signal.Signals(-status).name if -status in {int(s) for s in signal.Signals} else f"signal {-status}"
     hint = "; often because memory ran out" if -status == signal.SIGKILL else ""
-    return f"rank {rank} was killed ({name}) {place}{hint}"
+    return Failure(rank, Cause.DIED, f"rank {rank} was killed ({name}) {place}{hint}")
 
 
 def loss(failure: Failure, board: Board) -> str:
-    """A connection broke: whose, or which ranks have ended, and where they were last."""
-    peers = [failure.peer] if failure.peer >= 0 else [rank for rank in board.gone if rank != failure.rank]
-    return "; ".join([failure.text, *(f"rank {peer} was last {board.place(peer)}" for peer in peers)])
+    """A connection broke: which ranks have ended, and where, or else where the other end was last."""
+    gone = board.gone
+    peers = [failure.peer] if failure.peer >= 0 else [rank for rank in gone if rank != failure.rank]
+    ended = [f"rank {peer} ended {board.place(peer)}" for peer in peers if peer in gone]
+    last = [f"rank {peer} was last {board.place(peer)}" for peer in peers if peer not in gone]
+    return "; ".join([*ended, failure.text, *last])
 
 
 def hang(rank: int, text: str, board: Board, timeout_ns: int) -> str:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NoReturn
@@ -24,24 +27,34 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult, job_of
+from pipeplan.runtime.launch.job import OnStep, RankContext, Report, Reports, RunOptions, RunResult, job_of
 from pipeplan.runtime.launch.local import Listener, start_timeout_ns
-from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, Progress, RankError, lost_others, verdict
+from pipeplan.runtime.launch.status import (
+    Board,
+    Cause,
+    Failure,
+    Phase,
+    Progress,
+    RankError,
+    cause_of,
+    lost_others,
+    verdict,
+)
+from pipeplan.texts import printable
 
 Work = Callable[[Report, RankContext], None]
 
 _INTERRUPTED = 130
+_GONE_S, _LOOK_S = 0.2, 0.01  # a process closes its connections a moment before it is seen to have ended
+_GLOO = re.compile(r"\[[^\]]*\bgloo\b[^\]]*:\d+\]")
+"""How messages of gloo begin: with the place in its source."""
 
 
 def be_rank(identity: Mapping[str, Any]) -> None:
     """Be a rank that :mod:`pipeplan.runtime.launch.local` has started, which has said who it is; ends the process."""
     rank, world_size = identity["rank"], identity["world_size"]
-    reports = os.fdopen(identity["reports"], "w", buffering=1)
+    report = Reports(identity["reports"])
     progress = Progress(Board(identity["board"], world_size), rank)
-
-    def report(data: Report) -> None:
-        reports.write(json.dumps(data) + "\n")
-
     failure = None
     try:
         work: Work = resolve_name(identity["work"])
@@ -52,7 +65,7 @@ def be_rank(identity: Mapping[str, Any]) -> None:
     except BaseException as error:
         failure = failure_of(error, progress)
     report({"event": "done"} if failure is None else {"event": "failure", "failure": asdict(failure)})
-    reports.close()
+    report.close()
     if failure is not None:
         _leave(failure.exit_code)
 
@@ -90,7 +103,7 @@ def under_torchrun(
     try:
         run, given = resolve_name(work), job()
         with _process_group(store, progress, world_size, timeout):
-            run(given, RankContext(rank, progress, lambda report: listen(rank, report)))
+            run(given, RankContext(rank, progress, partial(_heard, listen, rank)))
     except KeyboardInterrupt:
         _leave(_INTERRUPTED)
     except BaseException as error:
@@ -101,13 +114,35 @@ def under_torchrun(
 
 def failure_of(error: BaseException, progress: Progress) -> Failure:
     """What an exception means to those who did not see it."""
-    rank = progress.rank
-    if isinstance(error, RankError):
+    rank, transport = progress.rank, _transport_error(error)
+    if isinstance(error, RankError) and (error.cause is not Cause.RAISED or transport is None):
         return Failure(rank, error.cause, str(error), error.exit_code, _origin(error), error.peer)
-    if isinstance(error, PipeplanError):
+    if isinstance(error, PipeplanError) and transport is None:
         return Failure(rank, Cause.REFUSED, str(error), error.exit_code)
     text = f"rank {rank} failed {progress.describe()}: {type(error).__name__}: {error}"
+    if transport is not None:
+        return Failure(rank, cause_of(transport)[0], str(error) if isinstance(error, RankError) else text)
     return Failure(rank, Cause.RAISED, text, details="".join(traceback.format_exception(error)))
+
+
+def _transport_error(error: BaseException) -> RuntimeError | None:
+    """The transport's error that this one comes of: exchanges that a model makes itself fail where others are gone."""
+    seen: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in seen:
+        if isinstance(at, dist.DistError) or (isinstance(at, RuntimeError) and _GLOO.match(str(at))):
+            return at
+        seen.append(at)
+        at = at.__cause__ or at.__context__
+    return None
+
+
+def _heard(listen: Callable[[int, Report], None], rank: int, report: Report) -> None:
+    """Pass on a report to this process's own listener."""
+    try:
+        listen(rank, report)
+    except BrokenPipeError:
+        raise RankError(Cause.RAISED, f"rank {rank}: nobody reads standard output any more") from None
 
 
 @contextlib.contextmanager
@@ -129,10 +164,11 @@ def _process_group(store: Store, progress: Progress, world_size: int, timeout: t
 
 
 def _local_store(identity: Mapping[str, Any], timeout: timedelta) -> Store:
-    """Where local ranks meet; rank 0 keeps it, on the socket it has inherited."""
+    """Where local ranks meet; rank 0 keeps it, on the socket it has inherited, which listens on loopback alone."""
+    host, port = identity["meeting"]
     return TCPStore(
-        "127.0.0.1",
-        identity["port"],
+        host,
+        port,
         identity["world_size"],
         is_master=identity["rank"] == 0,
         timeout=timeout,
@@ -178,9 +214,13 @@ def _say_once(failure: Failure, store: Store, progress: Progress, timeout_ns: in
     """
     with contextlib.suppress(RuntimeError):  # the store is gone: better said twice than not at all
         if store.add("pipeplan/failures", 1) > 1:
+            progress.begin(Phase.FAILED)
             return
-    said = verdict([failure], {}, progress.board, timeout_ns)
-    sys.stderr.write(f"{failure.details}pipeplan: {said}\n")
+    until = time.monotonic() + _GONE_S
+    while failure.cause is Cause.LOST and not progress.board.gone and time.monotonic() < until:
+        time.sleep(_LOOK_S)
+    said = verdict(failure, progress.board, timeout_ns)
+    sys.stderr.write(printable(f"{failure.details}pipeplan: {said}\n"))
     progress.board.wake()
 
 
@@ -207,6 +247,7 @@ def _origin(error: RankError) -> str:
 
 def _leave(code: int) -> NoReturn:
     """End at once: broken connections can hold up or crash an orderly exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody may read it any more
+            stream.flush()
     os._exit(code)

@@ -333,7 +333,7 @@ def _seeded(block: BlockSpec, seed: int) -> nn.Module:
     """Build with a generator state that depends on the seed and the block's id alone."""
     digest = hashlib.sha256(f"{seed}/{block.id}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest[:7], "big"))
+        torch.default_generator.manual_seed(int.from_bytes(digest[:7], "big"))  # no other device's, as is kept
         return block.build()
 
 

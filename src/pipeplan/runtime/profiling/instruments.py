@@ -66,16 +66,18 @@ def num_outliers(values: Sequence[int]) -> int:
 
 @contextmanager
 def steady(device: torch.device) -> Iterator[None]:
-    """No garbage collection but between rounds, and only of what came since."""
-    was_enabled = gc.isenabled()
+    """No garbage collection but between rounds, and only of what came since, or since the caller's own freeze."""
+    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.collect()
-    gc.freeze()
+    if not was_frozen:
+        gc.freeze()
     gc.disable()
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             yield
     finally:
-        gc.unfreeze()
+        if not was_frozen:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 

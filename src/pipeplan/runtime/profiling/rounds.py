@@ -21,7 +21,7 @@ from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.profiling.benches import Bench, KeptRow, RowKey
 from pipeplan.runtime.profiling.build_profile import BlockNode, Kind, ModelShare, kinds_of
 from pipeplan.runtime.profiling.instruments import Meter, blamed, meter_for
-from pipeplan.workload.elements import Items
+from pipeplan.workload.elements import Items, Name, Text
 
 Progress = Callable[[int, int, str], None]
 """Called before each run with the runs done, all runs, and what runs now."""
@@ -211,7 +211,7 @@ class _UnfinishedFile(File):
 
     schema_version: Annotated[int, CurrentVersion("partial-profile")] = current_version("partial-profile")
     kind: Literal["partial-profile"] = "partial-profile"
-    question: dict[str, str]
+    question: dict[Name, Text]
     rows: Items[KeptRow] = ()
 
 

@@ -45,12 +45,15 @@ from pipeplan.schedule.rules.values import (
     in_units,
     reason_of,
     says,
-    shown,
     usage_errors,
 )
+from pipeplan.texts import on_one_line, problems_of, shown
 from pipeplan.units import parse_bytes, parse_ns
 from pipeplan.workload.action import is_instruction_word
-from pipeplan.workload.elements import Attribute
+from pipeplan.workload.elements import Attribute, Printable
+
+Name = Annotated[StrictStr, Printable(256, least=1)]
+"""A text of a rules file."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -208,8 +211,8 @@ class SubmoduleRules(Settings):
 
     text_key: ClassVar[str] = "blocks"
 
-    blocks: StrictStr = "*"
-    placement: StrictStr | None = None
+    blocks: Name = "*"
+    placement: Name | None = None
     chunks: Chunks = None
     devices: Range | None = None
 
@@ -235,7 +238,7 @@ def _listed(value: object) -> object:
     return value if isinstance(value, list | tuple) else [value]
 
 
-End = Annotated[StrictInt | StrictStr, says("write a stage's number or the name of a block")]
+End = Annotated[StrictInt | Name, says("write a stage's number or the name of a block")]
 Ends = Annotated[tuple[End, ...], BeforeValidator(_listed)]
 
 
@@ -244,6 +247,8 @@ def _attributes(table: Mapping[str, Any]) -> Mapping[str, Attribute]:
     stated = [each if isinstance(each, tuple) else (each,) for each in found.values()]
     if not all(_is_scalar(value) for values in stated for value in values):
         raise ValueError("attributes are texts, finite numbers, booleans and lists of them")
+    for place, problem in problems_of(dict(table)):
+        raise ValueError(f"{place} {problem}")
     return found
 
 
@@ -272,7 +277,7 @@ class CustomOp(Stated):
 
     text_key: ClassVar[str] = "kind"
 
-    kind: Annotated[StrictStr, AfterValidator(_word)]
+    kind: Annotated[Name, AfterValidator(_word)]
     last: StrictBool = False
     after: Ends = ()
     before: Ends = ()
@@ -280,7 +285,7 @@ class CustomOp(Stated):
     every: Annotated[StrictInt, Field(ge=1)] = 1
     duration_ns: Annotated[StrictInt | None, Field(alias="duration"), in_units(parse_ns)] = None
     bytes_per_sample: Annotated[StrictInt, Field(ge=0), in_units(parse_bytes)] = 0
-    attributes: Annotated[Mapping[str, Any], AfterValidator(_attributes)] = field(default_factory=dict, hash=False)
+    attributes: Annotated[Mapping[Name, Any], AfterValidator(_attributes)] = field(default_factory=dict, hash=False)
     check_prev: Annotated[Ready | None, Field(exclude=True)] = None
     check_next: Annotated[Ready | None, Field(exclude=True)] = None
 
@@ -304,12 +309,12 @@ class Rules(Settings):
     otherwise. ``checks`` must all agree before an action starts.
     """
 
-    name: StrictStr = "rules"
+    name: Name = "rules"
     time: Literal["unit", "true"] = "unit"
     separate: StrictBool = False
     fit_memory: StrictBool = False
     shared_first: StrictBool = False
-    placement: StrictStr | None = None
+    placement: Name | None = None
     chunks: Chunks = None
     devices: Annotated[tuple[DeviceRules, ...], Field(alias="device")] = ()
     submodules: Annotated[tuple[SubmoduleRules, ...], Field(alias="submodule")] = ()
@@ -391,7 +396,7 @@ def read_rules(where: str) -> Rules:
         text = read_bytes(where).decode()
     except UnicodeDecodeError as error:
         raise FileError(f"{where}: not readable as TOML: {error}") from None
-    return parse_rules(text, "rules" if where == "-" else Path(where).stem, where)
+    return parse_rules(text, "rules" if where == "-" else on_one_line(Path(where).stem)[:256], where)
 
 
 def parse_rules(text: str, name: str, where: str | None = None) -> Rules:

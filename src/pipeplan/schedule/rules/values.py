@@ -11,7 +11,6 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial, wraps
-from reprlib import Repr
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -27,6 +26,7 @@ from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
 from pipeplan.errors import UsageError, did_you_mean
+from pipeplan.texts import shown, shown_key
 
 BY_NAME = ConfigDict(populate_by_name=True)
 """Python names fields as they are; files have their alias, where there is one."""
@@ -72,7 +72,7 @@ class Stated:
         unknown = next((key for key in spelled if key not in known), None)
         if unknown is not None:
             meant = did_you_mean(unknown, known) or f"choose from {', '.join(known)}"
-            raise TableError(f"{shown(unknown)[1:-1]} is not known; {meant}")
+            raise TableError(f"{shown_key(unknown)} is not known; {meant}")
         return spelled
 
 
@@ -98,13 +98,14 @@ def usage_errors(cls: _Class) -> _Class:
 
 
 def says(remedy: str) -> WrapValidator:
-    """What to write where a value is not of its type, whatever is wrong with it."""
+    """What to write where a value is not of its type; what is wrong with a text itself is said as it is."""
 
     def read(value: object, validate: Callable[[object], object]) -> object:
         try:
             return validate(value)
-        except ValidationError:
-            raise ValueError(remedy) from None
+        except ValidationError as error:
+            own = [each["ctx"]["error"] for each in error.errors(include_url=False) if each["type"] == "value_error"]
+            raise ValueError(str(own[0]) if own else remedy) from None
 
     return WrapValidator(read)
 
@@ -171,15 +172,6 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 _CALLS: dict[str, Callable[..., int]] = {"min": min, "max": max}
 
-_short = Repr()
-_short.maxstring = _short.maxother = _short.maxlong = 100
-
-
-def shown(value: object) -> str:
-    """A value of a file as an error shows it: long ones are cut."""
-    return _short.repr(value)
-
-
 _LONGEST = 200
 _LARGEST = 10**12
 
@@ -220,7 +212,7 @@ def evaluate(key: str, value: Number, sizes: Mapping[str, int], least: int = 1) 
     if result < least:
         used = [f"{name} = {size}" for name, size in sizes.items() if isinstance(value, str) and name in value]
         where = f" where {', '.join(used)}" if used else ""
-        what = key if isinstance(value, int) else f"{key} = {value!r}"
+        what = key if isinstance(value, int) else f"{key} = {shown(value)}"
         raise UsageError(f"{what} is {result}{where}; it must be at least {least}")
     return result
 

@@ -1,0 +1,88 @@
+"""Where a command's words and files go: the one place that prints, and files that are tried before the work."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+import click
+
+from pipeplan import _api
+from pipeplan.errors import FileError
+from pipeplan.texts import printable, with_short_lines
+
+if TYPE_CHECKING:
+    from pipeplan._api import FileModel
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print a line, or lines: whatever of a file, the command line or an error is in it moves no terminal."""
+    click.echo(printable(with_short_lines(text) if err else text), err=err)
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    """Say on stderr what a reader must know, where stdout is for a file or for JSON."""
+    for note in notes:
+        say(f"pipeplan: {note}", err=True)
+
+
+class Outputs:
+    """The files that a command writes when its work is done, by the options that name them.
+
+    All are tried when this is made. What cannot be written in the end goes to a temporary file, or to stdout where
+    there is no room for one either; leaving the context raises FileError, which says where it is, so that figures are
+    printed before.
+
+    Args:
+        paths: option -> its file; None where it was not given.
+
+    Raises:
+        FileError: a file cannot be written; nothing has been done yet.
+    """
+
+    def __init__(self, paths: Mapping[str, str | None]) -> None:
+        self._problems: dict[str, str] = {}
+        self._kept: dict[str, str] = {}
+        for option, path in paths.items():
+            if path is not None:
+                _api.require_writable(path, option)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self._problems:
+            return
+        problem = FileError("\n".join(self._problems.values()))
+        if error is None:
+            raise problem
+        say(f"pipeplan: {problem}", err=True)  # beside what ended the work otherwise
+
+    def has(self, path: str) -> bool:
+        """Whether nothing went wrong with a file."""
+        return path not in self._problems
+
+    def say_written(self, what: str, path: str | None) -> None:
+        """Say on stderr where a file is, if it was asked for and is there; stdout is seen."""
+        if path is not None and path != "-" and self.has(path):
+            say(f"{what} written to {path}", err=True)
+
+    def write(self, model: FileModel, path: str) -> None:
+        """Write a file, or put it elsewhere."""
+        self.write_text(_api.to_json(model), path)
+
+    def write_text(self, text: str, path: str) -> None:
+        """The same with the text of a file."""
+        try:
+            _api.write_text(text, self._kept.get(path, path))
+        except FileError as error:
+            kept = _api.write_elsewhere(text, path)
+            if kept is None:
+                sys.stdout.write(text)
+            else:
+                self._kept[path] = kept
+            self._problems[path] = f"{error}; what was to be there is in {kept or 'stdout'}"

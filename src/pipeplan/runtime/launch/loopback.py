@@ -1,0 +1,64 @@
+"""Where the ranks of one machine listen: on its loopback interface, for no transport asks who it is that connects."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+from collections.abc import Mapping
+
+from pipeplan.errors import ExecutionError
+
+_PREFIXES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+"""What tells a transport its interface, and what it wants before a whole name."""
+
+_UP, _LOOPBACK = 0x1, 0x8  # flags of interfaces, the same on Linux and macOS
+
+
+class _Interface(ctypes.Structure):
+    """The beginning of C's ``struct ifaddrs``."""
+
+
+_Interface._fields_ = [("next", ctypes.POINTER(_Interface)), ("name", ctypes.c_char_p), ("flags", ctypes.c_uint)]
+
+
+def loopback_server(backlog: int) -> socket.socket:
+    """A socket that listens on a free port of 127.0.0.1, or of ::1 where there is no IPv4. Raises ExecutionError."""
+    error = None
+    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            return socket.create_server((host, 0), family=family, backlog=backlog)
+        except OSError as refused:
+            error = error or refused
+    raise ExecutionError(f"ranks cannot meet on 127.0.0.1 or ::1: {error}; is the loopback interface up?")
+
+
+def transport_interfaces(given: Mapping[str, str]) -> dict[str, str]:
+    """Variables that have transports listen on loopback, but where those ``given`` say otherwise.
+
+    Without them gloo listens on whatever address the host's name has. Raises ExecutionError.
+    """
+    missing = [name for name in _PREFIXES if not given.get(name)]
+    if not missing:
+        return {}
+    found = loopback_interface()
+    return {name: _PREFIXES[name] + found for name in missing}
+
+
+def loopback_interface() -> str:
+    """Its name: ``lo`` on Linux, ``lo0`` on macOS. Raises ExecutionError where none is up."""
+    libc, first = ctypes.CDLL(None, use_errno=True), ctypes.POINTER(_Interface)()
+    if libc.getifaddrs(ctypes.byref(first)):
+        raise ExecutionError(f"network interfaces cannot be listed: {os.strerror(ctypes.get_errno())}")
+    try:
+        each = first
+        while each:
+            if each.contents.flags & (_UP | _LOOPBACK) == _UP | _LOOPBACK:
+                return os.fsdecode(each.contents.name)
+            each = each.contents.next
+    finally:
+        libc.freeifaddrs(first)
+    raise ExecutionError(
+        "ranks listen on the loopback interface, and none is up; name another one in GLOO_SOCKET_IFNAME and "
+        "NCCL_SOCKET_IFNAME"
+    )

@@ -1,0 +1,194 @@
+"""Files from strangers, and the command line, write nothing to the terminal but their text."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from builders.profiles import joined
+from pipeplan.files import (
+    Block,
+    Cluster,
+    CostRow,
+    DeviceKind,
+    Profile,
+    Source,
+    read_plan,
+    read_profile,
+    write_file,
+)
+from pipeplan.texts import REFUSED
+from support.commands import pipeplan
+
+QUICK = ("--devices", 2, "--microbatches", 2, "--deterministic", "--time-limit", "1s")
+MARKUP = ("b[/nope]", "[link=https://example.org]b", ":smile:[red]", "<b>&amp;\"'")
+"""Valid names: rich would end in an error, or make a link, an emoji or colours of them; SVG would not be XML."""
+
+RULES = """
+name = "[/nope]rules"
+[[submodule]]
+blocks = "[!x]*"
+in_flight = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Has a profile, a cluster, rules, and a plan of these, whose every text is markup."""
+    found = tmp_path_factory.mktemp("hostile")
+    row = CostRow(microbatch_size=1, forward_ns=1000, backward_ns=2000, activation_bytes=10)
+    blocks = [Block(id=name, operator=f"[/op]{name}", parameter_bytes=8, costs=(row,)) for name in MARKUP]
+    about = "[/about]"
+    source = Source(
+        method="literature", device=about, dtype=about, reference=about, notes=about, versions={about: about}
+    )
+    profile = joined(blocks).model_copy(update={"name": "[/model]", "source": source})
+    write_file(Profile.model_validate(profile.model_dump()), str(found / "profile.json"))
+    cluster = Cluster(
+        name="[/cluster]", source=source, devices=(DeviceKind(name="[/gpu]", count=2, memory_bytes=10**6),)
+    )
+    write_file(cluster, str(found / "cluster.json"))
+    (found / "rules.toml").write_text(RULES)
+    done = pipeplan("search", "profile.json", *QUICK, "--cluster", "cluster.json", "-o", "plan.json", cwd=found)
+    assert done.returncode == 0, done.stderr
+    return found
+
+
+def require_plain(done: subprocess.CompletedProcess[str]) -> None:
+    """No character that moves a terminal, but line breaks, on stdout or stderr."""
+    for text in (done.stdout, done.stderr):
+        assert not (found := re.search(f"[{REFUSED}]", text.replace("\n", ""))), (found, text)
+
+
+VERBS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
+    "search": (("search", "profile.json", *QUICK), ("[/model]", *MARKUP[:2])),
+    "search on a cluster": (("search", "profile.json", *QUICK, "--cluster", "cluster.json"), ("[/model]", MARKUP[0])),
+    "rules": (("search", "profile.json", *QUICK, "--rules", "rules.toml"), ("[/nope]rules",)),
+    "tuning": (("search", "profile.json", *QUICK, "--scheduler", "rules", "--workers", 1), ("[/model]",)),
+    "compare": (("compare", "profile.json", *QUICK), ("[/model]",)),
+    "frontier": (
+        ("frontier", "profile.json", "--devices", "1,2", "--device", "cpu", "--svg", "frontier.svg"),
+        ("[/model]",),
+    ),
+    "plans": (("frontier", "profile.json", "--plans", "--devices", "1,2", "--time-limit", "2s"), ("[/model]",)),
+    "check": (("check", "plan.json", "--profile", "profile.json", "--cluster", "cluster.json"), ("[/cluster]",)),
+    "simulate": (("simulate", "plan.json", "--svg", "timeline.svg", "--trace", "trace.json"), ("[/model]", MARKUP[0])),
+    "show": (("profile", "--show", "profile.json"), ("[/model]", "[/about]", "[/op]", *MARKUP[:2])),
+    "check in JSON": (("check", "plan.json", "--json"), ("true",)),
+}
+
+
+@pytest.mark.parametrize("name", list(VERBS))
+def test_names_are_shown_as_they_are(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, shown = VERBS[name]
+    done = pipeplan(*arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    require_plain(done)
+    together = re.sub(r"\s+", "", done.stdout)  # tables fold names
+    assert all(text in together for text in shown), done.stdout
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal: with a line of progress, and colours of our own alone
+    done = pipeplan(*arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"\x1b(?!\[[0-9;?]*[a-zA-Z])", done.stdout + done.stderr), "no links"
+
+
+def test_drawings_are_xml(folder: Path) -> None:
+    pipeplan("simulate", "plan.json", "--svg", "timeline.svg", cwd=folder)
+    pipeplan("frontier", "profile.json", "--devices", "1,2", "--device", "cpu", "--svg", "frontier.svg", cwd=folder)
+    for name in ("timeline.svg", "frontier.svg"):
+        assert "[/model]" in "".join(ElementTree.parse(folder / name).getroot().itertext())
+
+
+HOSTILE = {"ESC": "\x1b[2J", "CSI": "\x9b2J", "override": "\u202e", "line": "\u2028", "bell": "\x07"}
+
+Damage = Callable[[dict[str, Any], str], object]
+FIELDS: dict[str, tuple[str, tuple[str, ...], Damage]] = {
+    "provenance.scheduler": ("plan", ("simulate",), lambda plan, text: plan["provenance"].update(scheduler=text)),
+    "provenance.options": ("plan", ("check",), lambda plan, text: plan["provenance"]["options"].update({text: text})),
+    "stages[0].blocks[0]": ("plan", ("check",), lambda plan, text: plan["stages"][0].update(blocks=[text])),
+    "devices[0].name": ("plan", ("simulate",), lambda plan, text: plan["devices"][0].update(name=text)),
+    "source.device": ("profile", ("profile", "--show"), lambda profile, text: profile["source"].update(device=text)),
+    "source.reference": ("profile", ("compare",), lambda profile, text: profile["source"].update(reference=text)),
+    "blocks[0].operator": ("profile", ("search",), lambda profile, text: profile["blocks"][0].update(operator=text)),
+    "name": ("profile", ("frontier",), lambda profile, text: profile.update(name=text)),
+}
+
+
+@pytest.mark.parametrize("text", HOSTILE.values(), ids=list(HOSTILE))
+@pytest.mark.parametrize("field", list(FIELDS))
+def test_what_moves_a_terminal_is_refused(field: str, text: str, folder: Path, tmp_path: Path) -> None:
+    kind, verb, damage = FIELDS[field]
+    data = json.loads((folder / f"{kind}.json").read_text())
+    damage(data, f"a{text}")
+    (tmp_path / "bad.json").write_text(json.dumps(data))
+    done = pipeplan(*verb, "bad.json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"pipeplan: bad.json: not a valid {kind} file")
+    assert re.search(rf"^  {re.escape(field)}.*: has U\+{ord(text[0]):04X} at character 2", done.stderr, re.MULTILINE)
+    require_plain(done)
+
+
+def test_files_of_version_1_had_any_text_which_is_written_out(folder: Path, tmp_path: Path) -> None:
+    data = json.loads((folder / "profile.json").read_text()) | {"schema_version": 1}
+    del data["tied"], data["tokens_per_sample"], data["forward_flops_per_sample"]
+    data["source"]["notes"] = "first line\nsecond \u202eline"
+    (tmp_path / "old.json").write_text(json.dumps(data))
+    assert read_profile(str(tmp_path / "old.json")).source.notes == "first line\\nsecond \\u202eline"
+
+
+@pytest.mark.parametrize("name", ["x\x1b[2J.json", "x\u202e.json", b"x\xff.json".decode(errors="surrogateescape")])
+def test_names_of_files_are_written_out(name: str, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / name).write_text((folder / "plan.json").read_text())
+    (tmp_path / name.replace("json", "toml")).write_text("in_flight = 2\n")
+    for arguments, code in (
+        (("check", name), 0),
+        (("check", f"missing{name}"), 2),
+        (("simulate", name, "--svg", f"nowhere{name}/x"), 2),
+        (("search", name), 2),
+        (("search", folder / "profile.json", "--rules", name.replace("json", "toml"), *QUICK, "-o", f"o{name}"), 0),
+        (("simulate", name, f"--{name}"), 2),
+        (("check", name, name), 2),
+        (("example", name), 2),
+        (("search", folder / "profile.json", "--scheduler", name, "--devices", 2), 2),
+        (("search", folder / "profile.json", "--memory", name, "--devices", 2), 2),
+    ):
+        done = pipeplan(*arguments, cwd=tmp_path)
+        assert done.returncode == code, done.stderr
+        require_plain(done)
+    read_plan(str(tmp_path / f"o{name}"))
+
+
+def test_what_printed_programs_say(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "run\x1b.txt").write_text("# all_reduce_perf\x1b[2J\n# size count type\n1 2 \x1b\n")
+    done = pipeplan(
+        *("profile", "--communication-from", "run\x1b.txt", "--cluster", folder / "cluster.json", "-o", "out.json"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 2
+    require_plain(done)
+
+
+def test_a_long_text_is_not_printed_whole(folder: Path, tmp_path: Path) -> None:
+    plan = json.loads((folder / "plan.json").read_text())
+    for place in ("name", "placement", "kind", "schema_version", "devices", "stages", "nonsense"):
+        (tmp_path / "bad.json").write_text(json.dumps(plan | {place: "x" * 10**7}))
+        done = pipeplan("check", "bad.json", cwd=tmp_path)
+        assert done.returncode == 2
+        assert len(done.stderr) < 2000
+
+
+def test_rich_is_asked_in_one_place() -> None:
+    import pipeplan as package
+
+    for path in Path(package.__file__).parent.rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        assert text.count("Console(") == (path.parts[-2:] == ("reporting", "layout.py")), path
+        assert text.count("click.echo(") == (path.name == "output.py"), path
+        assert not re.search(r"TextColumn\((?![^)]*(markup=False|percentage))", text), path

@@ -1,0 +1,59 @@
+"""Ctrl-C, however often, ends a command with one line and exit code 130; closed streams make no difference."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+INTERRUPTED = """
+import atexit, os, signal
+from pipeplan.cli import main
+
+def interrupt(*_, **__):
+    os.kill(os.getpid(), signal.SIGINT)
+
+atexit.register(interrupt)  # while torch leaves
+main.LazyGroup.format_commands = interrupt
+{more}
+main.main()
+"""
+TWICE = "main.click.echo = interrupt"
+"""Also while the first one is answered."""
+
+
+def interrupted(folder: Path, more: str = "") -> tuple[int, str]:
+    """Exit code and standard error of a command that is interrupted, and once more as its process ends."""
+    (folder / "command.py").write_text(INTERRUPTED.format(more=more))
+    command = [sys.executable, "-m", "command", "--help"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+def test_a_second_interruption_while_the_process_ends(tmp_path: Path) -> None:
+    assert interrupted(tmp_path) == (130, "\npipeplan: interrupted\n")
+
+
+def test_an_interruption_inside_text_that_is_run(tmp_path: Path) -> None:
+    """As dataclasses are made, or named tuples, while a module is imported."""
+    inside = "main.LazyGroup.format_commands = lambda *_: exec('interrupt()', globals())"
+    assert interrupted(tmp_path, inside) == (130, "\npipeplan: interrupted\n")
+
+
+def test_a_second_interruption_while_the_first_is_answered(tmp_path: Path) -> None:
+    assert interrupted(tmp_path, TWICE) == (130, "\n")
+
+
+def test_streams_that_the_shell_has_closed(tmp_path: Path) -> None:
+    """Their numbers are those of no other file."""
+    (tmp_path / "command.py").write_text(
+        "import os, sys\n"
+        "from pipeplan.cli import main\n"
+        "main.LazyGroup.format_commands = lambda *_: print('opened as', os.open('command.py', os.O_RDONLY) > 2)\n"
+        "main.main()\n"
+    )
+    for closed in ("<&-", ">&-", "2>&-", "<&- >&- 2>&-"):
+        command = f"'{sys.executable}' -m command --help {closed}"
+        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, ""), closed
+        assert ">" in closed.replace("2>", "") or "opened as True" in done.stdout

@@ -1,0 +1,218 @@
+"""Files that a verb writes are tried before its work, and what cannot be written in the end is not lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from builders.chains import chain_plan, chain_profile
+from pipeplan import _api
+from pipeplan.errors import FileError
+from pipeplan.files import read_plan, require_writable, write_file, write_text
+from support.commands import pipeplan
+
+SEARCH = ("search", "profile.json", "--microbatches", 4, "--deterministic", "--time-limit", "1s")
+
+WRITES = {
+    "search -o": (*SEARCH, "-o"),
+    "search --placement-output": (*SEARCH, "--placement-output"),
+    "search --rules-output": (*SEARCH, "--scheduler", "rules", "--rules-output"),
+    "frontier -o": ("frontier", "profile.json", "--devices", "2", "--plans", "-o"),
+    "frontier --svg": ("frontier", "profile.json", "--devices", "2", "--plans", "--svg"),
+    "simulate --svg": ("simulate", "plan.json", "--svg"),
+    "simulate --trace": ("simulate", "plan.json", "--trace"),
+    "example": ("example", "shape-v", "-o"),
+    "example of a model": ("example", "gpt2-124m", "-o"),
+    "profile --communication-from": (
+        *("profile", "--communication-from", "perf.txt", "--cluster", "cluster.json", "-o"),
+    ),
+    "profile --estimate": ("profile", "gpt2-tiny", "--estimate", "--device", "a100-80gb", "-o"),
+    "profile": ("profile", "gpt2-tiny", "-o"),
+    "run --trace": ("run", "plan.json", "--emulate", "--local", "--trace"),
+}
+"""Every option that names a file to be written at the end."""
+
+WORK = {
+    "search": "search",
+    "frontier": "frontier",
+    "simulate": "simulate",
+    "example": ("make_shape", "make_model"),
+    "profile": ("profile", "estimate", "add_links"),
+    "run": "run",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("outputs")
+    write_file(chain_profile(2), str(found / "profile.json"))
+    write_file(chain_plan(2, 4), str(found / "plan.json"))
+    assert pipeplan("example", "testbed-tessel", "-o", found / "cluster.json").returncode == 0
+    (found / "perf.txt").touch()
+    return found
+
+
+PLACES = {
+    "nowhere": ("nowhere/out", "there is no folder .*nowhere"),
+    "below a file": ("profile.json/out", "there is no folder .*profile.json"),
+    "a folder": (".", "it is a folder"),
+    "too long": ("x" * 300, "File name too long"),
+}
+
+
+@pytest.mark.parametrize("place", list(PLACES))
+@pytest.mark.parametrize("option", list(WRITES))
+def test_what_cannot_be_written_is_refused_before_the_work(
+    option: str, place: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work(*_: object, **__: object) -> None:
+        raise AssertionError("it has begun")
+
+    names = WORK[str(WRITES[option][0])]
+    for name in (names,) if isinstance(names, str) else names:
+        monkeypatch.setattr(_api, name, work)
+    path, reason = PLACES[place]
+    done = pipeplan(*WRITES[option], path, cwd=folder)
+    assert done.returncode == 2, done.stderr
+    assert re.search(rf"{re.escape(path)}: cannot be written: {reason}; .*", done.stderr), done.stderr
+    asked = WRITES[option][-1]
+    assert str(asked) in done.stderr, "what to give"
+
+
+def refuses_to_open(kind: type[OSError], number: int) -> Callable[..., object]:
+    def refuse(*_: object, **__: object) -> object:
+        raise kind(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [13, 30, 28], ids=["no permission", "read-only", "full"])
+def test_a_folder_in_which_no_file_can_be_made(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.TemporaryFile", refuses_to_open(OSError, number))
+    reason = f"out.json: cannot be written: {os.strerror(number)}; choose another file with --svg"
+    with pytest.raises(FileError, match=re.escape(reason)):
+        require_writable(str(tmp_path / "out.json"), "--svg")
+
+
+def test_files_that_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("before")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(FileError, match="it is write-protected; choose another file with -o"):
+        require_writable(str(path))
+    monkeypatch.undo()
+    tmp_path.chmod(0o1777)
+    monkeypatch.setattr("os.geteuid", lambda: path.stat().st_uid + 1)
+    with pytest.raises(FileError, match=r"cannot be replaced: it is another user's"):
+        require_writable(str(path))
+    monkeypatch.undo()
+    (tmp_path / "circle").symlink_to("circle")
+    with pytest.raises(FileError, match="circle: cannot be written: "):
+        require_writable(str(tmp_path / "circle"))
+
+
+def test_trying_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("before")
+    (tmp_path / "link").symlink_to("there")
+    for name in ("there", "new", "link"):
+        require_writable(str(tmp_path / name))
+    require_writable("/dev/null")
+    require_writable("-")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "there"]
+    assert (tmp_path / "there").read_text() == "before"
+
+
+# What fails all the same ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where temporary files are made."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_a_plan_that_finds_no_room_is_kept_and_figures_are_printed(kept_in: Path, folder: Path) -> None:
+    done = pipeplan(*SEARCH, "-o", "/dev/full", cwd=folder)
+    assert done.returncode == 2
+    assert "makespan" in done.stdout
+    assert "plan written to" not in done.stderr
+    said = re.search(
+        r"/dev/full: cannot be written: No space left on device; what was to be there is in (\S+)\n", done.stderr
+    )
+    assert said is not None, done.stderr
+    assert Path(said[1]).parent == kept_in
+    assert pipeplan("check", said[1]).returncode == 0
+
+
+def test_every_file_is_kept(kept_in: Path, folder: Path) -> None:
+    done = pipeplan("simulate", "plan.json", "--svg", "/dev/full", "--trace", "trace.json", "--json", cwd=folder)
+    assert done.returncode == 2
+    assert '"makespan_ns"' in done.stdout
+    assert (folder / "trace.json").exists()
+    (kept,) = kept_in.iterdir()
+    assert kept.read_text().startswith("<svg")
+
+
+def test_a_folder_that_goes_away_meanwhile(
+    kept_in: Path, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    gone = tmp_path_factory.mktemp("gone")
+    search = _api.search
+
+    def and_gone(*arguments: object, **options: object) -> object:
+        found = search(*arguments, **options)  # type: ignore[arg-type]
+        gone.rmdir()
+        return found
+
+    with mock.patch.object(_api, "search", and_gone):
+        done = pipeplan(*SEARCH, "-o", gone / "plan.json", "--json", cwd=folder)
+    assert done.returncode == 2
+    assert '"makespan_ns"' in done.stdout
+    (kept,) = kept_in.iterdir()
+    assert kept.name.endswith("plan.json")
+    assert str(kept) in done.stderr
+    assert len(read_plan(str(kept)).devices) == 2
+
+
+def test_without_room_for_a_temporary_file_it_goes_to_stdout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeplan.files.read_write.write_elsewhere", lambda *_: None)
+    monkeypatch.setattr(_api, "write_elsewhere", lambda *_: None, raising=False)
+    done = pipeplan("example", "shape-v", "-o", "/dev/full", cwd=folder)
+    assert done.returncode == 2
+    assert done.stdout.startswith('{\n  "schema_version": 2,\n  "kind": "profile"')
+    assert "what was to be there is in stdout" in done.stderr
+
+
+def test_another_error_does_not_hide_where_the_plan_is(kept_in: Path, folder: Path) -> None:
+    with mock.patch.object(_api, "simulate", side_effect=FileError("figures failed")):
+        done = pipeplan(*SEARCH, "-o", "/dev/full", cwd=folder)
+    assert done.returncode == 2
+    assert str(next(kept_in.iterdir())) in done.stderr
+    assert "figures failed" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("example", "shape-v"), ("simulate", "plan.json")], ids=["a file", "tables"])
+def test_stdout_without_room(arguments: tuple[str, ...], folder: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pipeplan", *arguments]
+    with open("/dev/full", "w") as full:
+        own = {"stdout": full, "stderr": subprocess.PIPE, "env": {**os.environ, "TMPDIR": str(tmp_path)}}
+        done = subprocess.run(command, text=True, cwd=folder, check=False, **own)  # type: ignore[call-overload]
+    assert done.returncode == 2, done.stderr
+    assert re.match("pipeplan: stdout:? cannot be written: No space left", done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+def test_a_name_too_long_for_a_temporary_one_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 250)
+    require_writable(str(path))
+    write_text("text", str(path))
+    assert path.read_text() == "text"

@@ -1,0 +1,119 @@
+"""A parent that is stopped, or that nobody reads, does not end a run; one that ends leaves no rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from pipeplan.runtime.launch import local
+from pipeplan.runtime.launch.job import RankContext, Report, Reports
+from runtime_support.faults import MARK, left_over
+from runtime_support.plain_rank import PARENT, RANK
+from runtime_support.warm import warm_ranks
+
+PIPE_BYTES = 1 << 16
+MILLISECOND = 10**6
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A word in the environment of everything a test starts; at the end nothing that has it may live."""
+    word = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, word)
+    yield word
+    while left_over(word):  # ends with the test's time-out at the latest
+        time.sleep(0.01)
+
+
+def parent_of(lines: int, stay_s: float, timeout_ns: int) -> subprocess.Popen[str]:
+    """A parent whose two ranks have begun."""
+    job = {"lines": lines, "bytes": PIPE_BYTES // 4, "stay_s": stay_s, "timeout_ns": timeout_ns}
+    process = subprocess.Popen([*PARENT, json.dumps(job)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    return process
+
+
+def test_a_stopped_parent_goes_on_where_it_was(mark: str) -> None:
+    """Longer than the timeout: its ranks meanwhile have ended, but for what its pipes have no room for."""
+    parent = parent_of(lines=40, stay_s=0.0, timeout_ns=500 * MILLISECOND)
+    parent.send_signal(signal.SIGSTOP)
+    time.sleep(0.8)
+    assert len(left_over(mark)) == 3, "ranks wait with their last reports"
+    parent.send_signal(signal.SIGCONT)
+    out, err = parent.communicate()
+    assert (parent.returncode, err) == (0, "")
+    assert "heard 80" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
+def test_a_parent_that_ends_leaves_no_rank(number: signal.Signals, mark: str) -> None:
+    """Stopped or not; the fixture waits for the ranks' end."""
+    parent = parent_of(lines=1, stay_s=3600.0, timeout_ns=3600 * 10**9)
+    parent.send_signal(signal.SIGSTOP)
+    parent.send_signal(number)
+    parent.send_signal(signal.SIGCONT)
+    assert (parent.communicate()[1], parent.returncode) == ("", -number)
+
+
+def test_a_second_interruption_leaves_no_rank(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    close, again = local._Rank.close, [KeyboardInterrupt(), KeyboardInterrupt()]
+
+    def interrupted(rank: local._Rank) -> None:
+        if again:
+            raise again.pop()
+        close(rank)
+
+    def listen(rank: int, report: Report) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(local._Rank, "close", interrupted)
+    job = {"lines": 1, "bytes": 0, "stay_s": 3600.0}
+    with pytest.raises(KeyboardInterrupt):
+        local.watch_local("", [("0F0",)] * 2, job, 3600 * 10**9, listen, RANK)
+    assert not again
+    assert left_over(mark) == []
+
+
+def chatter(job: Report, context: RankContext) -> None:
+    """The job of a rank: reports more than a pipe holds, while the other waits no longer than half a second."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    group = dist.new_group(backend="gloo", timeout=timedelta(milliseconds=500))
+    for _ in range(8):
+        context.report({"event": "line", "filler": context.rank * PIPE_BYTES * "x"})
+        dist.barrier(group)
+
+
+def test_ranks_go_on_while_nobody_reads_the_output_of_their_parent(mark: str) -> None:
+    heard = []
+
+    def listen(rank: int, report: Report) -> None:
+        if not heard:
+            time.sleep(1.5)  # as where a pager is full
+        heard.append(rank)
+
+    with warm_ranks():
+        local.watch_local(f"{__name__}:chatter", [("0F0",)] * 2, {}, 3600 * 10**9, listen)
+    assert sorted(heard) == [0] * 8 + [1] * 8
+
+
+def test_reports_wait_for_room_and_keep_their_order() -> None:
+    read, write = os.pipe()
+    report = Reports(write)
+    for number in range(4):
+        report({"number": number, "filler": PIPE_BYTES * "x"})
+    with os.fdopen(read) as reports, ThreadPoolExecutor(1) as pool:
+        closed = pool.submit(report.close)
+        assert [json.loads(line)["number"] for line in reports] == [0, 1, 2, 3]
+        closed.result()

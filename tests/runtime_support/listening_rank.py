@@ -1,0 +1,68 @@
+"""Ranks that say where they listen, on a host whose name is that of an address for others, as most hosts' names are."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import socket
+import sys
+from pathlib import Path
+
+from pipeplan.runtime.launch.__main__ import main
+from pipeplan.runtime.launch.job import RankContext, Report
+
+COMMAND = (sys.executable, "-m", "runtime_support.listening_rank")
+HOST = "PIPEPLAN_TEST_HOST"
+_NEW_USER, _NEW_UTS = 0x10000000, 0x04000000  # namespaces: of users, so that one may have others, and of host names
+_LISTENS = "0A"
+
+
+def listening() -> list[str]:
+    """The addresses on which this process listens, IPv4 and IPv6."""
+    inodes = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # it was that of the folder
+            inodes.add(os.readlink(descriptor).removeprefix("socket:[").rstrip("]"))
+    tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
+    rows = [row.split() for table in tables if table.exists() for row in table.read_text().splitlines()[1:]]
+    return [_address(row[1]) for row in rows if row[3] == _LISTENS and row[9] in inodes]
+
+
+def _address(written: str) -> str:
+    """In hexadecimal digits, each four bytes as one number of this machine."""
+    digits = written.partition(":")[0]
+    words = [int(digits[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(digits), 8)]
+    return str(ipaddress.ip_address(b"".join(words)))
+
+
+def outward_address() -> str:
+    """This host's address for others, or loopback where it has none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            asked.connect(("192.0.2.1", 9))  # nothing is sent
+        except OSError:
+            return "127.0.0.1"
+        return str(asked.getsockname()[0])
+
+
+def rename_host(name: str) -> None:
+    """Another host name, for this process alone; where it may not have one, it keeps the host's."""
+    libc = ctypes.CDLL(None)
+    if not libc.unshare(_NEW_UTS) or not libc.unshare(_NEW_USER | _NEW_UTS):
+        socket.sethostname(name)
+
+
+def listen_job(job: Report, context: RankContext) -> None:
+    """The job of a rank: connects with all others, and reports the addresses."""
+    import torch.distributed as dist
+
+    group = dist.new_group(backend="gloo")
+    dist.barrier(group)
+    context.report({"event": "listening", "addresses": listening(), "on": os.environ["GLOO_SOCKET_IFNAME"]})
+
+
+if __name__ == "__main__":
+    rename_host(os.environ[HOST])
+    main()

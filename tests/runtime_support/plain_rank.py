@@ -1,0 +1,59 @@
+"""Ranks without torch, and a process that starts some: what is about processes alone, in a moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from pipeplan.runtime.launch import local
+from pipeplan.runtime.launch.__main__ import take_identity
+from pipeplan.runtime.launch.job import Report, Reports
+from pipeplan.runtime.launch.status import Board, Phase, Progress
+
+RANK = (sys.executable, "-m", "runtime_support.plain_rank")
+PARENT = (sys.executable, "-m", "runtime_support.plain_rank", "parent")
+
+
+def rank() -> None:
+    """Report so many lines of some bytes, then stay as long as the job says."""
+    identity = take_identity()
+    progress = Progress(Board(identity["board"], identity["world_size"]), identity["rank"])
+    report = Reports(identity["reports"])
+    job = json.loads(os.pread(identity["job"], 1 << 20, 0))
+    progress.begin(Phase.RUNNING, 0)
+    for line in range(job["lines"]):
+        report({"event": "line", "line": line, "filler": "x" * job["bytes"]})
+    time.sleep(job["stay_s"])
+    progress.begin(Phase.DONE)
+    report({"event": "done"})
+    report.close()
+
+
+def parent(job: Report) -> None:
+    """Run two ranks with little patience, and say what is heard."""
+    local._LATE_NS, local._PAUSE_NS = 0, 200_000_000
+    num_heard = 0
+
+    def listen(rank: int, report: Report) -> None:
+        nonlocal num_heard
+        num_heard += 1
+        if report["line"] == 0:
+            print("begun", flush=True)
+
+    local.watch_local("", [("0F0",)] * 2, job, job["timeout_ns"], listen, RANK)
+    print(f"heard {num_heard}", flush=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Be what the command line says."""
+    if arguments:
+        parent(json.loads(arguments[1]))
+    else:
+        rank()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
