@@ -3,7 +3,7 @@
 A command runs as its user starts it, with its ranks as processes of their own, but all are forked from one that has
 imported torch, which saves 4 s of processor time each. At a moment that is drawn, a step, or while a checkpoint is
 written, one of its processes is killed, stopped, stopped for a while, told to end, cut off from the others (all its
-sockets are shut down) or left without room on the disk. Then: the command ends within 10 s (of its timeout, where a
+sockets are shut down) or left without room on the disk. Then: the command ends within 10 s (after its timeout, where a
 process stands still), names what failed in one message, leaves no process, every checkpoint that was whole is, and the
 same command with ``--resume``, or again, gets to the end, with the losses of a training that nothing disturbed.
 """
@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from unittest import mock
 
 from attack_part import Ended, drawn_for
@@ -38,6 +39,7 @@ __all__ = ["Faults"]
 TESTS = Path(__file__).parents[1] / "tests"
 SOON_S = 10.0
 TIMEOUT_S = 3.0
+START_S = 8.0
 STEPS = 12
 _SUBREAPER = 36
 _ABOVE = 200  # descriptors from here on are free in a new process
@@ -55,7 +57,7 @@ _PRELOADED = (
 )
 
 COMMANDS = {
-    "emulate": "run emulated.json --emulate --local --steps 40 --timeout 3s --trace trace.json",
+    "emulate": "run plan.json --emulate --local --steps 8 --stretch 20000 --timeout 3s --trace trace.json",
     "train": f"run plan.json --model runtime_support.models:chain --local --dtype float64 --steps {STEPS} --timeout 3s "
     "--checkpoint kept --checkpoint-every 1",
     "profile": "profile gpt2-tiny --microbatch 1,2,4 --repeats 60 -o profile.json",
@@ -92,7 +94,9 @@ class Forked:
     ) -> None:
         read, write = os.pipe()
         self._status: int | None = None
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         self.pid = os.fork()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what Python does when forking swallows exceptions
         if not self.pid:
             _become(command[2], env, {0: read, 1: stdout, 2: 2, **{number: number for number in pass_fds}})
         os.close(read)
@@ -130,7 +134,7 @@ def _become(module: str, env: Mapping[str, str], descriptors: Mapping[int, int])
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # there is one
+        sys.excepthook(*sys.exc_info())
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
@@ -184,19 +188,31 @@ def start(command: str, folder: Path) -> int:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        _shorten_timeouts()
         names = {**vars(subprocess), "Popen": Forked}
         sys.argv = ["pipeplan", *command.split()]
-        with mock.patch.object(local, "subprocess", type("Names", (), names)):
+        Path("ready").touch()
+        with mock.patch.object(local, "subprocess", SimpleNamespace(**names)):
             main()
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # there is one
+        sys.excepthook(*sys.exc_info())
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _shorten_timeouts() -> None:
+    """In this process, and in the ranks that are forked from it: starting may take minutes, and so may a link."""
+    from pipeplan.runtime.launch import local
+    from pipeplan.runtime.profiling.links import LinkOptions
+
+    local._START_TIMEOUT_NS = round(START_S * 1e9)
+    *others, _ = LinkOptions.__init__.__defaults__ or ()
+    LinkOptions.__init__.__defaults__ = (*others, round(TIMEOUT_S * 1e9))  # the command has no flag for it
 
 
 def children(pid: int) -> list[int]:
@@ -272,7 +288,7 @@ class Faults:
     count: int = 200
     limit_s: float = 180.0
     memory_bytes: int | None = None
-    plans: dict[str, str] = field(default_factory=dict)
+    plan: str = ""
     losses: list[str] = field(default_factory=list)
 
     def prepare(self, folder: Path) -> None:
@@ -287,7 +303,7 @@ class Faults:
         from runtime_support.plans import model_plan
 
         plan = model_plan(models.chain(), [0, 1, 1, 0], split=True, num_microbatches=4, microbatch_size=1)
-        self.plans = {"plan.json": plan.model_dump_json(), "emulated.json": plan.model_dump_json()}
+        self.plan = plan.model_dump_json()
         self._write(folder)
         pid = start(COMMANDS["train"], folder)
         if status_of(pid, time.monotonic() + 100) != 0:
@@ -297,8 +313,7 @@ class Faults:
             raise RuntimeError(f"training without faults has {len(self.losses)} steps")
 
     def _write(self, folder: Path) -> None:
-        for name, text in self.plans.items():
-            (folder / name).write_text(text)
+        (folder / "plan.json").write_text(self.plan)
 
     def attack(self, index: int, seed: int, folder: Path) -> Ended:
         """One command, one fault, and what is left."""
@@ -330,7 +345,7 @@ class Faults:
         kept = whole(folder)
         happened = time.monotonic()
         _inflict(fault, victim, folder)
-        allowed = SOON_S + (TIMEOUT_S + 2.0 if fault.kind in ("stopped", "cut off") else 0.0)
+        allowed = SOON_S + (START_S + 2.0 if fault.kind in ("stopped", "cut off") else 0.0)
         if fault.kind == "slow" or (fault.kind == "disk full" and fault.verb != "train"):
             allowed += 60.0  # it goes on to its end
         code = status_of(pid, happened + allowed)
@@ -364,8 +379,7 @@ class Faults:
         done = max(whole(folder), default=0)
         if fault.verb == "train" and done:
             again = f"{again.replace(f'--steps {STEPS}', f'--steps {max(STEPS, done + 1)}')} --resume"
-        for name in ("out", "err"):
-            (folder / name).rename(folder / f"first-{name}")
+        (folder / "ready").unlink()
         code = status_of(start(again, folder), time.monotonic() + 90)
         if code != 0:
             return f"{again} then ends with {code}: {_text(folder, 'err')[-1000:]}"
@@ -389,6 +403,7 @@ def _wait_for(fault: Fault, pid: int, folder: Path) -> int | None:
         elif fault.verb == "emulate" and fault.step >= 0:
             ready = ready and _text(folder, "out").count("step ") > fault.step
         ranks = [pid] if fault.is_on_launcher or fault.verb == "profile" else living(children(pid))[:2]
+        ready = ready and (folder / "ready").exists()
         if ready and len(ranks) > (0 if ranks == [pid] else 1):
             return ranks[min(fault.victim, len(ranks) - 1)]
         time.sleep(0.001)

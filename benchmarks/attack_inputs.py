@@ -407,7 +407,7 @@ def run(given: Input, folder: Path) -> Ran:
             code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
         except BaseException:
             error = traceback.format_exc()
-    return Ran(code, *(_said(each) for each in (out, err)), error)
+    return Ran(code, _said(out), _said(err), error)
 
 
 def _said(text: io.TextIOWrapper) -> str:

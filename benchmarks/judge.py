@@ -288,7 +288,9 @@ class Timing:
 
     def _time(self) -> None:
         """In any order in which what is needed comes first. Raises UnfitError."""
-        needs = {node: self._needs(node) for order in [*self.orders, *self.links.values()] for node in order}
+        nodes: list[Any] = [node for order in self.orders for node in order]
+        nodes += [node for order in self.links.values() for node in order]
+        needs = {node: self._needs(node) for node in nodes}
         after: dict[Any, list[Any]] = defaultdict(list)
         missing = {node: len(before) for node, before in needs.items()}
         for node, before in needs.items():

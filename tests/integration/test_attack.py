@@ -1,0 +1,192 @@
+"""A quick part of ``benchmarks/attack.py``, and that it notices what it looks for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.marks import slow_but
+from support.paths import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import attack_bounds
+import attack_inputs
+import attack_plans
+import judge
+from attack import Pool, attacked, read
+from attack_part import Ended
+
+from pipeplan.checker import Report
+
+PIECE = {"inputs": 75, "plans": 40, "bounds": 10}
+"""Attacks in one test."""
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "inputs": attack_inputs.Inputs(with_torch=False),
+        "plans": attack_plans.Plans(),
+        "bounds": attack_bounds.Bounds(),
+    }
+    columns = os.environ.get("COLUMNS")
+    for part in made.values():
+        part.prepare(tmp_path_factory.mktemp("attack"))
+    os.environ.pop("COLUMNS")
+    if columns is not None:
+        os.environ["COLUMNS"] = columns
+    return made
+
+
+def ends(part: Any, first: int, count: int) -> Counter[str]:
+    """How the attacks end, none of which may go wrong."""
+    found: Counter[str] = Counter()
+    for index in range(first, first + count):
+        ended = attacked(part, index, 0)
+        assert not ended.wrong, f"{part.name} {index}: {ended.wrong}: {ended.what}"
+        found[ended.how] += 1
+    return found
+
+
+@slow_but("piece", range(20), lambda piece: piece < 2)
+def test_fuzzed_inputs(piece: int, parts: dict[str, Any]) -> None:
+    found = ends(parts["inputs"], piece * PIECE["inputs"], PIECE["inputs"])
+    assert found["exit 2"] > found["exit 0"] > 0
+
+
+@slow_but("piece", range(10), lambda piece: piece < 1)
+def test_damaged_plans(piece: int, parts: dict[str, Any]) -> None:
+    found = ends(parts["plans"], piece * PIECE["plans"], PIECE["plans"])
+    assert found["refused by check"] > 10
+    assert found["true, and accepted"] > 0, "the judge has something to say"
+
+
+@slow_but("piece", range(10), lambda piece: piece < 1)
+def test_bounds(piece: int, parts: dict[str, Any]) -> None:
+    found = ends(parts["bounds"], piece * PIECE["bounds"], PIECE["bounds"])
+    assert set(found) == {"makespan", "period", "of everything", "frontier"}
+
+
+@pytest.mark.slow
+def test_faults_of_processes_and_going_on_where_it_stopped(tmp_path: Path) -> None:
+    state = tmp_path / "state.jsonl"
+    for count in (1, 4):
+        command = [sys.executable, str(ROOT / "benchmarks/attack.py"), "--only", "faults", "--state", str(state)]
+        done = subprocess.run([*command, "--count", str(count)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"| faults | {count} | 0 | 0 |" in done.stdout
+    assert sorted(each.index for each in read(state)) == [0, 1, 2, 3]
+
+
+# That it notices ----------------------------------------------------------------------------------------------------
+
+
+def test_a_checker_that_accepts_everything_is_noticed(parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = attack_plans.check
+
+    def accept(*given: Any) -> Report:
+        return replace(checked(*given), problems=(), num_problems=0)
+
+    monkeypatch.setattr(attack_plans, "check", accept)
+    found = Counter(attacked(parts["plans"], index, 0).wrong for index in range(20))
+    assert found["accepted"] > 8
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        (("starts_ns", "0F", 1), 10**9, "starts of 0F"),
+        (("predicted", "makespan_ns"), 1, "makespan_ns 1 is"),
+        (("devices", 0, "memory_bytes"), 1, "on a device of 1"),
+        (("operations", 0, "acquire_bytes"), 10**6, "memory"),
+        (("operations", 0, "duration_ns"), 10**6, "takes"),  # the repetend
+    ],
+)
+def test_the_judge_by_itself(path: tuple[Any, ...], value: int, told: str, parts: dict[str, Any]) -> None:
+    plan = attack_plans.copy.deepcopy(parts["plans"].known[0].plan)
+    assert judge.faults_of(plan) == []
+    part = plan
+    for key in path[:-1]:
+        part = part[key]
+    part[path[-1]] = value
+    assert told in "; ".join(judge.faults_of(plan))
+
+
+def test_the_judge_needs_every_message_and_an_end(parts: dict[str, Any]) -> None:
+    plan = parts["plans"].known[0].plan
+    without = attack_plans.copy.deepcopy(plan)
+    for dependency in without["dependencies"]:
+        dependency["hops"] = []
+    without["programs"] = [[text for text in program if "_" not in text] for program in plan["programs"]]
+    assert "makes for it" in judge.faults_of(without)[0]
+    waiting = attack_plans.copy.deepcopy(plan)
+    program = waiting["programs"][0]
+    program.insert(0, program.pop(next(at for at, text in enumerate(program) if "RECV" in text)))
+    assert "deadlock" in judge.faults_of(waiting)[0]
+
+
+def test_a_bound_that_is_too_high_is_noticed(parts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    search = attack_bounds.search_plan
+
+    def overstated(request: Any) -> Any:
+        found = search(request)
+        return replace(found, lower_bound_ns=found.plan.predicted.makespan_ns + 1)
+
+    monkeypatch.setattr(attack_bounds, "search_plan", overstated)
+    assert attacked(parts["bounds"], 0, 0).wrong == "bound"
+    assert attacked(parts["bounds"], 3, 0).wrong == "bound"
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "wrong"),
+    [
+        ("pipeplan: no", 2, ""),
+        ("pipeplan: no", 9, "exit"),
+        ("", 1, "exit"),
+        ("pipeplan: no\npipeplan: nor this", 1, "exit"),
+        ("pipeplan: \x9b31m", 2, "control"),
+        ("pipeplan: a\u202eb", 2, "control"),
+        ("pipeplan: " + "x" * 30_000, 2, "control"),
+        ("pipeplan: canary", 2, "control"),
+        ("Traceback (most recent call last):", 1, "traceback"),
+    ],
+)
+def test_what_commands_say_is_judged(said: str, code: int, wrong: str) -> None:
+    given = attack_inputs.Input(["check", "plan.json"])
+    assert attack_inputs.judged(given, attack_inputs.Ran(code, "", said)).wrong == wrong
+
+
+@dataclass
+class Sleepers:
+    """Attacks of which some last for ever, and some end their process."""
+
+    name: str = "sleepers"
+    count: int = 4
+    limit_s: float = 0.5
+    memory_bytes: int | None = None
+
+    def attack(self, index: int, seed: int, folder: Path) -> Ended:
+        while index == 1:
+            time.sleep(1)
+        if index == 2:
+            os._exit(7)
+        return Ended("fine")
+
+
+def test_what_hangs_or_dies_is_written_down_and_the_others_go_on() -> None:
+    found = {each.index: each.ended for each in Pool(Sleepers(), 0, iter(range(4))).run(2, time.monotonic() + 1000)}
+    assert {index: (each.how, each.wrong) for index, each in found.items()} == {
+        0: ("fine", ""),
+        1: ("hang", "hang"),
+        2: ("died", "traceback"),
+        3: ("fine", ""),
+    }
