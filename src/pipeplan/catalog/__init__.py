@@ -1,7 +1,7 @@
 """Data: devices, clusters, sizes of models, scheduling rules, recipes of training state, targets; and reading it.
 
-Here: one file per member, in a folder per kind, listed and read with the standard library alone, so that every room can
-use them. Not here: what the data means, and code of any other kind; that lives in the rooms that read it.
+Here: one file per member, in a folder per kind, listed and read with the standard library and ``errors`` alone, so that
+every room can use them. Not here: what the data means, and code of any other kind; that lives in the rooms that read it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
+from pipeplan.errors import FileError, unknown_key
+
 __all__ = [
     "RUNNING_FAMILIES",
     "ExportTarget",
@@ -24,6 +26,7 @@ __all__ = [
     "names",
     "read_table",
     "read_text",
+    "require_known",
 ]
 
 
@@ -42,6 +45,13 @@ def read_table(folder: str, name: str) -> dict[str, Any]:
     is_json = _files(folder)[name].name.endswith(".json")
     table: dict[str, Any] = (json.loads if is_json else tomllib.loads)(read_text(folder, name))
     return table
+
+
+def require_known(table: Mapping[str, Any], kind: Any, where: str) -> None:
+    """Refuse keys that are no fields of a dataclass. Raises FileError."""
+    problem = unknown_key(table, [each.name for each in fields(kind) if each.init])
+    if problem is not None:
+        raise FileError(f"{where}: {problem}")
 
 
 @cache
@@ -112,4 +122,6 @@ class ExportTarget:
 
 def export_target(name: str) -> ExportTarget:
     """An export target; ``name`` is one of ``names("targets")``."""
-    return ExportTarget(**read_table("targets", name))
+    table = read_table("targets", name)
+    require_known(table, ExportTarget, f"{name}.toml")
+    return ExportTarget(**table)

@@ -12,7 +12,7 @@ import sys
 import click
 
 from pipeplan._version import __version__
-from pipeplan.errors import PipeplanError
+from pipeplan.errors import PipeplanError, UsageError, choose_from
 
 VERBS = {
     "search": ("search_verbs", "Search for the best plan."),
@@ -43,6 +43,14 @@ class LazyGroup(click.Group):
         module, _ = VERBS[cmd_name]
         command: click.Command = getattr(importlib.import_module(f"pipeplan.cli.{module}"), f"{cmd_name}_command")
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The verb that the first argument names. Raises UsageError where there is none."""
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            raise UsageError(f"there is no verb {args[0]!r}; {choose_from(args[0], list(VERBS))}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The verbs with their help lines, without importing them."""

@@ -20,8 +20,8 @@ from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
-from pipeplan.catalog import names, read_text
-from pipeplan.errors import UsageError
+from pipeplan.catalog import names, read_table, read_text, require_known
+from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Block, CostRow, Profile
 
 
@@ -101,7 +101,8 @@ def device_preset(name: str) -> DevicePreset:
         UsageError: there is none.
     """
     if name not in PRESETS:
-        raise UsageError(f"--device {name!r} is not a preset; choose from {', '.join(PRESETS)}")
+        raise UsageError(f"--device {name!r} is not a preset; {choose_from(name, PRESETS)}")
+    require_known(read_table("devices", name), DevicePreset, f"{name}.json")
     return TypeAdapter(DevicePreset).validate_json(read_text("devices", name))
 
 
