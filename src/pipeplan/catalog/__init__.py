@@ -1,7 +1,8 @@
 """Data: devices, clusters, sizes of models, scheduling rules, recipes of training state, targets; and reading it.
 
-Here: one file per member, in a folder per kind, listed and read with the standard library and ``errors`` alone, so that
-every room can use them. Not here: what the data means, and code of any other kind; that lives in the rooms that read it.
+Here: one file per member, in a folder per kind, listed and read with the standard library and ``errors`` alone, so
+that every room can use them. Not here: what the data means, and code of any other kind; that lives in the rooms that
+read it.
 """
 
 from __future__ import annotations

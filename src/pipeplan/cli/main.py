@@ -6,6 +6,7 @@ Verbs load when they are called, so that ``pipeplan --help`` starts in a moment.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 
@@ -77,15 +78,24 @@ def main() -> None:
         click.echo("pipeplan: interrupted", err=True)
         sys.exit(INTERRUPTED)
     except click.ClickException as error:
-        error.show()
+        text = io.StringIO()
+        error.show(text)
+        _say(text.getvalue().rstrip("\n"))
         sys.exit(error.exit_code)
     except PipeplanError as error:
-        click.echo(f"pipeplan: {error}", err=True)
+        _say(f"pipeplan: {error}")
         sys.exit(error.exit_code)
     except BrokenPipeError:  # the reader of stdout left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _say(text: str) -> None:
+    """Say on stderr, as wide as it is."""
+    from pipeplan.reporting.layout import wrapped
+
+    click.echo(wrapped(text, sys.stderr), err=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ def check_command(
         click.echo(json.dumps(report.figures(), indent=2, ensure_ascii=False))
         ctx.exit(0 if report.valid else 1)
     report.require(plan_path)
-    click.echo(_verdict(plan_path, plan, report, profile, cluster))
+    from pipeplan.reporting.layout import wrapped
+
+    click.echo(wrapped(_verdict(plan_path, plan, report, profile, cluster), sys.stdout))
 
 
 def _verdict(path: str, plan: Plan, report: Report, profile: Profile | None, cluster: Cluster | None) -> str:

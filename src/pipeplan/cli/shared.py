@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -298,8 +299,10 @@ def require_folder(path: str, pattern: str, option: str) -> None:
 
 def say_notes(notes: Iterable[str]) -> None:
     """Say on stderr what a reader must know, where stdout is for a file or for JSON."""
+    from pipeplan.reporting.layout import wrapped
+
     for note in notes:
-        click.echo(f"pipeplan: {note}", err=True)
+        click.echo(wrapped(f"pipeplan: {note}", sys.stderr), err=True)
 
 
 def interrupt_on_sigterm() -> None:
