@@ -334,7 +334,7 @@ def example_names() -> dict[str, list[str]]:
 def example_kind(name: str) -> Literal["shapes", "models", "testbeds"]:
     """What kind of ready input a name is. Raises UsageError."""
     from pipeplan.costs.clusters import TESTBEDS
-    from pipeplan.errors import UsageError
+    from pipeplan.errors import UsageError, choose_from
     from pipeplan.examples import MODELS, SHAPES
 
     shapes, testbeds = [f"shape-{each}" for each in SHAPES], [f"testbed-{each}" for each in TESTBEDS]
@@ -343,7 +343,7 @@ def example_kind(name: str) -> Literal["shapes", "models", "testbeds"]:
     if name in MODELS:
         return "models"
     if name not in shapes:
-        raise UsageError(f"there is no example {name!r}; choose from {', '.join([*shapes, *MODELS, *testbeds])}")
+        raise UsageError(f"there is no example {name!r}; {choose_from(name, [*shapes, *MODELS, *testbeds])}")
     return "shapes"
 
 

@@ -85,8 +85,11 @@ def test_says_how_to_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["--timeout", "0ns"], "--timeout 0ns is too short"),
         (["--resume"], "--resume needs --checkpoint DIR"),
         (["--checkpoint-every", "2"], "--checkpoint-every needs --checkpoint DIR"),
-        (["--optimizer", "foo"], "--optimizer 'foo': choose adamw, adam, sgd or pkg.mod:factory"),
-        (["--lr-schedule", "stepwise"], "--lr-schedule 'stepwise': choose constant, cosine, linear or pkg.mod:factory"),
+        (
+            ["--optimizer", "foo"],
+            "--optimizer 'foo' is not known, nor of the form pkg.mod:factory; choose from adamw",
+        ),
+        (["--lr-schedule", "stepwise"], "nor of the form pkg.mod:factory; choose from constant, cosine, linear"),
     ],
 )
 def test_refuses_values_that_make_no_sense(wrong: list[str], told: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, TiedShare, group_costs
 from pipeplan.costs.blocks import splitting_remedy
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError, UsageError, choose_from
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.graphs import before_and_after, connected_parts, topological_order
 from pipeplan.partition.chain.costs import Array, Chain
@@ -158,7 +158,8 @@ def undivided(num_devices: int, replicas: int) -> UsageError:
 
 def _routes(strategy: str, num_devices: int, chunks: int | None, replicas: int) -> Positions:
     if strategy not in STRATEGIES:
-        raise UsageError(f"--placement {strategy!r} is not known; choose from auto, {', '.join(STRATEGIES)}, or a file")
+        meant = choose_from(strategy, ("auto", *STRATEGIES))
+        raise UsageError(f"--placement {strategy!r} is not known; {meant}")
     if num_devices < 1:
         raise UsageError(f"{num_devices} devices cannot hold a pipeline; --devices must be at least 1")
     if num_devices % replicas:

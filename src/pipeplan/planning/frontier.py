@@ -42,8 +42,8 @@ class FrontierPoint:
     ``price_per_hour`` is that of its devices, None where the cluster has no prices. At the knee extra
     memory stops paying off. ``repeated`` is the part of the computing that several devices do alike, None where nobody
     counted; ``configurations`` says of every block how it is split. ``unprofiled`` says which samples on a device some
-    of it runs without costs for them, empty where there are costs for all; the time is then between ``bounds_ns``,
-    which are None where nothing bounds it.
+    of it runs without costs for them, empty where there are costs for all; the time is then between ``bounds_ns``, of
+    which the upper one is None where the profile's own times grow more than in proportion to samples.
     """
 
     num_devices: int
@@ -57,7 +57,7 @@ class FrontierPoint:
     repeated: float | None = None
     configurations: dict[str, str] = field(default_factory=dict)
     unprofiled: str = ""
-    bounds_ns: tuple[int, int] | None = None
+    bounds_ns: tuple[int, int | None] | None = None
 
     @property
     def price(self) -> float | None:
@@ -422,18 +422,19 @@ def _split_point(splits: Splits, point: SplitPoint) -> FrontierPoint:
     )
 
 
-def _unprofiled(splits: Splits, point: SplitPoint) -> tuple[str, tuple[int, int] | None]:
-    """What of a point no size of the profile has, and what its time is between."""
+def _unprofiled(splits: Splits, point: SplitPoint) -> tuple[str, tuple[int, int | None] | None]:
+    """What of a point no size of the profile has, and what its time is between; None is no upper end."""
     ways, model = splits.model.configurations, splits.model
     every = (model.unprofiled(name, ways[name][index]) for name, index in point.strategy.configurations.items())
     found = [each for each in every if each is not None]
     ranges = sorted({(each.samples, each.low, each.high) for each in found})
     text = ", ".join(f"{samples} samples on a device, profiled with {low} to {high}" for samples, low, high in ranges)
-    off = [each.off_ns for each in found if each.off_ns is not None]
-    if not off or len(off) < len(found):
+    if not found:
         return text, None
-    longer, shorter = (sum(each for each in off if each > 0), sum(each for each in off if each < 0))
-    return text, (point.time_ns - longer, point.time_ns - shorter)
+    less = [each.less_ns for each in found if each.less_ns is not None]
+    more = [each.more_ns for each in found if each.more_ns is not None]
+    low = point.time_ns - sum(less) if len(less) == len(found) else 0
+    return text, (low, point.time_ns + sum(more) if len(more) == len(found) else None)
 
 
 def _of_plans(request: Request, *, quickest: bool) -> FrontierResult:

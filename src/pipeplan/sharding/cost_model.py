@@ -26,7 +26,7 @@ from pipeplan.sharding.elimination import Reducing
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode, expand
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, CostTie, Strategy, TieUser
 from pipeplan.sharding.layouts import Layout, MeshSplit, Resharding, Tensor
-from pipeplan.sharding.operator_kinds import Data, WholeBlock, profiled_sizes, row_for
+from pipeplan.sharding.operator_kinds import Data, WholeBlock, grows_steeply, profiled_sizes, row_for
 from pipeplan.sharding.operators import (
     MOST_DIMENSIONS,
     Axis,
@@ -120,15 +120,17 @@ class Spared(NamedTuple):
 class Unprofiled(NamedTuple):
     """Samples on one device for which a block has no rows, but ``low`` to ``high``.
 
-    The nearest row was taken in proportion, which makes computing ``off_ns`` longer than that row, or, negative,
-    shorter. If more samples never take less time, nor more than in proportion, the time lies between the two. None of
-    operators inside a block, whose times are worked out.
+    The nearest row was taken in proportion, and operators inside a block were worked out at that number. If more
+    samples never take less time, nor more than in proportion, computing takes at most ``less_ns`` less than that, and
+    at most ``more_ns`` more. Where the block's own rows grow more than in proportion nothing is known on the side to
+    which they do: None.
     """
 
     samples: int
     low: int
     high: int
-    off_ns: int | None
+    less_ns: int | None
+    more_ns: int | None
 
 
 @dataclass(frozen=True)
@@ -292,15 +294,23 @@ class CostModel:
         """What a configuration of an operator takes beyond the sizes that its block was profiled with."""
         node = self._nodes[name]
         numbers = node.operation.numbers({axis: split.extent for axis, split in way.splits.items()})
-        is_block = isinstance(node.operation, WholeBlock)
         shards = node.operation.shards_of(numbers) if isinstance(node.operation, WholeBlock) else 1
         low, high = profiled_sizes(self.blocks[node.block], shards) or (1, math.inf)
         samples = low if isinstance(node.operation, Data) else numbers.get("samples", low)
         if low <= samples <= high:
             return None
         nearest = {**numbers, "samples": round(min(max(samples, low), high))}
-        ours, theirs = (node.operation.times(each, self.device) for each in (numbers, nearest))
-        return Unprofiled(samples, low, round(high), round(sum(ours) - sum(theirs)) if is_block else None)
+        ours, theirs = (sum(node.operation.times(each, self.device)) for each in (numbers, nearest))
+        in_proportion = theirs * samples / nearest["samples"]
+        less, more = round(ours - min(theirs, in_proportion)), round(max(theirs, in_proportion) - ours)
+        steep = grows_steeply(self.blocks[node.block], shards)
+        return Unprofiled(
+            samples,
+            low,
+            round(high),
+            None if steep and samples < low else max(0, less),
+            None if steep and samples > low else max(0, more),
+        )
 
     @cached_property
     def extrapolates(self) -> bool:
