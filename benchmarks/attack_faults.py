@@ -101,6 +101,8 @@ class Forked:
             _become(command[2], env, {0: read, 1: stdout, 2: 2, **{number: number for number in pass_fds}})
         os.close(read)
         self.stdin = os.fdopen(write, "wb")
+        while self.poll() is None and os.getpgid(self.pid) != self.pid:  # as the one who starts a new process waits
+            time.sleep(0.001)
 
     def poll(self) -> int | None:
         if self._status is None:
