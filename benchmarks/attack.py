@@ -7,7 +7,8 @@
 
 Every attack is the same whenever its part, seed and number are, so that a number is all it takes to see it again. They
 run in forked processes, two beside each other, with limits of time and memory; what takes too long is tried once more
-alone, for the machine may have done other things. Each line of the state file is one attack that has ended.
+alone, with as much more time as the machine's load is above its cores. Each line of the state file is an attack that
+has ended.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ __all__ = ["PARTS", "attacked"]
 
 PARTS: dict[str, type[Part]] = {"inputs": Inputs, "plans": Plans, "bounds": Bounds, "faults": Faults}
 WORKERS = 2
-_TRIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,10 @@ class Worker:
             stream.flush()
         os._exit(0)
 
-    def begin(self, index: int) -> None:
-        """Do one; there is an answer on the socket later."""
-        self.index, self.until = index, time.monotonic() + self.part.limit_s
+    def begin(self, index: int, *, last: bool) -> None:
+        """Do one; there is an answer on the socket later. The last time it has as much longer as others slow it."""
+        slowed = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)) if last else 1.0
+        self.index, self.until = index, time.monotonic() + self.part.limit_s * slowed
         self.stream.write(f"{index}\n")
         self.stream.flush()
 
@@ -146,11 +147,11 @@ class Pool:
         try:
             with selectors.DefaultSelector() as selector:
                 for worker in self.workers:
-                    self._next(worker, selector, until)
+                    self._next(worker, selector, until, last=last)
                 while selector.get_map():
                     for key, _ in selector.select(0.2):
                         selector.unregister(key.fileobj)
-                        yield from self._ended(key.data, selector, until)
+                        yield from self._ended(key.data, selector, until, last=last)
                     for worker in [key.data for key in selector.get_map().values()]:
                         if time.monotonic() > worker.until:
                             selector.unregister(worker.socket)
@@ -159,34 +160,34 @@ class Pool:
             for worker in self.workers:
                 worker.end()
 
-    def _next(self, worker: Worker, selector: selectors.BaseSelector, until: float) -> None:
+    def _next(self, worker: Worker, selector: selectors.BaseSelector, until: float, *, last: bool) -> None:
         index = next(self.numbers, None) if time.monotonic() < until else None
         if index is not None:
-            worker.begin(index)
+            worker.begin(index, last=last)
             selector.register(worker.socket, selectors.EVENT_READ, worker)
 
-    def _ended(self, worker: Worker, selector: selectors.BaseSelector, until: float) -> Iterator[Attack]:
+    def _ended(self, worker: Worker, selector: selectors.BaseSelector, until: float, *, last: bool) -> Iterator[Attack]:
         answer = worker.answer()
         if answer is None:
-            index, status = worker.index, self._replace(worker, selector, until)
+            index, status = worker.index, self._replace(worker, selector, until, last=last)
             yield self._attack(index, Ended("died", "traceback", f"the process ended with status {status}"), 0.0)
             return
         yield self._attack(worker.index, *answer)
-        self._next(worker, selector, until)
+        self._next(worker, selector, until, last=last)
 
     def _hung(self, worker: Worker, selector: selectors.BaseSelector, until: float, *, last: bool) -> Iterator[Attack]:
         index = worker.index
-        self._replace(worker, selector, until)
+        self._replace(worker, selector, until, last=last)
         if last:
             yield self._attack(index, Ended("hang", "hang", f"more than {self.part.limit_s:g} s"), self.part.limit_s)
         else:
             self.late.append(index)
 
-    def _replace(self, worker: Worker, selector: selectors.BaseSelector, until: float) -> int:
+    def _replace(self, worker: Worker, selector: selectors.BaseSelector, until: float, *, last: bool) -> int:
         status = worker.end()
         self.workers.remove(worker)
         self.workers.append(Worker(self.part, self.seed))
-        self._next(self.workers[-1], selector, until)
+        self._next(self.workers[-1], selector, until, last=last)
         return status
 
     def _attack(self, index: int, ended: Ended, seconds: float) -> Attack:

@@ -101,6 +101,7 @@ class Forked:
             _become(command[2], env, {0: read, 1: stdout, 2: 2, **{number: number for number in pass_fds}})
         os.close(read)
         self.stdin = os.fdopen(write, "wb")
+        os.setpgid(self.pid, self.pid)  # from here, so that it has a group even if it is stopped at once
 
     def poll(self) -> int | None:
         if self._status is None:
@@ -122,7 +123,6 @@ def _become(module: str, env: Mapping[str, str], descriptors: Mapping[int, int])
     """In the forked process: what a new one has, then the module as a program."""
     code = 1
     try:
-        os.setsid()
         _keep(descriptors)
         os.environ.clear()
         os.environ.update(env)

@@ -277,7 +277,7 @@ def _content(rng: Random, known: dict[str, list[Seed]], kind: str, *, damaged: b
     text = damage(rng, seed.content, NASTY)
     if seed.write is not _toml:
         return text
-    with contextlib.suppress(ValueError, TypeError, AttributeError):  # not what TOML can say
+    with contextlib.suppress(ValueError, TypeError, AttributeError, RecursionError):  # not what TOML can say
         return _toml(json.loads(text))
     return _damaged_text(rng, seed.write(seed.content).decode())
 

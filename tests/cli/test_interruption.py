@@ -40,6 +40,11 @@ def test_an_interruption_inside_text_that_is_run(tmp_path: Path) -> None:
     assert interrupted(tmp_path, inside) == (130, "\npipeplan: interrupted\n")
 
 
+def test_an_interruption_before_the_verb(tmp_path: Path) -> None:
+    """While click is still looking at the command line."""
+    assert interrupted(tmp_path, "main.cli._main_shell_completion = interrupt") == (130, "pipeplan: interrupted\n")
+
+
 def test_a_second_interruption_while_the_first_is_answered(tmp_path: Path) -> None:
     assert interrupted(tmp_path, TWICE) == (130, "\n")
 

@@ -293,3 +293,14 @@ def test_rules_without_a_file_are_a_tuning(chain: Path, tmp_path: Path) -> None:
     assert read_plan(str(tmp_path / "same.json")).programs == read_plan(str(plan)).programs
     refused = pipeplan("search", chain, "--devices", 2, "--workers", 2)
     assert (refused.returncode, "--scheduler rules" in refused.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("flag", ["--placement", "--rules"])
+def test_a_name_that_no_file_can_have_is_refused(flag: str, tmp_path: Path) -> None:
+    """Asking whether such a file is there is an error of the system's."""
+    path = tmp_path / "profile.json"
+    assert pipeplan("example", "shape-v", "--devices", 2, "-o", path).returncode == 0
+    refused = pipeplan("search", path, flag, "x" * 5000)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("pipeplan: ")
+    assert "Traceback" not in refused.stderr

@@ -112,7 +112,7 @@ def _exit_code() -> int:
     """Run what the command line asks for; whatever it ends with has been said."""
     try:
         code = cli.main(standalone_mode=False)
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):  # the latter where click is at work, not the verb
         say("pipeplan: interrupted", err=True)
         return INTERRUPTED
     except click.ClickException as error:

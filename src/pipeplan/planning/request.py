@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from pipeplan.costs import can_split
@@ -279,7 +279,7 @@ def choose_placement(
         if rules is not None and not follows_rules(profile, given, rules):
             raise _other_placement(rules, given)
     elif wanted not in STRATEGIES:
-        if not Path(wanted).exists():
+        if not os.path.exists(wanted):
             meant = choose_from(wanted, ("auto", *STRATEGIES))
             raise UsageError(f"--placement {wanted!r} is neither a file nor a strategy; {meant}")
         given = read_placement(wanted)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeplan.cli.main import main
 from pipeplan.costs.stages import can_split, stage_costs
-from pipeplan.errors import ExecutionError, InfeasibleError, UsageError
+from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
 from pipeplan.files import CostRow, Profile, parse, read_profile, to_json
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import BlockSpec, Model
@@ -470,6 +470,19 @@ def test_runs_take_turns() -> None:
     measure(chain(linear, nn.GELU), (1, 3), repeats=2, warmup=1, progress=lambda *each: told.append(each))
     turn = [f"block {id_!r} at micro-batch size {size}" for size in (1, 3) for id_ in "ab"]
     assert told == [(index, 16, turn[index % 4]) for index in range(16)]
+
+
+@pytest.mark.parametrize("written", [None, "", '{"traceEvents": ['])
+def test_a_full_disk_is_no_fault_of_a_block(written: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch's profiler cannot write what it saw it writes a part, or nothing, and does not say so."""
+
+    def export(_: object, path: str) -> None:
+        if written is not None:
+            Path(path).write_text(written)
+
+    monkeypatch.setattr("torch.profiler.profile.export_chrome_trace", export)
+    with pytest.raises(FileError, match="what torch's profiler saw cannot be written there; make room"):
+        profile_model(load_model("gpt2-tiny"), (1,), repeats=1, warmup=0)
 
 
 def test_a_compiled_block_is_told_of() -> None:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pipeplan.errors import ExecutionError, InfeasibleError
+from pipeplan.errors import ExecutionError, FileError, InfeasibleError
 from pipeplan.runtime.parallel.device import Clock
 
 T = TypeVar("T")
@@ -87,6 +87,8 @@ def blamed(what: str) -> Iterator[None]:
     """Say what failed, by block and size. Raises InfeasibleError where memory ran out, else ExecutionError."""
     try:
         yield
+    except FileError:  # the disk, not the block
+        raise
     except Exception as error:
         if _is_out_of_memory(error):
             raise InfeasibleError(
@@ -187,8 +189,14 @@ class _CpuMeter:
     def _read(self) -> dict[str, Usage]:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
-            self._profiler.export_chrome_trace(str(path))
-            events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+            try:
+                self._profiler.export_chrome_trace(str(path))
+                events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+            except (OSError, ValueError) as error:  # torch says nothing where it cannot write, or not all of it
+                raise FileError(
+                    f"{path.parent.parent}: what torch's profiler saw cannot be written there; make room, or name "
+                    "another folder with TMPDIR"
+                ) from error
         memory = [event for event in events if event["name"] == "[memory]" and event["args"]["Device Type"] == _ON_CPU]
         changes = sorted(((event["ts"], event["args"]["Bytes"]) for event in memory), key=lambda change: change[0])
         return {

@@ -120,7 +120,7 @@ def with_data(model: Model, data: str | None) -> Model:
     """
     if data is None:
         return model
-    dataset = _made_by(data) if ":" in data and not Path(data).exists() else _text_of(model, data)
+    dataset = _made_by(data) if ":" in data and not os.path.exists(data) else _text_of(model, data)
     if len(dataset) < 1:
         raise UsageError(f"--data {data} has no sample; a text needs a token more than the model's sequence")
     _require_names(model, dataset[0], data)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -388,7 +389,7 @@ def read_rules(where: str) -> Rules:
         FileError: the file cannot be read, or is no rules file; the text names the key.
         UsageError: there is neither a file nor an entry of the catalog.
     """
-    if where != "-" and not Path(where).exists():
+    if where != "-" and not os.path.exists(where):
         if Path(where).suffix:
             raise FileError(f"{where}: there is no such file; the rules that ship are {', '.join(shipped_rules())}")
         return named_rules(where)
