@@ -7,8 +7,7 @@ import os
 import pickle
 import random
 import re
-import subprocess
-import sys
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -122,11 +121,9 @@ def test_a_flipped_bit_is_told_with_the_file(file: str, seed: int, folder: Check
     content, rng = bytearray(path.read_bytes()), random.Random(f"{file}{seed}")
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
-    with pytest.raises(
-        UsageError, match=rf"step-00000020 is damaged \({re.escape(file)}: .*; the one before is step-00000010"
-    ):
-        with undamaged(folder, 20):
-            require_checksums(folder.of(20))
+    told = rf"step-00000020 is damaged \({re.escape(file)}: .*; the one before is step-00000010: remove this folder"
+    with pytest.raises(UsageError, match=told), undamaged(folder, 20):
+        require_checksums(folder.of(20))
     require_checksums(folder.of(10))
 
 
@@ -206,27 +203,33 @@ def test_an_index_is_one(made: object, folder: CheckpointFolder) -> None:
 
 # Two trainings in one folder --------------------------------------------------------------------------------------
 
-HOLDS = """
-import sys, time
-from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
-CheckpointFolder(sys.argv[1]).lock()
-print("locked", flush=True)
-time.sleep(600)
-"""
+
+def holding(folder: Path) -> int:
+    """A process that has locked the folder."""
+    told, tell = os.pipe()
+    process = os.fork()
+    if not process:
+        CheckpointFolder(str(folder)).lock()
+        os.write(tell, b"locked")
+        signal.pause()
+    assert os.read(told, 6) == b"locked"
+    os.close(told)
+    os.close(tell)
+    return process
 
 
 def test_a_folder_is_one_trainings_until_it_ends_or_dies(tmp_path: Path) -> None:
     mine, other = CheckpointFolder(str(tmp_path)), CheckpointFolder(str(tmp_path))
-    holder = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    holder = holding(tmp_path)
     try:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "locked\n"
-        told = rf"--checkpoint {tmp_path} is in use by process {holder.pid} on \S+, since 2\S+ \S+; wait for its end, or give"
+        told = (
+            rf"--checkpoint {tmp_path} is in use by process {holder} on \S+, since 2\S+ \S+; wait for its end"
+        )
         with pytest.raises(UsageError, match=told):
             mine.lock()
     finally:
-        holder.kill()
-        holder.communicate()
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
     mine.lock()
     with pytest.raises(UsageError, match=rf"is in use by process {os.getpid()} on "):
         other.lock()
@@ -244,7 +247,7 @@ def test_file_systems_without_locks(
 
     monkeypatch.setattr("fcntl.flock", refuse)
     CheckpointFolder(str(tmp_path)).lock()
-    assert "cannot be locked: Operation not supported; let nobody else train into it" in capsys.readouterr().err
+    assert "cannot be locked: Operation not supported; see that nobody else trains into it" in capsys.readouterr().err
 
 
 # A process that dies while a checkpoint becomes one ---------------------------------------------------------------
@@ -272,13 +275,13 @@ def test_death_at_any_step_loses_nothing(
         raise Died
 
     number = 20 if again else 30  # one of that name is replaced
+    files = {entry.name: entry.read_bytes() for entry in folder.of(10).iterdir() if entry.name != "checksums.json"}
 
     def write() -> None:
         path = folder.begin(number)
         path.mkdir()
-        for entry in folder.of(10).iterdir():
-            if entry.name != "checksums.json":
-                (path / entry.name).write_bytes(entry.read_bytes())
+        for name, content in files.items():
+            (path / name).write_bytes(content)
         write_checksums(path, {})
         folder.publish(number)
 
