@@ -296,7 +296,7 @@ def run_as_rank(
 
 def last_checkpoint(folder: str) -> int | None:
     """The step of the last whole checkpoint in a folder; None if there is none."""
-    from pipeplan.runtime.training.checkpoint import CheckpointFolder
+    from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
 
     return next(reversed(CheckpointFolder(folder).whole()), None)
 

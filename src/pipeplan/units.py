@@ -14,6 +14,29 @@ MAX_BYTES = 10**16
 """Largest size a file may state, in bytes (10 PB)."""
 
 
+MAX_TOTAL = 2**60
+"""Most that an iteration may come to, in ns (36.6 years) or bytes (1.15 EB): sums of it are counted in 64 bits."""
+
+
+def require_sum(where: str, what: str, value: int, unit: str, most: int, remedy: str) -> None:
+    """Refuse a sum of valid numbers that is larger than it may be.
+
+    Args:
+        where: the file.
+        what: which sum, and where in the file or in what is made of it.
+        value: what it comes to.
+        unit: ``ns`` or ``bytes``.
+        most: what it may be.
+        remedy: what to change.
+
+    Raises:
+        UsageError: it is larger.
+    """
+    if value > most:
+        shown = format_bytes if unit == "bytes" else format_ns
+        raise UsageError(f"{where}: {what} add up to {shown(value)}, more than the {shown(most)} they may; {remedy}")
+
+
 def parse_ns(text: str) -> int:
     """Nanoseconds of a duration with a unit, such as ``3.2ms``, ``10us``, ``1 s``, ``5min`` or ``1h``; or ``0``.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -12,8 +12,9 @@ from typing import Any
 from pipeplan.costs.blocks import StageCost, TiedShare, block_costs
 from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, Edge, PlacedStage, Placement, Profile
-from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, TiedState, slots_of
+from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile
+from pipeplan.units import MAX_BYTES, MAX_NS, MAX_TOTAL, require_sum
+from pipeplan.workload.elements import MAX_COUNT, Dependency, Device, Hop, Operation, Stage, TiedState, slots_of
 from pipeplan.workload.kinds import BACKWARD_ROLES, GRADIENTS, STATE_KINDS, MemoryBytes, Role
 from pipeplan.workload.samples import carried
 from pipeplan.workload.workload import Workload
@@ -168,7 +169,7 @@ def build_workload(
     operations = tuple(_with_parts(profile, stages[each.stage], each) for each in operations)
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)] if cluster is not None else []
-    return Workload(
+    workload = Workload(
         name=profile.name,
         placement=placement.strategy,
         num_microbatches=num_microbatches,
@@ -183,6 +184,88 @@ def build_workload(
         num_routes=placement.num_routes,
         tied=tuple(tied),
     )
+    _require_sums(profile.where, workload)
+    return workload
+
+
+_LARGEST = {"ns": (MAX_NS, "have more devices share the work"), "bytes": (MAX_BYTES, "have more devices share them")}
+
+
+def _require_sums(where: str, workload: Workload) -> None:
+    """What adds up over blocks, samples and edges is still a number that a plan may have. Raises UsageError."""
+    sizes = [(f"samples in a micro-batch of stages[{n}]", s.microbatch_size) for n, s in enumerate(workload.stages)]
+    for what, count in (("micro-batches", workload.num_microbatches), *sizes):
+        if count > MAX_COUNT:
+            raise UsageError(f"{where}: {count} {what} are more than the {MAX_COUNT} of a plan; choose fewer")
+    for place, names, element in _sums_of(workload):
+        for name in names:
+            unit = name.rpartition("_")[2]
+            if (value := getattr(element, name)) > _LARGEST[unit][0]:
+                require_sum(where, f"{name} of {place}", value, unit, *_LARGEST[unit])
+
+
+_STATE = ("sync_ns", *(kind.key for kind in STATE_KINDS))
+_WORK = ("duration_ns", "acquire_bytes", "release_bytes", "workspace_bytes")
+_SENT = ("bytes", "latency_ns", "occupancy_ns")
+
+
+def _sums_of(workload: Workload) -> Iterator[tuple[str, Sequence[str], object]]:
+    """What has numbers that are sums: where it is, the names of these, and itself."""
+    for number, stage in enumerate(workload.stages):
+        yield f"stages[{number}]{_named(stage)}", _STATE, stage
+    for operation in workload.operations:
+        yield f"{operation.id} on stages[{operation.stage}]{_named(workload.stages[operation.stage])}", _WORK, operation
+    for dependency in workload.dependencies:
+        for hop in dependency.hops:
+            yield f"a message from {dependency.source} to {dependency.target}", _SENT, hop
+
+
+def _named(stage: Stage) -> str:
+    """The first and the last block of a stage."""
+    ends = dict.fromkeys((stage.blocks[0], stage.blocks[-1])) if stage.blocks else {}
+    return f" ({' to '.join(map(repr, ends))})" if ends else ""
+
+
+def require_totals(profile: Profile, num_microbatches: int, microbatch_size: int, cluster: Cluster | None) -> None:
+    """Refuse what cannot be added up in 64 bits: an iteration on one device, all messages over the slowest link.
+
+    Raises:
+        UsageError: it comes to more; the text names the profile's file and the sum.
+    """
+
+    def iteration(of_row: Callable[[CostRow], int]) -> int:
+        """What the blocks come to, each by the row that says most for an iteration."""
+        mini_batch = num_microbatches * microbatch_size
+        return sum(
+            max(of_row(row) * -(-mini_batch // row.microbatch_size) for row in block.costs) for block in profile.blocks
+        )
+
+    sent = sum(edge.bytes_per_sample for edge in profile.edges) * microbatch_size * num_microbatches
+    state = sum(block.state.total for block in profile.blocks)
+    fixed = sum(edge.transfer_ns or 0 for edge in profile.edges) * num_microbatches
+    for level in cluster.levels if cluster is not None else ():
+        waits = level.latency_ns * (len(profile.edges) * num_microbatches + len(profile.blocks))
+        fixed = max(fixed, waits + 10**9 * (sent + state) // level.bandwidth_bytes_per_s)
+    totals = {
+        "forward_ns and backward_ns of all blocks": (
+            iteration(lambda row: row.forward_ns + max(row.whole_backward_ns, _split_ns(row))),
+            "ns",
+        ),
+        "activation_bytes, weight_grad_bytes and workspace_bytes of all blocks": (
+            iteration(lambda row: row.activation_bytes + row.weight_grad_bytes + row.workspace_bytes),
+            "bytes",
+        ),
+        "parameter_bytes and optimizer_bytes of all blocks": (state, "bytes"),
+        "bytes_per_sample of all edges": (sent, "bytes"),
+        "times on links of all edges": (fixed, "ns"),
+    }
+    cut = f"in {num_microbatches} micro-batches of {microbatch_size}"
+    for what, (value, unit) in totals.items():
+        require_sum(profile.where, f"{what}, {cut},", value, unit, MAX_TOTAL, "choose fewer or smaller micro-batches")
+
+
+def _split_ns(row: CostRow) -> int:
+    return (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
 
 
 def _tied(profile: Profile, stages: Sequence[Stage]) -> list[TiedState]:

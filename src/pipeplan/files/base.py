@@ -73,11 +73,22 @@ class File(FileModel):
     """Base of a whole file."""
 
     _read_sha256: str = PrivateAttr(default="")
+    _where: str = PrivateAttr(default="")
 
     @property
     def read_sha256(self) -> str:
         """Fingerprint of the file this was read from, if that is of an earlier version; empty if not."""
         return self._read_sha256
+
+    @property
+    def where(self) -> str:
+        """The file this was read from, for errors that show only later; else what it is called."""
+        return self._where or f"{getattr(self, 'kind', 'file')} {getattr(self, 'name', '')!r}"
+
+    def read_from(self, where: str) -> Self:
+        """Note the file this was read from."""
+        self._where = where
+        return self
 
     def read_as(self, sha256: str) -> Self:
         """Note the fingerprint of the earlier version this was read from."""

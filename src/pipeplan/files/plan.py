@@ -24,6 +24,7 @@ from pipeplan.workload.elements import (
     Dependency,
     Device,
     DeviceMemory,
+    Integer,
     Items,
     Name,
     Nanoseconds,
@@ -75,8 +76,8 @@ class Provenance(FileModel):
     tokens_per_sample: TokensPerSample = None
     forward_flops_per_sample: FlopsPerSample = None
     scheduler: Text = ""
-    options: dict[Name, Text | int | float | bool | None] = {}
-    seed: int = 0
+    options: dict[Name, Text | Integer | float | bool | None] = {}
+    seed: Integer = 0
     versions: dict[Name, Text] = {}
 
 

@@ -237,9 +237,9 @@ def parse(data: bytes | str, model: type[Model], where: str = "<data>") -> Model
             raise FileError(complaint, [problem])
         version = head.schema_version
         if head.schema_version == current or kind not in FORMATS:  # others are kept for a while, not for later versions
-            return model.model_validate_json(data)
+            return model.model_validate_json(data).read_from(where)
         complaint = f"{where}: not a valid {kind} file of {_version(head)} (docs/files.md, Versions):"
-        return _migrated(from_json(data), kind, head.schema_version, model)
+        return _migrated(from_json(data), kind, head.schema_version, model).read_from(where)
     except ValidationError as error:
         form = form_of_version(kind, version) if kind in FORMATS and version is not None else {}
         raise _refusal(error, where, complaint, form) from None

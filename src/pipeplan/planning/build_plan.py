@@ -18,6 +18,7 @@ from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.units import MAX_BYTES, require_sum
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
@@ -37,10 +38,14 @@ def assemble(
     *,
     split_overhead_ns: int = 0,
     provenance: Provenance | None = None,
+    where: str = "",
 ) -> Plan:
     """The plan of a workload whose devices run ``orders``, with its predicted figures.
 
-    ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload.
+    ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload, ``where`` is the profile's file.
+
+    Raises:
+        UsageError: a device would hold more bytes than a plan can say.
     """
     workload = graph.workload
     orders = with_links(graph, orders)
@@ -51,6 +56,11 @@ def assemble(
         operation.id: tuple(starts[graph.offsets[index] : graph.offsets[index + 1]])
         for index, operation in enumerate(workload.operations)
     }
+    memory = peak_memory(graph, orders)
+    for device, each in enumerate(memory):
+        place = f"what device {device} holds at its peak, of {workload.num_microbatches} micro-batches,"
+        remedy = "give --memory, which schedules keep below, or choose fewer or smaller micro-batches"
+        require_sum(where or f"plan {workload.name!r}", place, each.peak_bytes, "bytes", MAX_BYTES, remedy)
     return Plan.of_workload(
         workload,
         starts_ns=by_operation,
@@ -67,7 +77,7 @@ def assemble(
             bubble_rate=figures.bubble_rate,
             bubble_rate_span=figures.bubble_rate_span,
             bubble_rate_steady=steady_bubble_rate(workload, repetend.period) if repetend is not None else None,
-            memory=peak_memory(graph, orders),
+            memory=memory,
         ),
         provenance=(provenance or Provenance()).model_copy(update={"scheduler": scheduler}),
     )
@@ -88,6 +98,7 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
         schedule.scheduler,
         split_overhead_ns=request.split_overhead_ns,
         provenance=_provenance(request, candidate, schedule.workload),
+        where=request.profile.where,
     )
     # --memory goes before the cluster's memory, so such a plan is not one for the cluster as it stands
     cluster = request.cluster if request.memory_bytes is None else None

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from pipeplan.costs import can_split
+from pipeplan.costs.stages import require_totals
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
 from pipeplan.partition.placement import Submodule, follows
@@ -119,7 +120,8 @@ class Request:
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
 
     Raises:
-        UsageError: ``chunks`` for a placement that exists, or for submodules that rules place.
+        UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
+            that are too large to add up.
     """
 
     profile: Profile
@@ -146,6 +148,7 @@ class Request:
     splitting: Splitting | None = None
 
     def __post_init__(self) -> None:
+        require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
         if isinstance(self.placement, Placement):
             object.__setattr__(self, "placement", self.placement.whole)
         if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):

@@ -103,7 +103,10 @@ Kind = Annotated[str, Matching(f"^{KIND_PATTERN}$")]
 OperationId = Annotated[str, Matching(f"^{NUMBER_PATTERN}{KIND_PATTERN}$")]
 
 
-Scalar = Text | int | float | bool
+Integer = Annotated[int, Ge(-(2**63)), Le(2**63 - 1)]
+"""A number that means nothing to pipeplan: of an option, or for an instruction's function."""
+
+Scalar = Text | Integer | float | bool
 Attribute = Scalar | tuple[Scalar, ...]
 """What an instruction's function gets beside its tensors."""
 

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
+import random
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.training.checkpoint import CheckpointFolder, metadata_of, rest_of, undamaged
+from pipeplan.runtime.training.checkpoint_folder import (
+    CheckpointFolder,
+    DamagedFileError,
+    PlainReader,
+    metadata_of,
+    require_checksums,
+    rest_of,
+    undamaged,
+    write_checksums,
+)
 
 # in one process there is no process group
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -29,7 +43,8 @@ def folder(tmp_path: Path) -> CheckpointFolder:
     for step in (10, 20):
         path = found.begin(step)
         save({"parameters/a": torch.ones(500)}, storage_writer=FileSystemWriter(path), no_dist=True)
-        torch.save({"step": step, "identity": {}, "schedule": None, "numbers": {}}, path / REST)
+        torch.save({"step": step, "identity": {}, "schedule": None, "numbers": {}, "checksums": True}, path / REST)
+        write_checksums(path, {})
         found.publish(step)
     return found
 
@@ -39,7 +54,7 @@ def read(folder: CheckpointFolder, step: int) -> float:
     path, room = folder.of(step), torch.zeros(500)
     with undamaged(folder, step):
         rest, metadata = rest_of(path, REST), metadata_of(path)
-        load({"parameters/a": room}, storage_reader=FileSystemReader(path), no_dist=True)
+        load({"parameters/a": room}, storage_reader=PlainReader(path), no_dist=True)
     assert rest["step"] == step
     assert set(metadata.state_dict_metadata) == {"parameters/a"}
     return float(room.sum())
@@ -91,3 +106,194 @@ def test_damage_of_the_only_one(folder: CheckpointFolder) -> None:
     (folder.of(10) / REST).unlink()
     with pytest.raises(UsageError, match=r"step-00000010 is damaged .* there is none before it: remove .* start anew"):
         read(folder, 10)
+
+
+# Checksums --------------------------------------------------------------------------------------------------------
+
+
+FILES = (".metadata", "__0_0.distcp", "checksums.json", REST)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_flipped_bit_is_told_with_the_file(file: str, seed: int, folder: CheckpointFolder) -> None:
+    path = folder.of(20) / file
+    content, rng = bytearray(path.read_bytes()), random.Random(f"{file}{seed}")
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+    told = rf"step-00000020 is damaged \({re.escape(file)}: .*; the one before is step-00000010: remove this folder"
+    with pytest.raises(UsageError, match=told), undamaged(folder, 20):
+        require_checksums(folder.of(20))
+    require_checksums(folder.of(10))
+
+
+def test_ranks_share_the_files(folder: CheckpointFolder) -> None:
+    (folder.of(20) / TENSORS).write_bytes(b"")
+    refused = 0
+    for rank in range(5):
+        try:
+            require_checksums(folder.of(20), rank, 5)
+        except DamagedFileError:
+            refused += 1
+    assert refused == 1
+
+
+def test_checksums_that_are_not_there(folder: CheckpointFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder.of(20) / "checksums.json").unlink()
+    with pytest.raises(DamagedFileError, match=r"checksums\.json: it is not there"):
+        require_checksums(folder.of(20))
+    torch.save({"step": 20, "identity": {}, "schedule": None, "numbers": {}}, folder.of(20) / REST)
+    require_checksums(folder.of(20))
+    assert "step-00000020 has no checksums: an earlier pipeplan wrote it" in capsys.readouterr().err
+
+
+# An index from a stranger -----------------------------------------------------------------------------------------
+
+
+class Runs:
+    """What a pickle of it runs when it is read."""
+
+    def __init__(self, *call: object) -> None:
+        self._call = call
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return self._call[0], self._call[1:]
+
+
+CALLS = {
+    "a command": (os.system, "touch RAN"),
+    "code": (exec, "open('RAN', 'w')"),
+    "a file": (open, "RAN", "w"),
+    "an attribute": (getattr, os, "system"),
+    "a function of torch": (torch.load, "RAN"),
+    "a module of torch": (torch.hub.load, "RAN"),
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_an_index_runs_nothing(name: str, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder.of(20)
+    monkeypatch.chdir(path)
+    index = metadata_of(path)
+    index.planner_data = Runs(*CALLS[name]) if name != "an attribute" else Runs(getattr, "text", "upper")
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(
+        UsageError, match=r"step-00000020 is damaged \(\.metadata: it is not what was written \(it names '"
+    ):
+        read(folder, 20)
+    assert not (path / "RAN").exists()
+
+
+@pytest.mark.parametrize("elsewhere", ["../step-00000010/__0_0.distcp", "/etc/passwd", "..", ".metadata"])
+def test_tensors_lie_in_the_checkpoint(elsewhere: str, folder: CheckpointFolder) -> None:
+    index = metadata_of(folder.of(20))
+    for stored in index.storage_data.values():
+        stored.relative_path = elsewhere
+    (folder.of(20) / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(UsageError, match="it has a tensor that lies in no file of the checkpoint"):
+        read(folder, 20)
+
+
+@pytest.mark.parametrize("made", [1, None, [], {"state_dict_metadata": {}}, "text"])
+def test_an_index_is_one(made: object, folder: CheckpointFolder) -> None:
+    (folder.of(20) / ".metadata").write_bytes(pickle.dumps(made))
+    with pytest.raises(UsageError, match=r"\.metadata: it is no index"):
+        read(folder, 20)
+
+
+# Two trainings in one folder --------------------------------------------------------------------------------------
+
+
+def holding(folder: Path) -> int:
+    """A process that has locked the folder."""
+    told, tell = os.pipe()
+    process = os.fork()
+    if not process:
+        CheckpointFolder(str(folder)).lock()
+        os.write(tell, b"locked")
+        signal.pause()
+    assert os.read(told, 6) == b"locked"
+    os.close(told)
+    os.close(tell)
+    return process
+
+
+def test_a_folder_is_one_trainings_until_it_ends_or_dies(tmp_path: Path) -> None:
+    mine, other = CheckpointFolder(str(tmp_path)), CheckpointFolder(str(tmp_path))
+    holder = holding(tmp_path)
+    try:
+        told = (
+            rf"--checkpoint {tmp_path} is in use by process {holder} on \S+, since 2\S+ \S+; wait for its end"
+        )
+        with pytest.raises(UsageError, match=told):
+            mine.lock()
+    finally:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+    mine.lock()
+    with pytest.raises(UsageError, match=rf"is in use by process {os.getpid()} on "):
+        other.lock()
+    mine.unlock()
+    other.lock()
+    other.unlock()
+    assert mine.whole() == []
+
+
+def test_file_systems_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    CheckpointFolder(str(tmp_path)).lock()
+    assert "cannot be locked: Operation not supported; see that nobody else trains into it" in capsys.readouterr().err
+
+
+# A process that dies while a checkpoint becomes one ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "hashlib.file_digest",
+        "os.fsync",
+        "pathlib.Path.rename",
+        "shutil.rmtree",
+        "json.dump",
+        "pipeplan.runtime.training.checkpoint_folder._sync",
+    ],
+)
+@pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
+def test_death_at_any_step_loses_nothing(
+    step: str, again: bool, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Died(BaseException):
+        pass
+
+    def die(*_: object, **__: object) -> None:
+        raise Died
+
+    number = 20 if again else 30  # one of that name is replaced
+    files = {entry.name: entry.read_bytes() for entry in folder.of(10).iterdir() if entry.name != "checksums.json"}
+
+    def write() -> None:
+        path = folder.begin(number)
+        path.mkdir()
+        for name, content in files.items():
+            (path / name).write_bytes(content)
+        write_checksums(path, {})
+        folder.publish(number)
+
+    monkeypatch.setattr(step, die)
+    with contextlib.suppress(Died):
+        write()
+    monkeypatch.undo()
+    for each in folder.whole():
+        require_checksums(folder.of(each))
+    assert 10 in folder.whole() or 20 in folder.whole()
+    assert len(folder.whole()) >= 1 + (not again)
+    write()
+    assert max(folder.whole()) == number
+    require_checksums(folder.of(number))
+    assert not list(folder.path.glob(".step-*"))

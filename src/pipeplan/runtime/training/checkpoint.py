@@ -3,10 +3,8 @@
 Tensors are kept by ``torch.distributed.checkpoint`` under names of the model: ``parameters/BLOCK.NAME``,
 ``optimizer/BLOCK.NAME/STATE``, ``buffers/BLOCK.NAME``; tied parameters have the first of their names. What ranks have
 copies of is written once, and shares of split parameters as those pieces of the whole that they are.
-The rest (steps done, learning rates, what the training is) is one small file that rank 0 writes.
-
-There is one folder per step. It is written under a hidden name and renamed at the end; an old one is renamed before it
-is removed. So whatever has the name of a checkpoint is one, whenever a process or the machine dies.
+The rest (steps done, learning rates, what the training is) is one small file that rank 0 writes; another has checksums.
+Where all this lies, and how it is read, is in :mod:`~pipeplan.runtime.training.checkpoint_folder`.
 
 torch's own planners take whole tensors, or pieces that are DTensors, which ours are not (see
 :mod:`~pipeplan.runtime.parallel.sharding`): the two planners here say which pieces there are, and the rest is torch's.
@@ -15,13 +13,10 @@ torch's own planners take whole tensors, or pieces that are DTensors, which ours
 from __future__ import annotations
 
 import os
-import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -29,10 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -48,9 +42,21 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.process_groups import AllRanks
 from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError, lost_others
 from pipeplan.runtime.parallel.sharding import ParameterPart
+from pipeplan.runtime.training.checkpoint_folder import (
+    REST,
+    CheckpointFolder,
+    DamagedFileError,
+    PlainReader,
+    digests_of,
+    metadata_of,
+    require_checksums,
+    rest_of,
+    undamaged,
+    unusable,
+    write_checksums,
+)
 from pipeplan.runtime.training.compatibility import require_identity
 
-_REST = "rest.pt"
 _PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
 
 
@@ -77,14 +83,27 @@ class Checkpoints:
     def begin(self, resume: bool) -> int:
         """Go on from the last whole checkpoint, or start where there is none: the steps done. Raises UsageError."""
         self._progress.begin(Phase.RESUMING)
-        if self._progress.rank == 0:
-            self._folder.make()
-        last = self._all_ranks.gather(max(self._folder.whole(), default=None))[0]
+        refused, last = self._all_ranks.gather(self._taken() if self._progress.rank == 0 else ("", None))[0]
+        if refused:
+            raise UsageError(refused)
         if resume and last is None:
             raise UsageError(f"--resume: {self._folder.path} has no whole checkpoint; leave --resume out to start")
         if not resume and last is not None:
             raise UsageError(f"{self._folder.path} has {self._folder.of(last).name}; give --resume, or another folder")
         return 0 if last is None else self._load(last)
+
+    def _taken(self) -> tuple[str, int | None]:
+        """Why the folder cannot be had for this training, or nothing; and the last whole checkpoint there."""
+        try:
+            self._folder.make()
+            self._folder.lock()
+        except UsageError as error:
+            return str(error), None
+        return "", max(self._folder.whole(), default=None)
+
+    def close(self) -> None:
+        """Let others train into the folder."""
+        self._folder.unlock()
 
     def save(self, step: int) -> None:
         """Write the state after a number of steps; when this returns, it is on the disk. Raises RankError."""
@@ -98,8 +117,12 @@ class Checkpoints:
             with lost_others(self._progress):
                 writer = FileSystemWriter(self._folder.part(step))
                 save(_first_of(pieces), storage_writer=writer, planner=ChunkSavePlanner(pieces))
+            part = self._folder.part(step)
+            own = digests_of(part, [each.name for each in part.glob(f"__{self._progress.rank}_*")])
+            digests = self._all_ranks.gather(own)
             if self._progress.rank == 0:
                 self._write_rest(step, gathered)
+                write_checksums(part, {name: each for found in digests for name, each in found.items()})
                 self._folder.publish(step)
             with lost_others(self._progress):
                 dist.barrier()
@@ -153,15 +176,17 @@ class Checkpoints:
         schedule = next((each for each, _ in gathered if each is not None), None)
         numbers = {name: state for _, states in gathered for name, state in states.items()}
         rest = {"step": step, "identity": dict(self._held.identity), "schedule": schedule, "numbers": numbers}
-        with (self._folder.part(step) / _REST).open("wb") as file:
+        rest["checksums"] = True
+        with (self._folder.part(step) / REST).open("wb") as file:
             torch.save(rest, file)
             file.flush()
             os.fsync(file.fileno())
 
     def _load(self, step: int) -> int:
         path = self._folder.of(step)
+        self._require_unchanged(step)
         with undamaged(self._folder, step):
-            rest, metadata = rest_of(path, _REST), metadata_of(path)
+            rest, metadata = rest_of(path, REST), metadata_of(path)
         require_identity(path, rest["identity"], self._held.identity)
         kept = {
             name: tensor
@@ -172,9 +197,19 @@ class Checkpoints:
         states = [self._room(owned, kept) for owned in self._held.parameters]
         pieces = self._pieces(states, all_held=True)
         with undamaged(self._folder, step), lost_others(self._progress):
-            load(_first_of(pieces), storage_reader=FileSystemReader(path), planner=ChunkLoadPlanner(pieces))
+            load(_first_of(pieces), storage_reader=PlainReader(path), planner=ChunkLoadPlanner(pieces))
         self._restore(path, rest, states)
         return int(rest["step"])
+
+    def _require_unchanged(self, step: int) -> None:
+        """Have the ranks read all files between them, and compare them with their checksums. Raises UsageError."""
+        changed = ""
+        try:
+            require_checksums(self._folder.of(step), self._progress.rank, dist.get_world_size())
+        except DamagedFileError as error:
+            changed = str(error)
+        if found := next(filter(None, self._all_ranks.gather(changed)), None):
+            raise UsageError(unusable(self._folder, step, found))
 
     def _require_same(self, path: Path, kept: Mapping[str, TensorStorageMetadata]) -> None:
         """Refuse a checkpoint of other parameters than all ranks have together."""
@@ -324,142 +359,3 @@ def _written(name: str, piece: ParameterChunk) -> WriteItem:
         type=WriteItemType.SHARD,
         tensor_data=TensorWriteData(piece.chunk, properties, piece.size),
     )
-
-
-# Folders, and reading one that may be damaged ----------------------------------------------------------------------
-
-_WHOLE = re.compile(r"step-(\d{8,})")
-_HIDDEN = ".step-*"
-
-
-class CheckpointFolder:
-    """A training's checkpoints, by steps done, of which ``num_kept`` are left when there is a new one."""
-
-    def __init__(self, path: str, num_kept: int = 2) -> None:
-        self.path = Path(path)
-        self._num_kept = num_kept
-
-    def make(self) -> None:
-        """Let the folder exist. Raises UsageError."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--checkpoint {self.path} cannot be made: {error.strerror or error}") from error
-
-    def whole(self) -> list[int]:
-        """Checkpoints that are there, ascending."""
-        names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
-        return sorted(int(found[1]) for found in map(_WHOLE.fullmatch, names) if found)
-
-    def of(self, step: int) -> Path:
-        """The folder of a checkpoint."""
-        return self.path / f"step-{step:08}"
-
-    def begin(self, step: int) -> Path:
-        """A name for a checkpoint to be written; what earlier runs have left half done is removed."""
-        for leftover in self.path.glob(_HIDDEN):
-            shutil.rmtree(leftover)
-        return self.part(step)
-
-    def part(self, step: int) -> Path:
-        """The folder in which a checkpoint is written."""
-        return self.path / f".step-{step:08}.part"
-
-    def publish(self, step: int) -> None:
-        """Give a checkpoint its name: all its files are on the disk. Then remove the oldest that are too many."""
-        _sync(self.part(step))
-        if self.of(step).exists():
-            self._remove(step)
-        self.part(step).rename(self.of(step))
-        _sync(self.path)
-        for old in self.whole()[: -self._num_kept]:
-            self._remove(old)
-
-    def _remove(self, step: int) -> None:
-        hidden = self.path / f".step-{step:08}.old"
-        self.of(step).rename(hidden)
-        shutil.rmtree(hidden)
-
-
-def _sync(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-_INDEX = ".metadata"
-_FACTS = {"step", "identity", "schedule", "numbers"}
-_REASON = re.compile(r"WeightsUnpickler error: *(.+)")
-
-
-class _DamagedFileError(Exception):
-    """A file cannot be read; the text says which and why."""
-
-
-@contextmanager
-def undamaged(folder: CheckpointFolder, step: int) -> Iterator[None]:
-    """Turn what reading a damaged checkpoint raises into a UsageError that names the file and a remedy."""
-    try:
-        yield
-    except _DamagedFileError as error:
-        raise UsageError(_unusable(folder, step, str(error))) from error
-    except CheckpointException as error:
-        rank, (reason, _) = min(error.failures.items())
-        raise UsageError(_unusable(folder, step, f"rank {rank} cannot read tensors: {_brief(reason)}")) from error
-
-
-def rest_of(path: Path, name: str) -> dict[str, Any]:
-    """What a checkpoint has beside tensors, from its file of this name."""
-    with _reading(name):
-        found: dict[str, Any] = torch.load(path / name, weights_only=True)
-        if missing := _FACTS - set(found):
-            raise ValueError(f"it has no {', '.join(sorted(missing))}")
-    return found
-
-
-def metadata_of(path: Path) -> Metadata:
-    """Which tensors a checkpoint has; all files that they lie in are there, and long enough."""
-    with _reading(_INDEX):
-        found = FileSystemReader(path).read_metadata()
-        ends: dict[str, int] = {}
-        for stored in found.storage_data.values():
-            ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
-    for name, end in ends.items():
-        with _reading(name):
-            size = (path / name).stat().st_size
-            if size < end:
-                raise ValueError(f"it has {size} bytes of {end}")
-    return found
-
-
-@contextmanager
-def _reading(name: str) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise _DamagedFileError(f"{name}: it is not there") from error
-    except Exception as error:  # whatever unpickling makes of other bytes
-        raise _DamagedFileError(f"{name}: {_brief(error)}") from error
-
-
-def _brief(error: BaseException) -> str:
-    """The first line of what an error says, and its kind where that is not plain; of torch's advice only the reason."""
-    text = str(error)
-    if isinstance(error, UnpicklingError) or "weights_only" in text:
-        reason = _REASON.search(text)
-        return f"it is not what was written{f' ({reason[1]})' if reason else ''}"
-    first = text.partition("\n")[0]
-    return first if type(error) is ValueError else f"{type(error).__name__}: {first}".removesuffix(": ")
-
-
-def _unusable(folder: CheckpointFolder, step: int, what: str) -> str:
-    before = [other for other in folder.whole() if other < step]
-    remedy = (
-        f"the one before is {folder.of(before[-1]).name}: remove this folder to go on from it"
-        if before
-        else "there is none before it: remove this folder, and start anew without --resume"
-    )
-    return f"{folder.of(step)} is damaged ({what}); {remedy}"

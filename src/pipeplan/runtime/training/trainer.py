@@ -45,7 +45,8 @@ from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.device import Autocast, gathered, rank_device
-from pipeplan.runtime.training.checkpoint import CheckpointFolder, Checkpoints, OwnedParameter, TrainingState
+from pipeplan.runtime.training.checkpoint import Checkpoints, OwnedParameter, TrainingState
+from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
 from pipeplan.runtime.training.compatibility import (
     identity_of,
     require_agreement,
@@ -237,6 +238,8 @@ class Trainer:
 
     def close(self) -> None:
         """Drop works and groups; what outlives the process group may die with it at exit."""
+        if self.checkpoints is not None:
+            self.checkpoints.close()
         self.executor.channels.close()
         self.shared.close()
         self.groups.close()

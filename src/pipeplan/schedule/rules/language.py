@@ -51,7 +51,7 @@ from pipeplan.schedule.rules.values import (
 from pipeplan.texts import on_one_line, problems_of, shown
 from pipeplan.units import parse_bytes, parse_ns
 from pipeplan.workload.action import is_instruction_word
-from pipeplan.workload.elements import Attribute, Printable
+from pipeplan.workload.elements import MAX_COUNT, MAX_DEVICES, Attribute, Printable
 
 Name = Annotated[StrictStr, Printable(256, least=1)]
 """A text of a rules file."""
@@ -109,11 +109,13 @@ Ready = Callable[[int, int, int, int, int], bool]
 First = Literal["bwd-first", "fwd-first", "interleaved"]
 Direction = Literal["breadth-first", "depth-first"]
 
-DeviceNumbers = Annotated[tuple[StrictInt, ...], says("write a list of device numbers")]
+DeviceNumbers = Annotated[
+    tuple[Annotated[StrictInt, Field(ge=0, le=MAX_DEVICES)], ...], says("write a list of device numbers")
+]
 Range = Annotated[
     tuple[CountFromZero, CountFromZero], says("write the first device and the one after the last: [0, 'D']")
 ]
-Chunks = Annotated[StrictInt | None, Field(ge=1)]
+Chunks = Annotated[StrictInt | None, Field(ge=1, le=MAX_COUNT)]
 
 
 @usage_errors
@@ -239,7 +241,9 @@ def _listed(value: object) -> object:
     return value if isinstance(value, list | tuple) else [value]
 
 
-End = Annotated[StrictInt | Name, says("write a stage's number or the name of a block")]
+End = Annotated[
+    Annotated[StrictInt, Field(ge=0, le=MAX_COUNT)] | Name, says("write a stage's number or the name of a block")
+]
 Ends = Annotated[tuple[End, ...], BeforeValidator(_listed)]
 
 
@@ -247,14 +251,16 @@ def _attributes(table: Mapping[str, Any]) -> Mapping[str, Attribute]:
     found = {key: tuple(each) if isinstance(each, list) else each for key, each in table.items()}
     stated = [each if isinstance(each, tuple) else (each,) for each in found.values()]
     if not all(_is_scalar(value) for values in stated for value in values):
-        raise ValueError("attributes are texts, finite numbers, booleans and lists of them")
+        raise ValueError("attributes are texts, finite numbers of 64 bits, booleans and lists of them")
     for place, problem in problems_of(dict(table)):
         raise ValueError(f"{place} {problem}")
     return found
 
 
 def _is_scalar(value: object) -> bool:
-    return isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    return isinstance(value, str) or (isinstance(value, float) and math.isfinite(value))
 
 
 @usage_errors
@@ -283,7 +289,7 @@ class CustomOp(Stated):
     after: Ends = ()
     before: Ends = ()
     devices: DeviceNumbers | Literal["before"] = ()
-    every: Annotated[StrictInt, Field(ge=1)] = 1
+    every: Annotated[StrictInt, Field(ge=1, le=MAX_COUNT)] = 1
     duration_ns: Annotated[StrictInt | None, Field(alias="duration"), in_units(parse_ns)] = None
     bytes_per_sample: Annotated[StrictInt, Field(ge=0), in_units(parse_bytes)] = 0
     attributes: Annotated[Mapping[Name, Any], AfterValidator(_attributes)] = field(default_factory=dict, hash=False)

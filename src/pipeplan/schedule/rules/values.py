@@ -38,6 +38,7 @@ _REMEDIES = {
     "dataclass_type": "write a table [{path}]",
     "dict_type": "write a table [{path}]",
     "greater_than_equal": "it must be at least {ge}",
+    "less_than_equal": "it must be at most {le}",
     "int_type": "write an integer",
     "literal_error": "choose from {expected}",
     "string_type": "write a text",
@@ -185,8 +186,8 @@ def _checked(value: object, least: int) -> Number:
         _evaluated(value, dict.fromkeys(NAMES, 1))
     elif isinstance(value, bool) or not isinstance(value, int):
         raise ValueError("write an integer, or a text such as 'D - d'")
-    elif value < least:
-        raise ValueError(f"it must be at least {least}")
+    elif not least <= value <= _LARGEST:
+        raise ValueError(f"it must be at least {least}" if value < least else f"it must be at most {_LARGEST}")
     return value
 
 
