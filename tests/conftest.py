@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,14 +24,23 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).pare
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Collecting makes millions of objects and no garbage to speak of; they are not looked at again in any test, either.
+# Collecting makes millions of objects and no garbage to speak of.
 gc.disable()
 
 
 def pytest_collection_finish() -> None:
     gc.enable()
-    gc.collect()
-    gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What was made before a module's first two tests, the second's imports too, is not looked at in any other."""
+    _begun[item.path] += 1
+    if _begun[item.path] <= 2:
+        gc.collect()
+        gc.freeze()
+
+
+_begun = Counter[Path]()
 
 
 # Two tests at a time, and ranks beside each other, on two cores: one thread each, or they would wait in circles.

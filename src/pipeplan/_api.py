@@ -251,9 +251,12 @@ def run(
     options: RunOptions,
     on_step: Callable[[StepResult], None] = lambda step: None,
     *,
+    on_look: Callable[[str], None] = lambda where: None,
     where: str = "the plan",
 ) -> RunOutcome:
     """Run a plan with one process per device here, among which the cores are divided.
+
+    ``on_step`` gets each step's result as it ends; ``on_look``, many times a second, where rank 0 is, in words.
 
     Raises:
         InvalidPlanError: the plan, which is ``where`` it says, is not right.
@@ -268,7 +271,7 @@ def run(
     check(plan).require(where)
     if "OMP_NUM_THREADS" not in os.environ:
         options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
-    return RunOutcome(plan, options, run_local(options.job, plan, options, on_step))
+    return RunOutcome(plan, options, run_local(options.job, plan, options, on_step, on_look))
 
 
 def run_as_rank(
@@ -331,7 +334,7 @@ def example_names() -> dict[str, list[str]]:
 def example_kind(name: str) -> Literal["shapes", "models", "testbeds"]:
     """What kind of ready input a name is. Raises UsageError."""
     from pipeplan.costs.clusters import TESTBEDS
-    from pipeplan.errors import UsageError
+    from pipeplan.errors import UsageError, choose_from
     from pipeplan.examples import MODELS, SHAPES
 
     shapes, testbeds = [f"shape-{each}" for each in SHAPES], [f"testbed-{each}" for each in TESTBEDS]
@@ -340,7 +343,7 @@ def example_kind(name: str) -> Literal["shapes", "models", "testbeds"]:
     if name in MODELS:
         return "models"
     if name not in shapes:
-        raise UsageError(f"there is no example {name!r}; choose from {', '.join([*shapes, *MODELS, *testbeds])}")
+        raise UsageError(f"there is no example {name!r}; {choose_from(name, [*shapes, *MODELS, *testbeds])}")
     return "shapes"
 
 

@@ -16,14 +16,31 @@ The texts say what, where, the numbers, and which flag to move which way. They a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
 def did_you_mean(given: str, known: Sequence[str]) -> str:
-    """The question which of the known names is meant; empty where none is near."""
-    near = get_close_matches(given.lower(), known)
+    """The question which of the known names is meant, whole or by its beginning; empty where none is near."""
+    text = given.lower()
+    near = get_close_matches(text, known)
+    if not near and len(text) > 2:
+        beginnings = {name: name[: len(text)] for name in known}
+        close = get_close_matches(text, dict.fromkeys(beginnings.values()), cutoff=0.7)
+        begun = [name for name in known if len(name) > 2 and text.startswith(name)]
+        near = [*begun, *(name for name, beginning in beginnings.items() if beginning in close)][:3]
     return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+def choose_from(given: str, known: Sequence[str]) -> str:
+    """What to do where a name is not known: the question which one is meant, or all there are."""
+    return did_you_mean(given, known) or f"choose from {', '.join(known)}"
+
+
+def unknown_key(keys: Iterable[str], known: Sequence[str]) -> str | None:
+    """What to say of the first key that is not known; None where all are."""
+    unknown = next((key for key in keys if key not in known), None)
+    return None if unknown is None else f"{unknown} is not known; {choose_from(unknown, known)}"
 
 
 class PipeplanError(Exception):

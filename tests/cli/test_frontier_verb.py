@@ -14,7 +14,7 @@ from pipeplan.cli.main import cli
 from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.errors import FileError, InfeasibleError, UsageError
 from pipeplan.examples import model, shape
-from pipeplan.files import Profile, read_plan, read_profile, sha256_of, write_file
+from pipeplan.files import CostRow, Profile, read_plan, read_profile, sha256_of, write_file
 from pipeplan.simulator.simulation import simulate
 from pipeplan.units import format_bytes, parse_bytes
 
@@ -374,4 +374,41 @@ def test_operators_are_not_exact_beyond_profiled_sizes_either(mmt_sizes: dict[in
     result = run(mmt_sizes[4], *asked)
     assert "exact" not in result.stdout
     assert "proved within" not in result.stdout
-    assert "(not profiled)" in result.stdout
+    text = " ".join(result.stdout.split())
+    assert re.search(r"[\d.]+ms \([\d.]+ms to [\d.]+ms\)", text)
+    known = json.loads(run(mmt_sizes[16], *asked[:2], "--mini-batch", 32, *asked[4:], "--json").stdout)["points"]
+    found = json.loads(run(mmt_sizes[4], *asked[:2], "--mini-batch", 32, *asked[4:], "--json").stdout)["points"]
+    same = [
+        (point, there)
+        for point in found
+        for there in known
+        if point["unprofiled"] and point["configurations"] == there["configurations"]
+    ]
+    assert same
+    for point, there in same:
+        low, high = point["bounds_ns"]
+        assert low <= there["time_ns"] <= high
+        assert low <= point["time_ns"] <= high
+
+
+def test_there_is_no_upper_end_where_the_profile_shows_that_time_grows_faster(
+    mmt_sizes: dict[int, Path], tmp_path: Path
+) -> None:
+    """Four samples take three times as long as two: sixteen may take any time, but no less than four."""
+    profile = read_profile(str(mmt_sizes[4]))
+
+    def steep(row: CostRow) -> CostRow:
+        times = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
+        longer = {name: None if (ns := getattr(row, name)) is None else 3 * ns for name in times}
+        return row.model_copy(update=longer) if row.microbatch_size == 4 else row
+
+    blocks = tuple(block.model_copy(update={"costs": tuple(map(steep, block.costs))}) for block in profile.blocks)
+    write_file(profile.model_copy(update={"blocks": blocks}), str(tmp_path / "steep.json"))
+    asked = ("--devices", 4, "--mini-batch", 64)
+    text = " ".join(run(tmp_path / "steep.json", *asked).stdout.split())
+    assert re.search(r"ms \(at least [\d.]+m?s\)", text)
+    assert "no upper end where times in the profile itself grow more than in proportion" in text
+    points = json.loads(run(tmp_path / "steep.json", *asked, "--json").stdout)["points"]
+    ends = [point["bounds_ns"] for point in points if point["unprofiled"]]
+    assert ends
+    assert all(low > 0 and high is None for low, high in ends)

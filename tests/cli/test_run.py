@@ -63,6 +63,14 @@ def test_refuses_plans_it_cannot_run(where: list[str], tmp_path: Path, monkeypat
 
 
 @needs_torch
+def test_torchrun_and_local_do_not_both_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(UsageError, match="--local starts all ranks itself, and torchrun has started 3; leave out one"):
+        run(written(chain_plan(), tmp_path), "--emulate", "--local")
+
+
+@needs_torch
 def test_says_how_to_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(UsageError, match=r"no ranks here: start 2 with torchrun .*, or give --local"):
@@ -77,8 +85,11 @@ def test_says_how_to_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["--timeout", "0ns"], "--timeout 0ns is too short"),
         (["--resume"], "--resume needs --checkpoint DIR"),
         (["--checkpoint-every", "2"], "--checkpoint-every needs --checkpoint DIR"),
-        (["--optimizer", "foo"], "--optimizer 'foo': choose adamw, adam, sgd or pkg.mod:factory"),
-        (["--lr-schedule", "stepwise"], "--lr-schedule 'stepwise': choose constant, cosine, linear or pkg.mod:factory"),
+        (
+            ["--optimizer", "foo"],
+            "--optimizer 'foo' is not known, nor of the form pkg.mod:factory; choose from adamw",
+        ),
+        (["--lr-schedule", "stepwise"], "nor of the form pkg.mod:factory; choose from constant, cosine, linear"),
     ],
 )
 def test_refuses_values_that_make_no_sense(wrong: list[str], told: str, tmp_path: Path) -> None:
@@ -109,7 +120,7 @@ def test_norms_may_be_endless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     asked: list[TrainOptions] = []
     result = RunResult((StepResult(0, 1.0, 10**9, 0),), (1, 1))
     monkeypatch.setattr(
-        "pipeplan.runtime.launch.local.run_local", lambda _, __, options, ___: asked.append(options) or result
+        "pipeplan.runtime.launch.local.run_local", lambda _, __, options, *___: asked.append(options) or result
     )
     run(written(chain_plan(), tmp_path), "--model", "gpt2-tiny", "--local", "--clip-norm", "inf")
     assert asked[0].clip_norm == math.inf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 
@@ -12,6 +13,7 @@ from pipeplan.cli.run_verb import Steps, comparison_line
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import RunOptions, RunResult, StepResult
 from pipeplan.runtime.training.options import RunOutcome, TrainOptions
+from pipeplan.units import format_ns
 
 FINE = StepResult(0, 2.5, 3_000_000, 0, 1.0)
 LOST = StepResult(1, math.nan, 2_000_000, 0, 1.0)
@@ -43,6 +45,33 @@ def test_gradients_that_are_not_finite_are_told(capsys: pytest.CaptureFixture[st
 def test_an_emulation_has_no_loss(capsys: pytest.CaptureFixture[str]) -> None:
     Steps(RunOptions(), quiet=False).show(StepResult(0, math.nan, 2_000_000, 0))
     assert capsys.readouterr() == ("step 0  iteration 2ms\n", "")
+
+
+def test_a_terminal_shows_how_long_a_step_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a second; before anything else is said, and at the end, the line is gone. Nothing is for a file."""
+    now, plan = [0.0], chain_plan(2, 2)
+    shown = Steps(RunOptions(stretch=2.0), quiet=False, clock=lambda: now[0])
+    predicted = format_ns(2 * plan.predicted.whole_ns)
+    with shown.waiting(plan):
+        now[0] = 3.0
+        shown.look("in 0F1 (step 0, program counter 1 of 4)")
+        assert capsys.readouterr() == ("", "")
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+        for now[0] in (4.0, 4.5):
+            shown.look("in 0F1 (step 0, program counter 1 of 4)")
+        said = f"\r4s so far, predicted {predicted}; rank 0 in 0F1 (step 0, program counter 1 of 4)\033[K\r"
+        assert capsys.readouterr().err == said
+        shown.show(StepResult(0, math.nan, 2_000_000, 0))
+        assert capsys.readouterr() == ("step 0  iteration 2ms\n", "\r\033[K")
+        now[0] = 5.0
+        shown.look("in 0F0 (step 1, program counter 0 of 4)")
+        assert capsys.readouterr().err == ""
+        now[0] = 6.0
+        shown.look("in 0F0 (step 1, program counter 0 of 4)")
+        assert "\r1s so far" in capsys.readouterr().err
+    assert capsys.readouterr().err == "\r\033[K"
 
 
 def test_json_has_null_for_what_is_not_finite() -> None:

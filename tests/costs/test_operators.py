@@ -268,5 +268,5 @@ def test_sequences_add_what_is_kept_and_take_the_largest_workspace() -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_choice() -> None:
-    with pytest.raises(UsageError, match=r"--device 'tpu' is not a preset; choose from a100-40gb, .*v100-32gb"):
-        device_preset("tpu")
+    with pytest.raises(UsageError, match=r"--device 'mi300x' is not a preset; choose from a100-40gb, .*v100-32gb"):
+        device_preset("mi300x")

@@ -298,7 +298,7 @@ def test_stages_of_split_blocks_can_be_planned() -> None:
         for blocks, devices in ((ids[:25], (0, 1)), (ids[25:], (2, 3)))
     )
     placement = Placement(strategy="given", num_devices=4, stages=stages)
-    result = search_plan(request_of(profile, placement, Batch(4, 1), time_limit=0.3, deterministic=True))
+    result = search_plan(request_of(profile, placement, Batch(4, 1), time_limit=0.1, deterministic=True))
     assert check(result.plan, profile).valid
     assert {stage.shards for stage in result.plan.stages} == {2}
 
@@ -340,7 +340,7 @@ def test_plans_can_be_made_and_pass_check(name: str) -> None:
     profile = model(name)
     size = profile.microbatch_sizes[0]
     result = search_plan(
-        request_of(profile, "one-to-one", Batch(4, size), num_devices=4, time_limit=0.3, deterministic=True)
+        request_of(profile, "one-to-one", Batch(4, size), num_devices=4, time_limit=0.1, deterministic=True)
     )
     assert check(result.plan, profile).valid
 

@@ -18,6 +18,7 @@ from pipeplan.costs.communication import all_reduce_time
 from pipeplan.examples.models import WIDTH, model
 from pipeplan.files import Block, Cluster, CostRow, PlacedStage, Placement, Plan, Profile, TiedParameter, parse, to_json
 from pipeplan.sharding.cost_model import CostOptions, cost_model
+from pipeplan.sharding.tracking import track
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.kinds import PARAMETERS
@@ -216,6 +217,9 @@ def test_a_profile_cannot_tie_what_is_not_there(change: dict[str, object], messa
 
 def test_a_frontier_on_one_device_has_one_copy() -> None:
     profile = model("gpt2-345m", microbatch_sizes=[1])
-    found = cost_model(profile, None, 1, 1, options=CostOptions(blocks=True)).configurations
-    held = sum(ways[0].state_bytes for ways in found.values())
-    assert held == sum(block.state.total for block in profile.blocks) - profile.tied[0].state.total
+    found = cost_model(profile, None, 1, 1, options=CostOptions(blocks=True))
+    held = sum(ways[0].state_bytes for ways in found.configurations.values())
+    (point,) = track(found.graph).memory_bytes
+    kept = sum(found.kept_bytes(node, found.configurations[node.name][0]) for node in found.operators.nodes)
+    assert held == sum(block.state.total for block in profile.blocks)
+    assert point == held + kept - profile.tied[0].state.total

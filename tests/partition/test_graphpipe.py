@@ -196,7 +196,7 @@ def test_each_stage_chooses_whether_it_recomputes() -> None:
     found = partition(problem)
     assert [stage.recompute for stage in found.placement.stages] == [True, False]
     assert found.value_ns == 4 * 14
-    with pytest.raises(InfeasibleError, match=r"of 150B fits; 2 devices of 200B would do"):
+    with pytest.raises(InfeasibleError, match=r"of 150B; 2 devices of 200B would do"):
         partition(replace(problem, ways=choices[:1]))
 
 

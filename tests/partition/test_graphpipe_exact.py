@@ -283,7 +283,7 @@ def least_of_all_chains(problem: PartitionProblem) -> int | None:
     return min(known[0].values(), default=None)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(loads(), min_size=4, max_size=5), st.integers(6, 9), st.integers(15, 60), st.sampled_from((1, 2, 16)))
 def test_deep_chains_with_little_memory(each: list[Costs], devices: int, memory: int, rounding: int) -> None:
     """Many stages with micro-batches of several sizes, where samples in flight add up."""

@@ -179,7 +179,7 @@ def test_pipedream_is_exact(costs: list[Costs], memory: int | None) -> None:
         assert_is_worth(profile, plan, memory)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(COSTS, min_size=5, max_size=5), EDGES, MEMORY)
 def test_piper_is_exact_on_graphs(costs: list[Costs], edges: list[tuple[int, int]], memory: int | None) -> None:
     profile = profile_of(costs, edges)
@@ -255,7 +255,7 @@ def best_latency(profile: Profile, memory: int | None, most_stages: int) -> int 
     return min(found, default=None)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(COSTS, min_size=1, max_size=6), MEMORY)
 def test_dapple_lies_between_the_best_plan_and_the_best_of_two_stages(costs: list[Costs], memory: int | None) -> None:
     """It keeps one plan per state, as published: so it may miss the best of many stages, but never is below it."""
@@ -341,6 +341,7 @@ def test_questions_that_make_no_sense_are_refused() -> None:
         PartitionProblem.of(profile, 1, 8, microbatch_sizes=[8])
 
 
+@settings(max_examples=40)
 @given(st.lists(COSTS, min_size=1, max_size=6), MEMORY)
 def test_every_size_has_its_own_plan(costs: list[Costs], memory: int | None) -> None:
     """Those for one size after another, without the sizes for which nothing fits."""

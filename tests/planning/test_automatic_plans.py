@@ -76,7 +76,7 @@ def cluster_of(num_devices: int, bandwidth: int) -> Cluster:
     )
 
 
-@settings(max_examples=10, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
 @given(
     profiles(),
     st.integers(1, 4),

@@ -77,7 +77,7 @@ def require_good(plan: Plan, profile: Profile) -> None:
     assert parse(to_json(plan), Plan) == plan
 
 
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(
     placed_profiles(),
     st.integers(1, 8),

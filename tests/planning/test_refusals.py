@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
 import pytest
 from click.testing import CliRunner
@@ -11,7 +14,12 @@ from click.testing import CliRunner
 from builders.chains import chain_profile
 from pipeplan.cli.main import cli
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.files import CostRow, write_file
+from pipeplan.files import CostRow, read_profile, write_file
+from pipeplan.partition.baselines import dapple, pipedream, piper
+from pipeplan.partition.chain.autopipe import autopipe
+from pipeplan.partition.graph.search import graphpipe
+from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem
+from pipeplan.units import parse_bytes
 
 QUICK = ("--time-limit", "100ms", "--deterministic", "--scheduler", "1f1b")
 SIZES = "the profile has costs for 1 to 4 samples per device; "
@@ -78,27 +86,102 @@ _NUMBER = r"[0-9][0-9.]*[kMG]?B?"
 _ADVICE = re.compile(rf"(--[a-z-]+)((?: (?:of|to|at|most|least|such|as))* {_NUMBER}(?:(?:,| or) [0-9]+\b)*| auto\b)")
 
 
-def advised(text: str) -> Iterator[tuple[str, str]]:
-    """Each flag with each value that a refusal says to choose."""
+def advised(text: str) -> Iterator[list[str]]:
+    """The flags and values of everything that a refusal says to choose; several flags of one change together."""
     _, _, remedies = text.rpartition("; ")
-    for flag, values in _ADVICE.findall(remedies):
-        for value in re.findall(rf"{_NUMBER}|auto", values):
-            yield flag, value
+    for change in remedies.split(", or "):
+        found = [
+            [[flag, value] for value in re.findall(rf"{_NUMBER}|auto", values)]
+            for flag, values in _ADVICE.findall(change)
+            if flag != "--shards"  # of another profile
+        ]
+        yield from ([word for each in together for word in each] for together in zip_longest(*found, fillvalue=[]))
 
 
-def search(path: str, *arguments: str) -> BaseException | None:
-    done = CliRunner().invoke(cli, ["search", path, *QUICK, *arguments])
+def refused(verb: str, path: str, *arguments: str) -> BaseException | None:
+    done = CliRunner().invoke(cli, [verb, path, *arguments])
     return None if done.exit_code == 0 else done.exception
+
+
+def require_advice_to_do(verb: str, path: str, asked: Sequence[str], says: Sequence[str]) -> None:
+    error = refused(verb, path, *asked)
+    assert isinstance(error, UsageError | InfeasibleError), error
+    for words in says:
+        assert words in str(error)
+    changes = list(advised(str(error)))
+    assert changes, str(error)
+    for change in changes:
+        found = refused(verb, path, *asked, *change)
+        assert found is None, f"{change}: {found}"
 
 
 @pytest.mark.parametrize(("asked", "says"), REFUSALS, ids=[f"{asked}: {says}" for asked, says in REFUSALS])
 def test_what_is_advised_does(profile_path: str, asked: str, says: str) -> None:
-    refused = search(profile_path, *asked.split())
-    assert isinstance(refused, UsageError | InfeasibleError)
-    assert says in str(refused)
-    tried = 0
-    for flag, value in advised(str(refused)):
-        found = search(profile_path, *asked.split(), flag, value)
-        assert found is None, f"{flag} {value}: {found}"
-        tried += 1
-    assert tried, str(refused)
+    require_advice_to_do("search", profile_path, (*QUICK, *asked.split()), [says])
+
+
+FIXED = "--devices 2 --placement one-to-one --microbatch-size 2 --microbatches 4"
+ONE_STAGE = "--device v100-16gb --memory 3GB"
+OTHERS = [
+    ("search", f"{FIXED} --memory 1GB --scheduler rules --workers 1", ["raise --memory to "]),
+    ("search", f"{FIXED} --memory 1.5GB --recompute none --scheduler rules --workers 1", ["--microbatch-size 1"]),
+    ("search", f"{FIXED} --memory 1GB --rules 1f1b --time-limit 1s", ["raise --memory to "]),
+    ("compare", f"{FIXED} --memory 1GB --time-limit 200ms", ["raise --memory to "]),
+    ("frontier", f"{ONE_STAGE} --devices 1,2", ["raise --memory to 4.8GB", "lower --mini-batch to 2"]),
+    ("frontier", f"{ONE_STAGE.replace('3GB', '4GB')} --devices 2", ["give --devices 4 --mini-batch 8"]),
+    *(
+        ("frontier", f"{ONE_STAGE} --devices 1,2 --mode {mode}", ["raise --memory to 4.8GB", "lower --mini-batch to "])
+        for mode in ("min-time", "min-devices", "profile")
+    ),
+    *(
+        ("frontier", f"--plans --devices 1,2 --memory 1GB --time-limit 1s --mode {mode}", ["raise --memory to "])
+        for mode in ("all", "min-time", "min-devices", "profile")
+    ),
+    ("frontier", "--plans --devices 2 --memory 1GB --time-limit 2s", ["give --devices 4 --mini-batch "]),
+]
+
+
+@pytest.mark.parametrize(("verb", "asked", "says"), OTHERS, ids=[f"{verb} {asked}" for verb, asked, _ in OTHERS])
+def test_what_tuner_compare_and_frontier_advise_does(
+    profile_path: str, verb: str, asked: str, says: Sequence[str]
+) -> None:
+    require_advice_to_do(verb, profile_path, asked.split(), says)
+
+
+PLANNERS: dict[str, Callable[[PartitionProblem], Iterator[Partition]]] = {
+    "PipeDream": pipedream,
+    "Piper": piper,
+    "DAPPLE": dapple,
+    "AutoPipe": autopipe,
+    "GraphPipe": graphpipe,
+}
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_memory_that_planners_advise_does(profile_path: str, name: str) -> None:
+    problem = PartitionProblem.of(read_profile(profile_path), 4, 16, memory_bytes=4 * 10**8)
+    with pytest.raises(InfeasibleError, match=r"on 4 devices of 400MB; .* would do; raise --memory to") as error:
+        next(PLANNERS[name](problem))
+    memory = parse_bytes(str(error.value).rpartition(" ")[2])
+    assert next(PLANNERS[name](replace(problem, memory_bytes=memory)))
+    with pytest.raises(InfeasibleError):
+        next(PLANNERS[name](replace(problem, memory_bytes=int(memory / 1.02))))
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (str(again), again.enough_bytes) == (str(error.value), memory)
+
+
+def test_a_planner_says_how_many_devices_its_replicas_can_share(profile_path: str) -> None:
+    problem = PartitionProblem.of(read_profile(profile_path), 7, 16, microbatch_sizes=[1])
+    with pytest.raises(UsageError, match="lower --devices to 6"):
+        next(autopipe(problem))
+    assert next(autopipe(PartitionProblem.of(read_profile(profile_path), 6, 16, microbatch_sizes=[1])))
+
+
+def test_a_planner_that_is_not_asked_why_does_not_look(profile_path: str) -> None:
+    """A search goes on to other planners: what would do is looked for only where it is shown."""
+    problem = PartitionProblem.of(read_profile(profile_path), 4, 16, memory_bytes=4 * 10**8)
+    asked: list[int] = []
+    error = NoPartitionError("nothing fits", problem, lambda memory: not asked.append(memory))
+    assert not asked
+    assert "raise --memory to 404MB" in str(error)
+    assert asked

@@ -31,9 +31,26 @@ def request_of(profile: Profile, devices: tuple[int, ...], batch: Batch, **other
     return Request(profile, devices[-1], batch, device_counts=devices, **({"time_limit": NO_END} | others))
 
 
+SHORT = "gpt2-124m with three layers"
+
+
+def short() -> Profile:
+    """GPT-2 with three of its twelve layers."""
+    profile = model("gpt2-124m", shards=(1, 2))
+    *ids, last = profile.topological_order()
+    kept, (end,) = ids[:7], (edge for edge in profile.edges if edge.target == last)
+    edges = [edge for edge in profile.edges if {edge.source, edge.target} <= set(kept)]
+    return profile.model_copy(
+        update={
+            "blocks": tuple(block for block in profile.blocks if block.id in {*kept, last}),
+            "edges": (*edges, end.model_copy(update={"source": kept[-1]})),
+        }
+    )
+
+
 @cache
 def frontier_of(name: str, memory_bytes: int | None = None) -> tuple[Request, PlanFrontier]:
-    profile = model(name, shards=(1, 2))
+    profile = short() if name == SHORT else model(name, shards=(1, 2))
     sizes = profile.microbatch_sizes[1:2]
     request = request_of(profile, DEVICES, Batch(4, sizes[0]), sizes=sizes, memory_bytes=memory_bytes)
     return request, plan_frontier(request)
@@ -66,7 +83,7 @@ def test_every_point_is_a_plan_that_is_what_it_says(name: str) -> None:
 
 def test_one_stage_is_among_the_plans() -> None:
     """Whole plans are never worse than one stage on all devices."""
-    request, frontier = frontier_of("gpt2-124m")
+    request, frontier = frontier_of(SHORT)
     splits = split_frontier(request, Splitting())
     for point in splits.points:
         assert any(
@@ -78,7 +95,7 @@ def test_one_stage_is_among_the_plans() -> None:
 
 
 def test_without_time_there_is_something() -> None:
-    request, _ = frontier_of("gpt2-124m")
+    request, _ = frontier_of(SHORT)
     hurried = plan_frontier(replace(request, time_limit=1e-9, device_counts=(4,)))
     assert hurried.interrupted
     assert hurried.rough == (4,)
@@ -87,7 +104,7 @@ def test_without_time_there_is_something() -> None:
 
 
 def test_time_is_up_on_other_threads_too() -> None:
-    request, _ = frontier_of("gpt2-124m")
+    request, _ = frontier_of(SHORT)
     with ThreadPoolExecutor(1) as others:
         hurried = others.submit(plan_frontier, replace(request, time_limit=1e-9, device_counts=(4,))).result()
     assert hurried.interrupted
@@ -96,7 +113,7 @@ def test_time_is_up_on_other_threads_too() -> None:
 
 
 def test_what_promises_least_time_comes_first() -> None:
-    request, _ = frontier_of("gpt2-124m")
+    request, _ = frontier_of(SHORT)
     request = replace(request, sizes=(1, 2), batch=Batch(8, 1))
     splits = GroupSplits(request.profile, None)
     found = list(chains(request, splits, quickest=True))
@@ -115,16 +132,16 @@ def test_stages_of_plans_run_profiled_sizes_alone() -> None:
 
 
 def test_memory_is_a_limit_for_all_points() -> None:
-    _, free = frontier_of("gpt2-124m")
+    _, free = frontier_of(SHORT)
     limit = sorted(point.memory_bytes for point in free.points)[len(free.points) // 2]
-    _, found = frontier_of("gpt2-124m", limit)
+    _, found = frontier_of(SHORT, limit)
     assert all(point.memory_bytes <= limit for point in found.points)
 
 
 @pytest.mark.slow
 def test_what_fits_nowhere_is_said_with_what_would_do() -> None:
     """And what is said does."""
-    request, _ = frontier_of("gpt2-124m")
+    request, _ = frontier_of(SHORT)
     request = replace(request, memory_bytes=1000, time_limit=NO_END)
     with pytest.raises(InfeasibleError, match=r"for 1, 2, 4 devices of 1kB: .* would do") as told:
         plan_frontier(request)
@@ -135,7 +152,7 @@ def test_what_fits_nowhere_is_said_with_what_would_do() -> None:
 
 
 def test_stages_take_points_of_their_own_frontiers() -> None:
-    request, _ = frontier_of("gpt2-124m")
+    request, _ = frontier_of(SHORT)
     stage = PlacedStage(blocks=request.profile.topological_order(), devices=(0, 1), shards=2)
     placement = Placement(strategy="stage graph", num_devices=2, stages=(stage,))
     asked = replace(request, num_devices=2)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, Strategy
+from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, CostTie, Strategy, TieUser
 from pipeplan.sharding.table import Table, table
 
 
@@ -34,6 +36,33 @@ def graph_of(
     ]
     edges = [CostEdge(f"n{a}", f"n{b}", costs(rng, (sizes[a], sizes[b]), variants, high, forbidden)) for a, b in pairs]
     return CostGraph(tuple(nodes), tuple(edges))
+
+
+def tied(rng: np.random.Generator, graph: CostGraph, num_users: int, num_ways: int, high: int) -> CostGraph:
+    """The graph with costs on top of some operators' for what they share: bytes for each way of splitting it."""
+    users = sorted(rng.choice(len(graph.nodes), min(num_users, len(graph.nodes)), replace=False).tolist())
+    sizes = rng.integers(0, high, num_ways)
+    nodes, shares = list(graph.nodes), []
+    for index in users:
+        node = nodes[index]
+        ways = rng.integers(0, num_ways, len(node.configurations))
+        own = TieUser(node.name, ways, sizes[ways], rng.integers(0, high, len(ways)))
+        cells = node.costs.cells
+        more = node.costs.memory_bytes + own.memory_bytes[cells], node.costs.time_ns + own.time_ns[cells]
+        nodes[index] = replace(node, costs=replace(node.costs, memory_bytes=more[0], time_ns=more[1]))
+        shares.append(own)
+    tie = CostTie(tuple(shares), int(rng.integers(0, high)))
+    return CostGraph(tuple(nodes), graph.edges, (*graph.ties, tie))
+
+
+def copies(tie: CostTie, chosen: Mapping[str, int]) -> tuple[int, int]:
+    """Bytes and ns that its operators take less than each by itself, counted copy by copy."""
+    every = [(user, chosen[user.operator]) for user in tie.users]
+    held = {int(user.ways[k]): int(user.memory_bytes[k]) for user, k in every}
+    first, k = every[0]
+    spent = min(int(first.time_ns[k]), tie.apart_ns) if len(held) == 1 else tie.apart_ns
+    counted = sum(int(user.memory_bytes[k]) for user, k in every), sum(int(user.time_ns[k]) for user, k in every)
+    return counted[0] - sum(held.values()), counted[1] - spent
 
 
 def chain(num: int) -> list[tuple[int, int]]:
@@ -71,7 +100,11 @@ def cost_of(graph: CostGraph, strategy: Strategy) -> tuple[int, int] | None:
     if None in points:
         return None
     found = [point for point in points if point]
-    return sum(memory for memory, _ in found), sum(time for _, time in found)
+    spared = [copies(tie, strategy.configurations) for tie in graph.ties]
+    return (
+        sum(memory for memory, _ in found) - sum(memory for memory, _ in spared),
+        sum(time for _, time in found) - sum(time for _, time in spared),
+    )
 
 
 def _point(costs: Table, cell: int, variant: int) -> tuple[int, int] | None:
@@ -91,7 +124,8 @@ def enumerate_frontier(graph: CostGraph) -> list[tuple[int, int]]:
         factors += [
             _cell(edge.costs, chosen[edge.source] * edge.costs.columns + chosen[edge.target]) for edge in graph.edges
         ]
-        sums = {(0, 0)}
+        spared = [copies(tie, chosen) for tie in graph.ties]
+        sums = {(-sum(memory for memory, _ in spared), -sum(time for _, time in spared))}
         for factor in factors:
             sums = {(m + a, t + b) for m, t in sums for a, b in factor}
         every |= sums

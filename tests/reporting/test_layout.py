@@ -15,7 +15,7 @@ from rich.text import Text
 from builders.chains import chain_plan
 from pipeplan.costs.inspection import Inspection
 from pipeplan.costs.throughput import Yardstick
-from pipeplan.files import Profile, read_profile, sha256_of
+from pipeplan.files import Profile, read_profile, sha256_of, write_file
 from pipeplan.files.trace import read_trace
 from pipeplan.planning.comparison import OURS, Comparison, ComparisonRow, NotThere
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
@@ -204,6 +204,24 @@ def test_commands_in_pipes_are_as_wide_as_columns_says(monkeypatch: pytest.Monke
     assert said["80"] != said["400"]
     assert said[""] == said["0"] == said["wide"], "120 columns, where nobody says how many"
     assert 80 < max(map(len, said[""].splitlines())) <= 120
+
+
+def test_verdicts_and_errors_are_as_wide_as_columns_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pipes, too; without COLUMNS they are one line there, for those who search them."""
+    right = tmp_path / "right.json"
+    plan = chain_plan(2, 4, forward=2_000_000, backward=4_000_000, lag=500_000)
+    write_file(plan, str(right))
+    asked = (("check", right), ("search", right, "--devices", "2"), ("search", right, "--recompute", "al"))
+    for arguments in asked:
+        texts = {}
+        for columns in ("", "60"):
+            monkeypatch.setenv("COLUMNS", columns)
+            done = pipeplan(*arguments)
+            texts[columns] = done.stdout if arguments == asked[0] else done.stderr
+        assert max(map(len, texts[""].splitlines())) > 60
+        long = max(map(len, texts["60"].split()))
+        assert max(map(len, texts["60"].splitlines())) <= max(60, long)
+        assert texts["60"].split() == texts[""].split()
 
 
 def test_a_width_that_is_given_goes_before_columns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,8 @@ def test_the_executor_replays_a_plan_alone() -> None:
     """
     stages = [
         PlacedStage(blocks=("b0",), devices=(0,)),
-        PlacedStage(blocks=("b1",), devices=(1, 2), replicas=2),
-        PlacedStage(blocks=("b2", "end"), devices=(3,)),
+        PlacedStage(blocks=("b1",), devices=(0, 1), replicas=2),
+        PlacedStage(blocks=("b2", "end"), devices=(1,)),
     ]
     plan = placed_plan(replay_rank.chain(), stages, num_microbatches=3, microbatch_size=2, split=True)
     found: dict[int, dict[str, float]] = {}
@@ -86,7 +86,7 @@ def test_the_executor_replays_a_plan_alone() -> None:
     watch_local(
         "runtime_support.replay_rank:replay", plan.programs, job, 60 * 10**9, found.__setitem__, replay_rank.COMMAND
     )
-    assert sorted(found) == [0, 1, 2, 3]
+    assert sorted(found) == [0, 1]
     for rank, report in found.items():
         assert report["num_gradients"] > 0, rank
         assert report["distance"] < 1e-12, rank

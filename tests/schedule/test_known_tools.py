@@ -59,7 +59,7 @@ def test_four_devices_are_proved(memory: float, best: int) -> None:
 times = st.integers(1, 40)
 
 
-@settings(max_examples=12, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(["v", "circular", "zbv", "x", "m"]), times, times, times, st.integers(2, 9), st.booleans())
 def test_never_worse_than_a_classic_schedule_that_fits(
     name: str, forward: int, input_grad: int, weight_grad: int, room: int, split: bool

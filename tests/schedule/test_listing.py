@@ -68,7 +68,7 @@ def require_whole(problem: OneMicrobatch, orders: list[list[int]]) -> None:
     assert fits(graph, orders)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data())
 def test_what_is_returned_is_complete_and_within_memory(data: st.DataObject) -> None:
     problem = data.draw(st.one_of(chains(), problems()))
@@ -77,7 +77,7 @@ def test_what_is_returned_is_complete_and_within_memory(data: st.DataObject) -> 
         require_whole(problem, orders)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.data())
 def test_never_stuck_on_a_chain_that_one_micro_batch_fits(data: st.DataObject) -> None:
     """One stage per device: wherever one micro-batch after another fits, every policy finds an order."""

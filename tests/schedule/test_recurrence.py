@@ -60,7 +60,7 @@ def require_holds(problem: OneMicrobatch, orders: list[list[int]]) -> None:
             assert starts[target] >= starts[source] + graph.durations[source], (rule, m)
 
 
-@settings(max_examples=300, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(problems(num_microbatches=5), st.integers(0, 2**32))
 def test_every_schedule_that_fits(problem: OneMicrobatch, seed: int) -> None:
     orders = random_orders(problem, Random(seed))

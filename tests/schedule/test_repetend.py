@@ -79,7 +79,7 @@ def replay_faults(problem: OneMicrobatch, pattern: Pattern, repetitions: int) ->
     return faults
 
 
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(problems(num_microbatches=7), st.integers(1, 3))
 def test_patterns_are_valid_and_compose(problem: OneMicrobatch, unroll: int) -> None:
     """Replayed as it is and composed for any N: nothing overlaps, nothing is early, everything fits."""

@@ -15,7 +15,7 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from references.least_period import least_period_by_enumeration
 
 
-@settings(max_examples=70, suppress_health_check=list(HealthCheck))
+@settings(max_examples=35, suppress_health_check=list(HealthCheck))
 @given(problems())
 def test_least_period_is_that_of_the_enumeration(problem: OneMicrobatch) -> None:
     found = least_period(problem, Budget(60, deterministic=True), 60)

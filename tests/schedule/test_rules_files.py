@@ -173,7 +173,7 @@ def test_files_that_are_not_there() -> None:
         read_rules("nothing")
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(st.data())
 def test_damaged_files_are_refused_or_read(data: st.DataObject) -> None:
     """Whatever one piece of a file is replaced by, nothing but a FileError comes of it."""

@@ -77,7 +77,7 @@ def orders_of(graph: TaskGraph, rules: Rules) -> list[list[int]] | None:
         return None
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(workloads(), rules)
 def test_every_choice_is_that_of_the_plain_algorithm(workload: Workload, rules: Rules) -> None:
     graph = task_graph(workload)

@@ -198,7 +198,7 @@ class TestPlacementChoice:
         assert choose_placement(profile, "circular", 2) == ("circular", 2)
         with pytest.raises(UsageError, match="say how many --devices"):
             choose_placement(profile, "auto", None)
-        with pytest.raises(UsageError, match="neither a file nor one of"):
+        with pytest.raises(UsageError, match="neither a file nor a strategy; choose from auto"):
             choose_placement(profile, "zigzag", 2)
 
     @pytest.mark.parametrize(

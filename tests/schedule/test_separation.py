@@ -101,7 +101,7 @@ def test_stages_on_several_devices_separate_together() -> None:
     assert best_of_all(graph, orders) == length(graph, found) < length(graph, orders)
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(placed(links=True), st.randoms(use_true_random=False), st.integers(0, 2))
 def test_any_schedule_stays_valid_and_within_memory_and_gets_no_longer(case: Placed, choose: Random, more: int) -> None:
     """Several micro-batch sizes, routes, replicas, parts, shards, and links that may be busy."""

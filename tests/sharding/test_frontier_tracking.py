@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode
+from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, undominated
 from pipeplan.sharding.table import table
 from pipeplan.sharding.tracking import Tracked, track
 from references import cost_graphs as graphs
@@ -60,7 +60,51 @@ def test_the_frontier_is_that_of_full_enumeration(
     strategies_cost_what_they_say(graph, tracked)
 
 
-@settings(max_examples=25)
+@settings(max_examples=20)
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(["chain", "residual", "branching", "hub"]),
+    st.integers(2, 5),
+    st.integers(2, 3),
+    st.integers(1, 2),
+    st.sampled_from([4, 30, 1 << 36]),
+    st.sampled_from([0.0, 1e-15]),
+)
+def test_what_operators_share_is_there_once_where_they_split_it_alike(
+    seed: int, kind: str, num: int, users: int, ties: int, high: int, within: float
+) -> None:
+    """Copy by copy: up to three operators that share something, and some that share two things."""
+    graph = drawn(seed, kind, num, 1 + (high == 4), high, 0.1 * (high > 4))
+    rng = np.random.default_rng(seed)
+    for _ in range(ties):
+        graph = graphs.tied(rng, graph, users, int(rng.integers(1, 4)), high)
+    tracked = track(graph, within=within)
+    assert tracked.exact
+    assert points(tracked) == graphs.enumerate_frontier(graph)
+    strategies_cost_what_they_say(graph, tracked)
+    fewer = track(graph.restricted(undominated(graph)))
+    assert points(fewer) == points(tracked)
+
+
+@settings(max_examples=10)
+@given(st.integers(0, 2**32 - 1))
+def test_of_four_or_more_in_two_ways_one_way_is_counted_once(seed: int) -> None:
+    """Then costs are no less than those by copies, and the result does not call itself exact."""
+    rng = np.random.default_rng(seed)
+    graph = graphs.tied(rng, graphs.graph_of(rng, [3] * 4, graphs.chain(4)), 4, 2, 20)
+    (tie,) = graph.ties
+    tracked = track(graph)
+    assert tracked.exact == tie.sure
+    exact = graphs.enumerate_frontier(graph)
+    for index, (memory, time) in enumerate(points(tracked)):
+        assert any(m <= memory and t <= time for m, t in exact)
+        chosen = tracked.strategy(index).configurations
+        alone = [tie.spared([chosen[user.operator] for user in tie.users])]
+        assert alone[0][0] <= graphs.copies(tie, chosen)[0]
+        assert alone[0][1] == graphs.copies(tie, chosen)[1]
+
+
+@settings(max_examples=12)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from(["chain", "residual", "branching", "hub"]),

@@ -11,7 +11,7 @@ from pipeplan.sharding.tracking import track
 from references import cost_graphs as graphs
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(
     st.integers(0, 2**32 - 1),
     st.sampled_from([graphs.chain, graphs.residual]),

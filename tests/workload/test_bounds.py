@@ -58,7 +58,7 @@ def test_littles_law_over_the_whole_run(memory: float, bound: int) -> None:
     assert strong_makespan_bound(zero_bubble("v", 8, 32, memory)) >= bound
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, suppress_health_check=list(HealthCheck))
 @given(problems(max_stages=2, num_microbatches=2))
 def test_bounds_and_search_against_every_schedule(problem: OneMicrobatch) -> None:
     best = best_makespan(problem)

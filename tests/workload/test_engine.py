@@ -181,7 +181,7 @@ def compare(loop: str, data: st.DataObject, seed: int) -> None:
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data(), seed=SEEDS)
 def test_orders_are_those_of_the_loop_before(loop: str, data: st.DataObject, seed: int) -> None:
     compare(loop, data, seed)

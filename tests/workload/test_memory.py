@@ -57,7 +57,7 @@ def test_what_is_never_given_back_stays_held() -> None:
     assert [memory.activation_bytes for memory in peak_memory(graph, orders)] == [5 * 2 * 3] * 2
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(workloads() | (placed() | placed_chains()).map(lambda drawn: drawn.workload), SEEDS)
 def test_peaks_are_the_checkers(workload: Workload, seed: int) -> None:
     graph, random = task_graph(workload), Random(seed)

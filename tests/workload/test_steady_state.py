@@ -210,7 +210,7 @@ def is_copy(order: list[Entry], first: dict[str, int], unroll: int) -> bool:
 @settings(max_examples=8)
 def test_found_repetends_are_the_best_that_exist(num_devices: int, times: list[int], lag: int, room: int) -> None:
     """Chains with any times, each device running backwards first and holding at most ``room`` micro-batches."""
-    workload = chain_workload(num_devices, 6, lag=lag)
+    workload = chain_workload(num_devices, 5, lag=lag)
     durations = {f"{s}{kind}": times[2 * s + (kind == "B")] for s in range(num_devices) for kind in "FB"}
     operations = tuple(replace(op, duration_ns=durations[op.id]) for op in workload.operations)
     workload = plan_of(workload, one_f_one_b(workload)).model_copy(update={"operations": operations}).workload

@@ -1,7 +1,8 @@
 """Data: devices, clusters, sizes of models, scheduling rules, recipes of training state, targets; and reading it.
 
-Here: one file per member, in a folder per kind, listed and read with the standard library alone, so that every room can
-use them. Not here: what the data means, and code of any other kind; that lives in the rooms that read it.
+Here: one file per member, in a folder per kind, listed and read with the standard library and ``errors`` alone, so
+that every room can use them. Not here: what the data means, and code of any other kind; that lives in the rooms that
+read it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from importlib.resources import files
 from importlib.resources.abc import Traversable
 from typing import Any
 
+from pipeplan.errors import FileError, unknown_key
 from pipeplan.texts import problems_of
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "names",
     "read_table",
     "read_text",
+    "require_known",
 ]
 
 
@@ -46,6 +49,13 @@ def read_table(folder: str, name: str) -> dict[str, Any]:
     for place, problem in problems_of(table):
         raise ValueError(f"catalog/{folder}/{name}: {place}: {problem}")
     return table
+
+
+def require_known(table: Mapping[str, Any], kind: Any, where: str) -> None:
+    """Refuse keys that are no fields of a dataclass. Raises FileError."""
+    problem = unknown_key(table, [each.name for each in fields(kind) if each.init])
+    if problem is not None:
+        raise FileError(f"{where}: {problem}")
 
 
 @cache
@@ -116,4 +126,6 @@ class ExportTarget:
 
 def export_target(name: str) -> ExportTarget:
     """An export target; ``name`` is one of ``names("targets")``."""
-    return ExportTarget(**read_table("targets", name))
+    table = read_table("targets", name)
+    require_known(table, ExportTarget, f"{name}.toml")
+    return ExportTarget(**table)

@@ -18,6 +18,7 @@ from pipeplan.cli.shared import (
     DURATION,
     FILE,
     FOLDER,
+    OneOf,
     RenamedOption,
     interrupt_on_sigterm,
     require_folder,
@@ -58,7 +59,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @click.option("--memory", type=BYTES, help="Most memory of each device, as 16GB.  [default: the cluster's]")
 @click.option(
     "--mode",
-    type=click.Choice(_MODES),
+    type=OneOf(_MODES),
     default="all",
     help="Of what fits into --memory: all points; all, and choose the quickest; those on fewest devices; or the "
     "quickest for each number of devices.",
@@ -69,7 +70,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     "--split-level",
     cls=RenamedOption,
     was=("--grain",),
-    type=click.Choice(["block", "operator"]),
+    type=OneOf(["block", "operator"]),
     default="block",
     help="What is split in one way: whole blocks, as plans run them, or every operator inside.",
 )

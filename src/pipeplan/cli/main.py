@@ -16,7 +16,7 @@ import click
 
 from pipeplan._version import __version__
 from pipeplan.cli.output import say
-from pipeplan.errors import FileError, PipeplanError
+from pipeplan.errors import FileError, PipeplanError, UsageError, choose_from
 
 VERBS = {
     "search": ("search_verbs", "Search for the best plan."),
@@ -47,6 +47,14 @@ class LazyGroup(click.Group):
         module, _ = VERBS[cmd_name]
         command: click.Command = getattr(importlib.import_module(f"pipeplan.cli.{module}"), f"{cmd_name}_command")
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The verb that the first argument names. Raises UsageError where there is none."""
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            raise UsageError(f"there is no verb {args[0]!r}; {choose_from(args[0], list(VERBS))}")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The verbs with their help lines, without importing them."""
@@ -110,10 +118,10 @@ def _exit_code() -> int:
     except click.ClickException as error:
         text = io.StringIO()
         error.show(text)
-        say(text.getvalue().removesuffix("\n"), err=True)
+        say(text.getvalue().removesuffix("\n"), err=True, wrap=True)
         return error.exit_code
     except PipeplanError as error:
-        say(f"pipeplan: {error}", err=True)
+        say(f"pipeplan: {error}", err=True, wrap=True)
         return error.exit_code
     except BrokenPipeError:  # the reader of stdout left
         return 0

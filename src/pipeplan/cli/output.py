@@ -17,15 +17,23 @@ if TYPE_CHECKING:
     from pipeplan._api import FileModel
 
 
-def say(text: str, *, err: bool = False) -> None:
-    """Print a line, or lines: whatever of a file, the command line or an error is in it moves no terminal."""
-    click.echo(printable(with_short_lines(text) if err else text), err=err)
+def say(text: str, *, err: bool = False, wrap: bool = False) -> None:
+    """Print a line, or lines: whatever of a file, the command line or an error is in it moves no terminal.
+
+    With ``wrap`` between words, as wide as where it goes.
+    """
+    text = printable(with_short_lines(text) if err else text)
+    if wrap:
+        from pipeplan.reporting.layout import wrapped
+
+        text = wrapped(text, sys.stderr if err else sys.stdout)
+    click.echo(text, err=err)
 
 
 def say_notes(notes: Iterable[str]) -> None:
     """Say on stderr what a reader must know, where stdout is for a file or for JSON."""
     for note in notes:
-        say(f"pipeplan: {note}", err=True)
+        say(f"pipeplan: {note}", err=True, wrap=True)
 
 
 class Outputs:

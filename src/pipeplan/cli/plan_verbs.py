@@ -49,7 +49,7 @@ def check_command(
         say(json.dumps(report.figures(), indent=2, ensure_ascii=False))
         ctx.exit(0 if report.valid else 1)
     report.require(plan_path)
-    say(_verdict(plan_path, plan, report, profile, cluster))
+    say(_verdict(plan_path, plan, report, profile, cluster), wrap=True)
 
 
 def _verdict(path: str, plan: Plan, report: Report, profile: Profile | None, cluster: Cluster | None) -> str:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -22,6 +26,7 @@ from pipeplan.cli.shared import (
     SEQUENCE,
     FiniteRange,
     KnownNames,
+    OneOf,
     granularity,
     interrupt_on_sigterm,
 )
@@ -107,9 +112,7 @@ class _Stretch(FiniteRange):
     metavar="X",
     help="Clip the norm of all gradients together to this; inf only reports it.",
 )
-@click.option(
-    "--autocast", type=click.Choice(["bfloat16"]), help="Compute in it, with parameters and optimizer in float32."
-)
+@click.option("--autocast", type=OneOf(["bfloat16"]), help="Compute in it, with parameters and optimizer in float32.")
 @click.option(
     "--checkpoint", type=FOLDER, metavar="DIR", help="Write checkpoints, from which any plan of the model can resume."
 )
@@ -118,11 +121,11 @@ class _Stretch(FiniteRange):
 )
 @click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2)
 @click.option("--resume", is_flag=True, help="Resume from the last checkpoint; --steps is the total.")
-@click.option("--dtype", type=click.Choice(["float32", "float64", "bfloat16"]), default="float32")
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu")
+@click.option("--dtype", type=OneOf(["float32", "float64", "bfloat16"]), default="float32")
+@click.option("--device", type=OneOf(["cpu", "cuda"]), default="cpu")
 @click.option(
     "--backend",
-    type=click.Choice(["auto", "gloo", "nccl"]),
+    type=OneOf(["auto", "gloo", "nccl"]),
     default="auto",
     help="What carries tensors; auto is nccl for cuda. With gloo several processes can share a GPU.",
 )
@@ -179,7 +182,8 @@ def _run_here(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcome:
     plan = _api.read_plan(plan_path)
     interrupt_on_sigterm()
     try:
-        return _api.run(plan, options, shown.show, where=plan_path)
+        with shown.waiting(plan):
+            return _api.run(plan, options, shown.show, on_look=shown.look, where=plan_path)
     except (KeyboardInterrupt, BrokenPipeError, ExecutionError):
         _say_where_to_resume(options)
         raise
@@ -210,15 +214,45 @@ def _run_as_rank(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcom
 
 
 class Steps:
-    """Prints steps as they end unless ``quiet``, and warns on stderr of the first with numbers that are not finite."""
+    """Prints steps as they end unless ``quiet``, and warns on stderr of the first with numbers that are not finite.
 
-    def __init__(self, options: RunOptions, *, quiet: bool) -> None:
+    Where stderr is a terminal, a line there says how long a step has taken so far; ``clock`` returns seconds.
+    """
+
+    def __init__(self, options: RunOptions, *, quiet: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._training = options if isinstance(options, _api.TrainOptions) else None
         self._quiet, self._warned = quiet, False
+        self._clock, self._stretch = clock, options.stretch or 1.0
+        self._since, self._said = clock(), 0
+        self._predicted = ""
+
+    @contextmanager
+    def waiting(self, plan: Plan) -> Iterator[None]:
+        """Let :meth:`look` say how long steps take, and what the plan predicts; at the end nothing of it is left."""
+        self._predicted = f", predicted {format_ns(round(plan.predicted.whole_ns * self._stretch))}"
+        try:
+            yield
+        finally:
+            self._erase()
+
+    def look(self, where: str) -> None:
+        """Called again and again while a step runs; ``where`` rank 0 is."""
+        seconds = int(self._clock() - self._since)
+        if seconds > self._said and sys.stderr.isatty():
+            self._said = seconds
+            text = f"{seconds}s so far{self._predicted}; rank 0 {where}"
+            columns = shutil.get_terminal_size().columns - 1
+            click.echo(f"\r{text[:columns]}\033[K\r", nl=False, err=True)  # whatever else is said overwrites it
+
+    def _erase(self) -> None:
+        if self._said:
+            click.echo("\r\033[K", nl=False, err=True)
+        self._since, self._said = self._clock(), 0
 
     def show(self, result: StepResult) -> None:
         """Called as a step ends."""
         training = self._training
+        self._erase()
         if not self._quiet:
             loss = f"  loss {result.loss:.4f}" if training is not None else ""
             norm = "" if result.grad_norm is None else f"  gradients {result.grad_norm:.4g}"

@@ -16,7 +16,7 @@ from click.shell_completion import CompletionItem
 
 from pipeplan import _api
 from pipeplan.cli.output import say
-from pipeplan.errors import FileError, UsageError
+from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.units import parse_bytes, parse_ns
 
 if TYPE_CHECKING:
@@ -65,6 +65,14 @@ class KnownNames(click.ParamType[str]):
         """Names that begin so. Files go first: bash forgets what stands before them, and has them if no name fits."""
         found = [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
         return [CompletionItem(incomplete, type="file")] * self._files + found
+
+
+class OneOf(click.Choice[str]):
+    """One of some names; of one that is not known it asks which is meant."""
+
+    def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
+        """That it is none of them, and which is near or what there is."""
+        return f"{value!r} is not known; {choose_from(str(value), list(map(str, self.choices)))}"
 
 
 class _Counts(click.ParamType[tuple[int, ...]]):
@@ -141,7 +149,7 @@ SEQUENCE = click.option(
 
 def granularity(text: str) -> Callable[[_Command], _Command]:
     """What a block of a captured model is."""
-    kinds = click.Choice(["layer", "half", "operator"])
+    kinds = OneOf(["layer", "half", "operator"])
     return click.option("--granularity", "grain", cls=RenamedOption, was=("--grain",), type=kinds, help=text)
 
 
@@ -173,7 +181,7 @@ _OPTIONS = (
         *("--shard-shared", "spread"),
         cls=RenamedOption,
         was=("--spread",),
-        type=click.Choice(list(_YES_NO)),
+        type=OneOf(list(_YES_NO)),
         default="auto",
         help="Split shared blocks over all devices of the pipeline.",
     ),
@@ -183,11 +191,11 @@ _OPTIONS = (
         help="Sliced micro-batches: leading ones whose warm-up forwards run in two halves.  "
         "[default: auto; 0 for a named schedule or --rules]",
     ),
-    click.option("--recompute", type=click.Choice(list(_RECOMPUTE)), default="auto"),
+    click.option("--recompute", type=OneOf(list(_RECOMPUTE)), default="auto"),
     click.option("--unroll", default="auto", metavar="auto|U", help="Micro-batches per repetend."),
     click.option(
         "--split-backward",
-        type=click.Choice(list(_YES_NO)),
+        type=OneOf(list(_YES_NO)),
         help="Run input and weight gradients separately.  [default: auto; as defined for a named schedule or --rules]",
     ),
     click.option(

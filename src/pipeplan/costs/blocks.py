@@ -10,8 +10,8 @@ from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter
 
-from pipeplan.catalog import names, read_table
-from pipeplan.errors import UsageError
+from pipeplan.catalog import names, read_table, require_known
+from pipeplan.errors import UsageError, choose_from, unknown_key
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS, MemoryBytes, training_state
 
@@ -122,9 +122,9 @@ class StateRecipe:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     def __post_init__(self) -> None:
-        unknown = self.tensors.keys() - {kind.name for kind in STATE_KINDS}
-        if unknown or self.tensors[PARAMETERS.name] != ("own",):
-            raise ValueError(f"recipe {self.title!r}: unknown kinds {sorted(unknown)}, or parameters not their own")
+        unknown = unknown_key(self.tensors, [kind.name for kind in STATE_KINDS])
+        if unknown is not None or self.tensors[PARAMETERS.name] != ("own",):
+            raise ValueError(f"recipe {self.title!r}: {unknown or 'parameters are not their own'}")
 
     def state(self, parameters: int, parameter_bytes: int) -> MemoryBytes:
         """Bytes by kind for a number of parameters that take ``parameter_bytes`` in all."""
@@ -140,8 +140,10 @@ def state_recipe(name: str) -> StateRecipe:
         UsageError: there is none.
     """
     if name not in RECIPES:
-        raise UsageError(f"there is no recipe {name!r}; choose from {', '.join(RECIPES)}")
-    return TypeAdapter(StateRecipe).validate_python(read_table("recipes", name))
+        raise UsageError(f"there is no recipe {name!r}; {choose_from(name, RECIPES)}")
+    table = read_table("recipes", name)
+    require_known(table, StateRecipe, f"{name}.toml")
+    return TypeAdapter(StateRecipe).validate_python(table)
 
 
 _PER_PARAMETER_BYTE = training_state(1).total

@@ -23,7 +23,7 @@ from typing import Any, get_args
 from pydantic import ValidationError
 
 from pipeplan.catalog import names, read_text
-from pipeplan.errors import FileError, UsageError
+from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.files import Cluster, MeasuredCurve, parse
 from pipeplan.files.cluster import Operation
 from pipeplan.units import MAX_NS
@@ -39,7 +39,7 @@ def cluster_of_paper(name: str, num_devices: int | None = None) -> Cluster:
         UsageError: there is no testbed of this name, or the number of devices is not one.
     """
     if name not in TESTBEDS:
-        raise UsageError(f"there is no testbed {name!r}; choose from {', '.join(TESTBEDS)}")
+        raise UsageError(f"there is no testbed {name!r}; {choose_from(name, TESTBEDS)}")
     cluster = parse(read_text("clusters", name), Cluster, f"{name}.json")
     return cluster if num_devices in (None, cluster.num_devices) else _resized(cluster, num_devices)
 

@@ -20,8 +20,8 @@ from typing import Literal
 
 from pydantic import ConfigDict, TypeAdapter
 
-from pipeplan.catalog import names, read_table
-from pipeplan.errors import UsageError
+from pipeplan.catalog import names, read_table, require_known
+from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Block, CostRow, Profile
 
 
@@ -101,8 +101,10 @@ def device_preset(name: str) -> DevicePreset:
         UsageError: there is none.
     """
     if name not in PRESETS:
-        raise UsageError(f"--device {name!r} is not a preset; choose from {', '.join(PRESETS)}")
-    return TypeAdapter(DevicePreset).validate_python(read_table("devices", name))
+        raise UsageError(f"--device {name!r} is not a preset; {choose_from(name, PRESETS)}")
+    table = read_table("devices", name)
+    require_known(table, DevicePreset, f"{name}.json")
+    return TypeAdapter(DevicePreset).validate_python(table)
 
 
 def peak_flops_per_s(device: str, dtype: str) -> int | None:

@@ -13,11 +13,11 @@ from typing import Protocol
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass
 
-from pipeplan.catalog import ModelSize, model_sizes
+from pipeplan.catalog import ModelSize, model_sizes, require_known
 from pipeplan.costs.communication import prices_in
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.operators import Operator, activation, linear, norm, sequence_of
-from pipeplan.errors import UsageError
+from pipeplan.errors import UsageError, choose_from
 from pipeplan.examples.layout import (
     WIDTH,
     ModelLayout,
@@ -388,6 +388,7 @@ _SPLIT = (
 def family_of(name: str) -> Family:
     """The dimensions of a paper's model, which lay it out; ``name`` is one of ``MODELS``."""
     size = MODELS[name]
+    require_known(size.dimensions, FAMILIES[size.family], f"model {name!r} of family {size.family}")
     return FAMILIES[size.family](**size.dimensions)
 
 
@@ -408,7 +409,7 @@ def model(
         UsageError: an unknown model or device, no or unusable micro-batch sizes or shards, or too small a cluster.
     """
     if name not in MODELS:
-        raise UsageError(f"there is no model {name!r}; choose from {', '.join(MODELS)}")
+        raise UsageError(f"there is no model {name!r}; {choose_from(name, list(MODELS))}")
     paper, preset = MODELS[name], device_preset(device)
     sizes = sorted(set(paper.microbatch_sizes if microbatch_sizes is None else microbatch_sizes))
     if not sizes or sizes[0] < 1 or sizes[-1] > _MOST_SAMPLES:

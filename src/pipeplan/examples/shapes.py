@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from pipeplan.errors import UsageError
+from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.units import MAX_NS, format_ns
 
@@ -119,7 +119,7 @@ def shape(name: str, num_devices: int, *, chunks: int | None = None, costs: Shap
             bytes or times that go with another one.
     """
     if name not in SHAPES:
-        raise UsageError(f"there is no shape {name!r}; choose from {', '.join(SHAPES)}")
+        raise UsageError(f"there is no shape {name!r}; {choose_from(name, list(SHAPES))}")
     kind, costs = SHAPES[name], costs or ShapeCosts()
     _require(name, kind, num_devices, chunks, costs)
     layout = _ShapeLayout(num_devices, kind.chunks or chunks or 2, costs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import stat
 import sys
 import tempfile
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from pipeplan.errors import FileError, did_you_mean
+from pipeplan.errors import FileError, choose_from, did_you_mean
 from pipeplan.files.base import (
     MIGRATIONS,
     Content,
@@ -337,5 +338,16 @@ def _problem(detail: ErrorDetails, form: Form) -> str:
     if detail["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         *parents, key = detail["loc"]
         known = keys_at(form, parents)
-        message += f"; {did_you_mean(str(key), known) or 'choose from ' + ', '.join(known)}" * bool(known)
+        message += f"; {choose_from(str(key), known)}" * bool(known)
+    if isinstance(given, str) and (question := did_you_mean(given, _allowed(detail))):
+        message += f"; {question}"
     return f"{place or 'file'}: {message}"
+
+
+def _allowed(detail: ErrorDetails) -> list[str]:
+    """The values of which one should stand there, where it is about one of some names."""
+    if detail["type"] == "literal_error":
+        return re.findall("'([^']*)'", detail["ctx"]["expected"])
+    pattern = detail["ctx"]["pattern"] if detail["type"] == "string_pattern_mismatch" else ""
+    names = re.fullmatch(r"\^\(([a-z|-]+)\)\$", pattern)
+    return names[1].split("|") if names else []

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from pipeplan.errors import FileError
+from pipeplan.errors import FileError, did_you_mean
 from pipeplan.files.read_write import read_bytes
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Index, Name
@@ -148,10 +148,8 @@ def read_trace(path: str, num_devices: int) -> MeasuredTrace:
         events = [_Event.model_validate(event) for event in file.traceEvents if _is_measured(event)]
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"])) or "file"
-        raise FileError(
-            f"{where}: not a trace that pipeplan run --trace has written: {place}: {first['msg']}"
-        ) from None
+        place, problem = ".".join(map(str, first["loc"])) or "file", first["msg"].removeprefix("Value error, ")
+        raise FileError(f"{where}: not a trace that pipeplan run --trace has written: {place}: {problem}") from None
     if not events:
         raise FileError(f"{where}: has no measured actions; pipeplan run --trace writes them")
     found: defaultdict[int, list[list[TimedText]]] = defaultdict(lambda: [[] for _ in range(num_devices)])
@@ -173,6 +171,16 @@ class _Lenient(BaseModel):
     """Tools add keys of their own to traces."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_mistaken_keys(cls, value: Any) -> Any:
+        """Refuse a key that is meant to be one of ours, which is missing."""
+        missing = [name for name in cls.model_fields if isinstance(value, dict) and name not in value]
+        for key in value if missing else ():
+            if key not in cls.model_fields and (question := did_you_mean(key, missing)):
+                raise ValueError(f"{key} is not known; {question}")
+        return value
 
 
 class _About(_Lenient):

@@ -33,38 +33,45 @@ holds more micro-batches than before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import UsageError
 from pipeplan.partition.chain.autopipe import Step, steps_in_order
 from pipeplan.partition.chain.costs import Array, ChainCosts, Place, StageTimes
 from pipeplan.partition.chain.kernel import Programme
-from pipeplan.partition.problem import Partition, PartitionProblem, Way
+from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem, Way
 
 Mask = NDArray[np.bool_]
 
 
-def for_each_size(
-    problem: PartitionProblem, planner: Callable[[Sequence[Way]], Partition | None], nothing: str
-) -> Iterator[Partition]:
+Planner = Callable[[PartitionProblem, Sequence[Way]], Partition | None]
+"""What finds a partition among ways of one micro-batch size, if there is one."""
+
+
+def for_each_size(problem: PartitionProblem, planner: Planner, nothing: str) -> Iterator[Partition]:
     """What a planner finds for the ways of each micro-batch size.
 
     Raises:
-        InfeasibleError: ``nothing``, for all sizes.
+        NoPartitionError: ``nothing``, for all sizes.
     """
-    sized = groupby(sorted(problem.ways, key=lambda way: way.microbatch_size), key=lambda way: way.microbatch_size)
-    found = [partition for _, ways in sized if (partition := planner(list(ways))) is not None]
+    found = list(_of_sizes(problem, planner))
     if not found:
-        raise InfeasibleError(
-            f"{nothing} {problem.num_devices} devices of {problem.memory_bytes} bytes; raise --memory or --devices, "
-            "or lower --microbatch-size"
+        raise NoPartitionError(
+            nothing,
+            problem,
+            lambda memory: next(_of_sizes(replace(problem, memory_bytes=memory), planner), None) is not None,
         )
     yield from found
+
+
+def _of_sizes(problem: PartitionProblem, planner: Planner) -> Iterator[Partition]:
+    sized = groupby(sorted(problem.ways, key=lambda way: way.microbatch_size), key=lambda way: way.microbatch_size)
+    return (partition for _, ways in sized if (partition := planner(problem, list(ways))) is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,11 +167,11 @@ def pipedream(problem: PartitionProblem) -> Iterator[Partition]:
     """The contiguous partition with the least slowest stage, on at most the devices there are, for each size.
 
     Raises:
-        InfeasibleError: no partition fits into memory.
+        NoPartitionError: no partition fits into memory.
     """
     order = problem.order
 
-    def planned(ways: Sequence[Way]) -> Partition | None:
+    def planned(problem: PartitionProblem, ways: Sequence[Way]) -> Partition | None:
         found = least_bottleneck(problem, StageTable.of_chain(problem, ways, order))
         if found is None:
             return None
@@ -183,13 +190,13 @@ def piper(problem: PartitionProblem, max_downsets: int = MAX_DOWNSETS) -> Iterat
 
     Raises:
         UsageError: the graph has more downsets than ``max_downsets``.
-        InfeasibleError: no partition fits into memory.
+        NoPartitionError: no partition fits into memory.
     """
     order, cuts = problem.order, downsets(problem, max_downsets)
     sums = _NestedCosts.over(problem.chain(order), cuts)
     begins, ends = _nested(cuts)
 
-    def planned(ways: Sequence[Way]) -> Partition | None:
+    def planned(problem: PartitionProblem, ways: Sequence[Way]) -> Partition | None:
         found = least_bottleneck(problem, StageTable.of(problem, ways, sums, begins, ends))
         if found is None:
             return None
@@ -380,11 +387,11 @@ def dapple(problem: PartitionProblem) -> Iterator[Partition]:
     always the least latency of all plans; for at most two stages it is.
 
     Raises:
-        InfeasibleError: no plan that was looked at fits into memory.
+        NoPartitionError: no plan that was looked at fits into memory.
     """
     order = problem.order
 
-    def planned(ways: Sequence[Way]) -> Partition | None:
+    def planned(problem: PartitionProblem, ways: Sequence[Way]) -> Partition | None:
         value, parts = _DappleSearch(problem, ways, order).best()
         if value >= UNLIMITED:
             return None

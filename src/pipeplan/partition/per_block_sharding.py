@@ -16,12 +16,12 @@ import numpy as np
 from pipeplan.errors import PipeplanError
 from pipeplan.files import Cluster, PlacedStage, Profile
 from pipeplan.partition.chain.costs import FloatArray
-from pipeplan.sharding.bounds import RELAXED
+from pipeplan.sharding.bounds import RELAXED, BoolArray
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.details import SplitBlocks, StageModels, split_blocks
-from pipeplan.sharding.graph import CostGraph, Strategy, undominated
+from pipeplan.sharding.graph import CostGraph, CostTie, Strategy, undominated
 from pipeplan.sharding.operator_kinds import is_profiled
-from pipeplan.sharding.table import IntArray
+from pipeplan.sharding.table import IntArray, Weights
 from pipeplan.sharding.tracking import Tracked, track
 
 _WEIGHTINGS = 24
@@ -123,12 +123,15 @@ class RunFrontiers:
     """The frontiers of all runs of blocks for one number of micro-batches in flight; run i..j has blocks i to j - 1.
 
     ``order`` is topological. ``costs`` are the bytes and ns of every configuration of each block, and ``workspaces``
-    its workspaces, [K]; ``useful`` are the configurations that no other one replaces everywhere.
+    its workspaces, [K]; ``useful`` are the configurations that no other one replaces everywhere. ``tied`` is what
+    blocks share, and ``beside`` are the costs of these blocks, by place, without it.
     """
 
     order: tuple[str, ...]
     models: StageModels
     costs: list[tuple[IntArray, IntArray]]
+    tied: list[_Tied]
+    beside: dict[int, tuple[IntArray, IntArray]]
     workspaces: dict[str, IntArray]
     useful: dict[str, IntArray]
     _known: dict[object, _Levels] = field(default_factory=dict)
@@ -136,11 +139,15 @@ class RunFrontiers:
     @classmethod
     def of(cls, order: tuple[str, ...], models: StageModels) -> RunFrontiers:
         """Of a model's stages."""
-        tables = [models.nodes[name].costs for name in order]
         ways = models.whole.configurations
         workspaces = {name: np.array([way.workspace_bytes for way in ways[name]], np.int64) for name in order}
         useful = undominated(models.whole.graph, workspaces)
-        return cls(order, models, [(table.memory_bytes, table.time_ns) for table in tables], workspaces, useful)
+        costs = [(table.memory_bytes, table.time_ns) for table in (models.nodes[name].costs for name in order)]
+        tied = [_Tied.of(tie, order) for tie in models.whole.ties]
+        lowered = {node.name: node.costs for node in models.whole.graph.lowered().nodes} if tied else {}
+        tables = {place: lowered[order[place]] for each in tied for place in each.places}
+        beside = {place: (table.memory_bytes, table.time_ns) for place, table in tables.items()}
+        return cls(order, models, costs, tied, beside, workspaces, useful)
 
     def least_times(self, limit: float) -> FloatArray:
         """[begin, end] ns that no strategy of a run that fits into ``limit`` bytes is below; infinite where none fits.
@@ -149,12 +156,26 @@ class RunFrontiers:
         """
         space = limit - _largest([sizes.min() for sizes in self.workspaces.values()])
         runs = np.tri(len(self.order) + 1, k=-1, dtype=np.bool_).T
-        possible = runs & (_sums([memory.min() for memory, _ in self.costs]) <= space)
-        found = _sums([time.min() for _, time in self.costs])
+        possible = runs & (self._least((1.0, 0.0)) <= space)
+        found = self._least((0.0, 1.0))
         for weight in self._weightings() if np.isfinite(limit) else ():
-            best = _sums([(time + weight * memory).min() for memory, time in self.costs])
+            best = self._least((weight, 1.0))
             np.maximum(found, best - weight * space, out=found)
         return np.where(possible, np.floor(found * (1 - RELAXED)), np.inf)
+
+    def _least(self, weights: Weights) -> FloatArray:
+        """[begin, end] the least that the blocks of every run cost together, what several of them share once."""
+        least = [_least(each, weights) for each in self.costs]
+        found, length = _sums(least), len(self.order)
+        several = [each.count(length) > 1 for each in self.tied]
+        for place, costs in self.beside.items():
+            shares = np.any(
+                [runs for each, runs in zip(self.tied, several, strict=True) if place in each.places], axis=0
+            )
+            found -= (shares & _runs_with(place, length)) * (least[place] - _least(costs, weights))
+        for each, runs in zip(self.tied, several, strict=True):
+            found += runs * each.least(weights)
+        return found
 
     def _weightings(self) -> Sequence[float]:
         """Ns per byte between neighbours on the frontiers of blocks, where the best choice changes."""
@@ -178,17 +199,67 @@ class RunFrontiers:
         own = Strategy(strategy.memory_bytes, strategy.time_ns, names, dict.fromkeys(names, 0), strategy.edge_variants)
         return RunPoint(model, own, memory)
 
-    def at_ends(self, blocks: Sequence[str]) -> int:
-        """Ns that changing what enters and leaves a run takes at most: in a longer run it may be spared."""
-        edges = [self.models.edges[link].costs for link in self.models.ends(blocks)]
-        return sum(int(costs.time_ns.max()) for costs in edges)
+    def around(self, begin: int, end: int) -> FloatArray:
+        """[begin, end] ns by which a run around this one may be quicker at most, for every run.
+
+        Changing what enters and leaves this one may be spared, and so may the sums of what another block shares.
+        """
+        edges = [self.models.edges[link].costs for link in self.models.ends(self.order[begin:end])]
+        spared = np.full((len(self.order) + 1,) * 2, float(sum(int(costs.time_ns.max()) for costs in edges)))
+        for each in self.tied:
+            spared += each.spared_around(begin, end, len(self.order))
+        return spared
 
     def _key(self, blocks: Sequence[str]) -> object:
         """Equal for runs that cost the same."""
         place = {name: index for index, name in enumerate(blocks)}
         links = self.models.links(place)
         ends = [(place.get(link.source), place.get(link.target), id(self.models.edges[link].costs)) for link in links]
-        return tuple(id(self.models.nodes[name].costs) for name in blocks), tuple(ends)
+        users = ((tie, tuple(place.get(user.operator) for user in tie.users)) for tie in self.models.whole.ties)
+        ties = tuple((id(tie), places) for tie, places in users if any(each is not None for each in places))
+        return tuple(id(self.models.nodes[name].costs) for name in blocks), tuple(ends), ties
+
+
+@dataclass(frozen=True, slots=True)
+class _Tied:
+    """What blocks share, and their places in the order."""
+
+    tie: CostTie
+    places: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tie: CostTie, order: Sequence[str]) -> _Tied:
+        """By the order of blocks."""
+        return cls(tie, tuple(order.index(user.operator) for user in tie.users))
+
+    def count(self, length: int) -> FloatArray:
+        """[begin, end] how many of the blocks each run has."""
+        found: FloatArray = np.sum([_runs_with(place, length) for place in self.places], axis=0, dtype=np.float64)
+        return found
+
+    def least(self, weights: Weights) -> float:
+        """The least that several of the blocks cost for it together."""
+        every = ((user.memory_bytes, np.minimum(user.time_ns, self.tie.apart_ns)) for user in self.tie.users)
+        return min(_least(own, weights) for own in every)
+
+    def spared_around(self, begin: int, end: int, length: int) -> FloatArray:
+        """[begin, end] ns that a run around this one spares at most, because it has more of the blocks."""
+        mine = [user for user, place in zip(self.tie.users, self.places, strict=True) if begin <= place < end]
+        most = sum(float(user.time_ns.max()) for user in mine)
+        found: FloatArray = np.where(self.count(length) > len(mine), most, 0.0)
+        return found
+
+
+def _least(costs: tuple[IntArray, IntArray], weights: Weights) -> float:
+    """Of all configurations."""
+    return float((weights[0] * costs[0] + weights[1] * costs[1]).min())
+
+
+def _runs_with(place: int, length: int) -> BoolArray:
+    """[begin, end] whether each run has the block at a place."""
+    number = np.arange(length + 1)
+    found: BoolArray = np.outer(number <= place, number > place)
+    return found
 
 
 def _sums(values: Sequence[float]) -> FloatArray:

@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, TiedShare, group_costs
 from pipeplan.costs.blocks import splitting_remedy
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError, UsageError, choose_from
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.graphs import before_and_after, connected_parts, topological_order
 from pipeplan.partition.chain.costs import Array, Chain
 from pipeplan.partition.chain.rebalance import Allowed, evenest, least_short, levelled
 from pipeplan.partition.problem import Pricing
 from pipeplan.partition.strategies import STRATEGIES, Positions
-from pipeplan.units import format_bytes
+from pipeplan.units import format_bytes, rounded_up
 
 Cut = Callable[[Chain], tuple[int, ...]]
 """Chooses the first block of each stage."""
@@ -80,7 +80,7 @@ def place(
         )
     missing = chain.missing(begins)
     if any(missing) and any(_missing(chain, begins, routes, limits)):
-        raise _too_big(chain, begins, order, missing.index(max(missing)), len(routes))
+        raise _too_big(chain, begins, order, missing.index(max(missing)), len(routes), _held_by(everywhere))
     stages = [
         PlacedStage(
             blocks=tuple(order[begin:end]),
@@ -158,7 +158,8 @@ def undivided(num_devices: int, replicas: int) -> UsageError:
 
 def _routes(strategy: str, num_devices: int, chunks: int | None, replicas: int) -> Positions:
     if strategy not in STRATEGIES:
-        raise UsageError(f"--placement {strategy!r} is not known; choose from auto, {', '.join(STRATEGIES)}, or a file")
+        meant = choose_from(strategy, ("auto", *STRATEGIES))
+        raise UsageError(f"--placement {strategy!r} is not known; {meant}")
     if num_devices < 1:
         raise UsageError(f"{num_devices} devices cannot hold a pipeline; --devices must be at least 1")
     if num_devices % replicas:
@@ -208,10 +209,15 @@ def _limits(
     memory: Sequence[int | None], groups: Sequence[Sequence[int]], everywhere: Sequence[StageCost]
 ) -> list[int | None]:
     """[position] what its devices all have beside the blocks that stand everywhere."""
-    together = reduce(add, everywhere, StageCost(0, 0))
-    taken = together.static_bytes + together.activation_bytes
+    taken = _held_by(everywhere)
     known = [[limit for device in group if (limit := memory[device]) is not None] for group in groups]
     return [max(0, min(limits) - taken) if limits else None for limits in known]
+
+
+def _held_by(everywhere: Sequence[StageCost]) -> int:
+    """Bytes that blocks which stand on all devices take on each."""
+    together = reduce(add, everywhere, StageCost(0, 0))
+    return together.static_bytes + together.activation_bytes
 
 
 def _missing(chain: Chain, begins: Sequence[int], routes: Positions, limits: Sequence[int | None]) -> list[int]:
@@ -283,9 +289,9 @@ def _cut(chain: Chain, allowed: Allowed) -> tuple[int, ...]:
 
 
 def _too_big(
-    chain: Chain, begins: Sequence[int], order: Sequence[str], device: int, num_routes: int
+    chain: Chain, begins: Sequence[int], order: Sequence[str], device: int, num_routes: int, beside: int
 ) -> InfeasibleError:
-    """The error for the device that misses most."""
+    """The error for the device that misses most; ``beside`` is what blocks that stand everywhere take."""
     stages = [stage for stage, where in enumerate(chain.devices) if where == device]
     held = [
         f"stage {stage} ({order[begin]}{f' .. {order[end - 1]}' if end - begin > 1 else ''})"
@@ -293,12 +299,14 @@ def _too_big(
         if stage in stages
     ]
     limit, needed = chain.memory[device] or 0, chain.bytes_of(chain.ranges_on(device, begins))
+    enough = rounded_up(beside + needed * num_routes)
     return InfeasibleError(
         f"no cut into {chain.num_stages} stages was found that fits; in the one that comes nearest, device {device} "
         f"has {format_bytes(limit)}{f' for each of {num_routes} routes' if num_routes > 1 else ''} and needs "
         f"{format_bytes(needed)} for {', '.join(held)}: "
         f"{format_bytes(needed - limit)} too much, with parameters, gradients, optimizer state, workspace and the "
-        "activations of a single micro-batch; raise --memory or --devices, or lower --microbatch-size"
+        f"activations of a single micro-batch; raise --memory to {format_bytes(enough)}",
+        enough,
     )
 
 

@@ -15,16 +15,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache, cached_property, reduce
 from itertools import accumulate, pairwise
 from operator import add
 from typing import NamedTuple
 
 from pipeplan.costs import StageCost, group_costs
-from pipeplan.errors import UsageError
+from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Edge, PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import ChainCosts, Repeat
 from pipeplan.partition.series_parallel import topological_order
+from pipeplan.time_limit import Limit, TimeUpError
+from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
 
 AllReduce = Callable[[int, int], int]
 """(bytes, replicas) -> ns; not less for more bytes."""
@@ -207,6 +209,55 @@ class PartitionProblem:
         firsts = accumulate((way.num_devices for _, way in stages), initial=0)
         placed = (way.placed(blocks, first, sized=sized) for (blocks, way), first in zip(stages, firsts, strict=False))
         return Placement(strategy="stage graph", num_devices=self.num_devices, stages=tuple(placed))
+
+
+class NoPartitionError(InfeasibleError):
+    """What a planner finds ``nothing`` to say of: no partition of a problem fits into its memory.
+
+    How much would do is found out when the text is asked for, in ``seconds``: a search that goes on to other planners
+    need not wait for it. ``fits`` says whether the same planner finds something in so many bytes per device.
+    """
+
+    def __init__(
+        self, nothing: str, problem: PartitionProblem, fits: Callable[[int], bool], seconds: float = 2.0
+    ) -> None:
+        super().__init__(nothing)
+        self._nothing, self._problem, self._fits, self._seconds = nothing, problem, fits, seconds
+
+    @cached_property
+    def _text(self) -> str:
+        limit, devices = self._problem.memory_bytes, named_devices(self._problem.num_devices)
+        if limit is None:
+            return f"{self._nothing} on {devices}, whatever their memory"
+        where = f"{self._nothing} on {devices} of {format_bytes(limit)}"
+        try:
+            with Limit(self._seconds).enforced():
+                self.enough_bytes = least_enough(self._fits, limit)
+        except (SearchTimeoutError, TimeUpError):
+            return f"{where}; there was no time to find out how much would do"
+        if self.enough_bytes is None:
+            return f"{where}, nor with any more memory"
+        enough = format_bytes(self.enough_bytes)
+        return f"{where}; {devices} of {enough} would do; raise --memory to {enough}"
+
+    def __str__(self) -> str:
+        return self._text
+
+    def __reduce__(self) -> tuple[type[InfeasibleError], tuple[str, int | None]]:
+        return InfeasibleError, (str(self), self.enough_bytes)
+
+
+def least_enough(fits: Callable[[int], bool], too_little: int) -> int | None:
+    """Bytes that are enough, where a hundredth less is not; rounded up as they are said. None where none are."""
+    low, high = too_little, 2 * max(1, too_little)
+    while not fits(high):
+        if high > MAX_BYTES:
+            return None
+        low, high = high, 2 * high
+    while high - low > max(1, low // 100):
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return rounded_up(high)
 
 
 def _pairs(

@@ -359,7 +359,7 @@ class _OwnTimes:
         self.tracked[begin, end] = point
         time = np.inf if point is None else point.time_ns
         around = self.least[: begin + 1, end:]
-        np.maximum(around, time - self.frontiers.at_ends(blocks), out=around)
+        np.maximum(around, time - self.frontiers.around(begin, end)[: begin + 1, end:], out=around)
         self.least[begin, end] = time
         return True
 

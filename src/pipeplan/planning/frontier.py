@@ -19,7 +19,7 @@ from pipeplan.costs.devices import device_preset
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
-from pipeplan.planning.plan_frontier import PlanFrontier, plan_frontier
+from pipeplan.planning.plan_frontier import PlanFrontier, changes_that_do, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting, link_notes, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
 from pipeplan.schedule.state import scheduler_words
@@ -42,8 +42,8 @@ class FrontierPoint:
     ``price_per_hour`` is that of its devices, None where the cluster has no prices. At the knee extra
     memory stops paying off. ``repeated`` is the part of the computing that several devices do alike, None where nobody
     counted; ``configurations`` says of every block how it is split. ``unprofiled`` says which samples on a device some
-    of it runs without costs for them, empty where there are costs for all; the time is then between ``bounds_ns``,
-    which are None where nothing bounds it.
+    of it runs without costs for them, empty where there are costs for all; the time is then between ``bounds_ns``, of
+    which the upper one is None where the profile's own times grow more than in proportion to samples.
     """
 
     num_devices: int
@@ -57,7 +57,7 @@ class FrontierPoint:
     repeated: float | None = None
     configurations: dict[str, str] = field(default_factory=dict)
     unprofiled: str = ""
-    bounds_ns: tuple[int, int] | None = None
+    bounds_ns: tuple[int, int | None] | None = None
 
     @property
     def price(self) -> float | None:
@@ -214,13 +214,6 @@ def share_notes(profile: Profile, model: CostModel) -> Iterator[str]:
         yield f"{stuck} of {len(axes)} blocks can be split by samples only, {few}: {_more_ways(profile)}"
 
 
-def remedies(profile: Profile, *, whole_blocks: bool) -> str:
-    """What would make strategies leaner: blocks whose rows know one share only hold all their parameters."""
-    if not _one_share(profile, whole_blocks):
-        return "raise --memory or --devices, or lower --mini-batch"
-    return f"raise --memory or lower --mini-batch; or let blocks be split: {_more_ways(profile)}"
-
-
 def _more_ways(profile: Profile) -> str:
     """How there are more ways of splitting blocks of a profile that has rows for one share only."""
     ways = (splitting_remedy(profile), "give --split-level operator here, for blocks whose dimensions are known")
@@ -285,7 +278,8 @@ def _counts(
     most = max(devices) if devices is not None else available
     if cluster is not None and most > available:
         raise UsageError(
-            f"cluster {cluster.name!r} has {available} devices, not {most}; lower --devices or give a larger --cluster"
+            f"cluster {cluster.name!r} has {available} devices, not {most}; lower --devices to {available}, or give a "
+            "larger --cluster"
         )
     if devices is not None and (len(devices) > 1 or mode != "min-devices"):
         return tuple(devices)
@@ -336,6 +330,7 @@ def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
     if not points:
         raise _nothing_fits(request, splitting, tracked)
     unprofiled = any(point.unprofiled for point in points)
+    again = any(each.model.counted_again for each in tracked)
     notes += share_notes(request.profile, tracked[-1].model) if request.num_devices > 1 else ()
     notes += [*device_notes(splitting.device, tracked[-1].model), *grain_notes(tracked[-1].model)]
     return FrontierResult(
@@ -349,7 +344,7 @@ def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
         tuple(plans),
         tuple(notes),
         interrupted,
-        factor=None if held or unprofiled else max(each.factor for each in tracked),
+        factor=None if held or unprofiled or again else max(each.factor for each in tracked),
         factor_without=() if all(each.settled for each in tracked) else ("workspace",),
         yardstick=_yardstick(request.profile, splitting.device),
         profiled_only=any(each.model.extrapolates for each in tracked),
@@ -369,6 +364,13 @@ def _proof_notes(count: int, splits: Splits, points: Sequence[FrontierPoint]) ->
         yield f"{devices}: what is proved is of strategies at profiled sizes; no other was found to be better"
     if held := splits.tracked.eliminations["heuristic"]:
         yield f"{devices}: not exact, {held} operators were settled by heuristic elimination"
+        return
+    if again := splits.model.counted_again:
+        more = f" and {len(again) - 1} more" if len(again) > 1 else ""
+        yield (
+            f"{devices}: not exact, as {again[0]!r}{more} may count more than once on a device: blocks that share it "
+            "are too many, or too entangled, to look at all the ways in which they could have one copy"
+        )
         return
     apart = "" if splits.settled else ", workspace apart: strategies that hold more might need less of it"
     if factor > 1:
@@ -420,18 +422,19 @@ def _split_point(splits: Splits, point: SplitPoint) -> FrontierPoint:
     )
 
 
-def _unprofiled(splits: Splits, point: SplitPoint) -> tuple[str, tuple[int, int] | None]:
-    """What of a point no size of the profile has, and what its time is between."""
+def _unprofiled(splits: Splits, point: SplitPoint) -> tuple[str, tuple[int, int | None] | None]:
+    """What of a point no size of the profile has, and what its time is between; None is no upper end."""
     ways, model = splits.model.configurations, splits.model
     every = (model.unprofiled(name, ways[name][index]) for name, index in point.strategy.configurations.items())
     found = [each for each in every if each is not None]
     ranges = sorted({(each.samples, each.low, each.high) for each in found})
     text = ", ".join(f"{samples} samples on a device, profiled with {low} to {high}" for samples, low, high in ranges)
-    off = [each.off_ns for each in found if each.off_ns is not None]
-    if not off or len(off) < len(found):
+    if not found:
         return text, None
-    longer, shorter = (sum(each for each in off if each > 0), sum(each for each in off if each < 0))
-    return text, (point.time_ns - longer, point.time_ns - shorter)
+    less = [each.less_ns for each in found if each.less_ns is not None]
+    more = [each.more_ns for each in found if each.more_ns is not None]
+    low = point.time_ns - sum(less) if len(less) == len(found) else 0
+    return text, (low, point.time_ns + sum(more) if len(more) == len(found) else None)
 
 
 def _of_plans(request: Request, *, quickest: bool) -> FrontierResult:
@@ -516,15 +519,27 @@ def _ways(plan: Plan) -> dict[str, str]:
 
 
 def _nothing_fits(request: Request, splitting: Splitting, tracked: Sequence[Splits]) -> InfeasibleError:
-    """By what each number of devices needs, and the least of that."""
+    """By what each number of devices needs, and the least of that; and fewer samples or more devices that would do."""
     least = {splits.num_devices: splits.points[0].memory_bytes for splits in tracked}
     needs = ", ".join(f"{format_bytes(size)} on {named_devices(count)}" for count, size in least.items())
-    more = format_bytes(rounded_up(min(least.values()) - (request.least_memory or 0)))
+    limit, enough = request.least_memory or 0, rounded_up(min(least.values()))
+
+    def fits(asked: Request) -> bool:
+        rough = replace(splitting, within=max(splitting.within, _ROUGH))
+        return split_frontier(asked, rough).points[0].memory_bytes <= limit
+
+    ways = [f"raise --memory to {format_bytes(enough)}", *changes_that_do(request, fits, _EXPLAINING)]
+    if _one_share(request.profile, splitting.whole_blocks):
+        ways.append(f"let blocks be split: {_more_ways(request.profile)}")
     return InfeasibleError(
-        f"nothing fits into {format_bytes(request.least_memory or 0)} per device, {more} too little: with "
-        f"{request.batch.mini_batch} samples per iteration each needs at least {needs}; "
-        + remedies(request.profile, whole_blocks=splitting.whole_blocks)
+        f"nothing fits into {format_bytes(limit)} per device, {format_bytes(enough - limit)} too little: with "
+        f"{request.batch.mini_batch} samples per iteration each needs at least {needs}; {', or '.join(ways)}",
+        enough,
     )
+
+
+_EXPLAINING = 5.0
+"""Seconds to look for changes that would do where nothing fits."""
 
 
 def _price_per_hour(request: Request) -> float | None:

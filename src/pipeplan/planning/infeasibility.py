@@ -214,7 +214,8 @@ class _Least:
     def _schedule(self, request: Request, candidate: PlacementCandidate) -> Schedule | None:
         """One that fits, if there is one: micro-batches one after another, or as the scheduler asked for has it."""
         try:
-            if request.scheduler in SEARCHING:  # one micro-batch is then as good as many
+            built_in = request.scheduler == "rules" and request.rules is None  # these wait for room
+            if built_in or request.scheduler in SEARCHING:  # one micro-batch is then as good as many
                 batch = replace(candidate.batch, num_microbatches=candidate.placement.num_routes)
                 trial = Trial.of(request, replace(candidate, batch=batch))
                 trial.look()

@@ -11,6 +11,7 @@ other has at most its memory, time and devices.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -244,11 +245,12 @@ def _searched(request: Request, seconds: float, quickest: bool) -> _FrontierSear
 def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
     """Why there is nothing; where memory is short, with what the same search finds on every number of devices."""
     limit = request.least_memory
-    error = next(iter(found.failures.values()), InfeasibleError("no plan fits; raise --memory or --devices"))
-    if limit is None or found.interrupted:
+    devices = named_devices(*(each.num_devices for each in request.by_devices))
+    error = next(iter(found.failures.values()), InfeasibleError(f"no plan was found for {devices}"))
+    if limit is None:
         return error
-    free = replace(request, memory_bytes=MAX_BYTES)
-    able = _searched(free, max(_HOW.explaining, found.left()), quickest=False)
+    seconds = max(_HOW.explaining, found.left() / 2)
+    able = _searched(replace(request, memory_bytes=MAX_BYTES), seconds, quickest=False)
     if not able.best:
         return error
     least: dict[int, int] = {}
@@ -257,11 +259,61 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
     *enough, last = [f"{named_devices(count)} of {format_bytes(rounded_up(each))}" for count, each in least.items()]
     enough = [", ".join(enough), last] if enough else [last]
     less = "; less may do, which takes more --time-limit to find out" if able.interrupted else ""
-    devices = named_devices(*(each.num_devices for each in request.by_devices))
+    raised = rounded_up(min(least.values()))
+
+    def fits(asked: Request) -> bool:
+        return bool(_searched(asked, _HOW.explaining, quickest=False).best)
+
+    ways = [f"raise --memory to {format_bytes(raised)}", *changes_that_do(request, fits, seconds)]
     return InfeasibleError(
-        f"no plan was found for {devices} of {format_bytes(limit)}: "
-        f"{' or '.join(enough)} would do{less}; raise --memory or --devices, or lower --mini-batch"
+        f"no plan was found for {devices} of {format_bytes(limit)}: {' or '.join(enough)} would do{less}; "
+        + ", or ".join(ways),
+        raised,
     )
+
+
+def changes_that_do(request: Request, fits: Callable[[Request], bool], seconds: float) -> Iterator[str]:
+    """Fewer samples, and more devices, with which alone something fits; as far as there is time to find out."""
+    with suppress(TimeUpError), Limit(seconds).enforced():
+        for flag, asked in _halved(request):
+            if fits(asked):
+                yield flag
+                break
+    with suppress(TimeUpError), Limit(seconds).enforced():
+        for flag, asked in _doubled(request):
+            with suppress(UsageError):  # the cluster has no more
+                if fits(asked):
+                    yield flag
+                    break
+
+
+def _halved(request: Request) -> Iterator[tuple[str, Request]]:
+    """Fewer and fewer samples in an iteration, as one micro-batch where the request has one."""
+    batch = request.batch
+    while batch.mini_batch > 1:
+        fewer = batch.mini_batch // 2
+        batch = Batch(1, fewer) if batch.num_microbatches == 1 else _divided(batch, fewer)
+        yield f"lower --mini-batch to {batch.mini_batch}", replace(request, batch=batch)
+
+
+def _divided(batch: Batch, mini_batch: int) -> Batch:
+    """The mini-batch as micro-batches of the size there was, or of one sample where that does not divide it."""
+    size = batch.microbatch_size if mini_batch % batch.microbatch_size == 0 else 1
+    return Batch(mini_batch // size, size)
+
+
+def _doubled(request: Request) -> Iterator[tuple[str, Request]]:
+    """More and more devices for the same samples, as many as the cluster has."""
+    most = math.inf if request.cluster is None else request.cluster.num_devices
+    count = request.num_devices
+    while count < most and count < _MOST_TIMES * request.num_devices:
+        count = int(min(2 * count, most))
+        asked = replace(request, num_devices=count, device_counts=(count,))
+        yield f"give --devices {count} --mini-batch {request.batch.mini_batch}", asked
+
+
+_MOST_TIMES = 16
+"""Up to so many times as many devices are looked at where nothing fits."""
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from pipeplan.costs import can_split
-from pipeplan.errors import UsageError
+from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
 from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.strategies import STRATEGIES
@@ -280,7 +280,8 @@ def choose_placement(
             raise _other_placement(rules, given)
     elif wanted not in STRATEGIES:
         if not os.path.exists(wanted):
-            raise UsageError(f"--placement {wanted!r} is neither a file nor one of auto, {', '.join(STRATEGIES)}")
+            meant = choose_from(wanted, ("auto", *STRATEGIES))
+            raise UsageError(f"--placement {wanted!r} is neither a file nor a strategy; {meant}")
         given = read_placement(wanted)
         try:
             profile.check_placement(given)
@@ -329,8 +330,9 @@ def strategy_of(rules: Rules | None) -> str | None:
     """
     if rules is None or _places_submodules(rules):
         return None if rules is None else SUBMODULES
-    if rules.placement not in (None, *STRATEGIES):
-        raise UsageError(f"rules {rules.name!r}: placement is {rules.placement!r}; choose from {', '.join(STRATEGIES)}")
+    if rules.placement is not None and rules.placement not in STRATEGIES:
+        meant = choose_from(rules.placement, list(STRATEGIES))
+        raise UsageError(f"rules {rules.name!r}: placement is {rules.placement!r}; {meant}")
     return rules.placement
 
 

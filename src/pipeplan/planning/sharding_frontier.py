@@ -65,7 +65,7 @@ class Splits:
     @property
     def exact(self) -> bool:
         """Whether no strategy at all beats a point."""
-        return self.settled and self.tracked.exact and self.factor == 1
+        return self.settled and self.tracked.exact and self.factor == 1 and not self.model.counted_again
 
     def plan(self, request: Request, index: int) -> Plan:
         """That of a point, or why no plan can run it, as :func:`plan_of_strategy` says."""

@@ -30,6 +30,7 @@ from pipeplan.planning.tuning_cells import Cache, Cell, CellRows, TuningRow, cel
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Progress
 from pipeplan.time_limit import Limit
+from pipeplan.units import format_bytes
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -133,10 +134,7 @@ _PLACED, _PLACING = 32, 0.4
 _ROUND = 8
 """Cells of a round, once there is a plan, for processes to share. As many are placed for the first plan."""
 
-_NO_RULES = (
-    "no built-in rules make a schedule that fits into the devices' memory; raise --memory or --devices, lower "
-    "--microbatch-size, or let --scheduler auto search"
-)
+_NO_RULES = "no built-in rules make a schedule that fits into the devices' memory; let --scheduler auto search"
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,11 +407,11 @@ class _Tuner:
         """Why there is no row; where memory is short, with what would do."""
         if self.workers.interrupted:
             return SearchTimeoutError(f"interrupted before any schedule was found; {self._kept}let it run longer")
-        if self.workers.stopped:
-            limit = self.request.time_limit
-            return SearchTimeoutError(f"no schedule was found in {limit:g} s; {self._kept}raise --time-limit")
-        error = most_telling(self.failures)
-        if not isinstance(error, InfeasibleError):
-            return error
+        error = next((each for each in self.failures if isinstance(each, InfeasibleError)), None)
         step = ExplainShortage(seconds=5.0)
-        return shortage(self.request, error, step.seconds, step)
+        told = error and shortage(self.request, error, step.seconds, step)
+        if self.workers.stopped:
+            enough = f", or --memory to {format_bytes(told.enough_bytes)}" if told and told.enough_bytes else ""
+            limit = self.request.time_limit
+            return SearchTimeoutError(f"no schedule was found in {limit:g} s; {self._kept}raise --time-limit{enough}")
+        return told or most_telling(self.failures)

@@ -37,6 +37,8 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
         f"in brackets, what it is between if more samples take longer, but not more than in proportion: {unprofiled}"
         for unprofiled in between
     ]
+    if any(point.bounds_ns is not None and point.bounds_ns[1] is None for _, point in shown):
+        more.append("no upper end where times in the profile itself grow more than in proportion to samples")
     print_notes((*more, *report.notes), file)
 
 
@@ -61,8 +63,9 @@ def _time(point: FrontierPoint) -> str:
     """Of an iteration; where no size of the profile has its costs, with what it is between."""
     if not point.unprofiled:
         return format_ns(point.time_ns)
-    between = "" if point.bounds_ns is None else " to ".join(map(format_ns, point.bounds_ns))
-    return f"{format_ns(point.time_ns)} ({between or 'not profiled'})"
+    low, high = point.bounds_ns or (0, None)
+    between = f"{format_ns(low)} to {format_ns(high)}" if high is not None else f"at least {format_ns(low)}"
+    return f"{format_ns(point.time_ns)} ({between if low or high is not None else 'not profiled'})"
 
 
 def _price(value: float | None, times: int = 1) -> str:

@@ -67,6 +67,14 @@ def flowed(text: str | Text, width: int) -> Text:
     return made
 
 
+def wrapped(text: str, file: TextIO) -> str:
+    """Lines for ``file`` at what the variable ``COLUMNS`` says, else at a terminal's width; as it is elsewhere."""
+    said = os.environ.get("COLUMNS", "")
+    if not (said.isdigit() and int(said)) and not file.isatty():
+        return text
+    return flowed(text, console_for(file).width).plain
+
+
 def print_notes(notes: Iterable[str], file: TextIO | None = None) -> None:
     """Print what a reader must know, to stdout unless ``file`` is given."""
     console = console_for(file)

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from pipeplan.units import rounded_up
 from pipeplan.workload.elements import Repetend
+from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.rate import CutOrders, Entry, repeated, tasks_of_copy
 from pipeplan.workload.steady_state.repetend import extend
@@ -124,6 +126,12 @@ def microbatch_by_microbatch(problem: OneMicrobatch) -> list[list[int]]:
             for device in problem.devices[operation]:
                 orders[device].append(operation * count + m)
     return orders
+
+
+def memory_in_turn(problem: OneMicrobatch) -> int:
+    """Bytes of the device that needs most where one micro-batch runs after another, rounded up as they are said."""
+    peaks = peak_memory(task_graph(problem.workload), microbatch_by_microbatch(problem))
+    return rounded_up(max(memory.peak_bytes for memory in peaks))
 
 
 def one_after_another(problem: OneMicrobatch, unroll: int) -> Pattern | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError, UsageError, choose_from
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import microbatch_by_microbatch
@@ -70,8 +70,8 @@ def search_schedule(
     if scheduler in CLASSIC:
         return _restored(state.problem, _one_classic(state, scheduler))
     if scheduler not in SEARCHING:
-        known_names = ", ".join((*SEARCHING, "rules", *CLASSIC))
-        raise UsageError(f"--scheduler {scheduler!r} is not known; choose from {known_names}")
+        known_names = (*SEARCHING, "rules", *CLASSIC)
+        raise UsageError(f"--scheduler {scheduler!r} is not known; {choose_from(scheduler, known_names)}")
     state.steps, state.scheduler, state.unroll, state.known = steps, scheduler, unroll, known
     return _restored(state.problem, state.search())
 

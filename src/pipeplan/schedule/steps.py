@@ -17,6 +17,7 @@ from pipeplan.schedule.list_scheduling import PolicySearch, list_schedule
 from pipeplan.schedule.pattern import (
     Pattern,
     compose,
+    memory_in_turn,
     microbatch_by_microbatch,
     middle_repetition,
     pattern_of,
@@ -24,6 +25,7 @@ from pipeplan.schedule.pattern import (
 )
 from pipeplan.schedule.rules.sweep import built_in_rules, sweeping
 from pipeplan.schedule.state import ScheduleCandidate, ScheduleStep, SearchState
+from pipeplan.units import format_bytes
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -125,11 +127,12 @@ class FirstSchedule(ScheduleStep):
         elif feasible is False:
             raise InfeasibleError(
                 "no order of one micro-batch's operations fits into the devices' memory, although each of them alone "
-                "does; raise --memory or --devices, or lower --microbatch-size"
+                f"does; raise --memory to {format_bytes(memory_in_turn(problem))}"
             )
         else:
             raise SearchTimeoutError(
-                f"no schedule that fits was found in {state.budget.elapsed:.1f} s; raise --time-limit or --memory"
+                f"no schedule that fits was found in {state.budget.elapsed:.1f} s; raise --time-limit, or --memory to "
+                f"{format_bytes(memory_in_turn(problem))}"
             )
 
 

@@ -124,6 +124,7 @@ def _times_of(graph: CostGraph) -> CostGraph:
     return CostGraph(
         tuple(replace(node, costs=timed(node.costs)) for node in graph.nodes),
         tuple(replace(edge, costs=timed(edge.costs)) for edge in graph.edges),
+        tuple(tie.timed() for tie in graph.ties),
     )
 
 

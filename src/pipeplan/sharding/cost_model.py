@@ -9,8 +9,8 @@ that several operators need is kept as it was given, and each of them keeps its 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -18,13 +18,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeplan.costs import UNLIMITED
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Profile
+from pipeplan.sharding.elimination import Reducing
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode, expand
-from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode
-from pipeplan.sharding.layouts import Layout, Resharding, Tensor
-from pipeplan.sharding.operator_kinds import Data, WholeBlock, profiled_sizes, row_for
+from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, CostTie, Strategy, TieUser
+from pipeplan.sharding.layouts import Layout, MeshSplit, Resharding, Tensor
+from pipeplan.sharding.operator_kinds import Data, WholeBlock, grows_steeply, profiled_sizes, row_for
 from pipeplan.sharding.operators import (
     MOST_DIMENSIONS,
     Axis,
@@ -34,11 +36,15 @@ from pipeplan.sharding.operators import (
     Splittable,
     Taken,
     configurations,
+    num_parts,
     recomputed,
+    sum_ns,
+    sync_ns,
+    way_of,
 )
 from pipeplan.sharding.table import IntArray, Table, table
 from pipeplan.time_limit import checkpoint
-from pipeplan.workload.kinds import training_state
+from pipeplan.workload.kinds import OPTIMIZER, PARAMETERS, MemoryBytes, training_state
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -86,23 +92,53 @@ class TensorNeed(NamedTuple):
         return self.taken or self.given
 
 
+class TiedTable(NamedTuple):
+    """Tied parameters that the same operators share, and what training keeps of all of them."""
+
+    names: tuple[str, ...]
+    operators: tuple[str, ...]
+    state: MemoryBytes
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Of the parameters alone."""
+        return self.state[PARAMETERS]
+
+
+class Spared(NamedTuple):
+    """What is there once, though several operators count it.
+
+    On each device, of one micro-batch and (``sync_ns``) of one iteration; times are negative where sums take longer.
+    """
+
+    memory_bytes: int = 0
+    parameter_bytes: int = 0
+    time_ns: int = 0
+    sync_ns: int = 0
+
+
 class Unprofiled(NamedTuple):
     """Samples on one device for which a block has no rows, but ``low`` to ``high``.
 
-    The nearest row was taken in proportion, which makes computing ``off_ns`` longer than that row, or, negative,
-    shorter. If more samples never take less time, nor more than in proportion, the time lies between the two. None of
-    operators inside a block, whose times are worked out.
+    The nearest row was taken in proportion, and operators inside a block were worked out at that number. If more
+    samples never take less time, nor more than in proportion, computing takes at most ``less_ns`` less than that, and
+    at most ``more_ns`` more. Where the block's own rows grow more than in proportion nothing is known on the side to
+    which they do: None.
     """
 
     samples: int
     low: int
     high: int
-    off_ns: int | None
+    less_ns: int | None
+    more_ns: int | None
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Operators, tensors and configurations of a profile on some devices, and their costs as a graph."""
+    """Operators, tensors and configurations of a profile on some devices, and their costs as a graph.
+
+    ``tied`` is what operators share, but for ``untied``, which every one of them has by itself here.
+    """
 
     operators: OperatorGraph
     resharding: Resharding
@@ -110,6 +146,8 @@ class CostModel:
     scales: dict[str, OperatorScale]
     options: CostOptions
     blocks: Mapping[str, Block]
+    tied: tuple[TiedTable, ...] = ()
+    untied: tuple[str, ...] = ()
 
     @cached_property
     def configurations(self) -> dict[str, tuple[Configuration, ...]]:
@@ -165,7 +203,68 @@ class CostModel:
     @cached_property
     def graph(self) -> CostGraph:
         """The costs; alike operators and tensors share their tables."""
-        return CostGraph(tuple(self._cost_nodes()), self._cost_edges)
+        return CostGraph(tuple(self._cost_nodes()), self._cost_edges, self.ties)
+
+    @cached_property
+    def ties(self) -> tuple[CostTie, ...]:
+        """What operators share, with the time of a micro-batch."""
+        return self._ties(lambda state: state.total, self.options.microbatches)
+
+    @property
+    def counted_again(self) -> tuple[str, ...]:
+        """Tied parameters of which a strategy may count more than devices have."""
+        unsure = (each.names for each, tie in zip(self.tied, self.ties, strict=True) if not tie.sure)
+        return (*(name for names in unsure for name in names), *self.untied)
+
+    def spared(self, strategy: Strategy) -> Spared:
+        """What of a strategy's costs is there once, though several operators count it."""
+        memory, time = _spared(self.ties, strategy)
+        parameters, sums = _spared(self._tied_parameters, strategy)
+        return Spared(memory, parameters, time, sums)
+
+    @cached_property
+    def _tied_parameters(self) -> tuple[CostTie, ...]:
+        """What operators share by its parameters alone, with the time of an iteration."""
+        return self._ties(lambda state: state[PARAMETERS], 1)
+
+    def _ties(self, size: Callable[[MemoryBytes], int], microbatches: int) -> tuple[CostTie, ...]:
+        """What operators share, by some of the bytes that are kept of it and its part of the sums' time."""
+        numbers: dict[object, int] = {}
+        before: Counter[str] = Counter()
+        found = []
+        for each in self.tied:
+            users = [name for name in each.operators if name in self.configurations]
+            if len(users) > 1:
+                made = (self._tie_user(name, each, before[name], size, microbatches, numbers) for name in users)
+                found.append(CostTie(tuple(made), -(-self._whole_sum_ns(each.parameter_bytes) // microbatches)))
+                before.update(dict.fromkeys(users, each.parameter_bytes))
+        return tuple(found)
+
+    def _tie_user(
+        self,
+        name: str,
+        tied: TiedTable,
+        before: int,
+        size: Callable[[MemoryBytes], int],
+        microbatches: int,
+        numbers: dict[object, int],
+    ) -> TieUser:
+        """An operator that shares it, which shares ``before`` bytes of parameters with others, too."""
+        operation = self._nodes[name].operation
+        ways, memory, time = [], [], []
+        for way in self.configurations[name]:
+            parts = num_parts(operation, way.splits)
+            ways.append(numbers.setdefault(way_of(operation, way.splits), len(numbers)))
+            memory.append(size(tied.state // parts))
+            left = (way.parameter_bytes - shared // parts for shared in (before, before + tied.parameter_bytes))
+            sums = [-(-sync_ns(operation, way.splits, each, self.resharding) // microbatches) for each in left]
+            time.append(sums[0] - sums[1])
+        return TieUser(name, *(np.array(each, np.int64) for each in (ways, memory, time)))
+
+    def _whole_sum_ns(self, size: int) -> int:
+        """Time to add up gradients of ``size`` bytes over all devices."""
+        devices = self.resharding.devices
+        return round(sum_ns(size, MeshSplit(devices, 1), self.resharding)) if devices > 1 else 0
 
     def _cost_nodes(self) -> Iterator[CostNode]:
         tables: dict[object, Table] = {}
@@ -195,15 +294,23 @@ class CostModel:
         """What a configuration of an operator takes beyond the sizes that its block was profiled with."""
         node = self._nodes[name]
         numbers = node.operation.numbers({axis: split.extent for axis, split in way.splits.items()})
-        is_block = isinstance(node.operation, WholeBlock)
         shards = node.operation.shards_of(numbers) if isinstance(node.operation, WholeBlock) else 1
         low, high = profiled_sizes(self.blocks[node.block], shards) or (1, math.inf)
         samples = low if isinstance(node.operation, Data) else numbers.get("samples", low)
         if low <= samples <= high:
             return None
         nearest = {**numbers, "samples": round(min(max(samples, low), high))}
-        ours, theirs = (node.operation.times(each, self.device) for each in (numbers, nearest))
-        return Unprofiled(samples, low, round(high), round(sum(ours) - sum(theirs)) if is_block else None)
+        ours, theirs = (sum(node.operation.times(each, self.device)) for each in (numbers, nearest))
+        in_proportion = theirs * samples / nearest["samples"]
+        less, more = round(ours - min(theirs, in_proportion)), round(max(theirs, in_proportion) - ours)
+        steep = grows_steeply(self.blocks[node.block], shards)
+        return Unprofiled(
+            samples,
+            low,
+            round(high),
+            None if steep and samples < low else max(0, less),
+            None if steep and samples > low else max(0, more),
+        )
 
     @cached_property
     def extrapolates(self) -> bool:
@@ -316,6 +423,12 @@ class CostModel:
         return TensorNeed(source.operation.keeps_output and first, self._taken(link), self._kept(source))
 
 
+def _spared(ties: Iterable[CostTie], strategy: Strategy) -> tuple[int, int]:
+    """Bytes and ns that all of them spare a strategy."""
+    every = [tie.spared([strategy.configurations[user.operator] for user in tie.users]) for tie in ties]
+    return sum(memory for memory, _ in every), sum(time for _, time in every)
+
+
 def held_bytes(
     tensor: Tensor, given: Sequence[Layout], taken: Sequence[Layout], moved: BoolArray, need: TensorNeed
 ) -> IntArray:
@@ -341,8 +454,8 @@ def cost_model(
     """Configurations and costs of a profile on the first ``devices`` of a cluster, for one micro-batch of ``samples``.
 
     Times of operators are closed forms for a ``device`` preset (by default the profile's own device, else the
-    cluster's), in proportion to the times that the profile has for their block. On one device what blocks share is
-    there once; on several every block has its own, since only equal parts are one copy.
+    cluster's), in proportion to the times that the profile has for their block. What blocks share is there once where
+    they split it alike.
 
     Raises:
         UsageError: the device is not known, or an operator cannot be split so.
@@ -353,23 +466,46 @@ def cost_model(
     if options.data_parallel_loading:
         operators = _loaded(operators, devices)
     resharding = Resharding(cluster, devices)
-    counted = _with_one_copy(profile) if devices == 1 else profile
     blocks = {block.id: block for block in profile.blocks}
-    return CostModel(operators, resharding, preset, _scales(counted, operators, preset), options, blocks)
+    tied, own = _tied_tables(profile, operators)
+    scales = _scales(profile, operators, preset, own)
+    return _reducible(CostModel(operators, resharding, preset, scales, options, blocks, tied))
 
 
-def _with_one_copy(profile: Profile) -> Profile:
-    """The profile with what blocks share counted by the first of them alone."""
-    by_id = {block.id: block for block in profile.blocks}
-    for each in profile.tied:
-        for id_ in each.blocks[1:]:
-            block = by_id[id_]
-            left = {
-                "parameter_bytes": block.parameter_bytes - each.parameter_bytes,
-                "optimizer_bytes": block.optimizer_bytes - each.optimizer_bytes,
-            }
-            by_id[id_] = block.model_copy(update=left)
-    return profile.model_copy(update={"blocks": tuple(by_id.values())})
+def _reducible(model: CostModel) -> CostModel:
+    """The model with as much of what is tied, the largest first, as can be looked at exactly."""
+    while model.tied and not Reducing().exact(model.graph.lowered()):
+        model = replace(model, tied=model.tied[:-1], untied=(*model.tied[-1].names, *model.untied))
+    return model
+
+
+def _tied_tables(profile: Profile, operators: OperatorGraph) -> tuple[tuple[TiedTable, ...], dict[str, MemoryBytes]]:
+    """What operators share, the most bytes first; and by operator what of its state is tied."""
+    by_block: dict[str, list[OperatorNode]] = defaultdict(list)
+    for node in operators.nodes:
+        if node.operation.parameters or node.operation.kind == "block":
+            by_block[node.block].append(node)
+    own: dict[str, MemoryBytes] = defaultdict(MemoryBytes)
+    found: dict[tuple[str, ...], TiedTable] = {}
+    for each in sorted(profile.tied, key=lambda tied: -tied.state.total):
+        users = tuple(_holder(by_block[id_], each.parameter_bytes, own).name for id_ in each.blocks if by_block[id_])
+        for name in users:
+            own[name] += each.state
+        if each.state.total and len(users) > 1:
+            before = found.get(users, TiedTable((), users, MemoryBytes()))
+            found[users] = TiedTable((*before.names, each.name), users, before.state + each.state)
+    return tuple(found.values()), own
+
+
+def _holder(nodes: Sequence[OperatorNode], size: int, own: Mapping[str, MemoryBytes]) -> OperatorNode:
+    """The operator of a block that has a parameter of ``size`` bytes: the smallest in which there is room for it."""
+
+    def room(node: OperatorNode) -> int:
+        if node.operation.kind == "block":
+            return UNLIMITED
+        return node.operation.parameters * node.operation.width - own.get(node.name, MemoryBytes())[PARAMETERS]
+
+    return min((node for node in nodes if room(node) >= size), key=room, default=None) or max(nodes, key=room)
 
 
 def _preset_of(profile: Profile, cluster: Cluster | None) -> DevicePreset:
@@ -420,25 +556,39 @@ def _loader(node: OperatorNode, devices: int) -> OperatorNode:
     return OperatorNode(f"{node.name}/data", node.block, data)
 
 
-def _scales(profile: Profile, operators: OperatorGraph, preset: DevicePreset) -> dict[str, OperatorScale]:
+def _scales(
+    profile: Profile, operators: OperatorGraph, preset: DevicePreset, tied: Mapping[str, MemoryBytes]
+) -> dict[str, OperatorScale]:
     by_block: dict[str, list[OperatorNode]] = defaultdict(list)
     for node in operators.nodes:
         by_block[node.block].append(node)
     return {
         node.name: scale
         for block in profile.blocks
-        for node, scale in zip(by_block[block.id], _block_scales(block, by_block[block.id], preset), strict=True)
+        for node, scale in zip(by_block[block.id], _block_scales(block, by_block[block.id], preset, tied), strict=True)
     }
 
 
-def _block_scales(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> Iterable[OperatorScale]:
-    """Its operators in proportion: times so that they add up to its row's, bytes to its parameters'."""
+def _block_scales(
+    block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset, tied: Mapping[str, MemoryBytes]
+) -> Iterable[OperatorScale]:
+    """Its operators in proportion: times so that they add up to its row's, bytes to its parameters'.
+
+    What is ``tied`` is where it is; the rest goes by the parameters beside it.
+    """
     forward, backward = _measured_over_computed(block, nodes, preset)
+    held = [tied.get(node.name, MemoryBytes()) for node in nodes]
     counts = [node.operation.parameters if node.operation.kind != "block" else 1 for node in nodes]
-    total = max(1, sum(counts))
-    for count in counts:
-        parameters = block.parameter_bytes * count // total
-        state = training_state(parameters, block.optimizer_bytes * count // total)
+    beside = [
+        max(0, count - own[PARAMETERS] // node.operation.width)
+        for count, own, node in zip(counts, held, nodes, strict=True)
+    ]
+    weights = beside if any(beside) else counts
+    total = max(1, sum(weights))
+    left = block.state - sum(held, MemoryBytes())
+    for own, weight in zip(held, weights, strict=True):
+        parameters = own[PARAMETERS] + left[PARAMETERS] * weight // total
+        state = training_state(parameters, own[OPTIMIZER] + left[OPTIMIZER] * weight // total)
         yield OperatorScale(forward, backward, parameters, state.total)
 
 

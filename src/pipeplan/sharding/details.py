@@ -15,9 +15,9 @@ import numpy as np
 from pipeplan.costs import StageCost, state_of_total
 from pipeplan.costs.operators import Operator
 from pipeplan.errors import UsageError
-from pipeplan.sharding.cost_model import VARIANTS, CostModel, held_bytes
+from pipeplan.sharding.cost_model import VARIANTS, CostModel, Spared, held_bytes
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode
-from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, Strategy
+from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, CostTie, Strategy
 from pipeplan.sharding.layouts import Move, Tensor
 from pipeplan.sharding.operators import Configuration, Numbers, OperatorScale, Splittable
 from pipeplan.workload.kinds import training_state
@@ -55,16 +55,17 @@ class TensorDetail:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """A whole strategy; times and bytes add up to its own, but for rounding up to whole ns."""
+    """A whole strategy; times and bytes less what is ``spared`` add up to its own, but for rounding up to whole ns."""
 
     operators: tuple[OperatorDetail, ...]
     tensors: tuple[TensorDetail, ...]
+    spared: Spared
 
     @property
     def memory_bytes(self) -> int:
         """On each device, for one micro-batch in flight."""
         states = sum(each.configuration.state_bytes + each.kept_bytes for each in self.operators)
-        return states + sum(each.held_bytes for each in self.tensors)
+        return states + sum(each.held_bytes for each in self.tensors) - self.spared.memory_bytes
 
     @property
     def compute_ns(self) -> int:
@@ -75,7 +76,8 @@ class Details:
     def network_ns(self) -> int:
         """Sums of gradients, and tensors on their way."""
         sums = sum(each.configuration.sync_ns for each in self.operators)
-        return sums + sum(each.forward_ns + each.backward_ns for each in self.tensors)
+        moved = sum(each.forward_ns + each.backward_ns for each in self.tensors)
+        return sums + moved - self.spared.sync_ns
 
 
 def details_of(model: CostModel, strategy: Strategy) -> Details:
@@ -89,7 +91,7 @@ def details_of(model: CostModel, strategy: Strategy) -> Details:
         _tensor(model, link, edge.variants[variant], chosen[link.source], chosen[link.target])
         for link, edge, variant in zip(model.operators.links, model.graph.edges, strategy.edge_variants, strict=True)
     )
-    return Details(operators, tensors)
+    return Details(operators, tensors, model.spared(strategy))
 
 
 def _tensor(model: CostModel, link: Link, variant: str, source: Configuration, target: Configuration) -> TensorDetail:
@@ -154,10 +156,12 @@ def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
 def _stage_cost(details: Details, strategy: Strategy, microbatches: int) -> StageCost:
     """What a stage takes; forward and backward together take what the strategy does, to the nanosecond."""
     chosen = [each.configuration for each in details.operators]
-    state = sum(each.state_bytes for each in chosen)
-    parameters = min(sum(each.parameter_bytes for each in chosen), state // training_state(1).total)
+    spared = details.spared
+    state = sum(each.state_bytes for each in chosen) - spared.memory_bytes
+    parameters = sum(each.parameter_bytes for each in chosen) - spared.parameter_bytes
+    parameters = min(parameters, state // training_state(1).total)
     forward = sum(each.forward_ns for each in chosen) + sum(each.forward_ns for each in details.tensors)
-    sums = sum(-(-each.sync_ns // microbatches) for each in chosen)
+    sums = sum(-(-each.sync_ns // microbatches) for each in chosen) - spared.time_ns
     backward, weights = strategy.time_ns - sums - forward, sum(each.weight_grad_ns for each in chosen)
     deferred = [each.deferred_bytes for each in chosen if each.deferred_bytes is not None]
     parted = len(deferred) == len(chosen)
@@ -171,7 +175,7 @@ def _stage_cost(details: Details, strategy: Strategy, microbatches: int) -> Stag
         weight_grad_bytes=sum(deferred) if parted else 0,
         workspace_bytes=max(each.workspace_bytes for each in chosen),
         state=state_of_total(state, parameters),
-        sync_ns=sum(each.sync_ns for each in chosen),
+        sync_ns=sum(each.sync_ns for each in chosen) - spared.sync_ns,
     )
 
 
@@ -262,7 +266,12 @@ class StageModels:
         return CostGraph(
             tuple(self.nodes[node.name] for node in operators.nodes),
             tuple(self.edges[link] for link in operators.links),
+            self.ties(blocks),
         )
+
+    def ties(self, blocks: Collection[str]) -> tuple[CostTie, ...]:
+        """What blocks of a stage share."""
+        return tuple(filter(None, (tie.among(blocks) for tie in self.whole.ties)))
 
     @cached_property
     def nodes(self) -> dict[str, CostNode]:

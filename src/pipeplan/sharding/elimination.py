@@ -254,6 +254,10 @@ class Reducing:
     linear: bool = True
     merged: int = _MERGED
 
+    def exact(self, graph: CostGraph) -> bool:
+        """Whether a graph needs no heuristics."""
+        return self._reduce(Reduced.of(graph)[0])
+
     def parts(self, graph: CostGraph) -> tuple[list[ReducedPart], int]:
         """The graph, or one part for each of the heuristics; and how many operators they hold to a choice.
 

@@ -13,8 +13,8 @@ linear DP (Algorithm 3, line 6) 1 x K with K x K, which is why it is K times che
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -68,11 +68,104 @@ class CostEdge:
 
 
 @dataclass(frozen=True, slots=True)
+class TieUser:
+    """An operator that shares a tied parameter: the way in which each of its K configurations splits it, by number.
+
+    ``memory_bytes`` and ``time_ns`` are what of the operator's costs is for it, [K].
+    """
+
+    operator: str
+    ways: IntArray
+    memory_bytes: IntArray
+    time_ns: IntArray
+
+    def at(self, kept: IntArray) -> TieUser:
+        """With some configurations, by their places."""
+        return TieUser(self.operator, self.ways[kept], self.memory_bytes[kept], self.time_ns[kept])
+
+
+@dataclass(frozen=True, slots=True)
+class CostTie:
+    """A parameter that operators share, and each counts in its costs by itself.
+
+    Where all split it in one way it is there once: the first one's bytes count, and the first one's time, which is at
+    most ``apart_ns``. Else each way has a share of its own, and sums take ``apart_ns``. Operators whose ways are equal
+    take as many bytes for it. Of more than one way of several operators each, only the one that spares most is counted
+    once, so that a strategy may cost less than is said: there must be four operators for that (:attr:`sure`).
+    """
+
+    users: tuple[TieUser, ...]
+    apart_ns: int
+
+    @property
+    def sure(self) -> bool:
+        """Whether strategies cost what is said, and not less."""
+        return len(self.users) < _UNSURE_USERS or len(np.unique(np.concatenate([user.ways for user in self.users]))) < 2
+
+    def spared(self, chosen: Sequence[int]) -> tuple[int, int]:
+        """Bytes and ns that a configuration of each operator takes less than the operators by themselves.
+
+        Time may be negative: summing what is split unlike may take longer.
+        """
+        ways = [int(user.ways[k]) for user, k in zip(self.users, chosen, strict=True)]
+        sizes = [int(user.memory_bytes[k]) for user, k in zip(self.users, chosen, strict=True)]
+        times = [int(user.time_ns[k]) for user, k in zip(self.users, chosen, strict=True)]
+        memory = max((ways.count(way) - 1) * size for way, size in zip(ways, sizes, strict=True))
+        return memory, sum(times) - (min(times[0], self.apart_ns) if len(set(ways)) == 1 else self.apart_ns)
+
+    def restricted(self, kept: Mapping[str, IntArray]) -> CostTie:
+        """With some configurations of each operator, by their places."""
+        return replace(self, users=tuple(user.at(kept[user.operator]) for user in self.users))
+
+    def timed(self) -> CostTie:
+        """By time alone."""
+        return replace(self, users=tuple(replace(user, memory_bytes=user.memory_bytes * 0) for user in self.users))
+
+    def among(self, operators: Collection[str]) -> CostTie | None:
+        """What some operators share; None where they are fewer than two of its."""
+        users = tuple(user for user in self.users if user.operator in operators)
+        return replace(self, users=users) if len(users) > 1 else None
+
+    def lowered(self, name: str) -> tuple[CostNode, list[CostEdge]]:
+        """An operator with a configuration for each case, and what each case leaves of its users' costs for it.
+
+        In the first cases all split it in one of the ways that all have. In the others they may split it unlike: where
+        there are three or more, one way is counted once, in each case another one.
+        """
+        sizes = dict(pair for user in self.users for pair in zip(user.ways.tolist(), user.memory_bytes, strict=True))
+        having = Counter(way for user in self.users for way in set(user.ways.tolist()))
+        alike = [way for way in sorted(having) if having[way] == len(self.users)]
+        once = [way for way in sorted(having) if having[way] > 1] if len(self.users) > _ONE_PAIR else []
+        cases = np.array([*alike, *once, _NO_WAY])
+        strict = np.arange(len(cases)) < len(alike)
+        memory = [0] * len(alike) + [sizes[way] for way in once] + [0]
+        node = CostNode(name, tuple(map(str, cases)), table(memory, np.where(strict, 0, self.apart_ns)))
+        edges = []
+        for number, user in enumerate(self.users):
+            same = cases[:, None] == user.ways[None, :]
+            first = strict[:, None] & (number == 0)
+            counted = np.where(same & ~first, 0, user.memory_bytes[None, :])
+            spent = np.where(first, np.minimum(user.time_ns, self.apart_ns)[None, :], 0)
+            edges.append(CostEdge(name, user.operator, table(counted, spent, same | ~strict[:, None])))
+        return node, edges
+
+
+_UNSURE_USERS = 4
+_ONE_PAIR = 2
+_NO_WAY = -1
+"""Of a case in which no way is counted once."""
+
+
+@dataclass(frozen=True, slots=True)
 class CostGraph:
-    """Operators and tensors; memory and time of a strategy are the sums over all of them (equation 3)."""
+    """Operators and tensors; memory and time of a strategy are the sums over all of them (equation 3).
+
+    From them goes what ``ties`` spare.
+    """
 
     nodes: tuple[CostNode, ...]
     edges: tuple[CostEdge, ...]
+    ties: tuple[CostTie, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = {node.name: len(node.configurations) for node in self.nodes}
@@ -83,6 +176,24 @@ class CostGraph:
         for edge in self.edges:
             _shape(f"{edge.source} -> {edge.target}", edge.costs, (sizes[edge.source], sizes[edge.target]))
         self.order()
+
+    def lowered(self) -> CostGraph:
+        """The same costs by operators and edges alone: after its own come those that stand for ties."""
+        if not self.ties:
+            return self
+        own: dict[str, IntArray] = {}
+        for user in (user for tie in self.ties for user in tie.users):
+            costs = np.stack((user.memory_bytes, user.time_ns))
+            own[user.operator] = own[user.operator] + costs if user.operator in own else costs
+        nodes = [
+            replace(node, costs=_less(node.costs, own[node.name])) if node.name in own else node for node in self.nodes
+        ]
+        edges = list(self.edges)
+        for number, tie in enumerate(self.ties):
+            node, more = tie.lowered(f"tie {number}")
+            nodes.append(node)
+            edges += more
+        return CostGraph(tuple(nodes), tuple(edges))
 
     def order(self) -> tuple[str, ...]:
         """The operators in topological order, ties as they are listed."""
@@ -101,7 +212,7 @@ class CostGraph:
             for node in self.nodes
         ]
         edges = [replace(edge, costs=_only(edge.costs, kept[edge.source], kept[edge.target])) for edge in self.edges]
-        return CostGraph(tuple(nodes), tuple(edges))
+        return CostGraph(tuple(nodes), tuple(edges), tuple(tie.restricted(kept) for tie in self.ties))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +224,22 @@ class Strategy:
     configurations: Mapping[str, int]
     node_variants: Mapping[str, int]
     edge_variants: tuple[int, ...]
+
+    def of(self, graph: CostGraph) -> Strategy:
+        """What a strategy of the lowered graph says of a graph's own operators and tensors."""
+        names = [node.name for node in graph.nodes]
+        return replace(
+            self,
+            configurations={name: self.configurations[name] for name in names},
+            node_variants={name: self.node_variants[name] for name in names},
+            edge_variants=self.edge_variants[: len(graph.edges)],
+        )
+
+
+def _less(costs: Table, own: IntArray) -> Table:
+    """An operator's costs without ``own`` bytes and ns of each configuration, [2, K]."""
+    memory, time = own[:, costs.cells]
+    return replace(costs, memory_bytes=costs.memory_bytes - memory, time_ns=costs.time_ns - time)
 
 
 def _only(costs: Table, rows: npt.ArrayLike, columns: IntArray) -> Table:
@@ -135,15 +262,17 @@ def undominated(graph: CostGraph, besides: Mapping[str, IntArray] | None = None)
     ones the first stays. ``besides`` is a further cost of each configuration of some operators. Where a cell has
     several points all configurations stay.
     """
+    plain = graph.lowered()
     touching: dict[str, list[tuple[bool, Table]]] = defaultdict(list)
-    for edge in graph.edges:
+    for edge in plain.edges:
         touching[edge.source].append((False, edge.costs))
         touching[edge.target].append((True, edge.costs))
     known: dict[object, IntArray] = {}
     kept = {}
-    for node in graph.nodes:
+    for node, less in zip(graph.nodes, plain.nodes, strict=False):
         more = None if besides is None else besides.get(node.name)
-        tables = [(True, node.costs), *touching[node.name]]
+        alone = [] if less is node else [(True, less.costs)]
+        tables = [(True, node.costs), *alone, *touching[node.name]]
         alike = tuple((taken, id(each)) for taken, each in tables), None if more is None else more.tobytes()
         if alike not in known:
             known[alike] = _useful(tables, more)

@@ -25,7 +25,7 @@ first and the last layout is not kept.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -138,6 +138,15 @@ class MeshSplit(NamedTuple):
         if major is None:
             return self
         return MeshSplit(major.extent * self.extent, self.stride) if major.stride == self.reach else None
+
+
+def joined(splits: Iterable[MeshSplit]) -> list[MeshSplit]:
+    """Splits of one mesh with those that follow each other as one."""
+    found: list[MeshSplit] = []
+    for split in sorted(splits, key=lambda each: -each.stride):
+        whole = split.after(found[-1]) if found else None
+        found[-1:] = [whole] if whole else [*found[-1:], split]
+    return found
 
 
 def nested(splits: Sequence[MeshSplit], devices: int) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import ClassVar
 
 from pipeplan.costs import operators as forms
@@ -449,6 +450,16 @@ def profiled_sizes(block: Block, shards: int = 1) -> tuple[int, int] | None:
     """The least and most samples that the block has rows for; None without rows for these shards."""
     sizes = [row.microbatch_size for row in block.costs if row.shards == shards and _plain(row)]
     return (min(sizes), max(sizes)) if sizes else None
+
+
+def grows_steeply(block: Block, shards: int = 1) -> bool:
+    """Whether, somewhere between a block's rows, time grows more than in proportion to samples."""
+    rows = sorted(
+        (row.microbatch_size, row.forward_ns + row.whole_backward_ns)
+        for row in block.costs
+        if row.shards == shards and _plain(row)
+    )
+    return any(after * size > before * more for (size, before), (more, after) in pairwise(rows))
 
 
 def is_profiled(operation: Splittable, splits: Splits) -> bool:

@@ -25,7 +25,8 @@ from typing import ClassVar, Literal, NamedTuple
 from pipeplan.costs.communication import Combining, Exchange, send_time, time_of_groups
 from pipeplan.costs.devices import DevicePreset, Kernel
 from pipeplan.costs.operators import Operator
-from pipeplan.sharding.layouts import ANY, Layout, MeshSplit, Resharding, Tensor, groups_along
+from pipeplan.sharding.layouts import ANY, Layout, MeshSplit, Resharding, Tensor, groups_along, joined
+from pipeplan.workload.mesh import SHARDS
 
 Map = tuple[str | None, str | None, str | None]
 """Which axis of the operator each dimension of a tensor is: samples, places, features; None where it is whole."""
@@ -356,9 +357,8 @@ def _priced(
     numbers = operation.numbers(extents)
     times = operation.times(numbers, device)
     forward, backward = _exchanged(operation.exchanges(numbers), splits, resharding)
-    parts = prod(extents[name] for name in operation.weighted if name in extents)
+    parts = num_parts(operation, splits)
     parameters = -(-scale.parameter_bytes // parts)
-    summed = [split for name, split in splits.items() if name not in operation.weighted]
     deferred = operation.deferred_bytes(numbers)
     return Configuration(
         name=mesh_name(list(splits.items()), resharding.devices),
@@ -367,7 +367,7 @@ def _priced(
         backward_ns=round((times.input_grad_ns + times.weight_grad_ns) * scale.backward + backward),
         weight_grad_ns=0 if deferred is None else round(times.weight_grad_ns * scale.backward),
         deferred_bytes=deferred,
-        sync_ns=round(sum(_sum_ns(parameters, split, resharding) for split in summed)),
+        sync_ns=sync_ns(operation, splits, parameters, resharding),
         parameter_bytes=parameters,
         state_bytes=-(-scale.state_bytes // parts),
         inside_bytes=operation.inside_bytes(numbers),
@@ -402,7 +402,36 @@ def _exchange_ns(inner: InnerExchange, split: MeshSplit, resharding: Resharding)
     return float(send_time(resharding.cluster, pairs, inner.num_bytes))
 
 
-def _sum_ns(size: int, split: MeshSplit, resharding: Resharding) -> float:
+def num_parts(operation: Splittable, splits: Splits) -> int:
+    """Into how many equal parts its parameters are split."""
+    return prod(split.extent for name, split in splits.items() if name in operation.weighted)
+
+
+def way_of(operation: Splittable, splits: Splits) -> frozenset[tuple[object, MeshSplit]]:
+    """How its parameters are split and their gradients summed: splits of its parameters' axes, those of sums joined.
+
+    Operators of which it is equal have the same share of what they share on every device, and sum it over the same. As
+    one may call rows what another calls columns, axes go by their sizes, where these differ.
+    """
+    weighted = [axis for axis in operation.axes if axis.name in operation.weighted]
+    sizes = Counter(axis.share(1) for axis in weighted)
+    shares: set[tuple[object, MeshSplit]] = {
+        (axis.called if axis.called == SHARDS or sizes[axis.share(1)] > 1 else axis.share(1), splits[axis.name])
+        for axis in weighted
+        if axis.name in splits
+    }
+    return frozenset(
+        shares | {("", each) for each in joined(splits[name] for name in splits.keys() - operation.weighted)}
+    )
+
+
+def sync_ns(operation: Splittable, splits: Splits, size: int, resharding: Resharding) -> int:
+    """Time to add up gradients of ``size`` bytes on each device, along all that its parameters do not have."""
+    summed = [split for name, split in splits.items() if name not in operation.weighted]
+    return round(sum(sum_ns(size, split, resharding) for split in summed))
+
+
+def sum_ns(size: int, split: MeshSplit, resharding: Resharding) -> float:
     """Time to add up gradients of ``size`` bytes along a split: the cheapest way from a sum to a whole tensor."""
     if not size:
         return 0.0

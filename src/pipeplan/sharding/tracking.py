@@ -233,10 +233,10 @@ class Tracked:
     """The cost frontier of a graph.
 
     ``memory_bytes`` ascends and ``time_ns`` descends, [P]. It is ``exact`` unless a heuristic elimination left
-    configurations out, or it was asked for up to a factor; even then every point is a strategy, and one that no other
-    *found* beats. The ``factor`` is proved: for every strategy of the configurations left in some point takes at most
-    ``factor`` times its memory and its time. ``eliminations`` counts them by kind: node, edge, branch, heuristic.
-    ``num_computed`` counts the distinct tables of the graph's expression.
+    configurations out, it was asked for up to a factor, or ties are not sure; even then every point is a strategy, and
+    one that no other *found* beats. The ``factor`` is proved: for every strategy of the configurations left in some
+    point takes at most ``factor`` times its memory and its time. ``eliminations`` counts them by kind: node, edge,
+    branch, heuristic. ``num_computed`` counts the distinct tables of the graph's expression.
     """
 
     memory_bytes: IntArray
@@ -244,6 +244,7 @@ class Tracked:
     exact: bool
     eliminations: Counter[str]
     num_computed: int
+    _graph: CostGraph
     _of: tuple[PartFrontier, ...]
     _picks: IntArray
     factor: float = 1.0
@@ -251,7 +252,7 @@ class Tracked:
     def strategy(self, point: int) -> Strategy:
         """The strategy of a point, unrolled."""
         part, inside_part = map(int, self._picks[:, point])
-        return self._of[part].strategies.strategy(inside_part)
+        return self._of[part].strategies.strategy(inside_part).of(self._graph)
 
 
 def track(
@@ -270,15 +271,15 @@ def track(
         ValueError: there is no strategy; not ``pruned``, the frontier is then empty.
     """
     reducing = Reducing(linear) if merged is None else Reducing(linear, merged)
-    parts, settled = reducing.parts(graph)
+    parts, settled = reducing.parts(graph.lowered())
     whole = reducing.whole(parts[0])
     found = [each for part in parts for each in _found(reducing, part, pruned, within)]
     kept = reduce_points(union([_points(index, each) for index, each in enumerate(found)]))
     factor = max(each.factor for each in found)
     done = whole.done + Counter(heuristic=settled)
-    exact = not settled and factor == 1
+    exact = not settled and factor == 1 and all(tie.sure for tie in graph.ties)
     num_computed = whole.num_tables
-    return Tracked(kept.memory_bytes, kept.time_ns, exact, done, num_computed, tuple(found), kept.picks, factor)
+    return Tracked(kept.memory_bytes, kept.time_ns, exact, done, num_computed, graph, tuple(found), kept.picks, factor)
 
 
 def _found(reducing: Reducing, part: ReducedPart, pruned: bool, within: float) -> list[PartFrontier]:

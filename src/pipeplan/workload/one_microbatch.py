@@ -227,7 +227,7 @@ class OneMicrobatch:
                 raise InfeasibleError(
                     f"{self._named(device)} has {format_bytes(memory or 0)}, but parameters, gradients and optimizer "
                     f"state take {format_bytes(static)}: {format_bytes(-capacity)} too much; raise --memory to "
-                    f"{format_bytes(rounded_up(static + self.needed_bytes(device)))}, or --devices"
+                    f"{format_bytes(rounded_up(static + self.needed_bytes(device)))}"
                 )
             needed = self.needed_bytes(device)
             if needed > capacity:
@@ -235,8 +235,7 @@ class OneMicrobatch:
                     f"{self._named(device)} has {format_bytes(memory or 0)}, of which parameters, gradients and "
                     f"optimizer state take {format_bytes(static)}; one micro-batch needs {format_bytes(needed)} more, "
                     f"{format_bytes(needed - capacity)} too much; raise --memory to "
-                    f"{format_bytes(rounded_up(static + needed))} "
-                    "or --devices, or lower --microbatch-size"
+                    f"{format_bytes(rounded_up(static + needed))}"
                 )
 
     def _named(self, device: int) -> str:

@@ -17,18 +17,21 @@ from torch import nn
 from pipeplan.checker import check
 from pipeplan.costs import build_workload, stage_costs
 from pipeplan.errors import UsageError
-from pipeplan.files import PlacedStage, Plan
+from pipeplan.files import PlacedStage, Plan, Profile
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorLayout
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.sequential import sequential_model
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo import ZOO
 from pipeplan.runtime.models.zoo.gpt import GPTSize
+from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.sharding import Cut, ParameterPart, Shards, Slice
+from pipeplan.runtime.profiling.build_profile import block_graph_of
 from pipeplan.runtime.training.compatibility import require_splittable
 from pipeplan.sharding.cost_model import CostOptions, cost_model
+from pipeplan.sharding.graph import Strategy
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.mesh import COPIES, SAMPLES, SHARDS, Mesh, MeshAxis
+from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 from runtime_support.models import branches
 from runtime_support.plans import TRAINING, Unsplit, placed_plan, profile_of
 from runtime_support.threads import require_equal_to_unsplit, together
@@ -105,27 +108,67 @@ def test_any_strategy_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, P
     require_equal_to_unsplit(model, plan)
 
 
+def splittable(model: Model) -> Profile:
+    """With the sizes of blocks, their parameters, and costs for as many shards as all of them can be split over."""
+    sized = block_graph_of(model, torch.float32)
+    bytes_of = {block.spec.id: block.parameter_bytes for block in sized.blocks}
+    made = profile_of(model)
+    blocks = tuple(
+        block.model_copy(
+            update={
+                "dimensions": model.block(block.id).dimensions,
+                "parameter_bytes": bytes_of[block.id],
+                "costs": tuple(row for row in block.costs if row.shards <= 2),
+            }
+        )
+        for block in made.blocks
+    )
+    tied = tuple(each.model_copy(update={"optimizer_bytes": 0}) for each in sized.tied)
+    return made.model_copy(update={"blocks": blocks, "tied": tied})
+
+
 @pytest.mark.parametrize(
     "name", ["gpt2-tiny", OPERATORS, "tessel-mt5-tiny", "mmt-tiny", "dlrm-tiny", "candle-uno-tiny"]
 )
 def test_all_that_a_frontier_of_blocks_offers_can_be_run(name: str) -> None:
     """Every configuration of every block of the zoo, and so every point."""
     model = load_model(name)
-    blocks = tuple(
-        block.model_copy(
-            update={
-                "dimensions": model.block(block.id).dimensions,
-                "costs": tuple(row for row in block.costs if row.shards <= 2),  # as all of them can be split
-            }
-        )
-        for block in profile_of(model).blocks
-    )
-    profile = profile_of(model).model_copy(update={"blocks": blocks})
-    built = cost_model(profile, None, 4, SIZE, device="v100-16gb", options=CostOptions(blocks=True))
+    built = cost_model(splittable(model), None, 4, SIZE, device="v100-16gb", options=CostOptions(blocks=True))
     offered = {(node.block, each.name) for node in built.operators.nodes for each in built.configurations[node.name]}
     assert len(offered) > len(model.blocks)
     for block, text in offered:
         model.require_splittable(block, Mesh.parse(text))
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", OPERATORS])
+def test_ranks_hold_what_is_tied_as_often_as_a_frontier_says(name: str) -> None:
+    """In every configuration of embedding and head: once where both have the same part on each rank, else twice."""
+    model = load_model(name)
+    built = cost_model(splittable(model), None, 4, SIZE, device="v100-16gb", options=CostOptions(blocks=True))
+    (tie,), (holders,) = built.ties, model.tied
+    whole = torch.empty(model.parameter_shapes()[holders[0]], device="meta")
+
+    @functools.cache
+    def parts(block: str, parameter: str, text: str) -> list[ParameterPart]:
+        """Of every rank."""
+        found = []
+        for rank in range(4):
+            inner, same = Mesh.parse(text).plane_without((SAMPLES, PLACES), rank)
+            share = Share(block, same.index(rank), same, inner.axes) if inner.size > 1 else Share(block)
+            found.append(model.part_of(share, parameter))
+        return found
+
+    found = set()
+    for chosen in product(*(range(len(user.ways)) for user in tie.users)):
+        own = dict(zip((block for block, _ in holders), chosen, strict=True))
+        texts = [built.configurations[block][k].name for block, k in own.items()]
+        ranks = zip(*(parts(*holder, text) for holder, text in zip(holders, texts, strict=True)), strict=True)
+        held = [[sum(part.within(whole).nbytes for part in each) for each in (both, set(both))] for both in ranks]
+        twice, once = map(max, zip(*held, strict=True))
+        choice = Strategy(0, 0, dict.fromkeys(built.configurations, 0) | own, {}, ())
+        assert twice - once == built.spared(choice).parameter_bytes, texts
+        found.add(twice > once)
+    assert found == {True, False}
 
 
 def test_the_norm_between_encoder_and_decoder_is_an_operator() -> None:

@@ -159,11 +159,11 @@ def test_another_model_is_refused_once(mark: str, capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], ids=["interrupted", "killed"]
+@slow_but(
+    "sent, status", [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], lambda case: case[0] == signal.SIGINT
 )
 def test_ranks_die_with_their_parent(sent: int, status: int, mark: str, tmp_path: Path) -> None:
-    """Also when it is killed, which it cannot notice."""
+    """Also when it is killed, which it cannot notice; ``test_pauses`` has that with ranks that start in a moment."""
     path = tmp_path / "plan.json"
     write_file(plan_on(2), str(path))
     command = [

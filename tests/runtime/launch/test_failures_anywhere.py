@@ -60,9 +60,10 @@ def test_ends_with_one_message_and_no_process_left(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_does_not_hold_up_torchrun() -> None:
-    """It could not take the signal that torchrun ends it with."""
-    fault = Fault("stopped", 0, step=1, counter=counter_of(split_chain(), 0, "W"))
+@pytest.mark.parametrize("kind", ["stopped", "killed"])
+def test_under_torchrun(kind: str) -> None:
+    """A stopped rank could not take the signal that torchrun ends it with; a killed one is named before who lost it."""
+    fault = Fault(kind, 0, step=1, counter=counter_of(split_chain(), 0, "W"))
     ending = run_with(
         fault, split_chain(), TrainOptions("runtime_support.models:chain", dtype="float64"), torchrun=True
     )

@@ -54,7 +54,7 @@ def test_a_stopped_parent_goes_on_where_it_was(mark: str) -> None:
     assert "heard 80" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
 def test_a_parent_that_ends_leaves_no_rank(number: signal.Signals, mark: str) -> None:
     """Stopped or not; the fixture waits for the ranks' end."""
     parent = parent_of(lines=1, stay_s=3600.0, timeout_ns=3600 * 10**9)
@@ -62,6 +62,13 @@ def test_a_parent_that_ends_leaves_no_rank(number: signal.Signals, mark: str) ->
     parent.send_signal(number)
     parent.send_signal(signal.SIGCONT)
     assert (parent.communicate()[1], parent.returncode) == ("", -number)
+
+
+def test_who_waits_can_see_where_rank_0_is(mark: str) -> None:
+    seen: list[str] = []
+    job = {"lines": 1, "bytes": 0, "stay_s": 0.1}
+    local.watch_local("", [("0F0",)] * 2, job, 60 * 10**9, lambda *_: None, RANK, on_look=seen.append)
+    assert {"while starting", "in 0F0 (step 0, program counter 0 of 1)"} <= {*seen}
 
 
 def test_a_second_interruption_leaves_no_rank(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -786,7 +786,7 @@ class Wired(nn.Module):
         return part(one)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     st.lists(st.tuples(st.sampled_from(_OPERATORS), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9),
     st.sampled_from(GRAINS),

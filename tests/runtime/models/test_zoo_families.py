@@ -293,7 +293,7 @@ def test_plans_of_the_examples_profiles_are_the_models(name: str) -> None:
     """Every rank finds its blocks, and what travels between them, by name."""
     profile, model = paper_model(name, microbatch_sizes=(1,)), load_model(name)
     plan = search_plan(
-        request_of(profile, "one-to-one", Batch(4, 1), num_devices=4, time_limit=0.5, deterministic=True)
+        request_of(profile, "one-to-one", Batch(4, 1), num_devices=4, time_limit=0.1, deterministic=True)
     ).plan
     programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
     blocks = [block for program in programs for part in program.stages.values() for block in part.blocks]
@@ -306,7 +306,7 @@ def test_a_searched_plan_trains_as_an_unsplit_run(name: str) -> None:
     preset = device_preset("cpu")
     profile = estimate_model(model, (1, 2), device=preset, dtype=torch.float64)
     plan = search_plan(
-        request_of(profile, "one-to-one", Batch(2, 2), num_devices=3, time_limit=0.5, deterministic=True)
+        request_of(profile, "one-to-one", Batch(2, 2), num_devices=3, time_limit=0.1, deterministic=True)
     ).plan
     assert len(plan.stages) >= 2
     require_equal_to_unsplit(model, plan)

@@ -319,7 +319,7 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert (profile.source.method, profile.source.dtype) == ("estimated", "float16")
     assert "written to" in capsys.readouterr().err
     plan = search_plan(
-        request_of(profile, "one-to-one", Batch(4, 4), num_devices=2, time_limit=1, deterministic=True)
+        request_of(profile, "one-to-one", Batch(4, 4), num_devices=2, time_limit=0.1, deterministic=True)
     ).plan
     assert len(plan.stages) == 2
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +71,16 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "p.json.partial"
 
 
+@functools.cache
+def whole_file() -> str:
+    """What a measurement that nothing disturbs keeps."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "p.json.partial"
+        measure(path, model([]))
+        return path.read_text()
+
+
+@functools.cache
 def forwards_of_all() -> int:
     """How often a block runs in a measurement that nothing disturbs."""
     calls: list[int] = []
@@ -158,8 +170,8 @@ def test_rows_of_other_cases_are_kept_apart(path: Path) -> None:
     ],
 )
 def test_another_question_is_refused(path: Path, options: dict[str, Any], difference: str) -> None:
-    measure(path, model([]))
-    before, calls = path.read_text(), list[int]()
+    path.write_text(before := whole_file())
+    calls: list[int] = []
     with pytest.raises(UsageError, match=f"{difference}; ask for the same to go on with it, delete it"):
         measure(path, model(calls), **options)
     assert calls == []
@@ -182,7 +194,7 @@ def test_going_on_with_other_sizes(path: Path) -> None:
 
 
 def test_another_model_is_refused(path: Path) -> None:
-    measure(path, model([]))
+    path.write_text(whole_file())
     wider = Model("counted", model([]).blocks[:1], model([]).batch, len)
     with pytest.raises(UsageError, match="fingerprint of the model's blocks"):
         measure(path, wider)
@@ -192,8 +204,7 @@ def test_another_model_is_refused(path: Path) -> None:
     "damage", [lambda text: text[: len(text) // 2], lambda text: "", lambda text: text.replace('"times"', '"tmies"')]
 )
 def test_a_damaged_file_is_refused(path: Path, damage: Callable[[str], str]) -> None:
-    measure(path, model([]))
-    path.write_text(damage(path.read_text()))
+    path.write_text(damage(whole_file()))
     with pytest.raises(FileError, match="not what an interrupted measurement keeps; delete it"):
         measure(path, model([]))
 

@@ -141,11 +141,34 @@ class Penalty(SquaredSum):
         return super().forward(output, targets) + 0.5
 
 
+CLASSES = torch.tensor([1.0, 2.0, 4.0, 8.0])
+
+
+def weighted(output: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output, targets, CLASSES[:3].to(output))
+
+
+class WeightedByBatch(nn.Module):
+    """What is advised in its place: each sample's weight is in the batch."""
+
+    def forward(self, output: Tensor, targets: Tensor, classes: Tensor, w: Tensor) -> Tensor:
+        return (w.flatten() * F.cross_entropy(output, classes.flatten(), reduction="none")).sum() / w.sum()
+
+
+def test_what_is_advised_in_place_of_weights_of_classes_is_taken() -> None:
+    """The module is summed, weights and all; those of the batch make a mean that is found."""
+    made = losses.chain(nn.CrossEntropyLoss(weight=CLASSES[:3]))
+    assert find_losses(made).means == {}
+    classes = torch.tensor([[0], [3]])
+    found = find_losses(losses.masked(WeightedByBatch, classes=classes, w=CLASSES[classes]))
+    assert {mean.text for mean in found.means.values()} == {"the weights 'w'"}
+
+
 class Weighted(nn.Module):
     """A mean with weights of the classes, which the batch does not show."""
 
     def forward(self, output: Tensor, targets: Tensor, classes: Tensor) -> Tensor:
-        return F.cross_entropy(output, classes.flatten(), torch.tensor([1.0, 2.0, 4.0, 8.0]).to(output))
+        return F.cross_entropy(output, classes.flatten(), CLASSES.to(output))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +181,11 @@ class Weighted(nn.Module):
         ),
         (lambda: losses.masked(Contrast), r"'loss' is [\d.]+ for two samples together and .* neither the sum"),
         (lambda: losses.masked(Penalty), "neither the sum .* nor the mean .*; return the sum over predictions"),
-        (lambda: losses.masked(Weighted, classes=torch.tensor([[0], [3]])), "neither the sum"),
+        (
+            lambda: losses.masked(Weighted, classes=torch.tensor([[0], [3]])),
+            r"it lies between the two.* nn.CrossEntropyLoss\(weight=weights\) .* w = weights\[classes\]",
+        ),
+        (lambda: losses.chain(weighted), r"it lies between the two.* w = weights\[targets\]"),
         (lambda: losses.chain(lambda made, _: made.square().mean().sqrt()), "neither the sum"),
     ],
 )

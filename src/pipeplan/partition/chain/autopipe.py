@@ -25,7 +25,8 @@ import numpy as np
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.partition.chain.costs import Array, ChainCosts, Fitting, StageTimes
 from pipeplan.partition.chain.kernel import ShortestStages, least_split
-from pipeplan.partition.problem import Partition, PartitionProblem, Way
+from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem, Way, least_enough
+from pipeplan.units import format_bytes
 
 Step = tuple[str, int, int]
 """("F" or "B", stage, micro-batch)."""
@@ -333,9 +334,13 @@ def _planned(
 ) -> Planned:
     """The same with Algorithm 1's table at hand."""
     if fits is not None and not fits.any_cut(num_stages):
+        given = fits
+        enough = least_enough(lambda memory: replace(given, memory_bytes=memory).any_cut(num_stages), fits.memory_bytes)
+        would = "" if enough is None else f"; raise --memory to {format_bytes(enough)}"
         raise InfeasibleError(
-            f"no cut of {costs.num_blocks} blocks into {num_stages} stages fits into memory; raise --memory or "
-            "--devices, or lower --microbatch-size"
+            f"no cut of {costs.num_blocks} blocks into {num_stages} stages fits into "
+            f"{format_bytes(fits.memory_bytes)} per device{would}",
+            enough,
         )
     search = _AutoPipeSearch(costs, num_microbatches, balance)
     start = balance.begins_of(costs.num_blocks, num_stages)
@@ -387,7 +392,8 @@ def autopipe(problem: PartitionProblem) -> Iterator[Partition]:
     every micro-batch, where in the paper it takes whole ones in turn. What is found is no optimum.
 
     Raises:
-        InfeasibleError: no depth fits.
+        NoPartitionError: no depth fits.
+        UsageError: no number of replicas shares the devices.
     """
     order = problem.order
     depths = _depths(problem, order)
@@ -404,14 +410,35 @@ def autopipe(problem: PartitionProblem) -> Iterator[Partition]:
             found = depth.summed(planned, problem)
             if best is None or found.iteration_ns < best[1].iteration_ns:
                 best = depth, found
+    if not depths:
+        raise _no_depth(problem)
     if best is None:
-        raise InfeasibleError(
-            f"no pipeline depth that divides {problem.num_devices} devices fits into memory and shares out a "
-            f"mini-batch of {problem.mini_batch} samples; raise --memory or --devices, or lower --microbatch-size"
+        raise NoPartitionError(
+            f"no pipeline depth for a mini-batch of {problem.mini_batch} samples fits",
+            problem,
+            lambda memory: any(
+                depth.fits is not None and replace(depth.fits, memory_bytes=memory).any_cut(depth.num_stages)
+                for depth in depths
+            ),
         )
     depth, planned = best
     stages = [(order[begin:end], depth.way) for begin, end in pairwise((*planned.begins, len(order)))]
     yield Partition(problem.placed(stages), planned.iteration_ns)
+
+
+def _no_depth(problem: PartitionProblem) -> UsageError:
+    """No number of replicas shares the devices and leaves every stage a block."""
+    blocks, replicas = len(problem.costs), {way.replicas for way in problem.ways}
+    able = [
+        count
+        for count in range(1, problem.num_devices)
+        if any(count % each == 0 and count // each <= blocks for each in replicas)
+    ]
+    return UsageError(
+        f"{problem.num_devices} devices cannot be shared by {', '.join(map(str, sorted(replicas)))} replicas of at "
+        f"most {blocks} stages each"
+        + (f"; lower --devices to {able[-1]}" if able else f"; raise --devices to {min(replicas)}")
+    )
 
 
 def _depths(problem: PartitionProblem, order: Sequence[str]) -> list[_Depth]:

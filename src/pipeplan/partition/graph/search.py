@@ -22,13 +22,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from pipeplan.errors import InfeasibleError, SearchTimeoutError
+from pipeplan.errors import SearchTimeoutError
 from pipeplan.partition.graph.in_flight import Integers, Need
 from pipeplan.partition.graph.shapes import NEVER, Group, PartBounds, Shape, Shapes
-from pipeplan.partition.problem import Partition, PartitionProblem, Way, together
+from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part, SeriesParallel, decompose, in_line, topological_order
 from pipeplan.time_limit import checkpoint
-from pipeplan.units import format_bytes, named_devices
 
 _CHUNK = 256
 
@@ -351,7 +350,7 @@ def graphpipe(problem: PartitionProblem, *, tolerance: float = 0.0) -> Iterator[
     partition.
 
     Raises:
-        InfeasibleError: nothing fits; the text says with how much memory something would.
+        NoPartitionError: nothing fits.
     """
     weights = {block: problem.work(costs) for block, costs in problem.costs.items()}
     found = decompose(tuple(problem.costs), problem.edges, weights)
@@ -363,7 +362,9 @@ def graphpipe(problem: PartitionProblem, *, tolerance: float = 0.0) -> Iterator[
             series_parallel = better[0]
         best = better or best
     if best is None:
-        raise InfeasibleError(_shortage(problem, found.tree))
+        raise NoPartitionError(
+            "no partition fits", problem, lambda memory: _fits(replace(problem, memory_bytes=memory), found.tree)
+        )
     yield GraphPartition(
         problem.placed(best[1], sized=True),
         best[0],
@@ -488,31 +489,6 @@ def _entries(trace: EntryTrace | None) -> Iterator[Entry]:
     while trace is not None:
         yield trace.entry
         trace = trace.rest
-
-
-def _shortage(problem: PartitionProblem, tree: Part) -> str:
-    """Why nothing fits, and what memory would do, as far as there is time to find out."""
-    assert problem.memory_bytes is not None  # without a limit one block per stage, or all in one, is a solution
-    devices = named_devices(problem.num_devices)
-    try:
-        enough = f"{devices} of {format_bytes(_enough(problem, tree))} would do"
-    except SearchTimeoutError:
-        enough = "with more --time-limit it is said how far"
-    return (
-        f"no partition onto {devices} of {format_bytes(problem.memory_bytes)} fits; {enough}; raise --memory or "
-        "--devices, or allow smaller micro-batches"
-    )
-
-
-def _enough(problem: PartitionProblem, tree: Part) -> int:
-    """Bytes per device that let something fit; with a hundredth less nothing does."""
-    low, high = problem.memory_bytes or 1, 2 * (problem.memory_bytes or 1)
-    while not _fits(replace(problem, memory_bytes=high), tree):
-        low, high = high, 2 * high
-    while high - low > max(1, low // 100):
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fits(replace(problem, memory_bytes=middle), tree) else (middle, high)
-    return high
 
 
 def _fits(problem: PartitionProblem, tree: Part) -> bool:

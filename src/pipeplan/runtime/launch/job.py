@@ -107,6 +107,7 @@ class RunResult:
 
 
 OnStep = Callable[[StepResult], None]
+OnLook = Callable[[str], None]
 Report = Mapping[str, Any]
 Options = TypeVar("Options", bound=RunOptions)
 

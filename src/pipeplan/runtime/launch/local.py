@@ -29,7 +29,7 @@ from pydantic import TypeAdapter
 
 from pipeplan.errors import ExecutionError, PipeplanError
 from pipeplan.files import Plan
-from pipeplan.runtime.launch.job import OnStep, Report, RunOptions, RunResult, StepResult, job_of
+from pipeplan.runtime.launch.job import OnLook, OnStep, Report, RunOptions, RunResult, StepResult, job_of
 from pipeplan.runtime.launch.loopback import loopback_server, transport_interfaces
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, death, first_failure, has_own_cause, verdict
 from pipeplan.texts import printable
@@ -66,18 +66,24 @@ class Listener:
             self.result = RunResult.from_json(report["result"])
 
 
-def run_local(work: str, plan: Plan, options: RunOptions, on_step: OnStep) -> RunResult:
+def run_local(
+    work: str, plan: Plan, options: RunOptions, on_step: OnStep, on_look: OnLook = lambda where: None
+) -> RunResult:
     """Run a verified plan with one process per device on this machine; ``on_step`` is called as steps end.
 
     Args:
         work: what a rank does, ``module:function``; it calls :func:`~pipeplan.runtime.launch.job.run_job`.
+        plan: what the ranks get with the ``options``.
+        options: how they run it.
+        on_step: called with each step's result.
+        on_look: called many times a second with where rank 0 is, in words.
 
     Raises:
         UsageError: the ranks refused the model or the options.
         ExecutionError: a rank failed, died or hung; the text names rank and action.
     """
     listener = Listener(on_step)
-    watch_local(work, plan.programs, job_of(plan, options), options.timeout_ns, listener)
+    watch_local(work, plan.programs, job_of(plan, options), options.timeout_ns, listener, on_look=on_look)
     assert listener.result is not None, "rank 0 ends well only after it has reported its result"
     return listener.result
 
@@ -89,6 +95,7 @@ def watch_local(
     timeout_ns: int,
     listen: Callable[[int, Report], None],
     command: Sequence[str] = RANK,
+    on_look: OnLook = lambda where: None,
 ) -> None:
     """Start a rank per program with one job, and return when all have ended well. Raises as :func:`run_local`.
 
@@ -100,10 +107,11 @@ def watch_local(
         timeout_ns: longest wait.
         listen: called with rank and report.
         command: what a rank executes.
+        on_look: as in :func:`run_local`.
     """
     with _Ranks(programs, timeout_ns) as ranks:
         ranks.start(work, job, command)
-        ranks.watch(listen)
+        ranks.watch(listen, on_look)
 
 
 class _Rank:
@@ -234,13 +242,14 @@ class _Ranks:
             process.stdin.write(json.dumps(identity).encode() + b"\n")
             process.stdin.flush()
 
-    def watch(self, listen: Callable[[int, Report], None]) -> None:
+    def watch(self, listen: Callable[[int, Report], None], on_look: OnLook) -> None:
         """Pass on reports until all ranks have ended well, or raise what went wrong."""
         with selectors.DefaultSelector() as selector:
             for rank, child in enumerate(self.ranks):
                 selector.register(child.reports, selectors.EVENT_READ, rank)
             while selector.get_map():
                 self._receive(selector, listen)
+                on_look(self.board.place(0))
                 self._notice_hangs()
                 if self.failures or self._died():
                     self._gather(selector, listen)

@@ -293,12 +293,14 @@ class _TwoSamples:
             forms += [(name, value) for value in self.integers.get(name, (None,))]
         fitting = [form for form in forms if losses.agree(self._weights(form, self.batch), self.tolerance)]
         if not fitting:
-            total = sum(losses.alone)
+            total, classes = sum(losses.alone), [name for name in block.samples if name in self.integers]
+            between = min(losses.alone) < losses.together < max(losses.alone)
+            remedy = "return the sum over predictions, without terms of anything else"
             raise UsageError(
                 f"model {self.model.name!r}: the loss of block {block.id!r} is {losses.together:.6g} for two samples "
                 f"together and {_listed(losses.alone)} for each alone: neither the sum ({total:.6g}) nor the mean "
-                f"({total / 2:.6g}), so gradients depend on the micro-batch size; return the sum over predictions, "
-                f"without terms of anything else. {_MEANT}"
+                f"({total / 2:.6g}), so gradients depend on the micro-batch size; "
+                f"{_weighted(classes[0]) if between and classes else remedy}. {_MEANT}"
             )
         if None in fitting:
             return None
@@ -391,6 +393,16 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 def _largest(tensor: Tensor) -> float:
     return float(tensor.to(torch.float64).abs().max()) if tensor.numel() else 0.0
+
+
+def _weighted(classes: str) -> str:
+    """What to pass where a loss lies between those of its samples, as one with weights of classes does."""
+    return (
+        "it lies between the two, as a mean does with weights that the batch does not show, such as weights of classes "
+        "given to a function: pass nn.CrossEntropyLoss(weight=weights) as the loss of a Sequential, which is summed, "
+        f"or return cross_entropy(..., weight=weights, reduction='sum'); for the gradients of the weighted mean give "
+        f"samples a tensor w = weights[{classes}] and return (w * cross_entropy(..., reduction='none')).sum() / w.sum()"
+    )
 
 
 def _listed(numbers: Sequence[float]) -> str:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pipeplan.costs.communication import latency_and_bandwidth
-from pipeplan.errors import UsageError
+from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, parse, to_json
 from pipeplan.files.cluster import Operation
 from pipeplan.runtime.launch.job import RankContext, Report, RunOptions
@@ -70,7 +70,7 @@ class LinkOptions:
                 "give at least 2, 2 and 1"
             )
         if unknown := [name for name in self.operations if name not in OPERATIONS]:
-            raise UsageError(f"there is no operation {unknown[0]!r}; choose from {', '.join(OPERATIONS)}")
+            raise UsageError(f"there is no operation {unknown[0]!r}; {choose_from(unknown[0], OPERATIONS)}")
 
     @property
     def sizes(self) -> Iterator[int]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import ClassVar, Literal
 
 from pipeplan.costs.throughput import Throughput, Yardstick
-from pipeplan.errors import UsageError
+from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import RunOptions, RunResult
 
@@ -63,7 +63,7 @@ class TrainOptions(RunOptions):
 
     def require_consistent(self) -> None:
         """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
-        _require_known("--optimizer", self.optimizer, OPTIMIZERS)
+        _require_known("--optimizer", self.optimizer, list(OPTIMIZERS))
         _require_known("--lr-schedule", self.lr_schedule, LR_SCHEDULES)
         for flag, given in (("--resume", self.resume), ("--checkpoint-every", self.checkpoint_every)):
             if given and self.checkpoint is None:
@@ -101,10 +101,12 @@ class TrainOptions(RunOptions):
         }
 
 
-def _require_known(flag: str, name: str, known: Iterable[str]) -> None:
+def _require_known(flag: str, name: str, known: Sequence[str]) -> None:
     """Refuse what neither has a name nor is to be imported, before processes start for it."""
     if ":" not in name and name not in known:
-        raise UsageError(f"{flag} {name!r}: choose {', '.join(known)} or pkg.mod:factory")
+        raise UsageError(
+            f"{flag} {name!r} is neither known nor of the form pkg.mod:factory; {choose_from(name, known)}"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 
 from pipeplan.catalog import names, read_text
-from pipeplan.errors import FileError, PipeplanError, UsageError
+from pipeplan.errors import FileError, PipeplanError, UsageError, choose_from
 from pipeplan.files.read_write import read_bytes
 from pipeplan.schedule.rules.values import (
     BY_NAME,
@@ -378,7 +378,7 @@ def named_rules(name: str) -> Rules:
         UsageError: there are none of this name.
     """
     if name not in shipped_rules():
-        raise UsageError(f"there are no rules {name!r}; give a file, or one of {', '.join(shipped_rules())}")
+        raise UsageError(f"there are no rules {name!r}, nor such a file; {choose_from(name, list(shipped_rules()))}")
     return parse_rules(shipped_rules()[name], name)
 
 

@@ -14,12 +14,14 @@ from typing import Literal
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_RULES, Budget
+from pipeplan.schedule.pattern import memory_in_turn
 from pipeplan.schedule.rules.engine import schedule_by_rules, unseparated
 from pipeplan.schedule.rules.language import First, Rules, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.separation import Joined, Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.schedule.rules.values import Limit
 from pipeplan.schedule.state import Schedule
+from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, overflow
@@ -41,9 +43,10 @@ def schedule_of_rules(workload: Workload, rules: Rules | None, budget: Budget) -
     tried = built_in_rules(workload)
     found = sweep(workload, _while_there_is_time(tried, budget, graph.num_tasks), graph=graph)
     if not found:
+        enough = format_bytes(memory_in_turn(OneMicrobatch.of(workload, require_room=False)))
         raise InfeasibleError(
-            f"none of the {len(tried)} built-in rules makes a schedule that fits into memory; raise --memory, lower "
-            "--microbatch-size, or let --scheduler auto search"
+            f"none of the {len(tried)} built-in rules makes a schedule that fits into memory; one micro-batch after "
+            f"another needs {enough} per device: raise --memory to {enough}, or let --scheduler auto search"
         )
     return _schedule(graph, found[0], budget)
 
@@ -168,7 +171,7 @@ def run_rules(graph: TaskGraph, rules: Rules) -> Swept:
     if over is not None:
         raise InfeasibleError(
             f"the schedule of rules {rules.name!r} does not fit: {over}; lower in_flight, set fit_memory, or raise "
-            "--memory"
+            f"--memory to {format_bytes(rounded_up(over.peak_bytes))}"
         )
     return Swept(rules, found.orders, found.starts, found.makespan)
 

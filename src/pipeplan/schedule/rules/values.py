@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic.dataclasses import dataclass
 from pydantic.fields import FieldInfo
 
-from pipeplan.errors import UsageError, did_you_mean
+from pipeplan.errors import UsageError, choose_from
 from pipeplan.texts import shown, shown_key
 
 BY_NAME = ConfigDict(populate_by_name=True)
@@ -71,8 +71,7 @@ class Stated:
             spelled |= {f"{key}.{inner}": each for inner, each in entry.items()} if has_table else {key: entry}
         unknown = next((key for key in spelled if key not in known), None)
         if unknown is not None:
-            meant = did_you_mean(unknown, known) or f"choose from {', '.join(known)}"
-            raise TableError(f"{shown_key(unknown)} is not known; {meant}")
+            raise TableError(f"{shown_key(unknown)} is not known; {choose_from(unknown, known)}")
         return spelled
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx import config as tracing
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture.functionalize import (
@@ -97,7 +98,7 @@ def _untold() -> Iterator[None]:
     """Without torch's own report of an operator that fails, since the error says the same, and without the lines of
     source that it notes for every operator, which took a sixth of the time.
     """
-    log, config = logging.getLogger("torch._subclasses.fake_tensor"), vars(fx.config)
+    log, config = logging.getLogger("torch._subclasses.fake_tensor"), vars(tracing)
     before = log.disabled, config.get("do_not_emit_stack_traces", False)  # torch 2.11 may not ask
     log.disabled = config["do_not_emit_stack_traces"] = True
     try:

@@ -5,11 +5,11 @@ Here: families of models and their layers. Not here: their sizes (catalog), thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeplan.catalog import model_sizes
+from pipeplan.catalog import ModelSize, model_sizes, require_known
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo.encoder_decoder import TranslationSize
@@ -20,24 +20,29 @@ from pipeplan.runtime.models.zoo.multi_branch import CaptionsSize, MultiModalSiz
 __all__ = ["ZOO", "zoo_model"]
 
 
-def _learned(size: Callable[..., ZooSize]) -> Callable[..., ZooSize]:
-    """A family that learns a position for each place of its longest sequence, which is the one of its batches."""
-    return lambda *, sequence, **others: size(sequence=sequence, positions=sequence, **others)
-
-
-_FAMILIES: dict[str, Callable[..., ZooSize]] = {
-    "gpt": _learned(GPTSize),
+_FAMILIES: dict[str, type[ZooSize]] = {
+    "gpt": GPTSize,
     "encoder-decoder": TranslationSize,
-    "flava": _learned(CaptionsSize),
+    "flava": CaptionsSize,
     "mmt": MultiModalSize,
     "dlrm": RecommendationSize,
     "candle-uno": ResponseSize,
 }
 """Families that run, as the catalog names them."""
 
-ZOO: Mapping[str, ZooSize] = {
-    name: _FAMILIES[size.family](**size.dimensions) for name, size in model_sizes().items() if size.family in _FAMILIES
-}
+_LEARNED = ("gpt", "flava")
+"""Those that learn a place in the sequence each."""
+
+
+def _size(known: ModelSize) -> ZooSize:
+    kind, keys = _FAMILIES[known.family], dict(known.dimensions)
+    if known.family in _LEARNED:
+        keys |= {"positions": keys["sequence"]}
+    require_known(keys, kind, f"model {known.name!r} of family {known.family}")
+    return kind(**keys)
+
+
+ZOO: Mapping[str, ZooSize] = {name: _size(size) for name, size in model_sizes().items() if size.family in _FAMILIES}
 """Sizes of models by name."""
 
 
