@@ -29,6 +29,8 @@ __all__ = ["Bounds"]
 
 SECONDS = 0.3
 SIZES = (1, 2)
+MOST_OPERATIONS = 7
+"""Of a repetend that is enumerated."""
 
 
 def drawn_profile(rng: Random, *, count: int, shards: tuple[int, ...] = (1,), split: bool = False) -> Profile:
@@ -133,8 +135,8 @@ def makespans(rng: Random) -> Ended:
 def periods(rng: Random) -> Ended:
     """The bound on the period, against all repetends of one micro-batch, which may only be longer."""
     drawn = tiny(rng, num_microbatches=4)
-    if drawn is None:
-        return Ended("nothing fits")
+    if drawn is None or drawn.problem.num_operations > MOST_OPERATIONS:
+        return Ended("nothing to enumerate")
     try:
         found = search_plan(drawn.request)
     except (InfeasibleError, SearchTimeoutError):

@@ -160,16 +160,22 @@ def _listen_for_faults() -> None:
     wanted = Path(f"cut-{os.getpid()}")
 
     def wait() -> None:
-        while not wanted.exists():
+        while not wanted.exists() or not _cut_off():
             time.sleep(0.01)
-        for name in os.listdir("/proc/self/fd"):
-            number = int(name)
-            with contextlib.suppress(OSError):
-                if stat.S_ISSOCK(os.fstat(number).st_mode):
-                    with socket.socket(fileno=os.dup(number)) as connection:
-                        connection.shutdown(socket.SHUT_RDWR)
 
     threading.Thread(target=wait, daemon=True, name="faults").start()
+
+
+def _cut_off() -> bool:
+    """Shut down this process's connections; False if it has none yet."""
+    found = False
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    connection.shutdown(socket.SHUT_RDWR)
+                    found = True
+    return found
 
 
 def start(command: str, folder: Path) -> int:
