@@ -297,13 +297,17 @@ def extend(
             f"{num_microbatches}: pipeplan search PROFILE --microbatches {num_microbatches}"
         )
     require_cut(workload, repetend.first)
-    copies = _num_copies(before, repetend.unroll, num_microbatches)
+    copies = num_copies(before, repetend.unroll, num_microbatches)
     cut = CutOrders.of(workload, orders, repetend.first, repetend.unroll)
     return workload.with_microbatches(num_microbatches), cut.orders(copies)
 
 
-def _num_copies(before: int, unroll: int, wanted: int) -> int:
-    """How many copies more give the wanted number of micro-batches."""
+def num_copies(before: int, unroll: int, wanted: int) -> int:
+    """How many copies more give the wanted number of micro-batches.
+
+    Raises:
+        UsageError: it is fewer than there are, or copies do not come out at it.
+    """
     if wanted < before:
         raise UsageError(
             f"the plan has {before} micro-batches and can be replayed with more, not with {wanted}; "
