@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,20 +10,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from builders.drawn import Placed, placed, placed_chains, stage_graphs
+from builders.loops import SHORTER, known, plan_with_loop
 from builders.orders import gpipe_orders, one_f_one_b
 from builders.shapes import shape_workload
 from builders.timed import numbered
 from pipeplan.checker import check
 from pipeplan.checker.facts import Report
 from pipeplan.files import Plan
-from pipeplan.planning.build_plan import assemble
-from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.longer import ShorterRun
-from pipeplan.schedule.pattern import microbatch_by_microbatch
-from pipeplan.schedule.search import timed
-from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.slices import in_parts, without_parts
@@ -33,33 +25,6 @@ from pipeplan.workload.steady_state.loop import LoopedOrders, looped
 from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import earliest_starts, task_graph
-from pipeplan.workload.workload import Workload
-
-SHORTER = ShorterRun()
-
-
-def known(workload: Workload) -> Iterator[Schedule]:
-    """Classic schedules, and one micro-batch after another."""
-    problem = OneMicrobatch.of(workload, require_room=False)
-    graph = task_graph(problem.workload)
-    orders = {
-        name: classic.orders(problem, graph)
-        for name, classic in CLASSIC.items()
-        if classic.is_quick(graph.num_tasks) and classic.applies(problem) is None
-    }
-    for name, order in {**orders, "sequential": microbatch_by_microbatch(problem)}.items():
-        found = timed(problem, task_graph(workload), order, name)
-        if found is not None:
-            yield found
-
-
-def plan_of(schedule: Schedule | LoopedOrders, scheduler: str = "any") -> Plan:
-    """Its plan, as it is read from a file."""
-    skipped = 0 if schedule.loop is None else schedule.loop.skipped
-    workload = schedule.graph.workload
-    bound = weak_makespan_bound(workload.with_microbatches(workload.num_microbatches + skipped))
-    found = assemble(schedule.graph, schedule.orders, bound, Fraction(0), scheduler, loop=schedule.loop)
-    return Plan.model_validate_json(found.model_dump_json())
 
 
 def unrolled(plan: Plan) -> Plan:
@@ -94,8 +59,8 @@ def test_classic_schedules_are_as_when_written_out(name: str, split: bool) -> No
             continue
         repetend = find_repetend(schedule.graph, schedule.orders, schedule.starts)
         larger, orders = extend(short, schedule.orders, repetend, 44)
-        full = plan_of(LoopedOrders(task_graph(larger), orders, [], None))
-        plan = plan_of(found)
+        full = plan_with_loop(LoopedOrders(task_graph(larger), orders, [], None))
+        plan = plan_with_loop(found)
         require_same(plan)
         assert (plan.unrolled().starts_ns, plan.unrolled().programs) == (full.starts_ns, full.programs)
         assert plan.predicted.memory == full.predicted.memory
@@ -113,7 +78,7 @@ def test_routes_sizes_replicas_and_links(drawn: Placed, data: st.DataObject) -> 
     schedule = data.draw(st.sampled_from([*known(short)]))
     found = SHORTER.lengthened(schedule, workload)
     if found is not None and found.loop is not None:
-        require_same(plan_of(found))
+        require_same(plan_with_loop(found))
 
 
 @settings(max_examples=20)
@@ -130,7 +95,7 @@ def test_forwards_in_parts_are_before_the_loop(drawn: Placed) -> None:
     if all(begin >= slots.num_parted for begin, slots in zip(begins, workload.slots, strict=False)):
         run = looped(graph, in_parts(orders, graph)[: len(workload.devices)], parted, repetend.unroll, 12 + 40)
         if run is not None and run.loop is not None:
-            require_same(plan_of(run))
+            require_same(plan_with_loop(run))
 
 
 def test_gpipe_has_no_loop() -> None:
@@ -147,7 +112,7 @@ def plan() -> Plan:
     found = next(schedule for schedule in known(short) if schedule.scheduler == "1f1b")
     longer = SHORTER.lengthened(found, workload)
     assert longer is not None
-    return plan_of(longer)
+    return plan_with_loop(longer)
 
 
 def test_a_hundred_thousand_microbatches_are_few_in_a_file(plan: Plan) -> None:

@@ -300,6 +300,15 @@ class Plan(File):
             return self.programs
         return tuple(_LoopedProgram(self, loop, device) for device in range(len(self.programs)))
 
+    def with_copies(self, copies: int) -> Plan:
+        """The plan of fewer or more micro-batches whose loop runs so often; the predictions are left as they are."""
+        loop = self.loop
+        assert loop is not None
+        if copies == 1:
+            return self.written
+        number = self.num_written + (copies - 1) * loop.microbatches
+        return self.model_copy(update={"num_microbatches": number, "loop": replace(loop, copies=copies)})
+
     def unrolled(self) -> Plan:
         """The same plan with everything written that a loop runs; it grows with the number of micro-batches."""
         loop = self.loop

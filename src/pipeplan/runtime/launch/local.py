@@ -73,7 +73,7 @@ def run_local(work: str, plan: Plan, options: RunOptions, on_step: OnStep) -> Ru
         ExecutionError: a rank failed, died or hung; the text names rank and action.
     """
     listener = Listener(on_step)
-    watch_local(work, plan.programs, job_of(plan, options), options.timeout_ns, listener)
+    watch_local(work, plan.whole_programs, job_of(plan, options), options.timeout_ns, listener)
     assert listener.result is not None, "rank 0 ends well only after it has reported its result"
     return listener.result
 
