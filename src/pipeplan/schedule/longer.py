@@ -15,10 +15,10 @@ from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.steady_state.loop import counts_of, looped
+from pipeplan.workload.steady_state.loop import MAX_WRITTEN, LoopedOrders, counts_of, looped
 from pipeplan.workload.steady_state.rate import CutOrders
-from pipeplan.workload.steady_state.repetend import find_repetend
-from pipeplan.workload.task_graph import earliest_starts, task_graph
+from pipeplan.workload.steady_state.repetend import repeating_part
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 
@@ -63,30 +63,9 @@ class ShorterRun(SearchStep):
         """How many actions are scheduled for it."""
         return sum(map(len, (self.shorter(workload) or workload).slots))
 
-    def lengthened(self, found: Schedule, workload: Workload) -> Schedule | None:
-        """A schedule of the shorter run as one of the whole workload; None if no round of it can be repeated.
-
-        What links carry goes first come, first served.
-        """
-        problem = OneMicrobatch.of(found.graph.workload, require_room=False)
-        devices = found.graph.on_devices(found.orders)
-        own = devices if problem.reduction is None else problem.reduction.to_reduced(devices)
-        graph = found.graph if problem.reduction is None else task_graph(problem.workload)
-        try:
-            orders = with_links(graph, own)
-            repetend = find_repetend(graph, orders, earliest_starts(graph, orders), self.most_unroll)
-            if repetend is None:
-                return None
-            cut = CutOrders.of(problem.workload, orders, repetend.first, repetend.unroll)
-            run = looped(
-                found.graph,
-                devices,
-                _begins(problem, cut.begins),
-                repetend.unroll * problem.microbatches_per_round,
-                workload.num_microbatches,
-            )
-        except InvalidPlanError:
-            return None
+    def lengthened(self, found: Schedule, workload: Workload, most_written: int = MAX_WRITTEN) -> Schedule | None:
+        """A schedule of the shorter run as one of the whole workload; None if no round of it can be repeated."""
+        run = self.repeated(found.graph, found.orders, workload.num_microbatches, most_written)
         if run is None or not fits(run.graph, run.orders):
             return None
         makespan = run.graph.makespan(run.starts) + run.skipped_ns
@@ -100,6 +79,30 @@ class ShorterRun(SearchStep):
             makespan_ns=makespan,
             bound_ns=min(makespan, weak_makespan_bound(workload)),
         )
+
+    def repeated(
+        self, given: TaskGraph, orders: Orders, num_microbatches: int, most_written: int = MAX_WRITTEN
+    ) -> LoopedOrders | None:
+        """Orders of the shorter run for more micro-batches, whether they fit or not; None if no round repeats.
+
+        What links carry goes first come, first served. Times are to repeat within ``most_written`` actions.
+        """
+        problem = OneMicrobatch.of(given.workload, require_room=False)
+        devices = given.on_devices(orders)
+        own = devices if problem.reduction is None else problem.reduction.to_reduced(devices)
+        graph = given if problem.reduction is None else task_graph(problem.workload)
+        try:
+            complete = with_links(graph, own)
+            starts = earliest_starts(graph, complete)
+            found = repeating_part(graph, complete, starts, self.most_unroll, most_written)
+            if found is None:
+                return None
+            first, unroll = found
+            begins = _begins(problem, CutOrders.of(problem.workload, complete, first, unroll).begins)
+            microbatches = unroll * problem.microbatches_per_round
+            return looped(given, devices, begins, microbatches, num_microbatches, most_written)
+        except InvalidPlanError:
+            return None
 
 
 def _begins(problem: OneMicrobatch, begins: Sequence[int]) -> list[int]:

@@ -132,11 +132,13 @@ class _Search:
 class FirstLook(SearchStep):
     """Known schedules that take a moment; those that take longer are for a thorough look.
 
-    Of a very long run, the ``lengthened`` best of a shorter one that can be repeated.
+    Of a very long run, the ``lengthened`` best of a shorter one of which a part can be repeated after at most
+    ``most_written`` actions.
     """
 
     thorough_tasks: int = 5_000
     lengthened: int = 3
+    most_written: int = 20_000
     name = "first look"
     when = "each candidate, those that take a moment; with at most {thorough_tasks} actions all, if eased"
     needed = True
@@ -157,7 +159,7 @@ def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: b
     if short is None:
         return _best(_looked(workload, look, thorough=thorough))
     known = sorted(_looked(short, look, thorough=thorough), key=attrgetter("makespan_ns"))
-    longer = filter(None, (shorter.lengthened(each, workload) for each in known))
+    longer = filter(None, (shorter.lengthened(each, workload, look.most_written) for each in known))
     simplest = islice(_looked(shorter.shortest(workload), look, thorough=False), 1)
     return _best(
         [*islice(longer, look.lengthened), *filter(None, (shorter.lengthened(each, workload) for each in simplest))]

@@ -342,7 +342,7 @@ def simulate(
     graph, orders, starts, loop = run.graph, run.orders, run.starts, run.loop
     workload = workload.with_microbatches(total)
     repetend = plan.repetend
-    period, copies = (None, None) if repetend is None else _repetition(graph, orders, repetend)
+    period, copies = (None, None) if repetend is None else _repetition(graph, orders, repetend, loop)
     return Simulation(
         plan=plan,
         workload=workload,
@@ -435,10 +435,15 @@ def _extended(
     return found, in_parts(longer, found)
 
 
-def _repetition(graph: TaskGraph, orders: list[list[int]], repetend: Repetend) -> tuple[Fraction | None, list[range]]:
+def _repetition(
+    graph: TaskGraph, orders: list[list[int]], repetend: Repetend, loop: LoopCut | None
+) -> tuple[Fraction | None, list[range]]:
     """Ns per micro-batch of the repetend, and on each device the positions of its first copy."""
     replaced, whole_orders = whole(graph, orders)
-    period = repetend_rate(replaced.workload, whole_orders, repetend.first, repetend.unroll)
+    if loop is not None:
+        period: Fraction | None = Fraction(loop.round_ns, loop.microbatches)
+    else:
+        period = repetend_rate(replaced.workload, whole_orders, repetend.first, repetend.unroll)
     shifts = [parts_before(graph.workload, device) for device in range(len(graph.workload.devices))]
     copies = CutOrders.of(replaced.workload, whole_orders, repetend.first, repetend.unroll).ranges
     return period, [range(c.start + by, c.stop + by) for c, by in zip(copies, shifts, strict=False)]

@@ -10,7 +10,7 @@ by their time, and is otherwise what it was.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -91,16 +91,33 @@ def find_loop(graph: TaskGraph, orders: Orders, starts: Sequence[int], microbatc
     search = _LoopFinder.of(graph, orders, starts, counts)
     if search is None:
         return None
-    first = search.starts[0]
-    for number in range(2 * graph.workload.slots[0].num_parted, len(first) - counts[0]):
-        begin, period = first[number], first[number + counts[0]] - first[number]
-        begins = search.begins(begin, period)
-        if begins is not None:
-            copies = 1
-            while search.begins(begin + copies * period, period) is not None:
-                copies += 1
-            return LoopCut(microbatches, begin, period, begins, counts), copies
-    return None
+    low, high = 2 * graph.workload.slots[0].num_parted, len(search.starts[0]) - counts[0]
+    number = next(filter(search.repeats, _places(low, high)), None)
+    if number is None:
+        return None
+    cut = search.cut(search.first(low, number), microbatches)
+    copies = 1
+    while search.begins(cut.begin_ns + copies * cut.round_ns, cut.round_ns) is not None:
+        copies += 1
+    return cut, copies
+
+
+_FEW = 256
+
+
+def _places(low: int, high: int) -> Iterator[int]:
+    """Numbers of actions with which a round may begin: all of few, of many ever more apart from the end on.
+
+    Once times repeat they do until cooldown begins, so that what repeats for long is met.
+    """
+    if high - low <= _FEW:
+        yield from range(low, high)
+        return
+    yield from range(high - 1, high - _FEW, -1)
+    back = _FEW
+    while high - back > low:
+        yield high - back
+        back += back // 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +139,26 @@ class _LoopFinder:
         begun = [[starts[task] for task in order] for order in orders]
         ends = [[starts[task] + graph.durations[task] for task in order] for order in orders]
         return cls(graph.workload, counts, by_item, begun, ends)
+
+    def repeats(self, number: int) -> bool:
+        """Whether a round that begins with an action of the first operation can be repeated."""
+        row = self.starts[0]
+        return self.begins(row[number], row[number + self.counts[0]] - row[number]) is not None
+
+    def first(self, low: int, number: int) -> int:
+        """The first of the actions up to a number from which on all rounds can be repeated."""
+        while low < number:
+            middle = (low + number) // 2
+            low, number = (low, middle) if self.repeats(middle) else (middle + 1, number)
+        return number
+
+    def cut(self, number: int, microbatches: int) -> LoopCut:
+        """The round that begins with an action of the first operation, and can be repeated."""
+        begin = self.starts[0][number]
+        period = self.starts[0][number + self.counts[0]] - begin
+        begins = self.begins(begin, period)
+        assert begins is not None
+        return LoopCut(microbatches, begin, period, begins, tuple(self.counts))
 
     def begins(self, begin: int, period: int) -> tuple[int, ...] | None:
         """[item] how many actions are before the round that begins then; None if the state does not repeat there."""
