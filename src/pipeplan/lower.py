@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
 from pipeplan.workload.action import Action
-from pipeplan.workload.elements import Dependency, Hop
+from pipeplan.workload.elements import Dependency, Hop, Loop
+from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.task_graph import Orders, TaskGraph
 
 _Event = tuple[int, int, int, int, str]  # time, 0 for a message and 1 for compute, tie-breaks, text
 
 
-def programs(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> tuple[tuple[str, ...], ...]:
-    """Each device's compute and communication in order, as action texts.
+def programs(
+    graph: TaskGraph, orders: Orders, starts: Sequence[int], cut: LoopCut | None = None
+) -> tuple[tuple[tuple[str, ...], ...], Loop | None]:
+    """Each device's compute and communication in order, as action texts; and where in them the round of a loop stands.
 
     ``orders`` [device, link] and ``starts`` [task] are those of :func:`pipeplan.workload.task_graph.earliest_starts`.
+    All programs are in the order of one time, so that a moment cuts them all.
     """
     events: list[list[_Event]] = [
         [(starts[task], 1, task, 0, graph.label(task)) for task in order] for order in graph.on_devices(orders)
     ]
     _add_messages(graph, _emissions(graph, orders, starts), events)
-    return tuple(tuple(text for *_, text in sorted(device_events)) for device_events in events)
+    for device_events in events:
+        device_events.sort()
+    found = tuple(tuple(text for *_, text in device_events) for device_events in events)
+    return found, None if cut is None else _loop(cut, events)
+
+
+def _loop(cut: LoopCut, events: Sequence[Sequence[_Event]]) -> Loop:
+    begins, ends = (
+        tuple(bisect_left(device_events, moment, key=lambda event: event[0]) for device_events in events)
+        for moment in (cut.begin_ns, cut.begin_ns + cut.round_ns)
+    )
+    return Loop(copies=cut.copies, microbatches=cut.microbatches, round_ns=cut.round_ns, begins=begins, ends=ends)
 
 
 def _emissions(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[tuple[int, int]]:

@@ -18,12 +18,16 @@ from builders.chains import chain_plan, chain_profile, chain_workload, shared_wo
 from builders.clusters import cluster_of
 from builders.orders import gpipe_orders, one_f_one_b, one_f_one_b_repetend, serial_orders
 from builders.plans import plan_of
+from builders.timed import timed
 from pipeplan.checker import RULES, Report, check
 from pipeplan.costs import build_workload
 from pipeplan.errors import InvalidPlanError
 from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, Provenance, parse, sha256_of, to_json
 from pipeplan.planning.build_plan import assemble
 from pipeplan.workload.action import Action
+from pipeplan.workload.steady_state.loop import looped
+from pipeplan.workload.steady_state.rate import CutOrders
+from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 from support.paths import ROOT
@@ -145,9 +149,24 @@ def bidirectional() -> Plan:
     return plan_of(replace(workload, stages=syncing), gpipe_orders(workload))
 
 
+def repeating() -> Plan:
+    """1F1B for 40 micro-batches, of which few are written, with messages that take their time."""
+    workload = chain_workload(4, 12, lag=7)
+    graph, orders, starts = timed(workload, one_f_one_b(workload))
+    repetend = find_repetend(graph, orders, starts)
+    assert repetend is not None
+    begins = CutOrders.of(workload, orders, repetend.first, repetend.unroll).begins
+    run = looped(graph, orders, begins, repetend.unroll, 40)
+    assert run is not None
+    return assemble(run.graph, run.orders, 1, Fraction(0), "1f1b", loop=run.loop)
+
+
 BASES: dict[str, Callable[[], Plan]] = {
     base.__name__: base
-    for base in (chain, split, shared, unequal, spare, alternating, far, sliced, far_sliced, replicated, bidirectional)
+    for base in (
+        *(chain, split, shared, unequal, spare, alternating, far, sliced, far_sliced, replicated, bidirectional),
+        repeating,
+    )
 }
 
 
@@ -372,6 +391,18 @@ def repeats(data: Data) -> None:
 EXTRA_HOP = {"source_device": 0, "target_device": 1, "bytes": 1}
 SELF_HOP = {"source_device": 1, "target_device": 1}
 
+
+def later_round(entries: dict[int, int]) -> Callable[[Data], None]:
+    """The loop's round stands so many entries later on some devices."""
+
+    def change(data: Data) -> None:
+        for device, by in entries.items():
+            data["loop"]["begins"][device] += by
+            data["loop"]["ends"][device] += by
+
+    return change
+
+
 DAMAGES: list[tuple[str, str, Callable[[Data], None], str, str]] = [
     # what, of which plan, how, rule, place
     ("an action left out", "chain", drop(1, "1F2"), "actions", "programs[1]"),
@@ -557,6 +588,10 @@ DAMAGES: list[tuple[str, str, Callable[[Data], None], str, str]] = [
     ("routes of unequal micro-batches", "bidirectional", unequal_routes, "stages", "stages[1].microbatch_size"),
     ("a way from route to route", "bidirectional", depend("0F", "3F"), "dependencies", "dependencies["),
     ("a repetend over routes", "bidirectional", repeats, "repetend", "num_routes"),
+    ("a loop whose copies take longer", "repeating", put("loop.round_ns", 31), "loop", "loop"),
+    ("a loop that begins later on a device", "repeating", later_round({2: 1}), "loop", ""),
+    ("a loop before times repeat", "repeating", later_round({0: -2, 1: -4, 2: -4, 3: -4}), "loop", ""),
+    ("a loop with more copies than micro-batches say", "repeating", put("predicted.makespan_ns", 9), "figures", ""),
 ]
 
 

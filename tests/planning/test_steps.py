@@ -16,11 +16,12 @@ from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import STEPS, search_plan, table, without
 from pipeplan.planning.trials import Trial
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.search import search_schedule
-from pipeplan.schedule.state import ScheduleStep, SearchState, named
-from pipeplan.schedule.steps import BuiltInRules, FirstSchedule, QuickClassics, ShorterRun
+from pipeplan.schedule.state import ScheduleStep, named
+from pipeplan.schedule.steps import BuiltInRules, FirstSchedule, QuickClassics
+from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.memory import fits
-from pipeplan.workload.one_microbatch import OneMicrobatch
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms" / "search.md"
 OPTIONAL = sorted({step.name for step in STEPS if not step.needed})
@@ -100,15 +101,23 @@ def test_stages_ease_their_recomputation_longest_first(monkeypatch: pytest.Monke
     assert asked == [1, 0, 2]
 
 
-@pytest.mark.parametrize("count", [20, 21, 24, 32, 35])
+@pytest.mark.parametrize("count", [42, 43, 47, 63])
 def test_a_shorter_run_is_never_shorter_than_two_microbatches_per_device(count: int) -> None:
     """Even where one micro-batch has more actions than the run is to have; the whole run is still reached."""
-    step = ShorterRun(tasks=1)
     workload = shape_workload("v", num_devices=4, num_microbatches=count)
-    state = SearchState.of(OneMicrobatch.of(workload), Budget(0.1, deterministic=True), None)
-    state.steps = [step, FirstSchedule(), QuickClassics()]
-    assert step.applies(state)
-    found = state.search()
-    assert state.settled
+    steps = [ShorterRun(most=100, tasks=1), FirstSchedule(), QuickClassics()]
+    found = search_schedule(workload, Budget(0.1, deterministic=True), steps=steps)
     assert fits(found.graph, found.orders)
-    assert [len(order) for order in found.orders] == [2 * count] * 4
+    assert found.loop is not None
+    assert found.graph.workload.num_microbatches + found.loop.skipped == count
+    assert search_schedule(workload, Budget(0.1, deterministic=True)).makespan_ns == found.makespan_ns
+
+
+@pytest.mark.parametrize("count", [100_000, 300_001])
+def test_what_is_searched_does_not_grow_with_the_number_of_microbatches(count: int) -> None:
+    """Of actions that are scheduled, and written, there are as few; what is proved is of all."""
+    workload = shape_workload("v", num_devices=4, num_microbatches=count)
+    found = search_schedule(workload, Budget(1, deterministic=True))
+    assert found.optimal
+    assert found.makespan_ns == weak_makespan_bound(workload)
+    assert found.graph.num_tasks < 200

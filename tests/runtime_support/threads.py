@@ -218,7 +218,8 @@ class _Rank:
         with self._mail.turn:
             try:
                 counters = [counter for counter, _, _ in self._executor.run(samples)]
-                assert sorted(counters) == list(range(len(self._executor.program.steps)))
+                assert sorted(counters) == list(range(len(self._executor.program.texts)))
+                assert not self._executor._slots, "nothing is kept that is not taken any more"
             except BaseException as error:
                 self._mail.failure = self._mail.failure or error
                 self._mail.turn.notify_all()

@@ -172,7 +172,19 @@ def test_more_micro_batches_follow_the_repetend() -> None:
     assert simulation.memory == plan.predicted.memory
 
 
-def test_the_number_of_actions_is_limited() -> None:
+def test_very_many_microbatches_are_not_written_out() -> None:
+    plan = chain_plan(4, 8, forward=1, backward=2, repetend=True)
+    simulation = simulate(plan, 700_000)
+    assert simulation.rates.makespan_ns == (700_000 + 3) * 3
+    assert simulation.rates.busy_ns == (2_100_000,) * 4
+    assert simulation.graph.num_tasks < 200
+    assert simulation.workload.num_microbatches == 700_000
+    assert simulation.label(simulation.orders[0][-1]) == "0B699999"
+
+
+def test_the_number_of_actions_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where times do not come to repeat themselves."""
+    monkeypatch.setattr("pipeplan.simulator.simulation.looped", lambda *_: None)
     plan = chain_plan(4, 8, repetend=True)
     with pytest.raises(UsageError, match="more than the 5000000 of one simulation; lower --microbatches to 625000"):
         simulate(plan, 700_000)

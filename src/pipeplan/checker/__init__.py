@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from pipeplan.checker.facts import RULES, Facts, Figures, Findings, Report, Violation, check_figures, figures_of
 from pipeplan.checker.inputs import check_cluster, check_profile
+from pipeplan.checker.loop import check_loop
 from pipeplan.checker.programs import Messages, check_messages, read_programs
 from pipeplan.checker.repetend import check_repetend
 from pipeplan.checker.structure import check_structure
@@ -23,7 +24,8 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
     """Check all rules of a plan; with the profile or the cluster it was made from, against these too.
 
     Rules that make no sense while others are broken are passed over: a plan is right only if ``problems`` is
-    empty, but mending what it names may bring up more. Time is linear in the plan's size but for sorting.
+    empty, but mending what it names may bring up more. Time is linear in the plan's size but for sorting; what a loop
+    repeats adds nothing to it.
     """
     findings = Findings()
     facts = Facts.of(plan)
@@ -43,6 +45,8 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
         peaks = check_memory(facts, programs, findings)
         if plan.repetend is not None and not findings.has("inputs", "links", "order", "exclusive"):
             rate = check_repetend(facts, programs, links, findings)
+    if plan.loop is not None and messages is not None and links is not None and not findings.problems:
+        check_loop(facts, messages, programs, links, findings)
     figures = figures_of(facts, rate, peaks)
     check_figures(facts, figures, findings)
     if profile is not None:

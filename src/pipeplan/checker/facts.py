@@ -11,7 +11,7 @@ from fractions import Fraction
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.files import Plan
-from pipeplan.workload.elements import Dependency, Hop, Stage
+from pipeplan.workload.elements import Dependency, Hop, Loop, Stage
 from pipeplan.workload.samples import Slots
 
 Deliveries = dict[tuple[int, int], dict[int, int]]
@@ -89,11 +89,14 @@ class Wait:
 class Facts:
     """Operations are numbered as in the plan, and the actions of each by their samples; lists are [operation].
 
-    ``groups`` are ``devices`` as sets; ``slots`` say which samples each action holds, ``counts`` how many there are.
-    ``durations`` are of whole micro-batches, ``part_durations`` of the parts of those that run in two.
+    Everything is of what is written, ``plan`` too, but ``num_microbatches``: all of them, also those that ``loop`` runs
+    beside. ``groups`` are ``devices`` as sets; ``slots`` say which samples each action holds, ``counts`` how many there
+    are. ``durations`` are of whole micro-batches, ``part_durations`` of the parts of those that run in two.
     """
 
     plan: Plan
+    loop: Loop | None
+    num_microbatches: int
     ids: list[str]
     position: dict[str, int]
     devices: list[tuple[int, ...]]
@@ -113,7 +116,9 @@ class Facts:
         groups = [frozenset(stage.devices) for stage in plan.stages]
         slots = [plan.slots(id_) for id_ in ids]
         return cls(
-            plan=plan,
+            plan=plan.written,
+            loop=plan.loop,
+            num_microbatches=plan.num_microbatches,
             ids=ids,
             position=position,
             devices=[plan.devices_of(id_) for id_ in ids],
@@ -126,10 +131,20 @@ class Facts:
             waits=_waits(plan, position),
         )
 
+    def repeated(self, slots: Slots) -> Slots:
+        """The actions of an operation, or the messages of a hop, with all that a loop runs."""
+        skipped = 0 if self.loop is None else self.loop.skipped * self.plan.microbatch_size
+        return replace(slots, count=slots.count + skipped // slots.stride)
+
+    @property
+    def skipped_ns(self) -> int:
+        """By how much later than written a loop makes the end."""
+        return 0 if self.loop is None else self.loop.skipped_ns
+
     @property
     def num_actions(self) -> int:
         """Number of compute actions; one of several devices counts once."""
-        return sum(self.counts)
+        return sum(len(self.repeated(slots)) for slots in self.slots)
 
     def label(self, operation: int, number: int) -> str:
         """The action's text: ``2F0``."""
@@ -182,11 +197,11 @@ class Facts:
     def busy_whole(self) -> list[int]:
         """The same, if all micro-batches ran whole."""
         return self._per_device(
-            [duration * slots.count for duration, slots in zip(self.durations, self.slots, strict=True)]
+            [duration * self.repeated(slots).count for duration, slots in zip(self.durations, self.slots, strict=True)]
         )
 
     def _work(self, operation: int) -> int:
-        slots = self.slots[operation]
+        slots = self.repeated(self.slots[operation])
         whole = (len(slots) - 2 * slots.num_parted) * self.durations[operation]
         return whole + 2 * slots.num_parted * self.part_durations[operation]
 
@@ -220,7 +235,7 @@ RULES = (
     *("stages", "dependencies", "hops", "balance"),
     *("actions", "transfers", "transfer-order", "fifo", "deadlock"),
     *("inputs", "links", "exclusive", "order", "earliest"),
-    *("memory", "figures", "repetend", "profile", "cluster"),
+    *("memory", "figures", "repetend", "loop", "profile", "cluster"),
 )
 """Every rule; docs/check.md says each."""
 
@@ -334,13 +349,15 @@ def figures_of(facts: Facts, copy_ns: Fraction | None, peaks: tuple[int, ...]) -
     unroll = plan.repetend.unroll if plan.repetend is not None else 1
     steady = None
     if copy_ns is not None:
-        per_copy = Fraction(sum(facts.busy_whole()) * unroll, plan.num_microbatches)
+        per_copy = Fraction(sum(facts.busy_whole()) * unroll, facts.num_microbatches)
         steady = float(1 - per_copy / (len(busy) * copy_ns))
     return Figures(
         num_devices=len(plan.devices),
         num_actions=facts.num_actions,
         num_transfers=sum(
-            len(facts.messages(dependency, hop)) for dependency in plan.dependencies for hop in dependency.hops
+            len(facts.repeated(facts.messages(dependency, hop)))
+            for dependency in plan.dependencies
+            for hop in dependency.hops
         ),
         makespan_ns=makespan,
         iteration_ns=_iteration(facts),
@@ -353,7 +370,8 @@ def figures_of(facts: Facts, copy_ns: Fraction | None, peaks: tuple[int, ...]) -
 
 
 def _last_end(facts: Facts, operation: int) -> int:
-    return max(facts.end(operation, number) for number in range(facts.counts[operation]))
+    """Of all its actions, of which the last is in a loop or after it."""
+    return facts.skipped_ns + max(facts.end(operation, number) for number in range(facts.counts[operation]))
 
 
 def _iteration(facts: Facts) -> int:
@@ -414,7 +432,7 @@ def _check_period(facts: Facts, figures: Figures, findings: Findings) -> None:
     _compare("period_ns", predicted.period_ns, repetend.period_ns, findings)
     if figures.bubble_rate_steady is not None:
         _compare("bubble_rate_steady", predicted.bubble_rate_steady, figures.bubble_rate_steady, findings)
-    work = max(facts.busy_whole()) / facts.plan.num_microbatches
+    work = max(facts.busy_whole()) / facts.num_microbatches
     if repetend.period_ns < work * (1 - TOLERANCE):
         text = f"is {repetend.period_ns:.9g} ns per micro-batch, less than the busiest device's work of {work:.9g} ns"
         findings.add("figures", "repetend.repetend_ns", text)

@@ -2,22 +2,23 @@
 
 A plan is compact: an *operation* stands for all actions of one kind and stage, and says once what they have
 in common (duration, memory effect, dependencies, transfers). The schedule gives the start of each action, the
-programs give for each device the order of compute and communication.
+programs give for each device the order of compute and communication. With a *loop* both are written for a few
+micro-batches, of which those in the middle run again and again: warmup, a round with a count, cooldown.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, overload
 
 from pydantic import Field, StringConstraints, model_validator
 
 from pipeplan.files.base import MIGRATIONS, CurrentVersion, File, FileModel, current_version
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.profile import FlopsPerSample, TokensPerSample
-from pipeplan.workload.action import ACTION_PATTERN, operation_of
+from pipeplan.workload.action import ACTION_PATTERN, Action, operation_of
 from pipeplan.workload.elements import (
     MAX_DEVICES,
     Count,
@@ -26,6 +27,7 @@ from pipeplan.workload.elements import (
     DeviceMemory,
     Integer,
     Items,
+    Loop,
     Name,
     Nanoseconds,
     Operation,
@@ -104,22 +106,24 @@ class Plan(File):
     split_overhead_ns: Annotated[Nanoseconds, Field(description="in each I and W beside the profile's time")] = 0
     programs: Annotated[Items[Items[ActionText]], Field(description="per device, compute and communication")]
     repetend: Repetend | None = None
+    loop: Annotated[Loop | None, Field(description="a round that runs more often than starts and programs say")] = None
     predicted: Predicted
     provenance: Provenance = Provenance()
 
     @model_validator(mode="after")
     def _refers_to_what_is_there(self) -> Plan:
         """Everything named exists and every list has its length; :mod:`pipeplan.checker` does the rest."""
+        self._require_one_per_device("programs", len(self.programs))
         for number in range(len(self.stages)):
             self._require_stage(number)
         self._require_blocks_first()
         self._require_tied()
+        self._require_loop()
         self._require_operations()
         groups = [frozenset(stage.devices) for stage in self.stages]
         for number in range(len(self.dependencies)):
             self._require_dependency(number, groups)
         self._require_starts()
-        self._require_one_per_device("programs", len(self.programs))
         self._require_one_per_device("predicted.memory", len(self.predicted.memory))
         if self.repetend is not None and set(self.repetend.first) != set(self._by_id):
             odd = sorted(set(self.repetend.first) ^ set(self._by_id))[0]
@@ -148,6 +152,29 @@ class Plan(File):
         if stage.num_parted:
             self._require_parts(number)
 
+    def _require_loop(self) -> None:
+        """A round of whole micro-batches of every stage, which the programs have."""
+        loop = self.loop
+        if loop is None:
+            return
+        if loop.skipped >= self.num_microbatches:
+            raise ValueError(
+                f"loop: {loop.copies} copies of {loop.microbatches} micro-batches are not fewer than the plan's "
+                f"{self.num_microbatches}, of which some are before and after"
+            )
+        for number, stage in enumerate(self.stages):
+            if loop.microbatches * self.microbatch_size % (stage.microbatch_size * self.num_routes):
+                raise ValueError(
+                    f"loop.microbatches {loop.microbatches} are no whole number of micro-batches of stages[{number}]"
+                )
+        self._require_one_per_device("loop.begins", len(loop.begins))
+        self._require_one_per_device("loop.ends", len(loop.ends))
+        for device, (begin, end) in enumerate(zip(loop.begins, loop.ends, strict=True)):
+            if not begin <= end <= len(self.programs[device]):
+                raise ValueError(
+                    f"loop has entries {begin} to {end} of programs[{device}], which has {len(self.programs[device])}"
+                )
+
     def _require_blocks_first(self) -> None:
         """Stages without blocks are numbered last, so that a placement numbers the others as the plan does."""
         empty = [number for number, stage in enumerate(self.stages) if not stage.blocks]
@@ -172,9 +199,9 @@ class Plan(File):
     def _require_parts(self, number: int) -> None:
         """Parts are halves of equal micro-batches, so that a part of one stage is a part of the next."""
         stage = self.stages[number]
-        if stage.num_parted > self.num_microbatches:
+        if stage.num_parted > self.num_written:
             raise ValueError(
-                f"stages[{number}].num_parted {stage.num_parted} is more than the {self.num_microbatches} micro-batches"
+                f"stages[{number}].num_parted {stage.num_parted} is more than the {self.num_written} micro-batches"
             )
         if self.num_routes > 1 or any(other.microbatch_size != self.microbatch_size for other in self.stages):
             raise ValueError(f"stages[{number}].num_parted: parts need one route, and one micro-batch size")
@@ -256,6 +283,61 @@ class Plan(File):
         """Samples in one iteration."""
         return self.num_microbatches * self.microbatch_size
 
+    @property
+    def num_written(self) -> int:
+        """Micro-batches of which starts and programs say something: all, but those that a loop runs beside."""
+        return self.num_microbatches - (0 if self.loop is None else self.loop.skipped)
+
+    @property
+    def written(self) -> Plan:
+        """What starts and programs say, as a plan without a loop; the predictions are left as they are."""
+        if self.loop is None:
+            return self
+        return self.model_copy(update={"num_microbatches": self.num_written, "loop": None})
+
+    @property
+    def whole_programs(self) -> tuple[Sequence[str], ...]:
+        """The programs with all that a loop runs, entries made as they are read."""
+        loop = self.loop
+        if loop is None:
+            return self.programs
+        return tuple(_LoopedProgram(self, loop, device) for device in range(len(self.programs)))
+
+    def with_copies(self, copies: int) -> Plan:
+        """The plan of fewer or more micro-batches whose loop runs so often; the predictions are left as they are."""
+        loop = self.loop
+        assert loop is not None
+        if copies == 1:
+            return self.written
+        number = self.num_written + (copies - 1) * loop.microbatches
+        return self.model_copy(update={"num_microbatches": number, "loop": replace(loop, copies=copies)})
+
+    def unrolled(self) -> Plan:
+        """The same plan with everything written that a loop runs; it grows with the number of micro-batches."""
+        loop = self.loop
+        if loop is None:
+            return self
+        starts: dict[str, tuple[int, ...]] = {}
+        for id_, written in self.starts_ns.items():
+            stage, (device, *_) = operation_of(id_)[0], self.devices_of(id_)
+            here = self.programs[device][loop.begins[device] : loop.ends[device]]
+            slots, count = self.slots(id_), self.per_round(stage)
+            numbers = (Action.parse(text) for text in here if text.startswith(id_))
+            begin = min(slots.number(each.microbatch, each.part) or 0 for each in numbers if each.operation == id_)
+            round_ = written[begin : begin + count]
+            starts[id_] = (
+                *written[:begin],
+                *(start + copy * loop.round_ns for copy in range(loop.copies) for start in round_),
+                *(start + loop.skipped_ns for start in written[begin + count :]),
+            )
+        programs = tuple(map(tuple, self.whole_programs))
+        return self.model_copy(update={"loop": None, "starts_ns": starts, "programs": programs})
+
+    def per_round(self, stage: int) -> int:
+        """How many of its micro-batches a stage runs in a round of the loop."""
+        assert self.loop is not None
+        return self.loop.microbatches * self.microbatch_size // (self.stages[stage].microbatch_size * self.num_routes)
+
     @classmethod
     def of_workload(cls, workload: Workload, **rest: Any) -> Plan:
         """A plan that runs a workload; ``rest`` are its other fields."""
@@ -301,9 +383,54 @@ class Plan(File):
         return self.stage_of(id_).devices
 
     def slots(self, id_: str) -> Slots:
-        """Which samples each action of an operation holds."""
-        return slots_of(self.stage_of(id_), operation_of(id_)[1], self.mini_batch, self.num_routes)
+        """Which samples each written action of an operation holds."""
+        written = self.num_written * self.microbatch_size
+        return slots_of(self.stage_of(id_), operation_of(id_)[1], written, self.num_routes)
 
     def num_instances(self, id_: str) -> int:
-        """How many actions an operation has: one per micro-batch of its stage, and one more for each in two parts."""
+        """How many written actions an operation has: one per micro-batch, and one more for each in two parts."""
         return len(self.slots(id_))
+
+
+class _LoopedProgram(Sequence[str]):
+    """A device's program with its loop run as often as the plan says; entries are made as they are read."""
+
+    def __init__(self, plan: Plan, loop: Loop, device: int) -> None:
+        self._written, self._copies = plan.programs[device], loop.copies
+        self._begin, self._length = loop.begins[device], loop.ends[device] - loop.begins[device]
+        self._plan, self._device = plan, device
+
+    def __len__(self) -> int:
+        return len(self._written) + (self._copies - 1) * self._length
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[str]: ...
+
+    def __getitem__(self, index: int | slice) -> str | Sequence[str]:
+        if isinstance(index, slice):
+            return tuple(self[number] for number in range(*index.indices(len(self))))
+        number = range(len(self))[index]
+        copy = 0
+        if self._length and number >= self._begin:
+            copy = min((number - self._begin) // self._length, self._copies - 1)
+        text = self._written[number - copy * self._length]
+        if not copy:
+            return text
+        action = Action.parse(text)
+        return str(replace(action, microbatch=action.microbatch + copy * self._plan.per_round(self._made_by(action))))
+
+    def _made_by(self, action: Action) -> int:
+        """The stage of whose micro-batches an entry has the number: a RECV that of who sends."""
+        if action.is_compute or action.sends:
+            return action.stage
+        if action.peer_stage is not None:
+            return action.peer_stage
+        return next(
+            each.source_stage
+            for each in self._plan.dependencies
+            if (each.target_stage, each.payload) == (action.stage, action.payload)
+            and any(hop.target_device == self._device for hop in each.hops)
+        )

@@ -23,7 +23,8 @@ from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.slices import num_sliced, repetend_of
+from pipeplan.workload.slices import num_sliced, repetend_of, repetend_of_loop
+from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.steady_state.rate import steady_bubble_rate
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
 from pipeplan.workload.workload import Workload
@@ -36,13 +37,15 @@ def assemble(
     period_bound_ns: Fraction,
     scheduler: str,
     *,
+    loop: LoopCut | None = None,
     split_overhead_ns: int = 0,
     provenance: Provenance | None = None,
     where: str = "",
 ) -> Plan:
     """The plan of a workload whose devices run ``orders``, with its predicted figures.
 
-    ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload, ``where`` is the profile's file.
+    ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload: with a ``loop``, of all its
+    micro-batches. ``where`` is the profile's file.
 
     Raises:
         UsageError: a device would hold more bytes than a plan can say.
@@ -50,8 +53,9 @@ def assemble(
     workload = graph.workload
     orders = with_links(graph, orders)
     starts = earliest_starts(graph, orders)
-    figures = rates(graph, orders, starts)
-    repetend = repetend_of(graph, orders)
+    figures = rates(graph, orders, starts, loop)
+    repetend = repetend_of(graph, orders) if loop is None else repetend_of_loop(workload, loop)
+    written, repeated = programs(graph, orders, starts, loop)
     by_operation = {
         operation.id: tuple(starts[graph.offsets[index] : graph.offsets[index + 1]])
         for index, operation in enumerate(workload.operations)
@@ -62,11 +66,12 @@ def assemble(
         remedy = "give --memory, which schedules keep below, or choose fewer or smaller micro-batches"
         require_sum(where or f"plan {workload.name!r}", place, each.peak_bytes, "bytes", MAX_BYTES, remedy)
     return Plan.of_workload(
-        workload,
+        workload.with_microbatches(workload.num_microbatches + (0 if loop is None else loop.skipped)),
         starts_ns=by_operation,
         split_overhead_ns=split_overhead_ns,
-        programs=programs(graph, orders, starts),
+        programs=written,
         repetend=repetend,
+        loop=repeated,
         predicted=Predicted(
             makespan_ns=figures.makespan_ns,
             lower_bound_ns=bound_ns,
@@ -96,6 +101,7 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
         # for every unroll, so for whichever repetend the plan has
         period_bound(problem) / problem.microbatches_per_round,
         schedule.scheduler,
+        loop=schedule.loop,
         split_overhead_ns=request.split_overhead_ns,
         provenance=_provenance(request, candidate, schedule.workload),
         where=request.profile.where,

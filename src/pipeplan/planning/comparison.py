@@ -17,6 +17,7 @@ from pipeplan.planning.request import Batch, Request, link_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.state import Progress
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.time_limit import Limit
@@ -24,6 +25,7 @@ from pipeplan.units import MAX_BYTES
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.steady_state.loop import LoopedOrders
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 OURS = "pipeplan"
@@ -300,9 +302,14 @@ def _classic(
             reasons.append(reason)
             continue
         try:
-            rows.append(_row(name, problem, recompute, bound_ns, memory))
+            row = _row(name, problem, recompute, bound_ns, memory)
         except InvalidPlanError as error:
             reasons.append(f"its actions would wait for each other: {error}")
+            continue
+        if row is None:
+            reasons.append(f"nothing in it repeats, and {problem.num_microbatches} micro-batches are too many without")
+        else:
+            rows.append(row)
     return _better(rows), next(iter(reasons), "")
 
 
@@ -314,13 +321,23 @@ def _better(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 
 def _row(
     name: str, problem: OneMicrobatch, recompute: bool, bound_ns: int, memory: Sequence[int | None]
-) -> ComparisonRow:
-    made = CLASSIC[name].orders(problem, task_graph(problem.workload))
+) -> ComparisonRow | None:
+    """None where a very long run has no round to be repeated."""
     given = problem.workload if problem.reduction is None else problem.reduction.workload
-    graph = task_graph(given)
+    shorter = ShorterRun()
+    short = shorter.shorter(given)
+    if short is not None:
+        problem = OneMicrobatch.of(short, require_room=False)
+    made = CLASSIC[name].orders(problem, task_graph(problem.workload))
+    graph = task_graph(short or given)
     orders = with_links(graph, made if problem.reduction is None else problem.reduction.from_reduced(made))
-    starts = earliest_starts(graph, orders)
-    figures, over = rates(graph, orders, starts), overflow(graph, orders, memory)
+    run: LoopedOrders | None = LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
+    if short is not None:
+        run = shorter.repeated(graph, orders, given.num_microbatches)
+    if run is None:
+        return None
+    graph, orders = run.graph, run.orders
+    figures, over = rates(graph, orders, run.starts, run.loop), overflow(graph, orders, memory)
     return ComparisonRow(
         name,
         problem.workload.placement,

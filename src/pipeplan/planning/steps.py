@@ -23,13 +23,15 @@ from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import BackwardWays, PlanSearch, PlanStep, Trial, iteration_of, on_cluster, workloads
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget, load_solver
+from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.search import FirstLook
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
-from pipeplan.workload.task_graph import earliest_starts, task_graph
+from pipeplan.workload.steady_state.loop import LoopedOrders, looped
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 
@@ -160,22 +162,34 @@ def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) ->
     assert base is not None
     split = replace(request, split_backward=base.workload.splits_backward)
     (workload,) = workloads(split, replace(trial.candidate, placement=placement))
-    graph = task_graph(workload)
-    orders = in_parts(base.orders, graph)
-    if not fits(graph, orders):
+    graph = task_graph(workload.with_microbatches(base.graph.workload.num_microbatches))
+    run = _again(base, graph, workload.num_microbatches)
+    if run is None or not fits(run.graph, run.orders):
         return None
-    starts = earliest_starts(graph, orders)
-    makespan = graph.makespan(starts)
+    makespan = run.graph.makespan(run.starts) + run.skipped_ns
     return replace(
         base,
         workload=workload,
-        graph=graph,
-        orders=orders,
-        starts=starts,
+        graph=run.graph,
+        orders=run.orders,
+        starts=run.starts,
+        loop=run.loop,
         makespan_ns=makespan,
         bound_ns=min(makespan, weak_makespan_bound(workload)),
         scheduler=base.scheduler + mark,
     )
+
+
+def _again(base: Schedule, graph: TaskGraph, num_microbatches: int) -> LoopedOrders | None:
+    """A schedule's orders with other times and parts; None where a loop's round does not settle with them."""
+    orders = in_parts(base.orders, graph)
+    if base.loop is None:
+        return LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
+    parts = [slots.num_parted for slots in graph.workload.slots[: len(graph.workload.operations)]]
+    begins = [begin + more for begin, more in zip(base.loop.begins, parts, strict=False)]  # messages are last
+    if any(begin < more for begin, more in zip(base.loop.begins, parts, strict=False)):
+        return None
+    return looped(graph, graph.on_devices(orders), begins, base.loop.microbatches, num_microbatches)
 
 
 def _changed(placement: Placement, changes: Mapping[int, Mapping[str, object]]) -> Placement:
@@ -245,7 +259,7 @@ class LookAtCandidates(PlanStep):
         trial.look()
         if slicing is not None:
             slicing.at_once(request, trial)
-        search.budget.charge(SECONDS_PER_LOOK * sum(len(slots) for workload in trial.ways for slots in workload.slots))
+        search.budget.charge(SECONDS_PER_LOOK * sum(map(ShorterRun().actions, trial.ways)))
         search.report(trial)
 
 

@@ -27,7 +27,7 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
 from pipeplan.schedule.search import SEARCHING, FirstLook, first_look, search_schedule
-from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchStep, complexity, first_by, named
+from pipeplan.schedule.state import Progress, Schedule, SearchStep, complexity, first_by, named
 from pipeplan.schedule.steps import STEPS
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.workload.bounds import weak_makespan_bound
@@ -231,7 +231,7 @@ class Trial:
                 unroll=request.unroll,
                 known=known,
                 progress=progress,
-                steps=[step for step in self.steps if isinstance(step, ScheduleStep)],
+                steps=self.steps,
             )
 
     def _hopeless(self, way: int) -> bool:
@@ -406,7 +406,7 @@ class PlanSearch:
 
 def iteration_of(schedule: Schedule) -> int:
     """Ns of a schedule's iteration, gradients summed."""
-    return iteration_time(schedule.workload, rates(schedule.graph, schedule.orders, schedule.starts))
+    return iteration_time(schedule.workload, rates(schedule.graph, schedule.orders, schedule.starts, schedule.loop))
 
 
 _SIMPLE_FIRST: dict[str, int] = {name: place for place, name in enumerate(STRATEGIES)}

@@ -284,7 +284,7 @@ def _schedule(problem: OneMicrobatch, workload: Workload, swept: Swept) -> Sched
 
 def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> TuningRow:
     workload, replicas = schedule.workload, max(stage.replicas for stage in candidate.placement.stages)
-    figures = rates(schedule.graph, schedule.orders, schedule.starts)
+    figures = rates(schedule.graph, schedule.orders, schedule.starts, schedule.loop)
     return TuningRow(
         depth=len(set(device_groups(workload))),
         replicas=replicas,

@@ -23,6 +23,7 @@ from pipeplan.reporting.timeline import (
     kind_name,
     odd_stages,
     repetend_time_range,
+    repetend_words,
     runs_by_device,
     windows,
 )
@@ -222,6 +223,9 @@ def _figures(simulation: Simulation) -> list[tuple[str, str]]:
         bound = format_ns(simulation.period_lower_bound_ns)
         rows.append(("period", f"{time or 'reaches no steady state'}, bound {bound}"))
         rows.append(("repetend", f"unroll {repetend.unroll}, span {repetend.span}"))
+    if simulation.loop is not None:
+        loop, written = simulation.loop, simulation.graph.workload.num_microbatches
+        rows.append(("loop", f"{loop.copies:,} times {loop.microbatches}, of {written} micro-batches that are written"))
     rows.append(("bubble rate", f"{rates.bubble_rate:.2%} of the iteration"))
     rows.append(("", f"{rates.bubble_rate_span:.2%} by busiest device span"))
     if simulation.bubble_rate_steady is not None:
@@ -316,29 +320,31 @@ def _ruler(simulation: Simulation, parts: Sequence[TimelineWindow], label: int) 
     repetition = repetend_time_range(simulation)
     rulers = []
     for part in parts:
-        start, end = format_ns(part.start_ns), format_ns(part.end_ns) if part is parts[-1] else ""
+        start, end = (format_ns(simulation.clock(time)) for time in (part.start_ns, part.end_ns))
+        end = end if part is parts[-1] else ""
         if len(start) + len(end) >= part.num_cells:  # no room for both
             start = ""
         ruler = list(start + end.rjust(part.num_cells - len(start)))
         if repetition is not None and part.start_ns <= repetition[0] and repetition[1] <= part.end_ns:
-            _bracket(ruler, part.cell_of(repetition[0]), part.cell_of(repetition[1]))
+            _bracket(ruler, part.cell_of(repetition[0]), part.cell_of(repetition[1]), repetend_words(simulation))
             repetition = None
         rulers.append("".join(ruler))
     return f"{'device':>{label}} " + " ".join(rulers)
 
 
-def _bracket(ruler: list[str], left: int, right: int) -> None:
+def _bracket(ruler: list[str], left: int, right: int, name: str) -> None:
     """Write ``[repetend]`` over the cells from left to right, where they are free and wide enough."""
     if right - left < 2 or any(ruler[cell] != " " for cell in range(left, right)):
         return
     inside = right - left - 2
-    ruler[left:right] = "[" + "repetend".center(inside)[:inside] + "]" if inside >= 8 else "[" + " " * inside + "]"
+    shown = next((each for each in (name, "repetend") if len(each) <= inside), "")
+    ruler[left:right] = f"[{shown.center(inside)}]"
 
 
 def _critical_path(simulation: Simulation, arrow: str) -> Text:
     """How the path's time divides over devices and transfers, and its actions, runs on one device shortened."""
     on_device, transfers = simulation.path_times()
-    makespan = simulation.rates.makespan_ns
+    makespan = simulation.written_ns
     longest = sorted(on_device.items(), key=lambda item: (-item[1], item[0]))[:3]
     shares = [f"{time / makespan:.1%} on device {device}" for device, time in longest]
     if len(on_device) > len(longest):
@@ -354,6 +360,8 @@ def _critical_path(simulation: Simulation, arrow: str) -> Text:
     count = counted(len(simulation.critical_path) - messages, "action")
     if messages:
         count += f" and {counted(messages, 'message')}"
+    if simulation.loop is not None:
+        shares.append("with the loop run once")
     summary = f": {count}, {', '.join(shares)}\n"
     return Text.assemble(("critical path", "bold"), summary, "  " + f" {arrow} ".join(runs))
 

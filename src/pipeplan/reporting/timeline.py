@@ -37,7 +37,7 @@ def runs_by_device(simulation: Simulation) -> list[tuple[int, list[str]]]:
     graph = simulation.graph
     steps = simulation.critical_path
     return [
-        (device, [graph.label(step.task) for step in run])
+        (device, [simulation.label(step.task) for step in run])
         for device, run in groupby(steps, key=lambda step: graph.devices_of(step.task)[0])
     ]
 
@@ -74,9 +74,10 @@ def windows(simulation: Simulation, num_cells: int) -> list[TimelineWindow]:
     """The whole run if an action of median length keeps a cell; otherwise its beginning, its repetend and its end.
 
     Without a repetend the middle part is from the middle of the run. In parts, an action of median length has
-    room for its label, unless the repetend is longer than that. One cell is left between parts.
+    room for its label, unless the repetend is longer than that. One cell is left between parts. Of a loop's round,
+    which is the repetend then, there is one copy, and times are those of what is written.
     """
-    makespan = simulation.rates.makespan_ns
+    makespan = simulation.written_ns
     median = statistics.median(simulation.graph.durations[: simulation.graph.num_actions])
     part_cells = (num_cells - 2) // 3
     length = max(1, round(part_cells * median / len(f"F{simulation.workload.num_microbatches - 1}")))
@@ -99,6 +100,11 @@ def repetend_time_range(simulation: Simulation) -> tuple[int, int] | None:
     return start, start + round(simulation.period_ns * simulation.repetend.unroll)
 
 
+def repetend_words(simulation: Simulation) -> str:
+    """What a frame around the repetend is called: with how often it runs, where it is drawn once."""
+    return "repetend" if simulation.loop is None else f"repetend \u00d7 {simulation.loop.copies:,}"
+
+
 def device_row(simulation: Simulation, device: int, window: TimelineWindow) -> list[TimelineCell]:
     """The cells of one device in a window.
 
@@ -116,7 +122,7 @@ def device_row(simulation: Simulation, device: int, window: TimelineWindow) -> l
             continue
         operation = graph.workload.operations[graph.operation_of[task]]
         kind = operation.kind.lower() if operation.stage in odd else operation.kind
-        label = f"{kind}{graph.microbatch_text(task)}"
+        label = f"{kind}{simulation.microbatch_text(task)}"
         shorter = (label, label.partition(".")[0], kind[:1], "")
         shown = next(each for each in shorter if len(each) <= right - left)
         for offset, letter in enumerate(shown):
@@ -195,7 +201,7 @@ class _TimeScale:
 
     @classmethod
     def of(cls, simulation: Simulation) -> _TimeScale:
-        makespan = simulation.rates.makespan_ns
+        makespan = simulation.written_ns
         wanted = makespan * _MEDIAN_BAR / statistics.median(simulation.graph.durations[: simulation.graph.num_actions])
         inner = min(max(wanted, _MIN_WIDTH), _MAX_WIDTH)
         return cls(inner / makespan, round(_LEFT + inner + _MARGIN))
@@ -226,7 +232,8 @@ def _heading(simulation: Simulation) -> Iterator[str]:
         yield f'<text x="{x + 17}" y="53">{name}</text>'
         x += 34 + 7 * len(name)
     if simulation.copies is not None:
-        yield f'<rect class="repetend" x="{x}" y="43" width="12" height="12"/><text x="{x + 17}" y="53">repetend</text>'
+        name = repetend_words(simulation)
+        yield f'<rect class="repetend" x="{x}" y="43" width="12" height="12"/><text x="{x + 17}" y="53">{name}</text>'
 
 
 def _class(kind: str) -> str:
@@ -236,10 +243,10 @@ def _class(kind: str) -> str:
 def _axis(simulation: Simulation, scale: _TimeScale, height: int) -> Iterator[str]:
     """A line and a label at every round time, about 100 pixels apart."""
     step = _round_step(100 / scale.pixels_per_ns)
-    for tick in range(0, simulation.rates.makespan_ns + 1, step):
+    for tick in range(0, simulation.written_ns + 1, step):
         x = _pixels(scale.x(tick))
         yield f'<path class="axis" d="M{x} {_TOP - 6}V{height - _MARGIN}"/>'
-        yield f'<text x="{x}" y="{_TOP - 9}" text-anchor="middle">{format_ns(tick)}</text>'
+        yield f'<text x="{x}" y="{_TOP - 9}" text-anchor="middle">{format_ns(simulation.clock(tick))}</text>'
 
 
 def _round_step(at_least: float) -> int:
@@ -269,9 +276,10 @@ def _row(simulation: Simulation, scale: _TimeScale, device: int) -> Iterator[str
         x, width = scale.x(begin), duration * scale.pixels_per_ns
         yield (
             f'<rect class="{classes}" x="{_pixels(x)}" width="{_pixels(max(width - 0.5, 0.1))}" height="{_BAR}">'
-            f"<title>{graph.label(task)} {format_ns(begin)} to {format_ns(begin + duration)}</title></rect>"
+            f"<title>{simulation.label(task)} {format_ns(simulation.start_of(task))} to "
+            f"{format_ns(simulation.start_of(task) + duration)}</title></rect>"
         )
-        label = graph.microbatch_text(task)
+        label = simulation.microbatch_text(task)
         if width >= _DIGIT * len(label) + 3:
             yield f'<text class="bar" x="{_pixels(x + width / 2)}" y="14">{label}</text>'
     yield "</g>"
@@ -284,6 +292,8 @@ def _repetend(simulation: Simulation, scale: _TimeScale) -> Iterator[str]:
     tip = f"repetend, unroll {simulation.repetend.unroll}"
     if simulation.period_ns is not None:
         tip += f", every {format_ns(simulation.period_ns * simulation.repetend.unroll)}"
+    if simulation.loop is not None:
+        tip += f"; runs {simulation.loop.copies} times, and is drawn once"
     for device, (order, copy) in enumerate(zip(simulation.orders, simulation.copies, strict=True)):
         if not copy:
             continue
@@ -308,12 +318,15 @@ Timeline = Sequence[Sequence[Sequence[tuple[int, int, int]]]]
 
 
 def predicted_trace(simulation: Simulation) -> Trace:
-    """Every action on each of its devices, and every message on both of its ends, from when it is under way."""
+    """Every action on each of its devices, and every message on both of its ends, from when it is under way.
+
+    Of a loop's round there is the first copy, and what is after it when it is.
+    """
     graph, trace = simulation.graph, Trace("predicted")
     for device, order in enumerate(simulation.orders):
         for task in order:
-            trace.add(graph.label(task), device, simulation.starts[task], graph.durations[task])
-    workload = simulation.workload
+            trace.add(simulation.label(task), device, simulation.start_of(task), graph.durations[task])
+    workload, loop = graph.workload, simulation.loop
     position = {operation.id: index for index, operation in enumerate(workload.operations)}
     for dependency in workload.dependencies:
         source, target = position[dependency.source], position[dependency.target]
@@ -326,6 +339,8 @@ def predicted_trace(simulation: Simulation) -> Trace:
                 if item is not None:
                     begin = simulation.starts[graph.offsets[item] + number]
                 microbatch, part = slots.name(number)
+                if loop is not None and simulation.clock(begin) > begin:
+                    begin, microbatch = simulation.clock(begin), microbatch + (loop.copies - 1) * loop.counts[source]
                 sent = hop if part is None else hop.part
                 for device, name in names.of(microbatch, part):
                     trace.add(name, device, begin, sent.duration_ns, {"bytes": sent.bytes})
@@ -346,6 +361,8 @@ def trace_text(simulation: Simulation) -> str:
         "num_microbatches": simulation.workload.num_microbatches,
         "makespan_ns": simulation.rates.makespan_ns,
     }
+    if simulation.loop is not None:
+        about["loop_copies"] = simulation.loop.copies
     return trace_json(predicted_trace(simulation).events(), about)
 
 
@@ -355,14 +372,14 @@ def run_trace(plan: Plan, timeline: Timeline, about: Mapping[str, object]) -> st
     ``timeline`` [step][rank] has (program counter, start, end). A measured SEND lasts as long as posting it took, a
     RECV as long as its consumer waited for it.
     """
-    predicted = predicted_trace(simulate(plan)).events()
+    predicted = predicted_trace(simulate(plan.unrolled())).events()
     measured = Trace("measured")
     events: list[TraceEvent] = [event for event in predicted if event["ph"] != "X"]
     begin_ns = 0
     for step, ranks in enumerate(timeline):
         for rank, actions in enumerate(ranks):
             for counter, start, end in actions:
-                measured.add(plan.programs[rank][counter], rank, begin_ns + start, end - start, {"step": step})
+                measured.add(plan.whole_programs[rank][counter], rank, begin_ns + start, end - start, {"step": step})
         events += [_later(event, begin_ns, step) for event in predicted if event["ph"] == "X"]
         last = max((end for actions in ranks for *_, end in actions), default=0)
         begin_ns += max(last, plan.predicted.makespan_ns) * 21 // 20

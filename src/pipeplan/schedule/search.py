@@ -6,13 +6,15 @@ bound, the budget is spent, or the user interrupts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from operator import attrgetter
 
 from pipeplan.errors import InfeasibleError, UsageError, choose_from
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.pattern import microbatch_by_microbatch
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.sweep import schedule_of_rules
@@ -24,11 +26,12 @@ from pipeplan.schedule.state import (
     SearchStep,
     first_by,
     fitting,
+    named,
 )
 from pipeplan.schedule.steps import STEPS
 from pipeplan.time_limit import checkpoint
 from pipeplan.units import format_bytes, rounded_up
-from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.bounds import strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -48,9 +51,9 @@ def search_schedule(
     unroll: int | None = None,
     known: Schedule | None = None,
     progress: Progress | None = None,
-    steps: Sequence[ScheduleStep] = STEPS,
+    steps: Sequence[SearchStep] = STEPS,
 ) -> Schedule:
-    """Search the best order of a workload's actions.
+    """Search the best order of a workload's actions; of a very long one, of a shorter run that is repeated.
 
     ``scheduler`` is ``auto`` (everything), ``repetend`` (the best repetend, its warmup and cooldown as the pattern
     leaves them and then improved), ``rules`` (what ``rules`` make of it; without them the best of the built-in
@@ -63,24 +66,79 @@ def search_schedule(
         SearchTimeoutError: the budget ran out before anything that fits was found.
         UsageError: an unknown scheduler, or a classic one that does not apply to the placement.
     """
-    if scheduler == "rules":
-        return schedule_of_rules(workload, rules, budget)
-    _require_known_kinds(workload)
-    state = SearchState.of(OneMicrobatch.of(workload), budget, progress)
-    if scheduler in CLASSIC:
-        return _restored(state.problem, _one_classic(state, scheduler))
-    if scheduler not in SEARCHING:
-        known_names = (*SEARCHING, "rules", *CLASSIC)
-        raise UsageError(f"--scheduler {scheduler!r} is not known; {choose_from(scheduler, known_names)}")
-    state.steps, state.scheduler, state.unroll, state.known = steps, scheduler, unroll, known
-    return _restored(state.problem, state.search())
+    if scheduler not in (*SEARCHING, "rules", *CLASSIC):
+        meant = choose_from(scheduler, (*SEARCHING, "rules", *CLASSIC))
+        raise UsageError(f"--scheduler {scheduler!r} is not known; {meant}")
+    search = _Search(budget, scheduler, rules, unroll, progress, steps)
+    shorter = named(steps, ShorterRun) or ShorterRun()
+    short = shorter.shorter(workload)
+    if short is not None:
+        found = search.longer(shorter, short, workload, known)
+        if found is not None:
+            return found
+    return search.schedules(workload, known)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """What is asked of :func:`search_schedule`, whatever workload it is tried on."""
+
+    budget: Budget
+    scheduler: str
+    rules: Rules | None
+    unroll: int | None
+    progress: Progress | None
+    steps: Sequence[SearchStep]
+
+    def schedules(self, workload: Workload, known: Schedule | None) -> list[Schedule]:
+        """The best schedule of a workload, and then others, of which a part may repeat."""
+        if self.scheduler == "rules":
+            return [schedule_of_rules(workload, self.rules, self.budget)]
+        _require_known_kinds(workload)
+        state = SearchState.of(OneMicrobatch.of(workload), self.budget, self.progress)
+        if self.scheduler in CLASSIC:
+            return [_restored(state.problem, _one_classic(state, self.scheduler))]
+        state.steps = [step for step in self.steps if isinstance(step, ScheduleStep)]
+        state.scheduler, state.unroll, state.known = self.scheduler, self.unroll, known
+        best = state.search()
+        others = (
+            replace(best, orders=each.orders, starts=each.starts, makespan_ns=each.makespan, scheduler=each.scheduler)
+            for each in (state.steady, *state.others)
+            if each is not None and each is not state.best
+        )
+        return [_restored(state.problem, each) for each in (best, *others)]
+
+    def longer(
+        self, shorter: ShorterRun, short: Workload, workload: Workload, known: Schedule | None
+    ) -> Schedule | None:
+        """The best schedule of a workload by what is found of its shorter run; None if nothing of that repeats."""
+        silent = replace(self, progress=None)  # what is found there is of other times
+        found: list[Schedule] = []
+        for each in silent.schedules(short, None):
+            if found and self.budget.expired:
+                break
+            longer = shorter.lengthened(each, workload)
+            found += [] if longer is None else [longer]
+        best = _best(found)
+        if self.scheduler == "auto" and known is not None and (best is None or not first_by(_SHORTER, best, known)):
+            best = known
+        if best is None or self.scheduler == "rules":
+            return best
+        bound = strong_makespan_bound(OneMicrobatch.of(workload))
+        return replace(best, bound_ns=min(best.makespan_ns, max(best.bound_ns, bound)), seconds=self.budget.elapsed)
 
 
 @dataclass(frozen=True)
 class FirstLook(SearchStep):
-    """Known schedules that take a moment; those that take longer are for a thorough look."""
+    """Known schedules that take a moment; those that take longer are for a thorough look.
+
+    Of a very long run, the ``lengthened`` best of a shorter one of which a part can be repeated after at most
+    ``most_written`` actions.
+    """
 
     thorough_tasks: int = 5_000
+    lengthened: int = 3
+    most_written: int = 20_000
     name = "first look"
     when = "each candidate, those that take a moment; with at most {thorough_tasks} actions all, if eased"
     needed = True
@@ -92,18 +150,39 @@ _SHORTER = attrgetter("makespan_ns"), attrgetter("most_bytes")
 def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: bool = False) -> Schedule | None:
     """The best of the known schedules that apply, without any search; None if none of them fits.
 
-    A ``thorough`` look has those that are made by trying rules, too, where there are few actions.
+    A ``thorough`` look has those that are made by trying rules, too, where there are few actions. Of a very long
+    workload the best of a shorter run are repeated, and what is always possible, one micro-batch after another.
     """
     _require_known_kinds(workload)
+    shorter = ShorterRun()
+    short = shorter.shorter(workload)
+    if short is None:
+        return _best(_looked(workload, look, thorough=thorough))
+    known = sorted(_looked(short, look, thorough=thorough), key=attrgetter("makespan_ns"))
+    longer = filter(None, (shorter.lengthened(each, workload, look.most_written) for each in known))
+    simplest = islice(_looked(shorter.shortest(workload), look, thorough=False), 1)
+    return _best(
+        [*islice(longer, look.lengthened), *filter(None, (shorter.lengthened(each, workload) for each in simplest))]
+    )
+
+
+def _best(schedules: Iterable[Schedule]) -> Schedule | None:
+    best: Schedule | None = None
+    for found in schedules:
+        if best is None or first_by(_SHORTER, found, best):
+            best = found
+    return best
+
+
+def _looked(workload: Workload, look: FirstLook, *, thorough: bool) -> Iterator[Schedule]:
+    """The known schedules that fit."""
     problem = OneMicrobatch.of(workload, require_room=False)
     graph = task_graph(problem.workload)
     given = graph if problem.reduction is None else task_graph(workload)
-    best: Schedule | None = None
     for name, orders in _known_orders(problem, graph, thorough, look):
         found = timed(problem, given, orders, name)
-        if found is not None and (best is None or first_by(_SHORTER, found, best)):
-            best = found
-    return best
+        if found is not None:
+            yield found
 
 
 def _require_known_kinds(workload: Workload) -> None:

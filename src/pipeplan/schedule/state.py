@@ -17,6 +17,7 @@ from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.slices import repetend_of
+from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -29,8 +30,10 @@ class Schedule:
     """The best schedule found, and what is proved about the workload.
 
     ``orders`` [device] task numbers and ``starts`` [task] in ns, as in :mod:`pipeplan.workload.task_graph`.
-    ``scheduler`` names what made it. ``pattern`` is the repetend the search found, ``period_bound_ns`` the proved
-    least period per micro-batch at its unroll, and ``repetend_seconds`` how long both took from the start.
+    Where a very long run repeats a ``loop`` these are of its written part, a ``graph`` of fewer micro-batches, and
+    ``makespan_ns`` is of all. ``scheduler`` names what made it. ``pattern`` is the repetend the search found,
+    ``period_bound_ns`` the proved least period per micro-batch at its unroll, and ``repetend_seconds`` how long both
+    took from the start.
     """
 
     workload: Workload
@@ -40,6 +43,7 @@ class Schedule:
     makespan_ns: int
     bound_ns: int
     scheduler: str
+    loop: LoopCut | None = None
     pattern: Pattern | None = None
     period_bound_ns: Fraction = Fraction(0)
     repetend_seconds: float | None = None
@@ -59,7 +63,7 @@ class Schedule:
     @cached_property
     def repeats(self) -> bool:
         """Whether a part in its middle can be repeated for more micro-batches."""
-        return repetend_of(self.graph, self.orders) is not None
+        return self.loop is not None or repetend_of(self.graph, self.orders) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +189,11 @@ class SearchState:
             best.makespan,
             self.bound,
             best.scheduler,
-            self.pattern,
-            self.period_proved,
-            self.repetend_seconds,
-            self.budget.elapsed,
-            self.budget.interrupted,
+            pattern=self.pattern,
+            period_bound_ns=self.period_proved,
+            repetend_seconds=self.repetend_seconds,
+            seconds=self.budget.elapsed,
+            interrupted=self.budget.interrupted,
         )
 
     def candidate(

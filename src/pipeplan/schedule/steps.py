@@ -14,6 +14,7 @@ from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through,
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_POLICY, SECONDS_PER_SWEEP
 from pipeplan.schedule.cpsat.windows import Ramps, SlidingWindows, WholeHorizon
 from pipeplan.schedule.list_scheduling import PolicySearch, list_schedule
+from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.pattern import (
     Pattern,
     compose,
@@ -24,66 +25,12 @@ from pipeplan.schedule.pattern import (
     sequential_time,
 )
 from pipeplan.schedule.rules.sweep import built_in_rules, sweeping
-from pipeplan.schedule.state import ScheduleCandidate, ScheduleStep, SearchState
+from pipeplan.schedule.state import ScheduleStep, SearchState, SearchStep
 from pipeplan.units import format_bytes
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.memory import peak_memory
-from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.rate import CutOrders
-from pipeplan.workload.steady_state.repetend import extend, find_repetend
-
-
-@dataclass(frozen=True)
-class ShorterRun(ScheduleStep):
-    """A very long run: a shorter one is searched, and the repetend of what was found there repeated.
-
-    Runs at least twice as long as ``tasks`` actions, and as two micro-batches per device, are planned about that short,
-    with fewer micro-batches by a multiple of ``unrolls``: repetends of unroll 1, 2, 3, 4 and 6 then reach the whole
-    number. Repeated are repetends of at most ``most_unroll`` micro-batches; nothing is settled where none is found that
-    can be repeated up to the end.
-    """
-
-    share: float = 0.8
-    tasks: int = 20_000
-    unrolls: int = 12
-    most_unroll: int = 8
-    name = "shorter run, repeated"
-    when = "at least twice {tasks} actions, and 4 micro-batches per device"
-    of = "what is left"
-
-    def applies(self, state: SearchState) -> bool:
-        return state.problem.num_microbatches >= 2 * self._fewer(state.problem)
-
-    def _fewer(self, problem: OneMicrobatch) -> int:
-        """Micro-batches of the shorter run."""
-        fewer = max(self.tasks // problem.num_operations, 2 * problem.num_devices)
-        return fewer + (problem.num_microbatches - fewer) % self.unrolls
-
-    def run(self, state: SearchState) -> None:
-        shorter = OneMicrobatch.of(state.problem.workload.with_microbatches(self._fewer(state.problem)))
-        with state.budget.share(state.budget.remaining * self.share) as share:
-            short = SearchState.of(shorter, share, state.progress)
-            short.steps, short.scheduler, short.unroll = state.steps, state.scheduler, state.unroll
-            short.search()
-        for candidate in (short.best, short.steady):
-            if candidate is None:
-                continue
-            orders = self._extended(short, candidate, state.problem.num_microbatches)
-            if orders is not None:
-                state.offer(state.candidate(orders, candidate.scheduler))
-        if state.best is None:
-            return
-        if state.scheduler == "auto" and not state.proved:
-            _offer_classics(state, quick=True)
-        state.pattern, state.period_proved = short.pattern, short.period_proved
-        state.repetend_seconds, state.settled = short.repetend_seconds, True
-
-    def _extended(self, state: SearchState, candidate: ScheduleCandidate, count: int) -> list[list[int]] | None:
-        """The orders of a schedule for more micro-batches; None without a repetend that reaches them."""
-        repetend = find_repetend(state.graph, candidate.orders, candidate.starts, self.most_unroll)
-        if repetend is None or (count - state.problem.num_microbatches) % repetend.unroll:
-            return None
-        return extend(state.problem.workload, candidate.orders, repetend, count)[1]
+from pipeplan.workload.steady_state.repetend import find_repetend
 
 
 @dataclass(frozen=True)
@@ -364,7 +311,7 @@ class LessMemory(ScheduleStep):
         state.offer(other.steady)
 
 
-STEPS: tuple[ScheduleStep, ...] = (
+STEPS: tuple[SearchStep, ...] = (
     ShorterRun(),
     KnownSchedule(),
     FirstSchedule(),

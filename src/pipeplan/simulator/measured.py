@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.trace import MeasuredTrace, TimedText
-from pipeplan.simulator.simulation import Simulation
+from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.engine import with_links
@@ -129,6 +129,8 @@ def compared(simulation: Simulation, trace: MeasuredTrace) -> MeasuredComparison
             f"{simulation.workload.num_microbatches}"
         )
     _require_same_plan(plan, trace)
+    if plan.loop is not None:  # a trace has every action, too
+        simulation = simulate(plan.unrolled())
     left_out = 1 if len(trace.steps) > 1 else 0
     steps = [_MeasuredStep(simulation, actions, trace.emulated) for actions in trace.steps[left_out:]]
     iterations = tuple(step.iteration_ns for step in steps)
@@ -151,7 +153,7 @@ def _require_same_plan(plan: Plan, trace: MeasuredTrace) -> None:
         )
     for number, step in enumerate(trace.steps):
         for device, actions in enumerate(step):
-            program = plan.programs[device]
+            program = plan.whole_programs[device]
             odd = Counter(program) - Counter(text for text, _, _ in actions)
             odd += Counter(text for text, _, _ in actions) - Counter(program)
             if odd:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import Literal
 
+from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
 
@@ -41,13 +42,18 @@ class Rates:
         return tuple(self.makespan_ns - busy for busy in self.busy_ns)
 
 
-def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> Rates:
-    """Figures of the timeline in which each task begins at ``starts`` [task], in ns; links count for nothing."""
+def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int], loop: LoopCut | None = None) -> Rates:
+    """Figures of the timeline in which each task begins at ``starts`` [task], in ns; links count for nothing.
+
+    With a ``loop`` its round runs more often, and what is after it is as much later.
+    """
     durations = graph.durations
     orders = graph.on_devices(orders)
-    busy = tuple(sum(map(durations.__getitem__, order)) for order in orders)
+    skipped = [0] * len(orders) if loop is None else _skipped_work(graph.workload, loop)
+    later = 0 if loop is None else loop.skipped_ns
+    busy = tuple(sum(map(durations.__getitem__, order)) + more for order, more in zip(orders, skipped, strict=True))
     first = tuple(min(map(starts.__getitem__, order), default=0) for order in orders)
-    last = tuple(max((starts[task] + durations[task] for task in order), default=0) for order in orders)
+    last = tuple(max((starts[task] + durations[task] + later for task in order), default=0) for order in orders)
     makespan = max(last)
     spans = [end - start for start, end in zip(first, last, strict=True)]
     longest = spans.index(max(spans))  # ties: the smallest device
@@ -59,6 +65,12 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> Rates:
         bubble_rate=_share_idle(sum(busy), len(busy) * makespan),
         bubble_rate_span=_share_idle(busy[longest], spans[longest]),
     )
+
+
+def _skipped_work(workload: Workload, loop: LoopCut) -> list[int]:
+    """[device] ns of what a loop runs beside what is there."""
+    each = [count * (loop.copies - 1) * time for count, time in zip(loop.counts, workload.durations, strict=True)]
+    return [sum(each[item] for item in items) for items in workload.on_resource[: len(workload.devices)]]
 
 
 def iteration_time(workload: Workload, figures: Rates) -> int:

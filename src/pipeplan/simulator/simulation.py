@@ -14,12 +14,13 @@ from pipeplan.simulator.metrics import CriticalStep, Rates, critical_path, in_fl
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.workload.action import operation_of
 from pipeplan.workload.bounds import weak_makespan_bound, work_bound
-from pipeplan.workload.elements import DeviceMemory, Repetend
+from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
 from pipeplan.workload.kinds import payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
 from pipeplan.workload.slices import in_parts, num_sliced, parts_before, whole, with_parts
-from pipeplan.workload.steady_state.rate import CutOrders, repetend_rate, steady_bubble_rate
-from pipeplan.workload.steady_state.repetend import extend
+from pipeplan.workload.steady_state.loop import LoopCut, LoopedOrders, counts_of, longer, looped
+from pipeplan.workload.steady_state.rate import CutOrders, repetend_rate, require_cut, steady_bubble_rate
+from pipeplan.workload.steady_state.repetend import extend, num_copies
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -41,6 +42,14 @@ def orders_of(plan: Plan, graph: TaskGraph) -> list[list[int]]:
 
 
 def _compute_order(graph: TaskGraph, device: int, program: Sequence[str]) -> list[int]:
+    number = _actions_of(graph, device)
+    computes = [text for text in program if "_" not in text]  # a transfer is 1SEND_F0 or 2RECV_F0
+    _require_all(device, computes, number)
+    return [number[text] for text in computes]
+
+
+def _actions_of(graph: TaskGraph, device: int) -> dict[str, int]:
+    """{what a device's program may say of a compute action: its task}."""
     workload = graph.workload
     number: dict[str, int] = {}
     for item, operation in enumerate(workload.operations):
@@ -48,26 +57,49 @@ def _compute_order(graph: TaskGraph, device: int, program: Sequence[str]) -> lis
             id_, tasks = operation.id, range(graph.offsets[item], graph.offsets[item + 1])
             text = workload.slots[item].text
             number.update({f"{id_}{text(m)}": task for m, task in enumerate(tasks)})
-    computes = [text for text in program if "_" not in text]  # a transfer is 1SEND_F0 or 2RECV_F0
-    _require_all(device, computes, number)
-    return [number[text] for text in computes]
+    return number
 
 
 def _link_order(graph: TaskGraph, link: int, source: int, target: int, program: Sequence[str]) -> list[int]:
     """The messages of a link in the order of the SENDs; others from the same device are passed over."""
-    numbered = enumerate(graph.workload.transfers, len(graph.workload.operations))
-    tasks = {item: range(*graph.offsets[item : item + 2]) for item, transfer in numbered if transfer.link == link}
-    number: dict[str, int] = {}
-    for (before, after), item in _names(graph.workload, link, source).items():
-        text = graph.workload.slots[item].text
-        number.update({f"{before}{text(m)}{after}": task for m, task in enumerate(tasks[item])})
+    number = _messages_of(graph, link, source)
     order = [number[text] for text in program if text in number]
-    if not len(order) == len(set(order)) == sum(map(len, tasks.values())):
+    there = sum(
+        graph.offsets[item + 1] - graph.offsets[item]
+        for item, transfer in enumerate(graph.workload.transfers, len(graph.workload.operations))
+        if transfer.link == link
+    )
+    if not len(order) == len(set(order)) == there:
         raise InvalidPlanError(
             f"programs[{source}] does not have each SEND to device {target} once; pipeplan check tells all that is "
             "wrong with the plan"
         )
     return order
+
+
+def _messages_of(graph: TaskGraph, link: int, source: int) -> dict[str, int]:
+    """{what the program of a link's source may say of a message: its task}."""
+    number: dict[str, int] = {}
+    for (before, after), item in _names(graph.workload, link, source).items():
+        text, tasks = graph.workload.slots[item].text, range(*graph.offsets[item : item + 2])
+        number.update({f"{before}{text(m)}{after}": task for m, task in enumerate(tasks)})
+    return number
+
+
+def _begins_of(plan: Plan, loop: Loop, graph: TaskGraph) -> list[int]:
+    """[item] how many of its actions or messages stand before the round of a plan's loop."""
+    begins = [0] * (len(graph.offsets) - 1)
+    devices = range(len(plan.devices))
+    lines = [(device, _actions_of(graph, device)) for device in devices]
+    lines += [(ends[0], _messages_of(graph, link, ends[0])) for link, ends in enumerate(graph.workload.links)]
+    for device, number in lines:
+        found: Counter[int] = Counter()
+        for text in plan.programs[device][: loop.begins[device]]:
+            if text in number:
+                found[graph.operation_of[number[text]]] += 1
+        for item, count in found.items():
+            begins[item] = count
+    return begins
 
 
 def _names(workload: Workload, link: int, device: int) -> dict[_Name, int]:
@@ -122,6 +154,9 @@ class Simulation:
     without one, or where that does not become periodic. ``copies`` [device] are the positions of the repetend's
     first copy in the orders. ``overflow`` is the device most short of memory, None if all have enough.
     ``as_planned`` says that number of micro-batches and costs are the plan's, ``yardstick`` what a sample is.
+
+    With a ``loop`` its round runs more often than it is there: ``graph``, ``orders``, ``starts``, ``copies`` and
+    ``critical_path`` are of what is written, everything else is of all.
     """
 
     plan: Plan
@@ -142,6 +177,42 @@ class Simulation:
     bubble_rate_steady: float | None
     as_planned: bool
     yardstick: Yardstick
+    loop: LoopCut | None = None
+
+    @property
+    def written_ns(self) -> int:
+        """The makespan of what is written."""
+        return self.rates.makespan_ns - (0 if self.loop is None else self.loop.skipped_ns)
+
+    def clock(self, written_ns: int) -> int:
+        """When something happens that is written at a time, in ns: what is after a loop's round is later."""
+        loop = self.loop
+        return (
+            written_ns if loop is None or written_ns < loop.begin_ns + loop.round_ns else written_ns + loop.skipped_ns
+        )
+
+    def start_of(self, task: int) -> int:
+        """When a written task starts, in ns."""
+        item, loop = self.graph.operation_of[task], self.loop
+        if loop is None or task - self.graph.offsets[item] < loop.begins[item] + loop.counts[item]:
+            return self.starts[task]
+        return self.starts[task] + loop.skipped_ns
+
+    def label(self, task: int) -> str:
+        """A written task as an action's text, with the number it has in the whole run."""
+        return self.workload.label(*self._named(task))
+
+    def microbatch_text(self, task: int) -> str:
+        """The end of that text: its micro-batch, and its part where it has one."""
+        item, number = self._named(task)
+        return self.workload.slots[item].text(number)
+
+    def _named(self, task: int) -> tuple[int, int]:
+        item, loop = self.graph.operation_of[task], self.loop
+        number = task - self.graph.offsets[item]
+        if loop is not None and number >= loop.begins[item] + loop.counts[item]:
+            number += loop.counts[item] * (loop.copies - 1)
+        return item, number
 
     @property
     def throughput(self) -> Throughput:
@@ -205,6 +276,7 @@ class Simulation:
             "repetend_seconds": None,
             "devices": [_device(self, device) for device in range(len(plan.devices))],
             "critical_path": _path(self),
+            **({} if self.loop is None else {"loop": _loop(self.loop, self.graph.workload.num_microbatches)}),
         }
 
 
@@ -215,19 +287,32 @@ def _device(simulation: Simulation, device: int) -> dict[str, object]:
         "idle_ns": rates.idle_ns[device],
         "span_ns": rates.span_ns[device],
         "in_flight": simulation.in_flight[device],
-        "num_actions": len(simulation.orders[device]),
+        "num_actions": _num_actions(simulation, device),
         "memory_limit_bytes": simulation.workload.devices[device].memory_bytes,
         **asdict(simulation.memory[device]),
     }
 
 
+def _num_actions(simulation: Simulation, device: int) -> int:
+    workload = simulation.workload
+    return sum(len(workload.slots[item]) for item in workload.on_resource[device])
+
+
+def _loop(loop: LoopCut, num_written: int) -> dict[str, object]:
+    return {
+        "copies": loop.copies,
+        "microbatches": loop.microbatches,
+        "round_ns": loop.round_ns,
+        "num_written": num_written,
+    }
+
+
 def _path(simulation: Simulation) -> dict[str, object]:
     on_device, transfers = simulation.path_times()
-    graph = simulation.graph
     return {
         "transfer_ns": transfers,
         "device_ns": {str(device): time for device, time in sorted(on_device.items())},
-        "actions": [graph.label(step.task) for step in simulation.critical_path],
+        "actions": [simulation.label(step.task) for step in simulation.critical_path],
     }
 
 
@@ -251,23 +336,20 @@ def simulate(
         workload = recosted(plan, profile, cluster)
     elif cluster is not None:
         workload = relinked(plan, cluster)
-    as_planned = workload == plan.workload and num_microbatches in (None, plan.num_microbatches)
-    graph = task_graph(workload)
-    orders = orders_of(plan, graph)
-    if num_microbatches is not None and num_microbatches != plan.num_microbatches:
-        _require_size(workload, num_microbatches)
-        graph, orders = _extended(graph, orders, plan.repetend, num_microbatches)
-        workload = graph.workload
-    starts = earliest_starts(graph, orders)
+    total = num_microbatches or plan.num_microbatches
+    as_planned = workload == plan.workload and total == plan.num_microbatches
+    run = _run(plan, workload, total)
+    graph, orders, starts, loop = run.graph, run.orders, run.starts, run.loop
+    workload = workload.with_microbatches(total)
     repetend = plan.repetend
-    period, copies = (None, None) if repetend is None else _repetition(graph, orders, repetend)
+    period, copies = (None, None) if repetend is None else _repetition(graph, orders, repetend, loop)
     return Simulation(
         plan=plan,
         workload=workload,
         graph=graph,
         orders=orders[: len(workload.devices)],
         starts=starts,
-        rates=rates(graph, orders, starts),
+        rates=rates(graph, orders, starts, loop),
         in_flight=in_flight(graph, orders),
         memory=peak_memory(graph, orders),
         overflow=overflow(graph, orders),
@@ -280,7 +362,65 @@ def simulate(
         bubble_rate_steady=None if period is None else steady_bubble_rate(workload, period),
         as_planned=as_planned,
         yardstick=Yardstick.of_plan(plan) if profile is None else Yardstick.of(profile),
+        loop=loop,
     )
+
+
+LOOPED_ACTIONS = 20_000
+"""Actions beyond which a repetend is not written out for more micro-batches, but repeated."""
+
+
+def _run(plan: Plan, workload: Workload, total: int) -> LoopedOrders:
+    """The plan's orders, timed with the costs of a workload, for so many micro-batches."""
+    graph = task_graph(workload.with_microbatches(plan.num_written))
+    orders = orders_of(plan, graph)
+    if plan.loop is not None:
+        return _with_loop(plan, plan.loop, graph, orders, total)
+    if total == plan.num_microbatches:
+        return LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
+    found = _repeated(graph, orders, plan.repetend, total)
+    if found is None:
+        _require_size(graph.workload, total)
+        graph, orders = _extended(graph, orders, plan.repetend, total)
+        found = LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
+    return found
+
+
+def _with_loop(plan: Plan, loop: Loop, graph: TaskGraph, orders: list[list[int]], total: int) -> LoopedOrders:
+    """The same of a plan with a loop: with its own costs the round is as stated, with others times settle anew.
+
+    Raises:
+        UsageError: rounds do not come out at so many micro-batches.
+    """
+    copies = num_copies(plan.num_written, loop.microbatches, total)
+    begins, counts = _begins_of(plan, loop, graph), counts_of(graph.workload, loop.microbatches)
+    if counts is None:
+        raise InvalidPlanError("the plan's loop is of no whole round; pipeplan check tells what is wrong with the plan")
+    if graph.workload == plan.written.workload:
+        starts = earliest_starts(graph, orders)
+        begin = min(starts[graph.offsets[item] + number] for item, number in enumerate(begins))
+        cut = LoopCut(loop.microbatches, begin, loop.round_ns, tuple(begins), counts, 1 + copies)
+        return LoopedOrders(graph, orders, starts, cut if copies else None)
+    found = looped(graph, orders, begins, loop.microbatches, total)
+    if found is None:
+        _require_size(graph.workload, total)
+        graph, orders = longer(graph, orders, begins, loop.microbatches, copies)
+        found = LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
+    return found
+
+
+def _repeated(graph: TaskGraph, orders: list[list[int]], repetend: Repetend | None, total: int) -> LoopedOrders | None:
+    """Very many micro-batches by a loop of the repetend; None where there are few, or times do not settle."""
+    workload = graph.workload
+    if repetend is None or total * len(workload.operations) <= LOOPED_ACTIONS:
+        return None
+    num_copies(workload.num_microbatches, repetend.unroll, total)
+    replaced, whole_orders = whole(graph, orders)
+    require_cut(replaced.workload, repetend.first)
+    cut = CutOrders.of(replaced.workload, whole_orders, repetend.first, repetend.unroll)
+    begins = [begin + slots.num_parted for begin, slots in zip(cut.begins, workload.slots, strict=False)]
+    parted = bool(num_sliced(workload))
+    return looped(graph, graph.on_devices(orders) if parted else orders, begins, repetend.unroll, total)
 
 
 def _extended(
@@ -295,10 +435,15 @@ def _extended(
     return found, in_parts(longer, found)
 
 
-def _repetition(graph: TaskGraph, orders: list[list[int]], repetend: Repetend) -> tuple[Fraction | None, list[range]]:
+def _repetition(
+    graph: TaskGraph, orders: list[list[int]], repetend: Repetend, loop: LoopCut | None
+) -> tuple[Fraction | None, list[range]]:
     """Ns per micro-batch of the repetend, and on each device the positions of its first copy."""
     replaced, whole_orders = whole(graph, orders)
-    period = repetend_rate(replaced.workload, whole_orders, repetend.first, repetend.unroll)
+    if loop is not None:
+        period: Fraction | None = Fraction(loop.round_ns, loop.microbatches)
+    else:
+        period = repetend_rate(replaced.workload, whole_orders, repetend.first, repetend.unroll)
     shifts = [parts_before(graph.workload, device) for device in range(len(graph.workload.devices))]
     copies = CutOrders.of(replaced.workload, whole_orders, repetend.first, repetend.unroll).ranges
     return period, [range(c.start + by, c.stop + by) for c, by in zip(copies, shifts, strict=False)]

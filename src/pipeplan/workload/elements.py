@@ -385,6 +385,32 @@ class Repetend(Element):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Loop(Element):
+    """A round in the middle of the programs that runs ``copies`` times, while they have it once.
+
+    On each device it is a contiguous run of its program, messages included, in which every operation and every message
+    occurs for as many micro-batches in a row as there are samples in a round. Each copy is the one before it with later
+    micro-batches, and ``round_ns`` later. What stands after it is numbered, and starts, as if the round ran once.
+    """
+
+    copies: Annotated[Count, Ge(2), Meaning("how often the round runs")]
+    microbatches: Annotated[Count, Meaning("micro-batches that finish per round")]
+    round_ns: Annotated[PositiveNs, Meaning("time from one copy of the round to the next")]
+    begins: Annotated[Items[Index], Meaning("per device, where the round begins in its program")]
+    ends: Annotated[Items[Index], Meaning("per device, where it ends: its first entry after the round")]
+
+    @property
+    def skipped(self) -> int:
+        """Micro-batches that run and are not written."""
+        return (self.copies - 1) * self.microbatches
+
+    @property
+    def skipped_ns(self) -> int:
+        """By how much later than written everything after the round is."""
+        return (self.copies - 1) * self.round_ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 @_with_bytes(MEMORY_KINDS)
 class DeviceMemory(Element):
     """Memory of one device at the moment it holds most: what there is of every kind adds up to ``peak_bytes``."""

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -87,6 +88,15 @@ def repetend_of(graph: TaskGraph, orders: Orders) -> Repetend | None:
         return None
     found = find_repetend(replaced, whole_orders, earliest_starts(replaced, whole_orders))
     return found if found is not None and parts_are_before(graph, orders, found) else None
+
+
+def repetend_of_loop(workload: Workload, loop: LoopCut) -> Repetend | None:
+    """The round of a loop, which repeats, as a repetend; None where micro-batches are not all alike."""
+    if not without_parts(workload).is_uniform:
+        return None
+    each = zip(workload.operations, loop.begins, workload.slots, strict=False)  # messages are last
+    first = {operation.id: begin - slots.num_parted for operation, begin, slots in each}
+    return Repetend(unroll=loop.microbatches, repetend_ns=loop.round_ns, first=first)
 
 
 def _name(graph: TaskGraph, task: int) -> tuple[int, int | None]:

@@ -236,11 +236,12 @@ class Steps:
         self.emulation = emulation._Emulation.__new__(emulation._Emulation)
         self.emulation._pace = self.pace = emulation.Pace(0)
         self.emulation._planned_ns, self.emulation._num_ranks = planned_ns, 4
+        self.emulation._tried_copies, self.emulation._tried_ns = None, planned_ns
         self.emulation._progress = SimpleNamespace(rank=0)  # type: ignore[assignment]
         self.emulation.step = self.step  # type: ignore[method-assign]
         self.planned_ns, self.late_ns, self.waits, self.num = planned_ns, late_ns, waits, 0
 
-    def step(self, step: int) -> tuple[int, list[tuple[int, int, int]]]:
+    def step(self, step: int, copies: int | None = None) -> tuple[int, list[tuple[int, int, int]]]:
         self.num += 1
         return max(100 * MS, round(self.pace.stretch * self.planned_ns * (1 + self.waits)) + self.late_ns), []
 

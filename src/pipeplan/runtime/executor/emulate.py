@@ -52,6 +52,9 @@ _CLOSE, _AIM = 0.03, 0.02
 _BARE_STEPS, _TRIALS = 4, 3
 """Steps whose actions take no time, of which the first warms up, and then such as take their time."""
 
+_TRIED_COPIES = 1_000
+"""Of a loop's round, in such steps."""
+
 _WORD_BYTES = 8
 _LEAST_BYTES = 1024
 """Of a message whose bytes the plan does not know."""
@@ -113,7 +116,17 @@ class _Emulation:
             if progress.rank in stage.devices
         }
         clock = self.all_ranks.clock
-        self._executor = Executor(self._program, runners, channels, specs, progress, clock, options.blocking)
+        self._executor = Executor(
+            self._program, runners, channels, specs, progress, clock, options.blocking, traced=options.trace
+        )
+        self._tried_copies, self._tried_ns = self._trial(plan)
+
+    def _trial(self, plan: Plan) -> tuple[int | None, int]:
+        """How often a loop's round runs more while times are tried, and what such a step takes as planned, in ns."""
+        loop = self._program.loop
+        if loop is None or plan.loop is None or loop.repeats <= _TRIED_COPIES:
+            return None, self._planned_ns
+        return _TRIED_COPIES, self._planned_ns - (loop.repeats - _TRIED_COPIES) * plan.loop.round_ns
 
     def stretch(self, asked: float) -> float:
         """How many times as long as planned everything takes from now on; 0 asks for what this machine can keep.
@@ -126,8 +139,8 @@ class _Emulation:
         if asked or not self._planned_ns:
             return self._stretch(asked or 1.0)
         self._stretch(0.0)
-        bare_ns = statistics.median([self.step(0)[0] for _ in range(_BARE_STEPS)][1:])
-        least = max(1.0, bare_ns / self._planned_ns)
+        bare_ns = statistics.median([self.step(0, self._tried_copies)[0] for _ in range(_BARE_STEPS)][1:])
+        least = max(1.0, bare_ns / self._tried_ns)
         over = self._over(least)
         if over > _CLOSE * least:
             over = 2 * over - self._over(2 * least)
@@ -135,7 +148,7 @@ class _Emulation:
             least = over / _AIM
         found = self._stretch(1.0 if least == 1 else math.ceil(round(10 * least, 3)) / 10)
         if self._progress.rank == 0 and found != 1:
-            bare, late = (format_ns(round(ns)) for ns in (bare_ns, over * self._planned_ns))
+            bare, late = (format_ns(round(ns)) for ns in (bare_ns, over * self._tried_ns))
             tell(
                 f"{self._num_ranks} processes on {os.cpu_count()} cores take {bare} for a step whose actions take no "
                 f"time, and end {late} late: the plan's actions are too short for them, and all times are stretched "
@@ -146,20 +159,23 @@ class _Emulation:
     def _over(self, factor: float) -> float:
         """How much longer steps take than they should when times are stretched so much, in predicted steps."""
         self._stretch(factor)
-        return statistics.median(self.step(0)[0] for _ in range(_TRIALS)) / self._planned_ns - factor
+        return statistics.median(self.step(0, self._tried_copies)[0] for _ in range(_TRIALS)) / self._tried_ns - factor
 
     def _stretch(self, factor: float) -> float:
         self._pace.stretch = factor
         return factor
 
-    def step(self, step: int) -> tuple[int, list[TimedAction]]:
-        """Ns of the iteration, the same on all ranks, and when this rank's actions ran; sums last as predicted."""
+    def step(self, step: int, copies: int | None = None) -> tuple[int, list[TimedAction]]:
+        """Ns of the iteration, the same on all ranks, and when this rank's actions ran; sums last as predicted.
+
+        ``copies`` are those of a loop's round, if not as many as planned.
+        """
         self._progress.step = step
         self.all_ranks.begin()
         self._pace.restart()
-        actions = self.all_ranks.resolve(self._executor.run(_NO_SAMPLES))
-        steps = self._program.steps
-        computed = extent([action for action in actions if steps[action[0]].action.is_compute])
+        actions = self.all_ranks.resolve(self._executor.run(_NO_SAMPLES, copies))
+        texts = self._program.texts
+        computed = extent([action for action in actions if "_" not in texts[action[0]]])  # a message is 1SEND_F0
         if computed is not None:
             computed = computed[0], computed[1] + self._pace.stretched(self._sums_ns)
         self._progress.begin(Phase.REPORTING)

@@ -2,7 +2,8 @@
 
 A compute action waits for the messages it needs and for no others. What a stage makes is kept for the SENDs that
 follow in the program, and for this rank's own actions. Where everything is kept and what every action takes is found
-when the executor is made, so that a step looks nothing up.
+when the executor is made, so that a step looks nothing up. Of a loop that is one copy of the round: all others are made
+from it as they come, so that memory does not grow with their number.
 """
 
 from __future__ import annotations
@@ -16,17 +17,35 @@ from torch import Tensor
 
 from pipeplan.runtime.executor.channels import Channels, TransferError
 from pipeplan.runtime.executor.message_graph import Numbers
-from pipeplan.runtime.executor.rank_program import Program, ProgramStep
+from pipeplan.runtime.executor.rank_program import Program, ProgramLoop, ProgramStep, moved
 from pipeplan.runtime.executor.stage import MiniBatch, StageError
 from pipeplan.runtime.executor.tensors import Made, Produced, Received, Taking, TensorSlots, TensorSpec
 from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError
-from pipeplan.runtime.parallel.device import Clock, Span
+from pipeplan.runtime.parallel.device import Clock, Mark, Span
 
 _Taken = tuple[Numbers, tuple[str, ...], Taking]
 """Samples, blocks, and where their tensors are."""
 
-_Given = tuple[Numbers, tuple[str, ...], int]
-"""Samples, blocks, and the slot for their tensors."""
+_Given = tuple[Numbers, tuple[str, ...], int, bool]
+"""Samples, blocks, the slot for their tensors, and whether these are taken from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A step, and where it finds and keeps what it takes and makes."""
+
+    step: ProgramStep
+    takes: Sequence[_Taken]
+    gives: Sequence[_Given]
+
+    def later(self, copies: int, loop: ProgramLoop, num_slots: int) -> _Prepared:
+        """The same so many copies of a loop's round later, each of which needs ``num_slots``."""
+        by, slots = copies * loop.samples, copies * num_slots
+        return _Prepared(
+            self.step.later(copies, loop),
+            [(moved(own, by), names, taking.later(slots)) for own, names, taking in self.takes],
+            [(moved(own, by), names, slot + slots, taken) for own, names, slot, taken in self.gives],
+        )
 
 
 class Runner(Protocol):
@@ -46,6 +65,7 @@ class Executor:
 
     ``specs`` are shape and format of the block outputs that leave their stage. If ``blocking``, every SEND and RECV
     waits until its message is there, as without transfers beside computing (Tessel IV-D, Fig. 7a): for comparison.
+    What is not ``traced`` keeps no time for every action.
     """
 
     program: Program
@@ -55,25 +75,48 @@ class Executor:
     progress: Progress
     clock: Clock
     blocking: bool = False
+    traced: bool = True
+    _steps: list[_Prepared] = field(init=False)
     _actions: list[Callable[[MiniBatch], None]] = field(init=False)
-    _slots: list[Made | None] = field(init=False)
-    _taken: frozenset[int] = field(init=False)
+    _slots_per_copy: int = field(init=False, default=0)
+    _slots: dict[int, Made] = field(default_factory=dict)
     _posted: dict[int, ProgramStep] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        slots = TensorSlots(self.program.tensors, self.specs)
-        self._actions = [self._action(step, slots) for step in self.program.steps]
-        self._taken = slots.taken
-        assert self._taken.issuperset(self._posted), "every message is used in the program"
-        self._slots = [None] * slots.count
+        slots, loop = TensorSlots(self.program.tensors, self.specs), self.program.loop
+        given: list[tuple[ProgramStep, list[_Taken], list[tuple[Numbers, tuple[str, ...], int]]]] = []
+        for index, step in enumerate(self.program.steps):
+            if loop is not None and index == loop.begin:
+                self._slots_per_copy = -slots.count
+            names = self.program.tensors
+            takes = [(own, names[message], slots.take(message, own)) for message, own in step.takes]
+            gives = [(own, names[message], slots.put(message, own)) for message, own in step.gives]
+            given.append((step, takes, gives))
+            if loop is not None and index == loop.end - 1:
+                self._slots_per_copy += slots.count
+        taken = slots.taken
+        self._steps = [
+            _Prepared(step, takes, [(own, names, slot, slot in taken) for own, names, slot in gives])
+            for step, takes, gives in given
+        ]
+        for each in self._steps:
+            received = each.step.message is not None and not each.step.action.sends
+            assert not received or each.gives[0][3], "every message is used in the program"
+        whole = self._steps if loop is None else self._steps[: loop.end]
+        self._actions = [self._action(each) for each in whole]
 
-    def run(self, samples: MiniBatch) -> list[Span]:
-        """Run the program on one mini-batch. Returns when actions ran. Raises RankError, which names the action."""
+    def run(self, samples: MiniBatch, repeats: int | None = None) -> list[Span]:
+        """Run the program on one mini-batch, with a loop's round only so often more, if that is said.
+
+        Returns when actions ran; where not ``traced``, of computing actions the first and the last. Raises RankError,
+        which names the action.
+        """
         self._spans = []
         try:
             for action in self._actions:
                 action(samples)
+            self._repeat(samples, repeats)
             self._finish_sends()
         except TransferError as error:
             raise self._transfer_failed(error) from error
@@ -83,17 +126,26 @@ class Executor:
         assert all(runner.idle for runner in self.runners.values()), "every F has its B, or I and W, in the program"
         return self._spans
 
-    def _action(self, step: ProgramStep, slots: TensorSlots) -> Callable[[MiniBatch], None]:
-        """What a step does, put together before anything runs."""
-        tensors = self.program.tensors
-        takes = [(own, tensors[message], slots.take(message, own)) for message, own in step.takes]
-        gives = [(own, tensors[message], slots.put(message, own)) for message, own in step.gives]
+    def _repeat(self, samples: MiniBatch, repeats: int | None) -> None:
+        """The other copies of a loop's round, and what is after them."""
+        loop = self.program.loop
+        if loop is None:
+            return
+        times = loop.repeats if repeats is None else repeats
+        for copies in range(1, times + 1):
+            for each in self._steps[loop.begin : loop.end]:
+                self._action(each.later(copies, loop, self._slots_per_copy))(samples)
+        for each in self._steps[loop.end :]:
+            self._action(each.later(times, loop, self._slots_per_copy))(samples)
+
+    def _action(self, prepared: _Prepared) -> Callable[[MiniBatch], None]:
+        """What a step does, put together before it runs."""
+        step, takes, gives = prepared.step, prepared.takes, prepared.gives
         if step.message is None:
             return lambda samples: self._compute(step, takes, gives, samples)
         if step.action.sends:
             return lambda _: self._send(step, takes[0][2])
         slot = gives[0][2]
-        self._posted[slot] = step
         return lambda _: self._receive(step, slot)
 
     def _compute(self, step: ProgramStep, takes: Sequence[_Taken], gives: Sequence[_Given], samples: MiniBatch) -> None:
@@ -103,7 +155,7 @@ class Executor:
             inputs[own] += zip(names, self._made(taking, step.counter).tensors, strict=True)
         start = self.clock.mark()
         made = self.runners[step.action.stage].run(step, inputs, samples)
-        self._spans.append((step.counter, start, self.clock.mark()))
+        self._note(step, start)
         self._keep(gives, made)
 
     def _receive(self, step: ProgramStep, slot: int) -> None:
@@ -112,6 +164,8 @@ class Executor:
         self.channels.receive(step)
         if self.blocking:
             self._slots[slot] = self._awaited(step)
+        else:
+            self._posted[slot] = step
 
     def _send(self, step: ProgramStep, taking: Taking) -> None:
         """SEND what its producer made; it waits for the other side only if it is blocking."""
@@ -123,20 +177,20 @@ class Executor:
         self.channels.send(step, ready, made.at if as_made else self.channels.moment())
         if self.blocking:
             self.channels.deliver(step)
-        self._spans.append((step.counter, start, self.clock.mark()))
+        self._note(step, start)
 
     def _made(self, taking: Taking, counter: int) -> Made:
         """What an action takes; the last one to take something lets go of it."""
         found = taking.of(lambda slot: self._here(slot, counter))
         for slot in taking.frees:
-            self._slots[slot] = None
+            del self._slots[slot]
         return found
 
     def _here(self, slot: int, counter: int) -> Made:
         """What is in a slot; a message is waited for when it is first needed."""
-        made = self._slots[slot]
+        made = self._slots.get(slot)
         if made is None:
-            made = self._slots[slot] = self._awaited(self._posted[slot])
+            made = self._slots[slot] = self._awaited(self._posted.pop(slot))
             self.progress.begin(Phase.RUNNING, counter)
         return made
 
@@ -145,15 +199,23 @@ class Executor:
         self.progress.begin(Phase.WAITING, step.counter, step.peer)
         start = self.clock.mark()
         tensors = self.channels.take(step)
-        self._spans.append((step.counter, start, self.clock.mark()))
+        self._note(step, start)
         return Made(tensors)
+
+    def _note(self, step: ProgramStep, start: Mark) -> None:
+        """Keep when a step ran, until now."""
+        span = step.counter, start, self.clock.mark()
+        if self.traced or (step.message is None and len(self._spans) < 2):
+            self._spans.append(span)
+        elif step.message is None:
+            self._spans[1] = span
 
     def _keep(self, gives: Sequence[_Given], made: Produced) -> None:
         """Keep what was made for the SENDs, and for this rank's own actions, that take it."""
         at = self.channels.moment() if gives else None
-        for own, names, slot in gives:
+        for own, names, slot, taken in gives:
             tensors = [self._declared(name, made[own][name], len(own)) for name in names]
-            if slot in self._taken:
+            if taken:
                 self._slots[slot] = Made(tensors, at)
 
     def _declared(self, name: str, tensor: Tensor, num_samples: int) -> Tensor:
@@ -167,7 +229,7 @@ class Executor:
     def _finish_sends(self) -> None:
         """Wait until all peers have taken what was sent to them."""
         for peer in self.channels.unfinished():
-            self.progress.begin(Phase.WAITING, len(self.program.steps) - 1, peer)
+            self.progress.begin(Phase.WAITING, len(self.program.texts) - 1, peer)
             self.channels.finish(peer)
 
     def _transfer_failed(self, error: TransferError) -> RankError:

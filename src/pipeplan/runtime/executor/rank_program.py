@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
@@ -23,7 +23,7 @@ from pipeplan.runtime.executor.message_graph import (
 )
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action
-from pipeplan.workload.elements import Attribute, Stage
+from pipeplan.workload.elements import Attribute, Loop, Stage
 from pipeplan.workload.kinds import PARAMETERS, Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
@@ -49,6 +49,40 @@ class ProgramStep:
     message: Message | None = None
     peer: int = -1
     held: tuple[tuple[Message, int, Numbers], ...] = ()
+
+    def later(self, copies: int, loop: ProgramLoop) -> ProgramStep:
+        """What this step is so many copies of a loop's round later."""
+        by = copies * loop.samples
+        numbered = self.action.stage if self.message is None else self.message.source
+        return replace(
+            self,
+            counter=self.counter + copies * (loop.end - loop.begin),
+            action=replace(self.action, microbatch=self.action.microbatch + copies * loop.microbatches[numbered]),
+            samples=tuple(moved(own, by) for own in self.samples),
+            takes=tuple((message, moved(own, by)) for message, own in self.takes),
+            gives=tuple((message, moved(own, by)) for message, own in self.gives),
+            held=tuple((message, rank, moved(own, by)) for message, rank, own in self.held),
+        )
+
+
+def moved(samples: Numbers, by: int) -> Numbers:
+    """Later samples."""
+    return tuple(sample + by for sample in samples)
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramLoop:
+    """Steps that a rank runs again: those from ``begin`` up to but not including ``end``, ``repeats`` times more.
+
+    Each time they are of ``samples`` later samples, and ``microbatches`` [stage] later micro-batches; what stands
+    after them is then later, too. What they take was made in steps that are repeated as well.
+    """
+
+    begin: int
+    end: int
+    repeats: int
+    samples: int
+    microbatches: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +140,14 @@ class Program:
     ``holders`` are the plan's shares with the rank that has each, in the same order on every rank; ``tensors`` names
     the blocks whose outputs, or gradients of outputs, a message carries, in order. ``lines`` are sets of ranks, of all
     the plan, that exchange something while they run an action together, ``edges`` its pairs of source and target ranks
-    of messages. ``stages`` and ``custom_ops`` are those that run here, by the plan's index.
+    of messages. ``stages`` and ``custom_ops`` are those that run here, by the plan's index. With a ``loop``, ``steps``
+    are what it is made of, while ``texts`` and ``mini_batch`` are of everything that it runs.
     """
 
     rank: int
     mini_batch: int
     microbatch_size: int
-    texts: tuple[str, ...]
+    texts: Sequence[str]
     steps: tuple[ProgramStep, ...]
     stages: Mapping[int, StagePart]
     holders: tuple[tuple[Share, int], ...]
@@ -120,6 +155,7 @@ class Program:
     custom_ops: Mapping[int, CustomOpPart]
     lines: frozenset[tuple[int, ...]] = frozenset()
     edges: tuple[tuple[int, int], ...] = ()
+    loop: ProgramLoop | None = None
 
     @property
     def remote(self) -> tuple[tuple[Message, int, int], ...]:
@@ -148,8 +184,47 @@ def planned_programs(plan: Plan) -> tuple[Program, ...]:
 
 
 def _programs(plan: Plan, graph: MessageGraph) -> tuple[Program, ...]:
-    ownership, holders, lines = SampleOwnership(plan), _holders(plan), _lines(plan)
-    return tuple(_Lowering(plan, rank, graph, ownership).program(holders, lines) for rank in range(len(plan.devices)))
+    holders, lines = _holders(plan), _lines(plan)
+    copies = _copies_apart(plan)
+    short = plan if plan.loop is None else plan.with_copies(copies).unrolled()
+    ownership = SampleOwnership(short)
+    found = [_Lowering(short, rank, graph, ownership).program(holders, lines) for rank in range(len(plan.devices))]
+    if plan.loop is None:
+        return tuple(found)
+    return tuple(_looped(plan, plan.loop, program, copies) for program in found)
+
+
+def _copies_apart(plan: Plan) -> int:
+    """How many copies of a loop's round are lowered, so that the last takes nothing from before the first.
+
+    That depends on how far apart the stages' operations are: by how many samples one is further before the round.
+    """
+    loop = plan.loop
+    if loop is None:
+        return 1
+    before: list[int] = []
+    for operation in plan.operations:
+        device, slots = plan.devices_of(operation.id)[0], plan.slots(operation.id)
+        here = map(Action.parse, plan.programs[device][loop.begins[device] : loop.ends[device]])
+        microbatch = min(action.microbatch for action in here if action.operation == operation.id)
+        before.append(slots.offset + microbatch * slots.stride)
+    apart = -(-(max(before) - min(before)) // (loop.microbatches * plan.microbatch_size))
+    return min(loop.copies, 2 + apart)
+
+
+def _looped(plan: Plan, loop: Loop, program: Program, copies: int) -> Program:
+    """A program of so many copies as one in which the last of them is repeated."""
+    length = loop.ends[program.rank] - loop.begins[program.rank]
+    begin = loop.begins[program.rank] + (copies - 1) * length
+    repeated = ProgramLoop(
+        begin,
+        begin + length,
+        loop.copies - copies,
+        loop.microbatches * plan.microbatch_size,
+        tuple(plan.per_round(stage) for stage in range(len(plan.stages))),
+    )
+    texts = plan.whole_programs[program.rank]
+    return replace(program, mini_batch=plan.mini_batch, texts=texts, loop=repeated if repeated.repeats else None)
 
 
 def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:

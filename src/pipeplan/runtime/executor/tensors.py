@@ -14,7 +14,7 @@ addressed by message and sample, and are cut and joined only where one action's 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -106,6 +106,11 @@ class Taking:
     parts: tuple[float, ...]
     is_whole: bool
     frees: list[int] = field(default_factory=list)
+
+    def later(self, by: int) -> Taking:
+        """The same of slots that were given so many later."""
+        runs = tuple((slot + by, begin, end) for slot, begin, end in self.runs)
+        return replace(self, runs=runs, frees=[slot + by for slot in self.frees])
 
     def of(self, here: Callable[[int], Made]) -> Made:
         """The tensors: as they are in their slot, else cut and joined. ``here`` gives what is in a slot."""

@@ -160,7 +160,7 @@ def run_job(
 ) -> None:
     """Run the plan of a job, and let rank 0 report its steps and result, as ``Listener`` reads them."""
     plan = parse(job["plan"], Plan)
-    context.progress.board.programs = plan.programs
+    context.progress.board.programs = plan.whole_programs
 
     def on_step(step: StepResult) -> None:
         if context.rank == 0:

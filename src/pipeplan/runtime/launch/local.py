@@ -83,7 +83,7 @@ def run_local(
         ExecutionError: a rank failed, died or hung; the text names rank and action.
     """
     listener = Listener(on_step)
-    watch_local(work, plan.programs, job_of(plan, options), options.timeout_ns, listener, on_look=on_look)
+    watch_local(work, plan.whole_programs, job_of(plan, options), options.timeout_ns, listener, on_look=on_look)
     assert listener.result is not None, "rank 0 ends well only after it has reported its result"
     return listener.result
 

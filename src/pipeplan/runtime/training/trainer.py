@@ -171,6 +171,7 @@ class Trainer:
             progress,
             self.all_ranks.clock,
             options.blocking,
+            traced=options.trace,
         )
         self.updater = Updater(self.unique_parameters(), options)
         self.checkpoints = self._checkpoints()
@@ -326,7 +327,7 @@ class Trainer:
         losses = [loss for loss in (stage.take_loss() for stage in self.stages.values()) if loss is not None]
         loss = float(sum(loss.double() for loss in losses))
         summed_ns, updated_ns = ends
-        computed = [each for each in actions if self.program.steps[each[0]].action.is_compute]
+        computed = [each for each in actions if "_" not in self.program.texts[each[0]]]  # a message is 1SEND_F0
         worked = extent(computed, summed_ns if self.shared.across_ranks else 0)
         self.progress.begin(Phase.REPORTING)
         found = self.all_ranks.gather((loss, worked, updated_ns))

@@ -208,7 +208,7 @@ def repetend_rate(workload: Workload, orders: Orders, first: Mapping[str, int], 
 
 
 def steady_state(
-    workload: Workload, runs: Sequence[Sequence[Entry]], first: Sequence[int], unroll: int
+    workload: Workload, runs: Sequence[Sequence[Entry]], first: Sequence[int], unroll: int, max_tasks: int = MAX_TASKS
 ) -> tuple[int, int] | None:
     """(cycle, time): every ``cycle`` copies shift by ``time`` ns when copies run without end.
 
@@ -216,14 +216,14 @@ def steady_state(
     and that many copies every task has moved on by its own constant shift, and none waits for one that shifts by
     more, what decides each start shifts with it, so it stays so for ever, and the largest shift is that of the
     makespan. ``runs`` [device, link] is one copy, ``first`` [item]. None if that does not come about within
-    :data:`MAX_TASKS` actions.
+    ``max_tasks`` actions.
     """
     copy = _CopyGraph.of(workload, runs, first, unroll)
     if copy is None:
         return None
     starts: list[list[int]] = []
     num_copies = 2 * copy.reach + 12
-    while num_copies * copy.num_tasks <= MAX_TASKS:
+    while num_copies * copy.num_tasks <= max_tasks:
         copy.run(starts, num_copies)
         for cycle in range(1, (num_copies - copy.reach) // 2 + 1):
             shift = copy.steady_shift(starts, cycle)

@@ -18,6 +18,7 @@ from pipeplan.errors import UsageError
 from pipeplan.workload.bounds import work_bound
 from pipeplan.workload.elements import MAX_COUNT, Repetend
 from pipeplan.workload.steady_state.rate import (
+    MAX_TASKS,
     CutOrders,
     Entry,
     link_begins,
@@ -35,7 +36,11 @@ _SAMPLES = 16
 
 
 def find_repetend(
-    graph: TaskGraph, orders: Orders, starts: Sequence[int], max_unroll: int | None = None
+    graph: TaskGraph,
+    orders: Orders,
+    starts: Sequence[int],
+    max_unroll: int | None = None,
+    max_tasks: int = MAX_TASKS,
 ) -> Repetend | None:
     """The repetend of a schedule, or None if it has none with an unroll of at most half its micro-batches.
 
@@ -44,7 +49,7 @@ def find_repetend(
     wins, then least unroll, then least span, then the earliest cut in the middle half of the run.
 
     Unrolls up to 8 are looked for at every moment; larger ones where one of 16 moments spread over the run
-    shows them, which finds any that lasts a sixteenth of the run.
+    shows them, which finds any that lasts a sixteenth of the run. Times are replayed for up to ``max_tasks`` actions.
     """
     require_equal_sizes(graph.workload)
     search = _RepetendFinder.of(graph, orders, starts)
@@ -57,7 +62,7 @@ def find_repetend(
     unrolls = search.unrolls(limit)
     for unroll in unrolls:
         for cut in search.cuts(unroll):
-            cycle, time = search.steady_state(cut)
+            cycle, time = search.steady_state(cut, max_tasks)
             if cycle == 1 and (best is None or cut.rank(time) < best.rank(best_time)):
                 best, best_time = cut, time
             elif cycle > 1 and unroll * cycle <= limit and unroll * cycle not in unrolls:
@@ -69,6 +74,27 @@ def find_repetend(
     ids = [operation.id for operation in graph.workload.operations]
     first = dict(zip(ids, best.first, strict=False))  # what follows the operations is given by the links' orders
     return Repetend(unroll=best.unroll, repetend_ns=best_time, first=first)
+
+
+def repeating_part(
+    graph: TaskGraph, orders: Orders, starts: Sequence[int], max_unroll: int, max_tasks: int
+) -> tuple[dict[str, int], int] | None:
+    """``first`` and ``unroll`` of the repetend, or, where times settle later than in ``max_tasks`` actions, of a cut.
+
+    That is the one nearest to the middle with the least unroll, whose copies follow each other, too, however fast.
+    """
+    found = find_repetend(graph, orders, starts, max_unroll, max_tasks)
+    if found is not None:
+        return found.first, found.unroll
+    search = _RepetendFinder.of(graph, orders, starts)
+    if search is None:
+        return None
+    ids = [operation.id for operation in graph.workload.operations]
+    for unroll in search.unrolls(min(max_unroll, graph.workload.num_microbatches // 2)):
+        cuts = [cut for cut in search.cuts(unroll) if not cut.off_middle]
+        if cuts:
+            return dict(zip(ids, min(cuts, key=lambda cut: cut.place).first, strict=False)), unroll
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +269,7 @@ class _RepetendFinder:
     def _in_middle(self, moment: int) -> bool:
         return self.makespan <= 4 * moment <= 3 * self.makespan
 
-    def steady_state(self, cut: _RepetendStart) -> tuple[int, int]:
+    def steady_state(self, cut: _RepetendStart, max_tasks: int) -> tuple[int, int]:
         """(cycle, time in ns) of the repetend, once for cuts that continue to the same endless order.
 
         Cycle 0 says that the replay does not become periodic.
@@ -259,7 +285,7 @@ class _RepetendFinder:
         windows = [line.window(at, cut.unroll) for line, at in zip(self.lines, positions, strict=True)]
         key = tuple(_endless(window, cut.unroll) for window in windows)
         if key not in self.steady:
-            found = steady_state(self.workload, windows, first, cut.unroll)
+            found = steady_state(self.workload, windows, first, cut.unroll, max_tasks)
             self.steady[key] = found or (0, 0)
         return self.steady[key]
 
@@ -297,13 +323,17 @@ def extend(
             f"{num_microbatches}: pipeplan search PROFILE --microbatches {num_microbatches}"
         )
     require_cut(workload, repetend.first)
-    copies = _num_copies(before, repetend.unroll, num_microbatches)
+    copies = num_copies(before, repetend.unroll, num_microbatches)
     cut = CutOrders.of(workload, orders, repetend.first, repetend.unroll)
     return workload.with_microbatches(num_microbatches), cut.orders(copies)
 
 
-def _num_copies(before: int, unroll: int, wanted: int) -> int:
-    """How many copies more give the wanted number of micro-batches."""
+def num_copies(before: int, unroll: int, wanted: int) -> int:
+    """How many copies more give the wanted number of micro-batches.
+
+    Raises:
+        UsageError: it is fewer than there are, or copies do not come out at it.
+    """
     if wanted < before:
         raise UsageError(
             f"the plan has {before} micro-batches and can be replayed with more, not with {wanted}; "

@@ -1,0 +1,113 @@
+"""Very long runs: a shorter one is scheduled, and a round in its middle runs as often as it takes.
+
+What is searched, written and checked so does not grow with the number of micro-batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pipeplan.errors import InvalidPlanError
+from pipeplan.schedule.state import Schedule, SearchStep
+from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.engine import with_links
+from pipeplan.workload.memory import fits
+from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.steady_state.loop import MAX_WRITTEN, LoopedOrders, counts_of, looped
+from pipeplan.workload.steady_state.rate import CutOrders
+from pipeplan.workload.steady_state.repetend import repeating_part
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
+from pipeplan.workload.workload import Workload
+
+
+@dataclass(frozen=True)
+class ShorterRun(SearchStep):
+    """A very long run: a shorter one is searched, and a round of what was found there runs more often.
+
+    Runs of more than ``most`` actions are planned about ``tasks`` actions long, but with two micro-batches per device,
+    and with fewer micro-batches by a multiple of ``unrolls`` and of the devices: rounds of 1, 2, 3, 4 and 6
+    micro-batches then come out at the whole number, and schedules for multiples of the devices stay such. Repeated are
+    rounds of at most ``most_unroll`` micro-batches.
+    """
+
+    most: int = 10_000
+    tasks: int = 2_000
+    unrolls: int = 12
+    most_unroll: int = 8
+    name = "shorter run, repeated"
+    when = "more than {most} actions, and twice as many as in the shorter run"
+    needed = True
+
+    def shorter(self, workload: Workload) -> Workload | None:
+        """The shorter run, of whole rounds of all stages; None where the workload is not so long."""
+        whole = OneMicrobatch.of(workload, require_room=False)
+        actions = sum(map(len, workload.slots))
+        if actions <= self.most or counts_of(workload, whole.microbatches_per_round) is None:
+            return None
+        rounds, step = whole.num_microbatches, self.unrolls
+        if rounds >= 2 * whole.num_devices * self.unrolls:
+            step = math.lcm(step, whole.num_devices)
+        fewer = max(self.tasks // whole.num_operations, 2 * whole.num_devices)
+        fewer += (rounds - fewer) % step
+        if 2 * fewer > rounds:
+            return None
+        return workload.with_microbatches(fewer * whole.microbatches_per_round)
+
+    def shortest(self, workload: Workload) -> Workload:
+        """The shortest run in which one micro-batch after another shows what repeats."""
+        return workload.with_microbatches(4 * OneMicrobatch.of(workload, require_room=False).microbatches_per_round)
+
+    def actions(self, workload: Workload) -> int:
+        """How many actions are scheduled for it."""
+        return sum(map(len, (self.shorter(workload) or workload).slots))
+
+    def lengthened(self, found: Schedule, workload: Workload, most_written: int = MAX_WRITTEN) -> Schedule | None:
+        """A schedule of the shorter run as one of the whole workload; None if no round of it can be repeated."""
+        run = self.repeated(found.graph, found.orders, workload.num_microbatches, most_written)
+        if run is None or not fits(run.graph, run.orders):
+            return None
+        makespan = run.graph.makespan(run.starts) + run.skipped_ns
+        return replace(
+            found,
+            workload=workload,
+            graph=run.graph,
+            orders=run.orders,
+            starts=run.starts,
+            loop=run.loop,
+            makespan_ns=makespan,
+            bound_ns=min(makespan, weak_makespan_bound(workload)),
+        )
+
+    def repeated(
+        self, given: TaskGraph, orders: Orders, num_microbatches: int, most_written: int = MAX_WRITTEN
+    ) -> LoopedOrders | None:
+        """Orders of the shorter run for more micro-batches, whether they fit or not; None if no round repeats.
+
+        What links carry goes first come, first served. Times are to repeat within ``most_written`` actions.
+        """
+        problem = OneMicrobatch.of(given.workload, require_room=False)
+        devices = given.on_devices(orders)
+        own = devices if problem.reduction is None else problem.reduction.to_reduced(devices)
+        graph = given if problem.reduction is None else task_graph(problem.workload)
+        try:
+            complete = with_links(graph, own)
+            starts = earliest_starts(graph, complete)
+            found = repeating_part(graph, complete, starts, self.most_unroll, most_written)
+            if found is None:
+                return None
+            first, unroll = found
+            begins = _begins(problem, CutOrders.of(problem.workload, complete, first, unroll).begins)
+            microbatches = unroll * problem.microbatches_per_round
+            return looped(given, devices, begins, microbatches, num_microbatches, most_written)
+        except InvalidPlanError:
+            return None
+
+
+def _begins(problem: OneMicrobatch, begins: Sequence[int]) -> list[int]:
+    """[operation of the workload] what is before a cut, of what is before it of the problem's."""
+    if problem.reduction is None:
+        return list(begins)
+    firsts = problem.reduction.firsts
+    return [sum(begins[first:after]) for first, after in zip(firsts, firsts[1:], strict=False)]

@@ -1,0 +1,170 @@
+"""Plans with a loop beside the same ones written out: programs, starts, memory and every figure are the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from builders.drawn import Placed, placed, placed_chains, stage_graphs
+from builders.loops import SHORTER, known, plan_with_loop
+from builders.orders import gpipe_orders, one_f_one_b
+from builders.shapes import shape_workload
+from builders.timed import numbered
+from pipeplan.checker import check
+from pipeplan.checker.facts import Report
+from pipeplan.files import Plan
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.engine import with_links
+from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.slices import in_parts, without_parts
+from pipeplan.workload.steady_state.loop import LoopedOrders, looped
+from pipeplan.workload.steady_state.rate import CutOrders
+from pipeplan.workload.steady_state.repetend import extend, find_repetend
+from pipeplan.workload.task_graph import earliest_starts, task_graph
+
+
+def unrolled(plan: Plan) -> Plan:
+    return Plan.model_validate_json(plan.unrolled().model_dump_json())
+
+
+def require_same(plan: Plan) -> None:
+    """The plan, and the same written out, pass the check, and both come to the same."""
+    short, full = check(plan), check(unrolled(plan))
+    assert short.problems == full.problems == ()
+    assert short.recomputed == full.recomputed
+    assert plan.loop is not None
+    assert plan.num_written < plan.num_microbatches == unrolled(plan).num_written
+    assert simulated(plan) == simulated(unrolled(plan))
+
+
+def simulated(plan: Plan) -> dict[str, Any]:
+    """All figures but those of the loop itself, and the critical path, which is of what is written."""
+    figures = simulate(plan).figures()
+    return {name: figures[name] for name in figures.keys() - {"loop", "critical_path"}}
+
+
+@pytest.mark.parametrize("name", ["v", "x", "m", "nn", "circular", "zbv"])
+@pytest.mark.parametrize("split", [False, True])
+def test_classic_schedules_are_as_when_written_out(name: str, split: bool) -> None:
+    """Everything, also the order of sends, is what the ordinary way through many micro-batches gives."""
+    num_loops = 0
+    short, workload = (shape_workload(name, 4, number, split=split) for number in (20, 44))
+    for schedule in known(short):
+        found = SHORTER.lengthened(schedule, workload)
+        if found is None or found.loop is None:
+            continue
+        repetend = find_repetend(schedule.graph, schedule.orders, schedule.starts)
+        larger, orders = extend(short, schedule.orders, repetend, 44)
+        full = plan_with_loop(LoopedOrders(task_graph(larger), orders, [], None))
+        plan = plan_with_loop(found)
+        require_same(plan)
+        assert (plan.unrolled().starts_ns, plan.unrolled().programs) == (full.starts_ns, full.programs)
+        assert plan.predicted.memory == full.predicted.memory
+        assert plan.predicted.makespan_ns == full.predicted.makespan_ns == found.makespan_ns
+        num_loops += 1
+    assert num_loops or name in ("nn", "zbv")
+
+
+@settings(max_examples=25)
+@given(drawn=placed(parts=False) | placed(parts=False, links=True) | stage_graphs(sizes=True), data=st.data())
+def test_routes_sizes_replicas_and_links(drawn: Placed, data: st.DataObject) -> None:
+    """Whatever has a loop is right, and one micro-batch after another always has one, unless stages are not joined."""
+    each = OneMicrobatch.of(drawn.workload, require_room=False).microbatches_per_round
+    short, workload = (drawn.workload.with_microbatches(each * number) for number in (8, 20))
+    schedule = data.draw(st.sampled_from([*known(short)]))
+    found = SHORTER.lengthened(schedule, workload)
+    if found is not None and found.loop is not None:
+        require_same(plan_with_loop(found))
+
+
+@settings(max_examples=20)
+@given(drawn=placed_chains())
+def test_forwards_in_parts_are_before_the_loop(drawn: Placed) -> None:
+    workload = drawn.workload.with_microbatches(12)
+    plain = task_graph(without_parts(workload))
+    orders = with_links(plain, numbered(plain, one_f_one_b(plain.workload)))
+    repetend = find_repetend(plain, orders, earliest_starts(plain, orders))
+    assert repetend is not None
+    begins = CutOrders.of(plain.workload, orders, repetend.first, repetend.unroll).begins
+    graph = task_graph(workload)
+    parted = [begin + slots.num_parted for begin, slots in zip(begins, workload.slots, strict=False)]
+    if all(begin >= slots.num_parted for begin, slots in zip(begins, workload.slots, strict=False)):
+        run = looped(graph, in_parts(orders, graph)[: len(workload.devices)], parted, repetend.unroll, 12 + 40)
+        if run is not None and run.loop is not None:
+            require_same(plan_with_loop(run))
+
+
+def test_gpipe_has_no_loop() -> None:
+    """All its forwards come first, so that nothing repeats with the same memory."""
+    graph = task_graph(shape_workload("v", 4, 20))
+    orders = numbered(graph, gpipe_orders(graph.workload))
+    assert find_repetend(graph, orders, earliest_starts(graph, orders)) is None
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """1F1B on four devices for 100,000 micro-batches."""
+    short, workload = (shape_workload("v", 4, number) for number in (20, 100_000))
+    found = next(schedule for schedule in known(short) if schedule.scheduler == "1f1b")
+    longer = SHORTER.lengthened(found, workload)
+    assert longer is not None
+    return plan_with_loop(longer)
+
+
+def test_a_hundred_thousand_microbatches_are_few_in_a_file(plan: Plan) -> None:
+    report = check(plan)
+    assert report.valid
+    assert report.recomputed.num_actions == 800_000
+    assert len(plan.model_dump_json()) < 20_000
+    assert plan.predicted.makespan_ns == plan.predicted.lower_bound_ns
+    last = plan.whole_programs[0][-1]
+    assert last == "0B99999"
+    assert len(plan.whole_programs[0]) == 4 * 100_000
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"copies": 99_000}, "figures"),
+        ({"round_ns": 4_000_001}, "loop"),
+        ({"begins": (1, 1, 1, 1)}, "loop"),
+        ({"ends": "shifted"}, "loop"),
+    ],
+)
+def test_a_loop_that_says_otherwise_is_refused(plan: Plan, change: dict[str, Any], said: str) -> None:
+    assert plan.loop is not None
+    if change.get("ends") == "shifted":
+        change = {"begins": tuple(b + 4 for b in plan.loop.begins), "ends": tuple(e + 4 for e in plan.loop.ends)}
+    loop = replace(plan.loop, **change)
+    skipped = plan.loop.skipped - loop.skipped
+    changed = plan.model_copy(update={"loop": loop, "num_microbatches": plan.num_microbatches - skipped})
+    report = check(changed)
+    assert not report.valid
+    assert said in {problem.rule for problem in report.problems}
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_what_a_changed_loop_says_is_true_or_refused(data: st.DataObject, plan: Plan) -> None:
+    """A loop that stands elsewhere is accepted only where its plan written out is right, too."""
+    assert plan.loop is not None
+    moves = [data.draw(st.integers(-4, 4)) for _ in plan.loop.begins]
+    length = data.draw(st.sampled_from([0, 0, 4, -2]))
+    begins = tuple(max(0, begin + move) for begin, move in zip(plan.loop.begins, moves, strict=True))
+    ends = tuple(max(0, end + move + length) for end, move in zip(plan.loop.ends, moves, strict=True))
+    assume(all(begin <= end <= len(each) for begin, end, each in zip(begins, ends, plan.programs, strict=True)))
+    loop = replace(plan.loop, begins=begins, ends=ends, copies=3)
+    changed = plan.model_copy(update={"loop": loop, "num_microbatches": plan.num_written + loop.skipped})
+    refused = {problem.rule for problem in _report(changed).problems} - {"figures"}
+    if not refused:
+        found = {problem.rule for problem in check(changed.unrolled()).problems}
+        assert found <= {"figures"}
+
+
+def _report(plan: Plan) -> Report:
+    figures = plan.predicted.model_copy(update={"makespan_ns": simulate(plan).rates.makespan_ns})
+    return check(plan.model_copy(update={"predicted": figures}))

@@ -1,0 +1,76 @@
+"""Plans with a loop run as those that are written out: the same steps, one after another, and the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from builders.drawn import Placed, placed, stage_graphs
+from builders.loops import looped_plans
+from pipeplan.checker import check
+from pipeplan.errors import UsageError
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.executor.rank_program import Program, ProgramStep, planned_programs
+from pipeplan.runtime.models.load import load_model
+from runtime_support.plans import placed_plan
+from runtime_support.threads import require_equal_to_unsplit
+
+
+def steps_of(program: Program) -> Iterator[ProgramStep]:
+    """All that a program runs."""
+    loop = program.loop
+    if loop is None:
+        yield from program.steps
+        return
+    yield from program.steps[: loop.end]
+    for copies in range(1, loop.repeats + 1):
+        yield from (step.later(copies, loop) for step in program.steps[loop.begin : loop.end])
+    yield from (step.later(loop.repeats, loop) for step in program.steps[loop.end :])
+
+
+@settings(max_examples=10)
+@given(drawn=placed(parts=False) | stage_graphs(sizes=True), data=st.data())
+def test_every_step_is_as_when_written_out(drawn: Placed, data: st.DataObject) -> None:
+    plans = looped_plans(drawn.workload, 8, 24)
+    assume(plans)
+    plan = plans[data.draw(st.sampled_from(sorted(plans)))]
+    try:
+        whole = planned_programs(plan.unrolled())
+    except UsageError:  # what no forward led to has no gradient
+        assume(False)
+    for short, long in zip(planned_programs(plan), whole, strict=True):
+        assert tuple(steps_of(short)) == long.steps
+        assert tuple(short.texts) == long.texts
+        assert (short.mini_batch, short.tensors, short.edges) == (long.mini_batch, long.tensors, long.edges)
+
+
+def test_steps_do_not_grow_with_the_number_of_microbatches() -> None:
+    plans = [plan_of_model(many)["1f1b"] for many in (100, 10_000)]
+    lengths = [[len(program.steps) for program in planned_programs(plan)] for plan in plans]
+    assert lengths[0] == lengths[1]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "sequential", "zb-h1"])
+def test_gradients_are_those_of_an_unsplit_run(name: str) -> None:
+    """Nothing of a copy is left over for the next."""
+    plan = plan_of_model(20, split=name == "zb-h1")[name]
+    assert check(plan).valid
+    assert any(program.loop is not None for program in planned_programs(plan))
+    require_equal_to_unsplit(load_model("gpt2-tiny"), plan)
+
+
+def plan_of_model(many: int, *, split: bool = False) -> dict[str, Plan]:
+    """A chain of three stages, the last of two replicas."""
+    model = load_model("gpt2-tiny")
+    ids = [block.id for block in model.blocks]
+    third = len(ids) // 3
+    stages = [
+        PlacedStage(blocks=tuple(ids[:third]), devices=(0,)),
+        PlacedStage(blocks=tuple(ids[third : 2 * third]), devices=(1,)),
+        PlacedStage(blocks=tuple(ids[2 * third :]), devices=(2, 3), replicas=2),
+    ]
+    plan = placed_plan(model, stages, num_microbatches=8, microbatch_size=2, split=split)
+    return looped_plans(plan.workload, 8, many)
