@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -12,6 +14,7 @@ from typing import ClassVar, TypeVar
 from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import Pattern
+from pipeplan.time_limit import TimeUpError
 from pipeplan.workload.bounds import period_bound, strong_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, peak_memory
@@ -21,7 +24,9 @@ from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, tas
 from pipeplan.workload.workload import Workload
 
 Progress = Callable[[str, int, int, float], None]
-"""Called with what is being done, the best makespan and the bound (ns), and seconds since the search began."""
+"""Called with what is being done, the best makespan and the bound (ns), and seconds since the search began.
+
+As long as there is no schedule, makespan and bound are 0."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class Schedule:
 
     ``orders`` [device] task numbers and ``starts`` [task] in ns, as in :mod:`pipeplan.workload.task_graph`.
     ``scheduler`` names what made it. ``pattern`` is the repetend the search found, ``period_bound_ns`` the proved
-    least period per micro-batch at its unroll, and ``repetend_seconds`` how long both took from the start.
+    least period per micro-batch at its unroll, and ``repetend_seconds`` how long both took from the start. ``notes`` say
+    what went wrong on the way.
     """
 
     workload: Workload
@@ -45,6 +51,7 @@ class Schedule:
     repetend_seconds: float | None = None
     seconds: float = 0.0
     interrupted: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def optimal(self) -> bool:
@@ -147,6 +154,7 @@ class SearchState:
     period_proved: Fraction = Fraction(0)
     repetend_seconds: float | None = None
     settled: bool = False
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, problem: OneMicrobatch, budget: Budget, progress: Progress | None) -> SearchState:
@@ -158,18 +166,26 @@ class SearchState:
     def search(self) -> Schedule:
         """Try the steps until the schedule is settled or the user interrupts; the best schedule of the problem.
 
+        A step that fails for a reason that nobody foresaw is noted once there is a schedule.
+
         Raises:
             InfeasibleError: no schedule fits into memory.
             SearchTimeoutError: the budget ran out before anything that fits was found.
+            TimeUpError: so did the time of a limit that is enforced.
         """
         try:
             for step in self.steps:
-                if not self.settled and step.applies(self):
-                    step.run(self)
-        except KeyboardInterrupt:  # between two solves; inside one the solver stops and the search goes on to its end
+                if not self.settled and not self.budget.interrupted:
+                    with noted(step.name, self.notes, lambda: self.best is not None):
+                        if step.applies(self):
+                            step.run(self)
+        except KeyboardInterrupt:
             if self.best is None:
                 raise
-            self.budget.interrupted = True
+            self.budget.interrupt()
+        except TimeUpError:
+            if self.best is None:
+                raise
         return self.schedule
 
     @property
@@ -190,6 +206,7 @@ class SearchState:
             self.repetend_seconds,
             self.budget.elapsed,
             self.budget.interrupted,
+            tuple(self.notes),
         )
 
     def candidate(
@@ -244,6 +261,25 @@ class SearchState:
 
 _OTHERS = 4
 """Schedules kept beside the best, for the repetitions in them."""
+
+
+@contextmanager
+def noted(what: str, notes: list[str], is_something: Callable[[], bool]) -> Iterator[None]:
+    """Once there is something, what goes wrong inside only ends what runs inside, and is noted and warned of.
+
+    Nobody's best plan is lost with a step that could only have made it better.
+    """
+    try:
+        yield
+    except TimeUpError:
+        raise
+    except Exception as error:
+        if not is_something():
+            raise
+        text = f"the step {what!r} ended with {type(error).__name__}{f': {error}' if str(error) else ''}"
+        if text not in notes:
+            notes.append(text)
+            warnings.warn(f"{text}; what was found without it stands", stacklevel=2)
 
 
 def fitting(graph: TaskGraph, orders: Orders) -> tuple[list[list[int]], list[int]] | None:

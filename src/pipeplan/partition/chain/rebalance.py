@@ -214,6 +214,18 @@ def levelled(chain: Chain, begins: Cuts) -> Cuts:
     return begins if better is None else _descended(chain, better, longest=chain.longest(better))
 
 
+def even(chain: Chain) -> tuple[int, ...]:
+    """The first block of each stage where times are cut at equal parts of the whole, in one pass: never far from even.
+
+    No stage is without a block. There is one stage for each device.
+    """
+    count, blocks, begins = chain.num_stages, chain.num_blocks, [0]
+    for stage in range(1, count):
+        near = bisect_left(chain.times, stage * chain.times[-1] // count)
+        begins.append(min(max(near, begins[-1] + 1), blocks - count + stage))
+    return tuple(begins)
+
+
 def least_short(chain: Chain) -> Cuts:
     """Cuts under which the device that misses most memory misses little: the least, for one stage per device.
 
