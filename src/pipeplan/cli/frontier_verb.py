@@ -18,7 +18,7 @@ from pipeplan.cli.shared import (
     FILE,
     FOLDER,
     RenamedOption,
-    interrupt_on_sigterm,
+    limited,
     require_folder,
     require_stdout_once,
     require_writable,
@@ -170,8 +170,8 @@ def frontier_command(
         require_folder(output_all, "point-*.json", "--output-all")
     if as_json or output == "-":
         say_notes(_api.request_notes(request))
-    interrupt_on_sigterm()
-    found = _api.frontier(request, mode=mode, point=point)
+    with limited(request.time_limit) as limit:
+        found = _api.frontier(request, mode=mode, point=point, within=limit)
     if svg is not None:
         _api.write_text(frontier_svg(found), svg)
     if as_json:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import time
 
 import click
 
@@ -60,10 +61,10 @@ def cli() -> None:
     """
 
 
-def main() -> None:
-    """Entry point of the ``pipeplan`` command."""
+def main(began: float | None = None) -> None:
+    """Run the command line; time limits count from when the process ``began``, by ``time.monotonic``, or from now."""
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(standalone_mode=False, obj=time.monotonic() if began is None else began)
         sys.stdout.flush()
     except click.exceptions.Abort:
         click.echo("pipeplan: interrupted", err=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -16,8 +17,10 @@ from pipeplan.planning.request import Request, link_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.state import Progress
 from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.time_limit import Limit
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -107,7 +110,7 @@ class Comparison:
         }
 
 
-def compare(request: Request, *, progress: Progress | None = None) -> Comparison:
+def compare(request: Request, *, progress: Progress | None = None, within: Limit | None = None) -> Comparison:
     """Time every classic schedule on the request's placement, or on every strategy's, and search one there.
 
     Raises:
@@ -116,32 +119,51 @@ def compare(request: Request, *, progress: Progress | None = None) -> Comparison
         SearchTimeoutError: no time to find what fits on any placement.
         UsageError: no placement is possible.
     """
-    return compare_on(list(STRATEGIES) if request.placement == "auto" else [request.placement], request, progress)
+    placements = list(STRATEGIES) if request.placement == "auto" else [request.placement]
+    return compare_on(placements, request, progress, within)
 
 
-def compare_on(placements: Sequence[Placement | str], request: Request, progress: Progress | None = None) -> Comparison:
+def compare_on(
+    placements: Sequence[Placement | str],
+    request: Request,
+    progress: Progress | None = None,
+    within: Limit | None = None,
+) -> Comparison:
     """The same on each of some placements.
 
-    The time limit is shared between them. An interruption ends the search or the timing under way; on the placements
-    after it the search only has its start, and the classic schedules are still timed.
+    The time limit, which ends with ``within``, is shared between them, and on each between the search and the classic
+    schedules. When it is up, or at Ctrl-C, what is known is the answer, and what was not reached is said to be missing.
     """
-    rows = _RowsSoFar(request)
-    for index, wanted in enumerate(placements):
-        chunked = isinstance(wanted, str) and STRATEGIES[wanted].chunked
-        asked = replace(
-            request,
-            placement=wanted,
-            chunks=request.chunks if len(placements) == 1 or chunked else None,
-            sizes=(),
-            time_limit=rows.seconds_left / (len(placements) - index),
-        )
-        try:
-            rows.add(search_plan(asked, progress=rows.listen(progress)))
-        except KeyboardInterrupt:
-            rows.interrupted = True
-        except (InfeasibleError, SearchTimeoutError, UsageError) as error:
-            rows.add_failure(wanted if isinstance(wanted, str) else wanted.strategy, error)
+    rows = _RowsSoFar(request, Budget(request.time_limit, deterministic=request.deterministic, whole=within))
+    with rows.limit.hearing_interrupts():
+        for index, wanted in enumerate(placements):
+            name = wanted if isinstance(wanted, str) else wanted.strategy
+            if rows.limit.interrupted or (rows.some and rows.limit.over):
+                rows.add_failure(name, SearchTimeoutError("there was no time for it; raise --time-limit"))
+                continue
+            left = len(placements) - index
+            chunked = isinstance(wanted, str) and STRATEGIES[wanted].chunked
+            share, begun = rows.seconds_left / left, rows.limit.elapsed
+            asked = replace(
+                request,
+                placement=wanted,
+                chunks=request.chunks if len(placements) == 1 or chunked else None,
+                sizes=(),
+                time_limit=share if request.deterministic else share * _SEARCHING,
+            )
+            try:
+                found = search_plan(asked, progress=rows.listen(progress), within=rows.limit)
+            except KeyboardInterrupt:
+                rows.limit.interrupt()
+            except (InfeasibleError, SearchTimeoutError, UsageError) as error:
+                rows.add_failure(name, error)
+            else:
+                rows.add(found, math.inf if request.deterministic else begun + share - rows.limit.elapsed)
     return rows.comparison()
+
+
+_SEARCHING = 0.8
+"""The part of a placement's time that the search has; the rest is for timing the classic schedules there."""
 
 
 _Failure = InfeasibleError | SearchTimeoutError | UsageError
@@ -150,37 +172,45 @@ _Failure = InfeasibleError | SearchTimeoutError | UsageError
 class _RowsSoFar:
     """What the comparison knows so far, placement after placement, so that an interruption leaves it whole."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, limit: Budget) -> None:
         self._request = request
+        self.limit = limit
         self._rows: list[ComparisonRow] = []
         self._missing: list[NotThere] = []
         self._failures: list[_Failure] = []
         self._limits: tuple[int | None, ...] = ()
         self._seconds = 0.0
         self._best_ns: int | None = None
-        self._bound_ns = request_bound(request) if request.placement == "auto" else None
-        self.interrupted = False
+        self._bound: int | None = None
+
+    @property
+    def some(self) -> bool:
+        """Whether there is a row."""
+        return bool(self._rows)
 
     @property
     def seconds_left(self) -> float:
         """Time for the searches to come; none after an interruption."""
-        return 0.0 if self.interrupted else max(0.0, self._request.time_limit - self._seconds)
+        limit = self._request.time_limit
+        return max(0.0, limit - self._seconds) if self._request.deterministic else min(limit, self.limit.remaining)
 
     def listen(self, progress: Progress | None) -> Progress | None:
         """What a search calls: the best and the bound that are said are those of all placements."""
         if progress is None:
             return None
-        best, bound = self._best_ns, self._bound_ns
+        best = self._best_ns
+        if best is not None and self._bound is None and self._request.placement == "auto":
+            self._bound = request_bound(self._request)
+        bound = self._bound
 
         def heard(what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
-            least = best_ns if best is None else min(best, best_ns)
+            least = best_ns if best is None or not best_ns else min(best, best_ns)
             progress(what, least, min(least, bound_ns if bound is None else bound), self._seconds + seconds)
 
         return heard
 
-    def add(self, result: Result) -> None:
-        """The search's row, and those of the classic schedules on its placement."""
-        self.interrupted = self.interrupted or result.interrupted
+    def add(self, result: Result, seconds: float = math.inf) -> None:
+        """The search's row, and those of the classic schedules on its placement that are timed in so many seconds."""
         self._seconds += result.seconds
         iteration = result.plan.predicted.iteration_ns
         self._best_ns = iteration if self._best_ns is None else min(self._best_ns, iteration)
@@ -193,11 +223,15 @@ class _RowsSoFar:
             self._request, placement=placement, num_devices=len(result.plan.devices), chunks=None, sizes=()
         )
         candidate = PlacementCandidate(placement, placed.batch, recompute, "compared")
-        problems = [OneMicrobatch.of(workload) for workload in workloads(placed, candidate)]
-        for name in CLASSIC:
-            rows, reason = _classic(name, problems, recompute, ours.lower_bound_ns)
-            self._rows += rows
-            self._missing += [] if rows else [NotThere(name, ours.placement, reason)]
+        left = dict.fromkeys(CLASSIC, "there was no time for it; raise --time-limit")
+        with Limit(seconds, whole=self.limit).ended():
+            problems = [OneMicrobatch.of(workload) for workload in workloads(placed, candidate)]
+            for name in CLASSIC:
+                rows, left[name] = _classic(name, problems, recompute, ours.lower_bound_ns)
+                self._rows += rows
+                if rows:
+                    del left[name]
+        self._missing += [NotThere(name, ours.placement, reason) for name, reason in left.items()]
 
     def add_failure(self, placement: str, error: _Failure) -> None:
         """A placement on which nothing is possible."""
@@ -207,7 +241,7 @@ class _RowsSoFar:
     def comparison(self) -> Comparison:
         """All of it, best first; without any row, the first reason raised."""
         if not self._rows:
-            raise self._failures[0] if self._failures else KeyboardInterrupt
+            raise KeyboardInterrupt if self.limit.interrupted else self._failures[0]
         request = self._request
         return Comparison(
             request.profile.name,
@@ -217,7 +251,7 @@ class _RowsSoFar:
             self._limits,
             tuple(sorted(self._rows, key=_rank)),
             tuple(self._missing),
-            self.interrupted,
+            self.limit.interrupted,
             Yardstick.of(request.profile),
             tuple(link_notes(request)),
         )

@@ -28,7 +28,6 @@ from pipeplan.schedule.rules.language import naming
 from pipeplan.schedule.search import SEARCHING, FirstLook, first_look, plain_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, ScheduleStep, SearchStep, complexity, first_by, named, noted
 from pipeplan.schedule.steps import STEPS
-from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.time_limit import shielded
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.kinds import GRADIENTS
@@ -457,7 +456,7 @@ class PlanSearch:
 
 def iteration_of(schedule: Schedule) -> int:
     """Ns of a schedule's iteration, gradients summed."""
-    return iteration_time(schedule.workload, rates(schedule.graph, schedule.orders, schedule.starts))
+    return schedule.iteration_ns
 
 
 _SIMPLE_FIRST: dict[str, int] = {name: place for place, name in enumerate(STRATEGIES)}

@@ -14,6 +14,7 @@ from typing import ClassVar, TypeVar
 from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import Pattern
+from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.time_limit import TimeUpError
 from pipeplan.workload.bounds import period_bound, strong_makespan_bound
 from pipeplan.workload.engine import with_links
@@ -57,6 +58,11 @@ class Schedule:
     def optimal(self) -> bool:
         """Whether no schedule of this workload is shorter."""
         return self.makespan_ns == self.bound_ns
+
+    @cached_property
+    def iteration_ns(self) -> int:
+        """Ns until each device has ended its last action and summed its stages' gradients."""
+        return iteration_time(self.workload, rates(self.graph, self.orders, self.starts))
 
     @cached_property
     def most_bytes(self) -> int:

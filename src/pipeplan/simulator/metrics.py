@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import Literal
 
+from pipeplan.time_limit import checked
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
 
@@ -45,9 +46,9 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> Rates:
     """Figures of the timeline in which each task begins at ``starts`` [task], in ns; links count for nothing."""
     durations = graph.durations
     orders = graph.on_devices(orders)
-    busy = tuple(sum(map(durations.__getitem__, order)) for order in orders)
-    first = tuple(min(map(starts.__getitem__, order), default=0) for order in orders)
-    last = tuple(max((starts[task] + durations[task] for task in order), default=0) for order in orders)
+    busy = tuple(sum(map(durations.__getitem__, order)) for order in checked(orders, 16))
+    first = tuple(starts[order[0]] if order else 0 for order in orders)
+    last = tuple(starts[order[-1]] + durations[order[-1]] if order else 0 for order in orders)
     makespan = max(last)
     spans = [end - start for start, end in zip(first, last, strict=True)]
     longest = spans.index(max(spans))  # ties: the smallest device
