@@ -379,12 +379,8 @@ def _proof_notes(count: int, splits: Splits, points: Sequence[FrontierPoint]) ->
         yield f"{devices}: exact{apart}"
 
 
-def _tracked(
-    requests: Sequence[Request], splitting: Splitting, within: Limit | None
-) -> tuple[list[Splits], bool]:
-    """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True.
-
-    """
+def _tracked(requests: Sequence[Request], splitting: Splitting, within: Limit | None) -> tuple[list[Splits], bool]:
+    """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True."""
     limit = Limit(requests[0].time_limit, whole=within)
     settling = min(_SETTLING, _SETTLING_SHARE * limit.seconds)
     found: list[Splits] = []

@@ -37,7 +37,7 @@ class ExplainShortage(PlanStep):
     after_all = True
 
     def applies(self, search: PlanSearch) -> bool:
-        return search.best is None and not search.budget.interrupted
+        return search.best is None and not search.budget.interrupted and bool(search.failures)
 
     def run(self, search: PlanSearch) -> None:
         error = most_telling(search.failures)

@@ -251,7 +251,9 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
     nothing: PipeplanError = InfeasibleError("no plan fits; raise --memory or --devices")
     if found.interrupted:
         seconds = found.limit.elapsed
-        nothing = SearchTimeoutError(f"no plan was found in {seconds:.1f} s, nor that there is none; raise --time-limit")
+        nothing = SearchTimeoutError(
+            f"no plan was found in {seconds:.1f} s, nor that there is none; raise --time-limit"
+        )
     error = next(iter(found.failures.values()), nothing)
     if limit is None or found.interrupted:
         return error

@@ -36,7 +36,7 @@ from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget, load_solver
 from pipeplan.schedule.search import FirstLook
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
-from pipeplan.time_limit import Limit, shielded
+from pipeplan.time_limit import Limit, checkpoint, shielded
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
@@ -264,6 +264,7 @@ class LookAtCandidates(PlanStep):
         budget = search.budget
         until = budget.used + self.share * budget.remaining
         while search.best is None or (budget.used < until and not budget.interrupted):
+            checkpoint()
             candidate = search.take()
             if search.all_seen:
                 return
@@ -380,9 +381,9 @@ def search_plan(
 
     With ``split_backward`` left open both ways get a short look and the better one the rest of the time, and the bound
     is for both. With ``auto`` micro-batches have any of the request's sizes per replica, and recomputation is a choice
-    like others; otherwise it is tried only where nothing fits without. ``steps`` are what is tried; the search spends the
-    time of ``within``, too, and ends with it. It ends with the best plan when time is up, or at Ctrl-C, and early enough
-    to make that plan in time.
+    like others; otherwise it is tried only where nothing fits without. ``steps`` are what is tried; the search spends
+    the time of ``within``, too, and ends with it. It ends with the best plan when time is up, or at Ctrl-C, and early
+    enough to make that plan in time.
 
     Raises:
         KeyboardInterrupt: interrupted before there was a plan.

@@ -113,8 +113,8 @@ class Trial:
 
     ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration;
     ``parted`` the same with leading forwards in parts, if that is shorter or asked for, and ``parted_bound`` ns that
-    none with forwards in parts is below. ``steps`` are those of a search, ``notes`` what went wrong in them. ``sync_ns`` is what summing gradients takes
-    at least, ``slowest_sync_ns`` at most on any device.
+    none with forwards in parts is below. ``steps`` are those of a search, ``notes`` what went wrong in them.
+    ``sync_ns`` is what summing gradients takes at least, ``slowest_sync_ns`` at most on any device.
     """
 
     candidate: PlacementCandidate
@@ -308,8 +308,8 @@ class PlanSearch:
     no more will be once ``all_seen``. ``looked_at`` counts those there was a look at, ``refuted`` those that became no
     trials, since no schedule of theirs can be better. ``others`` {key: ns} are bounds of what is none of the trials: of
     all that the request leaves open (None), of candidates that are not tried or were given up. ``finalists`` are the
-    trials with a schedule at the end, best first. ``notes`` say what went wrong, ``made`` is the plan that was made last,
-    by which it is known how long that takes: so much of the time is reserved for it.
+    trials with a schedule at the end, best first. ``notes`` say what went wrong, ``made`` is the plan that was made
+    last, by which it is known how long that takes: so much of the time is reserved for it.
     """
 
     request: Request

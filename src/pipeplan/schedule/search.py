@@ -26,7 +26,7 @@ from pipeplan.schedule.state import (
     fitting,
 )
 from pipeplan.schedule.steps import STEPS
-from pipeplan.time_limit import checkpoint, checked
+from pipeplan.time_limit import checked, checkpoint
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.engine import with_links
@@ -105,7 +105,7 @@ def plain_look(workload: Workload) -> Schedule | None:
 
 
 def _plain_orders(problem: OneMicrobatch, before: Sequence[int]) -> Orders:
-    """[device] so many forwards as ``before`` [stage] says, then a backward, with its weight gradient, and a forward."""
+    """[device] so many forwards as ``before`` [stage] says, then backwards with weight gradients, and forwards."""
     count, orders = problem.num_microbatches, [list[int]() for _ in range(problem.num_devices)]
     for stage, (forward, *backward) in enumerate(problem.stage_operations):
         (device,) = problem.workload.stages[stage].devices

@@ -36,8 +36,8 @@ class Schedule:
 
     ``orders`` [device] task numbers and ``starts`` [task] in ns, as in :mod:`pipeplan.workload.task_graph`.
     ``scheduler`` names what made it. ``pattern`` is the repetend the search found, ``period_bound_ns`` the proved
-    least period per micro-batch at its unroll, and ``repetend_seconds`` how long both took from the start. ``notes`` say
-    what went wrong on the way.
+    least period per micro-batch at its unroll, and ``repetend_seconds`` how long both took from the start. ``notes``
+    say what went wrong on the way.
     """
 
     workload: Workload

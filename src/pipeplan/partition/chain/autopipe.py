@@ -26,6 +26,7 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.partition.chain.costs import Array, ChainCosts, Fitting, StageTimes
 from pipeplan.partition.chain.kernel import ShortestStages, least_split
 from pipeplan.partition.problem import Partition, PartitionProblem, Way
+from pipeplan.time_limit import checked, checkpoint
 
 Step = tuple[str, int, int]
 """("F" or "B", stage, micro-batch)."""
@@ -118,7 +119,7 @@ def timeline(stages: StageTimes, num_microbatches: int) -> Timeline:
     last = count - 1
     waves = 2 * (count + num_microbatches) - 2
     ending, causes, latest = [0] * (waves * count), [-1] * (waves * count), [-1] * count
-    for wave in range(waves):
+    for wave in checked(range(waves), 64):
         row = wave * count
         for stage in _forwards_in(wave, count, num_microbatches):
             cause = latest[stage]
@@ -236,6 +237,7 @@ class _AutoPipeSearch:
         waiting = [begins]
         done: set[Cuts] = set()
         while waiting and len(self.seen) < MAX_SIMULATIONS and self.num_steps < MAX_STEPS:
+            checkpoint()
             current = waiting.pop()
             current = self.settled(current, self.look(current).master_stage)
             master = self.look(current).master_stage
@@ -255,7 +257,7 @@ class _AutoPipeSearch:
         most = min(MAX_STEPS, self.num_steps + max(self.num_steps, LEAST_POLISHING))
         while True:
             best = begins
-            for each in self.near(begins):
+            for each in checked(self.near(begins), 1):
                 if self.num_steps >= most:
                     break
                 if (fits is None or fits.all_fit(each)) and self.look(each).iteration_ns < self.look(best).iteration_ns:
