@@ -35,7 +35,8 @@ def timed_search(workload: Workload, limit: float, target: int, *, seed: int = 0
     def hear(what: str, makespan: int, bound: int, seconds: float) -> None:
         if not heard or makespan < heard[-1][0]:
             heard.append((makespan, seconds))
-        budget.interrupted = budget.interrupted or (stop and makespan <= target)
+        if stop and makespan <= target:
+            budget.interrupt()
 
     schedule = search_schedule(workload, budget, progress=hear)
     makespan_of(schedule.graph, schedule.orders)

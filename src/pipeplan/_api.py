@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from pipeplan.schedule.state import Progress as Progress
     from pipeplan.simulator.measured import MeasuredComparison as MeasuredComparison
     from pipeplan.simulator.simulation import Simulation as Simulation
+    from pipeplan.time_limit import Limit as Limit
 
 _PARTS = {
     "pipeplan.costs.inspection": ("Inspection", "ProfileResult"),
@@ -74,6 +75,7 @@ _PARTS = {
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
     "pipeplan.runtime.training.options": ("TrainOptions",),
     "pipeplan.schedule.rules.language": ("read_rules", "to_toml"),
+    "pipeplan.time_limit": ("Limit",),
 }
 """What goes in and out of the functions here, and the modules that have it."""
 
@@ -89,7 +91,7 @@ def __getattr__(name: str) -> object:
 # Planning ---------------------------------------------------------------------------------------------------------
 
 
-def search(request: Request, *, progress: Progress | None = None) -> Result:
+def search(request: Request, *, progress: Progress | None = None, within: Limit | None = None) -> Result:
     """The best plan; see :func:`pipeplan.planning.steps.search_plan`.
 
     Raises:
@@ -99,11 +101,16 @@ def search(request: Request, *, progress: Progress | None = None) -> Result:
     """
     from pipeplan.planning.steps import search_plan
 
-    return search_plan(request, progress=progress)
+    return search_plan(request, progress=progress, within=within)
 
 
 def tune(
-    request: Request, *, workers: int | None = None, cache: str | None = None, progress: Progress | None = None
+    request: Request,
+    *,
+    workers: int | None = None,
+    cache: str | None = None,
+    progress: Progress | None = None,
+    within: Limit | None = None,
 ) -> Tuning:
     """All built-in rules on a grid, by one process per core; see :func:`pipeplan.planning.tuning.tune`.
 
@@ -114,10 +121,10 @@ def tune(
     """
     from pipeplan.planning.tuning import tune
 
-    return tune(request, workers=workers or os.cpu_count() or 1, cache=cache, progress=progress)
+    return tune(request, workers=workers or os.cpu_count() or 1, cache=cache, progress=progress, within=within)
 
 
-def compare(request: Request, *, progress: Progress | None = None) -> Comparison:
+def compare(request: Request, *, progress: Progress | None = None, within: Limit | None = None) -> Comparison:
     """Every known schedule beside the search's; see :func:`pipeplan.planning.comparison.compare`.
 
     Raises:
@@ -126,10 +133,12 @@ def compare(request: Request, *, progress: Progress | None = None) -> Comparison
     """
     from pipeplan.planning.comparison import compare
 
-    return compare(request, progress=progress)
+    return compare(request, progress=progress, within=within)
 
 
-def frontier(request: Request, *, mode: Mode = "all", point: int | None = None) -> FrontierResult:
+def frontier(
+    request: Request, *, mode: Mode = "all", point: int | None = None, within: Limit | None = None
+) -> FrontierResult:
     """Time against memory against devices; see :func:`pipeplan.planning.frontier.search_frontier`.
 
     Raises:
@@ -138,7 +147,7 @@ def frontier(request: Request, *, mode: Mode = "all", point: int | None = None) 
     """
     from pipeplan.planning.frontier import search_frontier
 
-    return search_frontier(request, mode=mode, point=point)
+    return search_frontier(request, mode=mode, point=point, within=within)
 
 
 # Plans ------------------------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import TypeVar
 
 
 class TimeUpError(Exception):
@@ -27,22 +28,28 @@ class TimeUpError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Limit:
-    """Seconds from when it was made, or until it is interrupted; infinitely many are no limit.
+    """Seconds from when it was made, or from when it ``started``, until it is interrupted; inf are no limit.
 
-    ``clock`` returns seconds from any fixed moment.
+    It may be a part of a ``whole``, whose time it spends: what interrupts one of them interrupts both. ``reserved``
+    seconds are kept for what must follow, ``patience`` more are waited for what must be there: enforcing ends work so
+    much earlier, or later. ``clock`` returns seconds from any fixed moment.
     """
 
     seconds: float = math.inf
-    interrupted: bool = field(default=False, kw_only=True)
     clock: Callable[[], float] = field(default=time.monotonic, kw_only=True)
-    started: float = field(init=False)
+    whole: Limit | None = field(default=None, kw_only=True)
+    started: float = field(default=math.nan, kw_only=True)
+    reserved: float = field(default=0.0, init=False)
+    patience: float = field(default=0.0, init=False)
+    _interrupted: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.started = self.clock()
+        if math.isnan(self.started):
+            self.started = self.clock()
 
     @property
     def elapsed(self) -> float:
-        """Seconds by the clock since the limit was made."""
+        """Seconds by the clock since the limit started."""
         return self.clock() - self.started
 
     @property
@@ -52,22 +59,44 @@ class Limit:
 
     @property
     def remaining(self) -> float:
-        """Seconds left; 0 after an interruption."""
-        return 0.0 if self.interrupted else max(0.0, self.seconds - self.used)
+        """Seconds left, of the whole, too; 0 after an interruption."""
+        return 0.0 if self.interrupted else max(0.0, self.left(-self.reserved))
+
+    def left(self, more: float = 0.0) -> float:
+        """Seconds left if there were so many ``more``; negative where it is over."""
+        own = self.seconds + more - self.used
+        return own if self.whole is None else min(own, self.whole.left(more))
 
     @property
     def expired(self) -> bool:
         """Whether nothing is left."""
         return self.remaining <= 0.0
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether somebody does not want to wait any longer."""
+        return self._interrupted or (self.whole is not None and self.whole.interrupted)
+
     def interrupt(self) -> None:
-        """Leave no time."""
-        self.interrupted = True
+        """Leave no time, nor the whole any."""
+        self._interrupted = True
+        if self.whole is not None:
+            self.whole.interrupt()
 
     def check(self) -> None:
         """Go on only while there is time. Raises TimeUpError."""
-        if self.expired:
+        if self.over:
             raise TimeUpError(self)
+
+    @property
+    def over(self) -> bool:
+        """Whether work that this limit is enforced on ends."""
+        return self.interrupted or self.late
+
+    @property
+    def late(self) -> bool:
+        """Whether there is no more time by the clock, with all patience."""
+        return self.left(self.patience - self.reserved) <= 0.0
 
     @contextmanager
     def enforced(self) -> Iterator[None]:
@@ -79,15 +108,28 @@ class Limit:
             _enforced.reset(before)
 
     @contextmanager
-    def hearing_interrupts(self, interrupt: Callable[[], None] | None = None) -> Iterator[None]:
-        """Ctrl-C, and SIGTERM where Python hears it, only leave no time, by ``interrupt``; the second one interrupts.
+    def ended(self) -> Iterator[None]:
+        """The same, and that is no error: what comes after this goes on with what there is. So it does at Ctrl-C."""
+        try:
+            with self.enforced():
+                yield
+        except KeyboardInterrupt:
+            self.interrupt()
+        except TimeUpError as up:
+            if up.limit is not self:
+                raise
 
-        So nothing is torn: what is at work ends at its next look at the limit. Only the main thread hears signals.
+    @contextmanager
+    def hearing_interrupts(self, interrupt: Callable[[], None] | None = None) -> Iterator[None]:
+        """Ctrl-C, and SIGTERM and SIGHUP where Python hears them, only leave no time, by ``interrupt``; once.
+
+        The second one interrupts. So nothing is torn: what is at work ends at its next look at the limit. Only the main
+        thread hears signals.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        handlers = {number: signal.getsignal(number) for number in INTERRUPTS}
 
         def hear(number: int, frame: FrameType | None) -> None:
             handler = handlers[signal.Signals(number)]
@@ -106,11 +148,40 @@ class Limit:
                 signal.signal(number, handlers[number])
 
 
+INTERRUPTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+"""Signals that end work with what there is."""
+
 _enforced: ContextVar[tuple[Limit, ...]] = ContextVar("enforced", default=())
 """The limits that are enforced here, the outermost first."""
+
+
+def time_is_up() -> bool:
+    """Whether the next checkpoint would end what runs here."""
+    return any(limit.over for limit in _enforced.get())
 
 
 def checkpoint() -> None:
     """Go on only while there is time, for loops that take long. Raises TimeUpError."""
     for limit in _enforced.get():
         limit.check()
+
+
+@contextmanager
+def shielded() -> Iterator[None]:
+    """No checkpoint ends what runs inside, on this thread: for what makes something of that which was found."""
+    before = _enforced.set(())
+    try:
+        yield
+    finally:
+        _enforced.reset(before)
+
+
+Each = TypeVar("Each")
+
+
+def checked(items: Iterable[Each], every: int = 256) -> Iterator[Each]:
+    """The items, with a checkpoint before the first and then before every so many. Raises TimeUpError."""
+    for number, item in enumerate(items):
+        if not number % every:
+            checkpoint()
+        yield item

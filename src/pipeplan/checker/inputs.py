@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, deliveries_of, replicas_of, shares_evenly
 from pipeplan.costs import block_costs, transfer_time
@@ -27,21 +28,41 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     _check_origin(plan, profile, findings)
     if not _has_its_blocks(plan, profile, findings):
         return
-    _check_block_order(plan, profile, findings)
+    known = _Known.of(profile)
+    _check_block_order(plan, known, findings)
+    operations: dict[int, list[Operation]] = defaultdict(list)
+    for each in plan.operations:
+        if not is_instruction(each.kind):
+            operations[each.stage].append(each)
     for number, stage in enumerate(plan.stages):
-        rows = _rows(number, stage, stage.microbatch_size // stage.replicas, profile, findings)
+        rows = _rows(number, stage, stage.microbatch_size // stage.replicas, known, findings)
         if rows:
-            _check_stage(number, stage, profile, findings)
-            own = [each for each in plan.operations if each.stage == number and not is_instruction(each.kind)]
-            _check_operations(own, rows, _held_by_others(stage, profile), plan.split_overhead_ns, findings)
+            _check_stage(number, stage, profile, known, findings)
+            own = operations[number]
+            _check_operations(own, rows, _held_by_others(stage, known), plan.split_overhead_ns, findings)
             for operation in own:
                 if operation.part_ns is not None:
-                    _check_part(number, stage, operation, profile, findings)
+                    _check_part(number, stage, operation, known, findings)
     _check_dependencies(plan, profile, cluster, findings)
     _check_tied(plan, profile, findings)
     if _knows_links(plan, cluster):
         _check_syncs(plan, cluster, findings)
         _check_tied_syncs(plan, cluster, findings)
+
+
+class _Known(NamedTuple):
+    """A profile's blocks by their ids, and the edges into each."""
+
+    blocks: dict[str, Block]
+    into: dict[str, list[Edge]]
+
+    @staticmethod
+    def of(profile: Profile) -> _Known:
+        """Of a profile, which is looked through once."""
+        into: dict[str, list[Edge]] = defaultdict(list)
+        for edge in profile.edges:
+            into[edge.target].append(edge)
+        return _Known({block.id: block for block in profile.blocks}, dict(into))
 
 
 def _knows_links(plan: Plan, cluster: Cluster | None) -> bool:
@@ -97,36 +118,32 @@ def _has_its_blocks(plan: Plan, profile: Profile, findings: Findings) -> bool:
     return all(blocks == known for blocks in by_route.values())
 
 
-def _check_block_order(plan: Plan, profile: Profile, findings: Findings) -> None:
+def _check_block_order(plan: Plan, known: _Known, findings: Findings) -> None:
     """In a stage a block comes after those whose outputs it takes."""
     for number, stage in enumerate(plan.stages):
         place_of = {block: index for index, block in enumerate(stage.blocks)}
-        for edge in profile.edges:
-            source, target = place_of.get(edge.source), place_of.get(edge.target)
-            if source is not None and target is not None and source > target:
-                text = f"{edge.target!r} runs before {edge.source!r}, which it needs"
-                findings.add("profile", f"stages[{number}].blocks[{target}]", text)
+        for block, target in place_of.items():
+            for edge in known.into.get(block, ()):
+                if place_of.get(edge.source, -1) > target:
+                    text = f"{block!r} runs before {edge.source!r}, which it needs"
+                    findings.add("profile", f"stages[{number}].blocks[{target}]", text)
 
 
-def _rows(number: int, stage: Stage, samples: int, profile: Profile, findings: Findings) -> list[CostRow]:
+def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Findings) -> list[CostRow]:
     """Costs of the stage's blocks on each device for ``samples`` samples there.
 
     Empty, with a problem noted, if the profile lacks some; and where it cannot have them.
     """
     if stage.configurations or not shares_evenly(stage):  # the latter is refused whatever the profile
         return []
-    by_id = {block.id: block for block in profile.blocks}
-    inputs: dict[str, int] = defaultdict(int)
-    for edge in profile.edges:
-        inputs[edge.target] += _tensor_bytes(edge, samples)
     try:
         return [
             block_costs(
-                _of_configuration(by_id[id_], stage.configuration),
+                _of_configuration(known.blocks[id_], stage.configuration),
                 samples,
                 stage.shards,
                 recompute=stage.recompute,
-                input_bytes=inputs[id_],
+                input_bytes=sum(_tensor_bytes(edge, samples) for edge in known.into.get(id_, ())),
             )
             for id_ in stage.blocks
         ]
@@ -143,19 +160,19 @@ def _of_configuration(block: Block, configuration: str | None) -> Block:
     return block.model_copy(update={"costs": tuple(rows)})
 
 
-def _check_stage(number: int, stage: Stage, profile: Profile, findings: Findings) -> None:
+def _check_stage(number: int, stage: Stage, profile: Profile, known: _Known, findings: Findings) -> None:
     """Each shard holds its part of what training keeps of every block, rounded up; what is tied in it, once."""
-    blocks = (block for block in profile.blocks if block.id in set(stage.blocks))
-    expected = sum((block.state.share(stage.shards) for block in blocks), MemoryBytes())
+    own = set(stage.blocks)
+    expected = sum((known.blocks[block].state.share(stage.shards) for block in own), MemoryBytes())
     for tied in profile.tied:
-        for _ in sorted(set(stage.blocks) & set(tied.blocks))[1:]:
+        for _ in sorted(own & set(tied.blocks))[1:]:
             expected -= tied.state // stage.shards
     _compare(f"stages[{number}]", stage, expected.keyed(STATE_KINDS), findings)
 
 
-def _check_part(number: int, stage: Stage, forward: Operation, profile: Profile, findings: Findings) -> None:
+def _check_part(number: int, stage: Stage, forward: Operation, known: _Known, findings: Findings) -> None:
     """One of two parts of a micro-batch takes what the profile says of half the samples."""
-    rows = _rows(number, stage, stage.microbatch_size // stage.replicas // 2, profile, findings)
+    rows = _rows(number, stage, stage.microbatch_size // stage.replicas // 2, known, findings)
     if rows:
         expected = {"part_ns": max(1, sum(row.forward_ns for row in rows))}
         _compare(f"operations[{forward.id}]", forward, expected, findings)
@@ -339,13 +356,13 @@ def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:
     return dict(found)
 
 
-def _held_by_others(stage: Stage, profile: Profile) -> int:
+def _held_by_others(stage: Stage, known: _Known) -> int:
     """Bytes of tensors that blocks of the stage take after another block of it took them."""
-    samples, own = stage.microbatch_size // stage.replicas, set(stage.blocks)
+    samples = stage.microbatch_size // stage.replicas
     taken: set[tuple[str, str]] = set()
     again = 0
-    for edge in profile.edges:
-        if edge.target in own and edge.gradient and edge.tensor is not None:
+    for edge in itertools.chain.from_iterable(known.into.get(block, ()) for block in stage.blocks):
+        if edge.gradient and edge.tensor is not None:
             again += _tensor_bytes(edge, samples) if (edge.source, edge.tensor) in taken else 0
             taken.add((edge.source, edge.tensor))
     return again

@@ -20,7 +20,7 @@ from pipeplan.cli.shared import (
     FOLDER,
     OneOf,
     RenamedOption,
-    interrupt_on_sigterm,
+    limited,
     require_folder,
     require_stdout_once,
 )
@@ -168,9 +168,9 @@ def frontier_command(
         require_folder(output_all, "point-*.json", "--output-all")
     if as_json or output == "-":
         say_notes(_api.request_notes(request))
-    interrupt_on_sigterm()
     with outputs:
-        found = _api.frontier(request, mode=mode, point=point)
+        with limited(request.time_limit) as limit:
+            found = _api.frontier(request, mode=mode, point=point, within=limit)
         if svg is not None:
             outputs.write_text(frontier_svg(found), svg)
         if as_json:

@@ -11,6 +11,7 @@ import io
 import os
 import signal
 import sys
+import time
 
 import click
 
@@ -72,12 +73,12 @@ def cli() -> None:
     """
 
 
-def main() -> None:
-    """Entry point of the ``pipeplan`` command."""
+def main(began: float | None = None) -> None:
+    """Run the command line; time limits count from when the process ``began``, by ``time.monotonic``, or from now."""
     _open_closed_streams()
     try:
         try:
-            code = _flushed(_exit_code())
+            code = _flushed(_exit_code(time.monotonic() if began is None else began))
         finally:  # the command has ended, and torch takes a moment to leave: another Ctrl-C would only show where it is
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
@@ -108,10 +109,10 @@ def _flushed(code: int) -> int:
     return code
 
 
-def _exit_code() -> int:
+def _exit_code(began: float) -> int:
     """Run what the command line asks for; whatever it ends with has been said."""
     try:
-        code = cli.main(standalone_mode=False)
+        code = cli.main(standalone_mode=False, obj=began)
     except (click.exceptions.Abort, KeyboardInterrupt):  # the latter where click is at work, not the verb
         say("pipeplan: interrupted", err=True)
         return INTERRUPTED

@@ -16,7 +16,7 @@ from pipeplan.cli.shared import (
     RULES,
     SCHEDULER,
     Status,
-    interrupt_on_sigterm,
+    limited,
     planning_options,
     read_request,
 )
@@ -78,14 +78,13 @@ def search_command(
         )
     files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output}
     with Outputs(files) as outputs:
-        interrupt_on_sigterm()
         tuning: Tuning | None = None
-        with Status() as progress:
+        with limited(request.time_limit) as limit, Status() as progress:
             if tunes:
-                tuning = _api.tune(request, workers=workers, cache=cache, progress=progress)
+                tuning = _api.tune(request, workers=workers, cache=cache, progress=progress, within=limit)
                 result = tuning.result
             else:
-                result = _api.search(request, progress=progress)
+                result = _api.search(request, progress=progress, within=limit)
         if output is not None:
             outputs.write(result.plan, output)
         if rules_output is not None and tuning is not None:
@@ -133,9 +132,8 @@ def compare_command(as_json: bool, **flags: Any) -> None:
     from pipeplan.reporting.tables import print_comparison
 
     request = read_request(flags)
-    interrupt_on_sigterm()
-    with Status() as progress:
-        found = _api.compare(request, progress=progress)
+    with limited(request.time_limit) as limit, Status() as progress:
+        found = _api.compare(request, progress=progress, within=limit)
     if found.interrupted:
         say("pipeplan: interrupted; these are the best plans so far", err=True)
     if as_json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.units import parse_bytes, parse_ns
 
 if TYPE_CHECKING:
-    from pipeplan._api import Progress, Request, Rules
+    from pipeplan._api import Limit, Progress, Request, Rules
 
 
 _MOST = 1_000_000
@@ -204,7 +205,7 @@ _OPTIONS = (
         default="0ns",
         help="Extra time of each input and weight gradient for being launched separately.",
     ),
-    click.option("--time-limit", type=DURATION, default="30s", help="Stop after this long."),
+    click.option("--time-limit", type=DURATION, default="30s", help="Begin to write the plan after this long."),
     SEED,
     click.option("--deterministic", is_flag=True, help="Same seed, same plan: counts solver steps, not seconds."),
     click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object."),
@@ -290,10 +291,28 @@ def interrupt_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
-class Status:
-    """A line on stderr with the clock, the best value, the bound and the gap; nothing unless stderr is a terminal."""
+@contextmanager
+def limited(seconds: float) -> Iterator[Limit]:
+    """The time limit of the command, from when its process began; it is also over at Ctrl-C, SIGTERM and SIGHUP.
 
-    def __enter__(self) -> Progress | None:
+    What hears them ends with the best so far. A hangup that is ignored, as under nohup, stays so.
+    """
+    interrupt_on_sigterm()
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, signal.default_int_handler)
+    began = click.get_current_context().find_root().obj
+    limit = _api.Limit(seconds, started=time.monotonic() if began is None else began)
+    with warnings_shown(), limit.hearing_interrupts():
+        yield limit
+
+
+class Status:
+    """A line on stderr with the clock, the best value, the bound and the gap.
+
+    Where stderr is no terminal it is only said that there is no plan yet, once that is known to take longer.
+    """
+
+    def __enter__(self) -> Progress:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
         from pipeplan.reporting.layout import console_for
@@ -301,14 +320,22 @@ class Status:
         console, text = console_for(sys.stderr), TextColumn("{task.description}", markup=False)
         self._line = Progress(SpinnerColumn(), TimeElapsedColumn(), text, console=console, transient=True)
         if not console.is_terminal:
-            return None
+            return self._say
         self._line.start()
         self._task = self._line.add_task("searching", total=None)
         return self._update
 
+    def _say(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
+        """What a reader must know although there is no plan."""
+        if not best_ns:
+            click.echo(f"pipeplan: {what}", err=True)
+
     def _update(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
         from pipeplan.units import format_ns
 
+        if not best_ns:
+            self._line.update(self._task, description=what)
+            return
         gap = best_ns / bound_ns - 1
         text = f"best {format_ns(best_ns)}  bound {format_ns(bound_ns)}  gap {gap:.2%}  by {what} at {seconds:.1f}s"
         self._line.update(self._task, description=text)

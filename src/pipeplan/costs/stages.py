@@ -13,6 +13,7 @@ from pipeplan.costs.blocks import StageCost, TiedShare, block_costs
 from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile
+from pipeplan.time_limit import checked
 from pipeplan.units import MAX_BYTES, MAX_NS, MAX_TOTAL, require_sum
 from pipeplan.workload.elements import MAX_COUNT, Dependency, Device, Hop, Operation, Stage, TiedState, slots_of
 from pipeplan.workload.kinds import BACKWARD_ROLES, GRADIENTS, STATE_KINDS, MemoryBytes, Role
@@ -54,7 +55,7 @@ def group_costs(
     tied = _tied_in(profile, shards)
     return [
         _summed([by_id[id_] for id_ in blocks], into, tied, microbatch_size, shards, recompute=recompute)
-        for blocks in groups
+        for blocks in checked(groups, 64)
     ]
 
 
@@ -160,7 +161,7 @@ def build_workload(
     for stage in placed:
         _require_shared_out(stage, mini_batch, placement.num_routes)
     _require_one_size(placed, placement.num_routes)
-    costs = [(given or {}).get(number) or _costs_of(profile, number, stage) for number, stage in enumerate(placed)]
+    costs = _costs_of(profile, placed, given or {})
     stages = [stage.with_state(cost.state) for stage, cost in zip(placed, costs, strict=True)]
     tied = _tied(profile, stages)
     stages, tied = with_syncs(stages, tied, cluster)
@@ -300,15 +301,23 @@ def _tied(profile: Profile, stages: Sequence[Stage]) -> list[TiedState]:
     return found
 
 
-def _costs_of(profile: Profile, number: int, stage: Stage) -> StageCost:
-    """As the profile says."""
-    if stage.configurations:
-        raise UsageError(
-            f"stages[{number}] of the placement splits each block in its own way ({stage.configurations[0]}, ...), and "
-            "and a profile does not say what that costs; plans with these stages come from pipeplan frontier"
-        )
-    samples = stage.microbatch_size // stage.replicas
-    return stage_costs(profile, stage.blocks, samples, stage.shards, recompute=stage.recompute)
+def _costs_of(profile: Profile, stages: Sequence[Stage], given: Mapping[int, StageCost]) -> list[StageCost]:
+    """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
+    found, alike = dict(given), defaultdict[tuple[int, int, bool], list[int]](list)
+    for number, stage in enumerate(stages):
+        if number in given:
+            continue
+        if stage.configurations:
+            raise UsageError(
+                f"stages[{number}] of the placement splits each block in its own way ({stage.configurations[0]}, ...), "
+                "and a profile does not say what that costs; plans with these stages come from pipeplan frontier"
+            )
+        alike[stage.microbatch_size // stage.replicas, stage.shards, stage.recompute].append(number)
+    for (samples, shards, recompute), numbers in alike.items():
+        blocks = [stages[number].blocks for number in numbers]
+        costs = group_costs(profile, blocks, samples, shards, recompute=recompute)
+        found.update(zip(numbers, costs, strict=True))
+    return [found[number] for number in range(len(stages))]
 
 
 def _settled(placed: PlacedStage, microbatch_size: int, recompute: bool) -> Stage:
@@ -353,22 +362,29 @@ def with_syncs(
     for each in tied:
         for number in each.stages:
             again[number] += each.state[GRADIENTS]
+    stages_with: dict[str, list[int]] = defaultdict(list)
+    for number, stage in enumerate(stages):
+        for block in stage.blocks:
+            stages_with[block].append(number)
+    sharing = ({other for block in stage.blocks for other in stages_with[block]} for stage in stages)
     return (
         [
-            replace(stage, sync_ns=_gradient_sync(stages, stage, stage.state[GRADIENTS] - apart, cluster))
-            for stage, apart in zip(stages, again, strict=True)
+            replace(
+                stage,
+                sync_ns=_gradient_sync(stage, [stages[n] for n in others], stage.state[GRADIENTS] - apart, cluster),
+            )
+            for stage, others, apart in checked(zip(stages, sharing, again, strict=True), 64)
         ],
         [replace(each, sync_ns=_tied_sync(stages, tied, each.name, cluster)) for each in tied],
     )
 
 
-def _gradient_sync(stages: Iterable[Stage], stage: Stage, size: int, cluster: Cluster | None) -> int:
+def _gradient_sync(stage: Stage, sharing: Iterable[Stage], size: int, cluster: Cluster | None) -> int:
     """Ns to sum gradients of a stage over its replicas, and over the other routes' stages with some of its blocks.
 
     Each shard sums its part with the shards that hold the same.
     """
-    own = set(stage.blocks)
-    holders = {device for other in stages if own & set(other.blocks) for device in other.devices}
+    holders = {device for other in (stage, *sharing) for device in other.devices}
     return all_reduce_time(cluster, sorted(holders)[:: stage.shards], size)
 
 
@@ -447,7 +463,7 @@ def _dependencies(
     deferred = {operation.stage for operation in operations if operation.role is Role.WEIGHT_GRAD}
     found = [Dependency(source=f"{stage}F", target=f"{stage}{back[stage]}") for stage in sorted(back)]
     found += [Dependency(source=f"{stage}{back[stage]}", target=f"{stage}W") for stage in sorted(deferred)]
-    for (source, target), edges in sorted(_crossing(profile, stages).items()):
+    for (source, target), edges in checked(sorted(_crossing(profile, stages).items()), 16):
         hops = _hops(stages[source], stages[target], num_routes, _distinct(edges), cluster)
         found.append(Dependency(source=f"{source}F", target=f"{target}F", hops=hops))
         upward = _distinct(edge for edge in edges if edge.gradient)

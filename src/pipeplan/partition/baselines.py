@@ -45,6 +45,7 @@ from pipeplan.partition.chain.autopipe import Step, steps_in_order
 from pipeplan.partition.chain.costs import Array, ChainCosts, Place, StageTimes
 from pipeplan.partition.chain.kernel import Programme
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem, Way
+from pipeplan.time_limit import checked
 
 Mask = NDArray[np.bool_]
 
@@ -136,7 +137,7 @@ def least_bottleneck(problem: PartitionProblem, stages: StageTable) -> tuple[int
         layers = [programme.repeated(start, _price(stages, stages.times), candidates)] * last
     else:
         count, layers = problem.mini_batch // stages.ways[0].microbatch_size, [start]
-        for later in range(min(devices, last)):
+        for later in checked(range(min(devices, last)), 1):
             times = np.where(stages.fitting(count, later), stages.times, UNLIMITED)
             layers.append(programme.extended(layers[-1], _price(stages, times), candidates))
         best = min(range(1, len(layers)), key=lambda number: int(layers[number].values[devices, last]))

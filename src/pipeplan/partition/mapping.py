@@ -28,6 +28,7 @@ from collections.abc import Mapping
 
 from pipeplan.costs.communication import all_reduce_time, transfer_time
 from pipeplan.errors import InfeasibleError
+from pipeplan.time_limit import checked, checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,7 @@ def _gathered(links: GroupLinks, space: GroupMemory) -> list[int]:
     part = {group: [group] for group in range(len(space.groups))}
     ties = sorted(links.ties, key=lambda tie: tie.least - tie.most)
     for size in links.sizes:
-        for tie in ties:
+        for tie in checked(ties):
             one, other = part[tie.first], part[tie.second]
             if one is not other and sum(space.groups[group] for group in one + other) <= size:
                 one.extend(other)
@@ -241,6 +242,7 @@ def _halved(order: Sequence[int], graph: nx.Graph, space: GroupMemory, sizes: Se
     """
     from networkx.algorithms.community import kernighan_lin_bisection
 
+    checkpoint()
     if len(order) < 3:
         return list(order)
     counts = list(accumulate(space.groups[group] for group in order))
@@ -508,6 +510,7 @@ class LayoutSearch:
         """The layout after random exchanges that led to better ones."""
         failed = 0
         while failed < NUM_KICKS and not self._ended(layout):
+            checkpoint()
             other = layout.copy()
             self._descended(other, other.near(self._kick(other)))
             failed = 0 if other.time < layout.time else failed + 1
@@ -541,7 +544,7 @@ class LayoutSearch:
     def _best_change(self, layout: GroupLayout, group: int) -> Change | None:
         """Of the exchanges that a group looks at the best, None where none helps."""
         best, time, seen = None, layout.time, set[tuple[int, int, int]]()
-        for exchange in exchanges(layout, group):
+        for exchange in checked(exchanges(layout, group), 16):
             if exchange in seen:
                 continue
             seen.add(exchange)

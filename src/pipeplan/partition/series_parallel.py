@@ -23,6 +23,7 @@ from typing import Literal
 
 from pipeplan import graphs
 from pipeplan.errors import UsageError
+from pipeplan.time_limit import checked, checkpoint
 
 Kind = Literal["block", "series", "parallel"]
 
@@ -140,7 +141,7 @@ def _ordered(blocks: Sequence[str], edges: Iterable[tuple[str, str]]) -> _Graph:
 def _reach(successors: Sequence[Sequence[int]]) -> list[int]:
     """[node] everything after it, as bits; nodes are in topological order."""
     below = [0] * len(successors)
-    for node in reversed(range(len(successors))):
+    for node in checked(reversed(range(len(successors)))):
         for after in successors[node]:
             below[node] |= below[after] | 1 << after
     return below
@@ -216,7 +217,11 @@ class _GraphReduction:
     def run(self) -> None:
         """Reduce until nothing applies."""
         known: dict[tuple[int, int], int] = {}
+        reduced = 0
         while self._queue:
+            reduced += 1
+            if not reduced % 64:
+                checkpoint()
             node = self._queue.pop()
             if not self.alive[node] or self._in_series(node):
                 continue
@@ -313,6 +318,7 @@ class _Cutting:
         todo: list[list[int] | tuple[Kind, int]] = [list(range(len(self.parts)))]
         done: list[int | _Join] = []
         while todo:
+            checkpoint()
             item = todo.pop()
             if isinstance(item, tuple):
                 kind, count = item

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 
 from pipeplan.costs import can_split
@@ -18,6 +17,7 @@ from pipeplan.files import Block, CostRow, Profile
 from pipeplan.graphs import longest_paths, topological_order
 from pipeplan.planning.candidates import Choice, shards_of, strategy_choices
 from pipeplan.planning.request import Request
+from pipeplan.time_limit import checked
 
 
 def request_bound(request: Request) -> int:
@@ -34,28 +34,28 @@ def request_bound(request: Request) -> int:
 
 
 def _any_plan(request: Request) -> int:
-    profile = request.profile
+    profile, splits, recomputes = request.profile, _may_split(request), request.recomputes
     per_sample, alone = Fraction(0), {}
-    for block in profile.blocks:
-        times = [(_compute_ns(request, cost), cost) for cost in _possible(request, block)]
+    for block in checked(profile.blocks, 16):
+        times = [(_compute_ns(splits, cost), cost) for cost in _possible(request, block, recomputes)]
         per_sample += min((Fraction(ns * cost.shards, cost.microbatch_size) for ns, cost in times), default=Fraction(0))
         alone[block.id] = min((ns for ns, _ in times), default=0)
     work = per_sample * request.batch.mini_batch / request.num_devices
     return max(1, math.ceil(work), _longest_way(profile, alone))
 
 
-def _possible(request: Request, block: Block) -> Iterator[CostRow]:
+def _possible(request: Request, block: Block, recomputes: Sequence[bool]) -> Iterator[CostRow]:
     """A block's costs for every share of a micro-batch that a device may have, which divides what it is a share of."""
     whole = request.batch.mini_batch if request.sizes else request.batch.microbatch_size
     for shards in sorted({row.shards for row in block.costs}):
         sizes = [row.microbatch_size for row in block.costs if row.shards == shards]
         for size in range(min(sizes), min(max(sizes), whole) + 1):
             if whole % size == 0:
-                yield from _costs(request, block, size, shards)
+                yield from _costs(block, size, shards, recomputes)
 
 
-def _costs(request: Request, block: Block, size: int, shards: int) -> Iterator[CostRow]:
-    for recompute in request.recomputes:
+def _costs(block: Block, size: int, shards: int, recomputes: Sequence[bool]) -> Iterator[CostRow]:
+    for recompute in recomputes:
         try:
             yield block_costs(block, size, shards, recompute=recompute)
         except UsageError:  # no such costs: no plan has them
@@ -66,15 +66,15 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
     """Least iteration in ns of a strategy's plans with some replicas, size and recomputation; None: there are none."""
     profile, size = request.profile, choice.batch.microbatch_size // choice.replicas
     positions, count = request.num_devices // choice.replicas, choice.batch.num_microbatches
-    asked = replace(request, recompute=choice.recompute)
+    splits = _may_split(request)
     parts = (1, 2) if request.num_parted != 0 and size % 2 == 0 else (1,)  # forwards may run in halves
     if positions < 1:
         return None
     work, alone = 0, {}
-    for block in profile.blocks:
+    for block in checked(profile.blocks, 64):
         shards = shards_of(request, choice.replicas, choice.spread, block)
-        costs = {part: cost for part in parts for cost in _costs(asked, block, size // part, shards)}
-        times = {part: _compute_ns(request, cost) for part, cost in costs.items()}
+        costs = {part: cost for part in parts for cost in _costs(block, size // part, shards, (choice.recompute,))}
+        times = {part: _compute_ns(splits, cost) for part, cost in costs.items()}
         if 1 not in times:
             return None
         alone[block.id] = min(times.values())
@@ -83,15 +83,15 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
     bound = max(way, -(-work * count // positions))
     if choice.strategy == "one-to-one" and not choice.spread and request.num_parted == 0:
         bound = max(bound, count * max(alone.values()))  # each block runs all micro-batches of a copy on one device
-        if _is_chain(profile) and not _may_split(request):  # the last device waits for the others, and they for it
+        if _is_chain(profile) and not splits:  # the last device waits for the others, and they for it
             bound = max(bound, way + (count - 1) * alone[profile.blocks[-1].id])
     return bound
 
 
-def _compute_ns(request: Request, cost: CostRow) -> int:
-    """Least time of a forward and its backward, which is split or whole as the request leaves open."""
+def _compute_ns(splits: bool, cost: CostRow) -> int:
+    """Least time of a forward and its backward, which is whole, or may be split."""
     backward = cost.whole_backward_ns
-    if _may_split(request) and cost.input_grad_ns is not None and cost.weight_grad_ns is not None:
+    if splits and cost.input_grad_ns is not None and cost.weight_grad_ns is not None:
         backward = min(backward, cost.input_grad_ns + cost.weight_grad_ns)
     return cost.forward_ns + backward
 

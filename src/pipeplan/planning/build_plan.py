@@ -180,7 +180,7 @@ class Result:
 
     No plan that the request leaves open has an iteration below ``lower_bound_ns``, no schedule of the plan's own
     placement one below ``placement_lower_bound_ns``; gaps are of the iteration over each. Where the placement is given
-    there is but one of them. ``timed_out``: the search would have gone on.
+    there is but one of them. ``timed_out``: the search would have gone on. ``notes`` say which of its steps failed.
     """
 
     plan: Plan
@@ -192,6 +192,7 @@ class Result:
     placement_lower_bound_ns: int
     candidates: CandidateCounts
     timed_out: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def status(self) -> str:
@@ -252,4 +253,5 @@ class Result:
             "search_seconds": self.seconds,
             "repetend_seconds": self.schedule.repetend_seconds,
             "partition_seconds": self.partition_seconds,
+            "notes": list(self.notes),
         }

@@ -14,16 +14,18 @@ from pipeplan.costs import StageCost
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
-from pipeplan.files import Block, Placement, Profile
+from pipeplan.files import Block, PlacedStage, Placement, Profile
 from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
+from pipeplan.partition.chain.costs import Chain
+from pipeplan.partition.chain.rebalance import even
 from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.placement import Cut, can_spread, place, place_submodules, undivided
-from pipeplan.partition.problem import Partition, PartitionProblem, free
+from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, free
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.schedule.state import SearchStep
-from pipeplan.time_limit import Limit, TimeUpError
+from pipeplan.time_limit import Limit, TimeUpError, checked
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,47 @@ class Choice:
     batch: Batch
     recompute: bool
     spread: bool
+
+
+def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
+    """Chains cut evenly by time that should fit with what 1F1B has in flight: the quickest to make a plan of.
+
+    Those with fewest stages, each on as many replicas, come first, then those that recompute; their micro-batches are
+    as small as may be. Each takes a time linear in blocks and devices.
+    """
+    order, memory = request.profile.topological_order(), request.memory
+    for recompute in request.recomputes:
+        known: dict[int, list[StageCost]] = {}
+        for replicas in sorted(_replicas(request), reverse=True):
+            batch = next(_batches(request, replicas, False), None)
+            count = request.num_devices // replicas
+            if batch is None or request.num_devices % replicas or count > len(order):
+                continue
+            pricing = Pricing(batch.microbatch_size // replicas, recompute)
+            if pricing.samples not in known:
+                known[pricing.samples] = pricing.costs(request.profile, order)
+            groups = [range(replicas * place, replicas * (place + 1)) for place in range(count)]
+            known_limits = [[limit for device in group if (limit := memory[device]) is not None] for group in groups]
+            chain = Chain.of(known[pricing.samples], range(count), [min(each, default=None) for each in known_limits])
+            begins = even(chain)
+            if all(_fits_in_flight(chain, place, begins, batch.num_microbatches) for place in checked(range(count))):
+                stages = tuple(
+                    PlacedStage(blocks=order[begin:end], devices=tuple(group), replicas=replicas)
+                    for (begin, end), group in zip(chain.ranges(begins), groups, strict=True)
+                )
+                placement = Placement(strategy="one-to-one", num_devices=request.num_devices, stages=stages)
+                yield PlacementCandidate(placement, batch, recompute, "even")
+
+
+def _fits_in_flight(chain: Chain, place: int, begins: Sequence[int], num_microbatches: int) -> bool:
+    """Whether a stage has room for as many micro-batches as 1F1B has in flight there."""
+    limit = chain.memory[place]
+    if limit is None:
+        return True
+    begin, end = chain.ranges(begins)[place]
+    held = chain.held([(begin, end)])
+    more = min(chain.num_stages - place, num_microbatches) - 1
+    return held.peak + held.statics + more * held.activations <= limit
 
 
 def _choices(request: Request) -> Iterator[Choice | UsageError]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -17,6 +18,7 @@ from pipeplan.planning.request import Batch, Request, link_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.state import Progress
 from pipeplan.simulator.metrics import iteration_time, rates
@@ -126,7 +128,7 @@ class Comparison:
         }
 
 
-def compare(request: Request, *, progress: Progress | None = None) -> Comparison:
+def compare(request: Request, *, progress: Progress | None = None, within: Limit | None = None) -> Comparison:
     """Time every classic schedule on the request's placement, or on every strategy's, and search one there.
 
     Where the placement is left open, a search over everything comes first, for half of the time, with its own
@@ -138,50 +140,70 @@ def compare(request: Request, *, progress: Progress | None = None) -> Comparison
         SearchTimeoutError: no time to find what fits on any placement.
         UsageError: no placement is possible.
     """
-    return compare_on(["auto", *STRATEGIES] if request.placement == "auto" else [request.placement], request, progress)
+    placements = ["auto", *STRATEGIES] if request.placement == "auto" else [request.placement]
+    return compare_on(placements, request, progress, within)
 
 
-def compare_on(placements: Sequence[Placement | str], request: Request, progress: Progress | None = None) -> Comparison:
+def compare_on(
+    placements: Sequence[Placement | str],
+    request: Request,
+    progress: Progress | None = None,
+    within: Limit | None = None,
+) -> Comparison:
     """The same on each of some placements, of which ``auto`` is any.
 
-    The time limit is shared between them. An interruption ends the search or the timing under way; on the placements
-    after it the search only has its start, and the classic schedules are still timed.
+    The time limit, which ends with ``within``, is shared between them, and on each between the search and the classic
+    schedules. When it is up, or at Ctrl-C, what is known is the answer, and what was not reached is said to be missing.
     """
-    rows = _RowsSoFar(request)
+    rows = _RowsSoFar(request, Budget(request.time_limit, deterministic=request.deterministic, whole=within))
     shares = [len(placements) - 1 or 1 if wanted == "auto" else 1 for wanted in placements]
-    for index, wanted in enumerate(placements):
-        chunked = isinstance(wanted, str) and wanted != "auto" and STRATEGIES[wanted].chunked
-        chosen = len(placements) == 1 or wanted == "auto" or chunked
-        asked = replace(
-            request,
-            placement=wanted,
-            chunks=request.chunks if chosen else None,
-            time_limit=rows.seconds_for(shares, index),
-        )
-        try:
-            rows.search(asked, progress)
-        except KeyboardInterrupt:
-            rows.limit.interrupt()
-        except (InfeasibleError, SearchTimeoutError, UsageError) as error:
-            rows.add_failure(wanted if isinstance(wanted, str) else wanted.strategy, error)
+    with rows.limit.hearing_interrupts():
+        for index, wanted in enumerate(placements):
+            name = wanted if isinstance(wanted, str) else wanted.strategy
+            if rows.limit.interrupted or (rows.some and rows.limit.over):
+                rows.add_failure(name, SearchTimeoutError("there was no time for it; raise --time-limit"))
+                continue
+            chunked = isinstance(wanted, str) and wanted != "auto" and STRATEGIES[wanted].chunked
+            chosen = len(placements) == 1 or wanted == "auto" or chunked
+            asked = replace(
+                request,
+                placement=wanted,
+                chunks=request.chunks if chosen else None,
+                time_limit=rows.seconds_for(shares, index),
+            )
+            try:
+                rows.search(asked, progress)
+            except KeyboardInterrupt:
+                rows.limit.interrupt()
+            except (InfeasibleError, SearchTimeoutError, UsageError) as error:
+                rows.add_failure(name, error)
     return rows.comparison()
+
+
+_SEARCHING = 0.8
+"""The part of a placement's time that the search has; the rest is for timing the classic schedules there."""
 
 
 class _RowsSoFar:
     """What the comparison knows so far, placement after placement, so that an interruption leaves it whole."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, limit: Budget) -> None:
         self._request = request
+        self.limit = limit
         self._rows: list[ComparisonRow] = []
         self._missing: list[NotThere] = []
         self._failures: list[PipeplanError] = []
         self._timed: set[Hashable] = set()
         self._best_ns: int | None = None
-        self._bound_ns = request_bound(request) if request.placement == "auto" else None
-        self.limit = Limit(request.time_limit)
+        self._bound: int | None = None
+
+    @property
+    def some(self) -> bool:
+        """Whether there is a row."""
+        return bool(self._rows)
 
     def seconds_for(self, shares: Sequence[int], index: int) -> float:
-        """Time for one of the searches: its share of what is left, or of all where that must not hang on the clock."""
+        """Time for one of the placements: its share of what is left, or of all where no clock may tell."""
         if self._request.deterministic and not self.limit.interrupted:
             return self.limit.seconds * shares[index] / sum(shares)
         return self.limit.remaining * shares[index] / sum(shares[index:])
@@ -192,30 +214,38 @@ class _RowsSoFar:
         Raises:
             PipeplanError: there is no plan, whatever the memory.
         """
-        limit, listen = Limit(asked.time_limit), self._listen(progress)
+        clocked = not asked.deterministic
+        limit = Limit(asked.time_limit if clocked else math.inf, whole=self.limit)
         try:
-            self._add(asked, search_plan(asked, progress=listen))
+            first = replace(asked, time_limit=asked.time_limit * _SEARCHING) if clocked else asked
+            found = search_plan(first, progress=self._listen(progress), within=self.limit)
         except InfeasibleError as error:
             self._failures.append(error)
-            more = replace(asked, memory_bytes=error.enough_bytes or MAX_BYTES, time_limit=limit.remaining)
-            self._add(more, search_plan(more))
+            seconds = limit.remaining * _SEARCHING if clocked else asked.time_limit
+            asked = replace(asked, memory_bytes=error.enough_bytes or MAX_BYTES, time_limit=seconds)
+            found = search_plan(asked, within=self.limit)
+        self._add(asked, found, limit)
 
     def _listen(self, progress: Progress | None) -> Progress | None:
         """What a search calls: the best and the bound that are said are those of all placements."""
         if progress is None:
             return None
-        best, bound = self._best_ns, self._bound_ns
+        best = self._best_ns
+        if best is not None and self._bound is None and self._request.placement == "auto":
+            self._bound = request_bound(self._request)
+        bound = self._bound
 
         def heard(what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
-            least = best_ns if best is None else min(best, best_ns)
+            least = best_ns if best is None or not best_ns else min(best, best_ns)
             progress(what, least, min(least, bound_ns if bound is None else bound), self.limit.elapsed)
 
         return heard
 
-    def _add(self, asked: Request, result: Result) -> None:
-        """The search's row, and those of the classic schedules on its placement, for the memory that there is."""
-        if result.interrupted:
-            self.limit.interrupt()
+    def _add(self, asked: Request, result: Result, limit: Limit) -> None:
+        """The search's row, and those of the classic schedules on its placement, for the memory that there is.
+
+        Those are timed until the limit is over.
+        """
         plan, memory = result.plan, self._request.memory
         recompute = any(stage.recompute for stage in plan.stages)
         ours = _ours(result, recompute, memory)
@@ -228,11 +258,15 @@ class _RowsSoFar:
         self._timed.add((placement, batch, recompute))
         placed = replace(asked, placement=placement, batch=batch, num_devices=len(plan.devices), chunks=None, sizes=())
         candidate = PlacementCandidate(placement, batch, recompute, "compared")
-        problems = [OneMicrobatch.of(workload, require_room=False) for workload in workloads(placed, candidate)]
-        for name in CLASSIC:
-            rows, reason = _classic(name, problems, recompute, ours.lower_bound_ns, memory)
-            self._rows += rows
-            self._missing += [] if rows else [NotThere(name, ours.placement, reason)]
+        left = dict.fromkeys(CLASSIC, "there was no time for it; raise --time-limit")
+        with limit.ended():
+            problems = [OneMicrobatch.of(workload, require_room=False) for workload in workloads(placed, candidate)]
+            for name in CLASSIC:
+                rows, left[name] = _classic(name, problems, recompute, ours.lower_bound_ns, memory)
+                self._rows += rows
+                if rows:
+                    del left[name]
+        self._missing += [NotThere(name, ours.placement, reason) for name, reason in left.items()]
 
     def add_failure(self, placement: str, error: PipeplanError) -> None:
         """A placement on which nothing is possible."""
@@ -242,7 +276,7 @@ class _RowsSoFar:
     def comparison(self) -> Comparison:
         """All of it, best first; without any row, the first reason raised."""
         if not self._rows:
-            raise self._failures[0] if self._failures else KeyboardInterrupt
+            raise KeyboardInterrupt if self.limit.interrupted else self._failures[0]
         request = self._request
         rows: dict[Hashable, ComparisonRow] = {}
         for row in sorted(self._rows, key=_rank):

@@ -26,7 +26,7 @@ from pipeplan.schedule.state import scheduler_words
 from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
 from pipeplan.sharding.tracking import knee
-from pipeplan.time_limit import Limit, TimeUpError
+from pipeplan.time_limit import Limit
 from pipeplan.units import format_bytes, format_ns, named_devices, rounded_up
 from pipeplan.workload.elements import Stage
 
@@ -288,7 +288,9 @@ def _counts(
     return (most,)
 
 
-def search_frontier(request: Request, *, mode: Mode = "all", point: int | None = None) -> FrontierResult:
+def search_frontier(
+    request: Request, *, mode: Mode = "all", point: int | None = None, within: Limit | None = None
+) -> FrontierResult:
     """All strategies that no other one found beats in memory, time and devices, and the one that ``mode`` chooses.
 
     ``point`` chooses the so-many-th of those that the mode shows instead. When time runs out, or at Ctrl-C, what was
@@ -299,20 +301,20 @@ def search_frontier(request: Request, *, mode: Mode = "all", point: int | None =
         InfeasibleError: nothing fits.
     """
     if request.splitting is None:
-        found = _of_plans(request, quickest=mode in ("min-time", "profile"))
+        found = _of_plans(request, within, quickest=mode in ("min-time", "profile"))
     else:
-        found = _of_splits(request, request.splitting)
+        found = _of_splits(request, request.splitting, within)
     return _chosen(found, mode, point)
 
 
-def _of_splits(request: Request, splitting: Splitting) -> FrontierResult:
+def _of_splits(request: Request, splitting: Splitting, within: Limit | None) -> FrontierResult:
     """One stage on all devices, for every number of them."""
     samples, requests = request.batch.mini_batch, request.by_devices
     points: list[FrontierPoint] = []
     plans: list[Callable[[], Plan]] = []
     notes = list(request_notes(request))
     held = 0
-    tracked, interrupted = _tracked(requests, splitting)
+    tracked, interrupted = _tracked(requests, splitting, within)
     if interrupted:
         notes.append(f"ended early: what there was no time for was tracked as with --tolerance {_ROUGH}")
     for own, splits in zip(requests, tracked, strict=True):
@@ -379,21 +381,17 @@ def _proof_notes(count: int, splits: Splits, points: Sequence[FrontierPoint]) ->
         yield f"{devices}: exact{apart}"
 
 
-def _tracked(requests: Sequence[Request], splitting: Splitting) -> tuple[list[Splits], bool]:
+def _tracked(requests: Sequence[Request], splitting: Splitting, within: Limit | None) -> tuple[list[Splits], bool]:
     """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True."""
-    limit = Limit(requests[0].time_limit)
+    limit = Limit(requests[0].time_limit, whole=within)
     settling = min(_SETTLING, _SETTLING_SHARE * limit.seconds)
     found: list[Splits] = []
-    try:
-        with limit.enforced():
-            # one by one: what is done stays
-            found.extend(split_frontier(each, splitting, seconds=settling) for each in requests)
-    except (KeyboardInterrupt, TimeUpError) as end:
-        if isinstance(end, TimeUpError) and end.limit is not limit:
-            raise
-        rough = replace(splitting, within=max(splitting.within, _ROUGH))
-        return found + [split_frontier(each, rough) for each in requests[len(found) :]], True
-    return found, False
+    with limit.hearing_interrupts(), limit.ended():
+        # one by one: what is done stays
+        found.extend(split_frontier(each, splitting, seconds=settling) for each in requests)
+        return found, False
+    rough = replace(splitting, within=max(splitting.within, _ROUGH))
+    return found + [split_frontier(each, rough) for each in requests[len(found) :]], True
 
 
 _SETTLING, _SETTLING_SHARE = 10.0, 0.2
@@ -437,9 +435,9 @@ def _unprofiled(splits: Splits, point: SplitPoint) -> tuple[str, tuple[int, int 
     return text, (low, point.time_ns + sum(more) if len(more) == len(found) else None)
 
 
-def _of_plans(request: Request, *, quickest: bool) -> FrontierResult:
+def _of_plans(request: Request, within: Limit | None, *, quickest: bool) -> FrontierResult:
     """Whole plans, pipelines or not, for every number of devices; those that should be ``quickest`` come first."""
-    found = plan_frontier(request, quickest=quickest)
+    found = plan_frontier(request, quickest=quickest, within=within)
     points = [
         FrontierPoint(
             point.num_devices,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,21 +29,21 @@ class ExplainShortage(PlanStep):
     ``seconds_per_schedule``.
     """
 
-    seconds: float = 1.0
+    seconds: float = 0.5
     precision: float = 1.01
     seconds_per_schedule: float = 1.0
     name = "explain what does not fit"
     when = "nothing fits into memory"
+    after_all = True
 
     def applies(self, search: PlanSearch) -> bool:
-        return search.best is None and not search.budget.interrupted
+        return search.best is None and not search.budget.interrupted and bool(search.failures)
 
     def run(self, search: PlanSearch) -> None:
         error = most_telling(search.failures)
         if isinstance(error, InfeasibleError):
             seconds = max(self.seconds, search.budget.remaining)
-            with suppress(KeyboardInterrupt):
-                search.failures.insert(0, shortage(search.request, error, seconds, self))
+            search.failures.insert(0, shortage(search.request, error, seconds, self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +115,12 @@ class _Least:
         for number, part in enumerate(parts, 1):
             self._time = Limit(number * seconds / len(parts) - whole.elapsed)
             try:
-                part()
-            except TimeUpError:
-                self.in_time = False
+                with self._time.enforced():
+                    part()
+            except TimeUpError as up:
+                if up.limit is not self._time:
+                    raise
+                self.in_time = self.in_time and part == self._find_others  # what it finds is no less
 
     def _find_memory(self) -> None:
         for point in _points(self._request):
@@ -133,9 +135,8 @@ class _Least:
         """Flags by each of which alone something fits into the memory that there is."""
         for flag, request in _changed(self._request):
             within = replace(request, memory_bytes=self._limit)
-            with suppress(TimeUpError):
-                if any(fit(within) is not None for fit in (self._chain, self._graph)):
-                    self.others.append(flag)
+            if any(fit(within) is not None for fit in (self._chain, self._graph)):
+                self.others.append(flag)
 
     def _lower(self, fit: _FitOf) -> None:
         """The least memory with which something fits, if that is less than what is known."""

@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from heapq import merge
 from itertools import product
 
-from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
+from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.partition.stage_frontier import StageFrontiers
@@ -47,7 +47,8 @@ class _Constants:
 
     After a part ``one_stage`` strategies of one stage are only tracked to within ``rough`` of the frontier; after
     ``chains`` partitions of the chain make way for what else there is, after ``split`` split stages. What would do
-    where nothing fits gets ``explaining`` seconds at least, counting what was not tried ``counting``.
+    where nothing fits gets ``explaining`` seconds at least, counting what was not tried ``counting``, but no more than
+    ``most_counting`` seconds. However little time is left there are ``patience`` seconds for something to be found.
     """
 
     step: float = 0.92
@@ -60,6 +61,8 @@ class _Constants:
     split: float = 0.85
     explaining: float = 1.0
     counting: float = 0.05
+    most_counting: float = 2.0
+    patience: float = 0.5
 
 
 _HOW = _Constants()
@@ -200,20 +203,24 @@ class PlanFrontier:
     failures: Mapping[int, PipeplanError] = field(default_factory=dict)
 
 
-def plan_frontier(request: Request, *, quickest: bool = False) -> PlanFrontier:
+def plan_frontier(request: Request, *, quickest: bool = False, within: Limit | None = None) -> PlanFrontier:
     """The frontier of a request's profile and mini-batch over its numbers of devices.
 
     The request's memory is the most that any plan may take. Ends when all partitions have been tried, at Ctrl-C, or at
-    the time limit as soon as there is something, whatever is going on then: with what there is. Where the ``quickest``
-    are looked for, what promises least time comes first.
+    the time limit, that of ``within``, too, whatever is going on then: with what there is. Where the ``quickest`` are
+    looked for, what promises least time comes first.
 
     Raises:
         InfeasibleError: nothing fits; it says what would, as far as there was time to find out.
+        KeyboardInterrupt: interrupted before there was anything.
+        SearchTimeoutError: time was up before there was anything.
     """
-    found = _searched(request, request.time_limit, quickest)
+    limit = Limit(request.time_limit, whole=within)
+    limit.patience = max(0.0, _HOW.patience - limit.remaining)
+    found = _searched(request, limit, quickest)
     if not found.best:
-        raise _why(request, found)
-    untried = _counted(found.partitions, _HOW.counting * request.time_limit) if found.interrupted else 0
+        raise KeyboardInterrupt if limit.interrupted else _why(request, found)
+    untried = _counted(found, min(_HOW.counting * request.time_limit, _HOW.most_counting)) if found.interrupted else 0
     points = sorted(found.best, key=lambda point: point.place)
     seconds, counts = found.limit.elapsed, {point.num_devices for point in points}
     failures = {count: error for count, error in found.failures.items() if count not in counts}
@@ -221,14 +228,14 @@ def plan_frontier(request: Request, *, quickest: bool = False) -> PlanFrontier:
     return PlanFrontier(tuple(points), *how, failures)
 
 
-def _searched(request: Request, seconds: float, quickest: bool) -> _FrontierSearch:
-    """Try everything in turn, until the time is up."""
+def _searched(request: Request, limit: Limit, quickest: bool) -> _FrontierSearch:
+    """Try everything in turn, until the time is up, less what counting what is left will take."""
     requests = request.by_devices
     splits = GroupSplits(request.profile, request.cluster)
     partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in requests])
-    search = _FrontierSearch(Limit(seconds), partitions)
+    search = _FrontierSearch(limit, partitions, interrupted=True)
     share = (_HOW.chains, _HOW.split) if quickest else (1.0, 1.0)
-    try:
+    with limit.hearing_interrupts(), limit.ended():
         for asked in requests:
             search.one_stage(asked)
             search.own_placement(asked)
@@ -237,8 +244,6 @@ def _searched(request: Request, seconds: float, quickest: bool) -> _FrontierSear
         joined = search.try_all(in_turn(others), share[1])
         split = search.try_all(in_turn([_split(splits, points) for points in search.by_devices(requests)]))
         search.interrupted = not (search.try_all(partitions) and split and joined)
-    except (KeyboardInterrupt, TimeUpError):
-        search.interrupted = True
     return search
 
 
@@ -246,11 +251,16 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
     """Why there is nothing; where memory is short, with what the same search finds on every number of devices."""
     limit = request.least_memory
     devices = named_devices(*(each.num_devices for each in request.by_devices))
-    error = next(iter(found.failures.values()), InfeasibleError(f"no plan was found for {devices}"))
-    if limit is None:
+    nothing: PipeplanError = InfeasibleError(f"no plan was found for {devices}")
+    if found.interrupted:
+        nothing = SearchTimeoutError(
+            f"no plan was found in {found.limit.elapsed:.1f} s, nor that there is none; raise --time-limit"
+        )
+    error = next(iter(found.failures.values()), nothing)
+    if limit is None or found.interrupted:
         return error
     seconds = max(_HOW.explaining, found.left() / 2)
-    able = _searched(replace(request, memory_bytes=MAX_BYTES), seconds, quickest=False)
+    able = _searched(replace(request, memory_bytes=MAX_BYTES), Limit(seconds), quickest=False)
     if not able.best:
         return error
     least: dict[int, int] = {}
@@ -262,7 +272,7 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
     raised = rounded_up(min(least.values()))
 
     def fits(asked: Request) -> bool:
-        return bool(_searched(asked, _HOW.explaining, quickest=False).best)
+        return bool(_searched(asked, Limit(_HOW.explaining), quickest=False).best)
 
     ways = [f"raise --memory to {format_bytes(raised)}", *changes_that_do(request, fits, seconds)]
     return InfeasibleError(
@@ -274,12 +284,12 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
 
 def changes_that_do(request: Request, fits: Callable[[Request], bool], seconds: float) -> Iterator[str]:
     """Fewer samples, and more devices, with which alone something fits; as far as there is time to find out."""
-    with suppress(TimeUpError), Limit(seconds).enforced():
+    with Limit(seconds).ended():
         for flag, asked in _halved(request):
             if fits(asked):
                 yield flag
                 break
-    with suppress(TimeUpError), Limit(seconds).enforced():
+    with Limit(seconds).ended():
         for flag, asked in _doubled(request):
             with suppress(UsageError):  # the cluster has no more
                 if fits(asked):
@@ -332,14 +342,16 @@ class _FrontierSearch:
         """Seconds until a share of the time is over."""
         return share * self.limit.seconds - self.limit.elapsed
 
-    def once_found(self) -> AbstractContextManager[None]:
-        """The limit enforced as soon as there is something."""
-        return self.limit.enforced() if self.best else nullcontext()
+    def keep(self, found: PlanPoint) -> None:
+        """Another point, if it belongs there; from now on there is something, and time for all that must follow."""
+        self.best = _with(self.best, found)
+        self.limit.patience = 0.0
+        self.limit.reserved = min(_HOW.counting * self.limit.seconds, _HOW.most_counting)
 
     def one_stage(self, request: Request) -> None:
         """Compare the strategies of one stage: all, or when a share of the time is over some, or none."""
         for share, within in ((_HOW.one_stage, 0.0), (1.0, _HOW.rough)):
-            limit = Limit(self.left(share))
+            limit = Limit(self.left(share), whole=self.limit)
             try:
                 with limit.enforced():
                     found = list(_one_stage(request, within))
@@ -348,7 +360,7 @@ class _FrontierSearch:
                     raise
                 continue
             for tried in found:
-                self.best = _with(self.best, tried)
+                self.keep(tried)
             if not within:
                 return
             break
@@ -359,22 +371,20 @@ class _FrontierSearch:
         for candidate in own_placement(request):
             limit = request.least_memory
             while not self.best or self.left() > 0:
-                with self.once_found():
-                    tried = _tried(PartitionTrial(replace(request, memory_bytes=limit), candidate), candidate, ())
+                tried = _tried(PartitionTrial(replace(request, memory_bytes=limit), candidate), candidate, ())
                 self.num_tried += 1
                 if tried is None:
                     break
-                self.best = _with(self.best, tried)
+                self.keep(tried)
                 limit = int(_HOW.step * tried.memory_bytes)
 
     def try_all(self, found: Iterator[PartitionTrial], share: float = 1.0) -> bool:
         """Try partitions until a share of the time is over, at least until something fits; whether it was all."""
         while not self.best or self.left(share) > 0:
-            with self.once_found():
-                asked = next(found, None)
-                if asked is None:
-                    return True
-                self._try(asked)
+            asked = next(found, None)
+            if asked is None:
+                return True
+            self._try(asked)
         return False
 
     def _try(self, asked: PartitionTrial) -> None:
@@ -384,7 +394,7 @@ class _FrontierSearch:
         self.num_tried += 1
         tried = _tried(asked, asked.candidate, self.best)
         if tried is not None:
-            self.best = _with(self.best, tried)
+            self.keep(tried)
 
     def memories(self, num_devices: int) -> list[int]:
         """The memory of the points on ``num_devices``, most first."""
@@ -433,11 +443,11 @@ def _split(splits: GroupSplits, best: Sequence[PlanPoint]) -> Iterator[Partition
             yield PartitionTrial(tried.request, found)
 
 
-def _counted(found: Iterator[PartitionTrial], seconds: float) -> int:
-    """How many partitions there still are, as far as they can be counted in so long."""
-    number, limit = 0, Limit(seconds)
-    with suppress(KeyboardInterrupt, TimeUpError), limit.enforced():
-        for asked in found:
+def _counted(found: _FrontierSearch, seconds: float) -> int:
+    """How many partitions there still are, as far as they can be counted in so long; interrupted, nobody waits."""
+    number, limit = 0, Limit(0.0 if found.limit.interrupted else seconds)
+    with limit.ended():
+        for asked in found.partitions:
             number += not isinstance(asked.candidate, PipeplanError)
             limit.check()
     return number

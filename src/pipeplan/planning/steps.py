@@ -11,22 +11,33 @@ be left out: ``search_plan(request, steps=without({"windows"}))``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from pipeplan.errors import PipeplanError, SearchTimeoutError, UsageError
-from pipeplan.files import PlacedStage, Placement
+from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned
-from pipeplan.planning.candidates import PlacementCandidate, PublishedPlanners, StageGraphs, candidates
+from pipeplan.planning.candidates import PlacementCandidate, PublishedPlanners, StageGraphs, candidates, even_cuts
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.request import Request
-from pipeplan.planning.trials import BackwardWays, PlanSearch, PlanStep, Trial, iteration_of, on_cluster, workloads
+from pipeplan.planning.trials import (
+    BackwardWays,
+    MadePlan,
+    PlanSearch,
+    PlanStep,
+    Trial,
+    iteration_of,
+    on_cluster,
+    workloads,
+)
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget, load_solver
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.search import FirstLook
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
+from pipeplan.time_limit import Limit, checkpoint, shielded
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
@@ -211,6 +222,43 @@ def _reason_against_parts(workload: Workload) -> str | None:
 
 
 @dataclass(frozen=True)
+class EvenCut(PlanStep):
+    """A first plan of a large request: cut evenly, with 1F1B or GPipe; in ``seconds`` at most, or it is said.
+
+    In others the first candidate is as quick.
+    """
+
+    least: int = 4_000
+    seconds: float = 2.5
+    name = "even cut"
+    when = "first, once; more than {least} blocks x devices; --placement auto or one-to-one, --scheduler auto"
+    in_turn = True
+
+    def run(self, search: PlanSearch) -> None:
+        if search.begun or not self._is_for(search.request):
+            return
+        search.begun = True
+        limit = Limit(math.inf if search.budget.deterministic else self.seconds)
+        with limit.ended():
+            for candidate in even_cuts(search.request):
+                trial = Trial.of(search.request, candidate, search.steps)
+                trial.look_plainly()
+                if trial.best is not None:
+                    search.trials.append(trial)
+                    search.looked_at += 1
+                    search.report(trial)
+                    break
+        if search.best is None:
+            search.say("no even cut with GPipe or 1F1B was found that fits: the search goes on")
+        _secure(search)
+
+    def _is_for(self, request: Request) -> bool:
+        plain = request.placement in ("auto", "one-to-one") and request.scheduler == "auto"
+        large = request.num_devices * len(request.profile.blocks) > self.least
+        return plain and large and not (request.num_parted or request.spread)
+
+
+@dataclass(frozen=True)
 class LookAtCandidates(PlanStep):
     """Known schedules of placements as they come; once there is a plan, only while ``least`` of the limit is left.
 
@@ -230,6 +278,7 @@ class LookAtCandidates(PlanStep):
         budget = search.budget
         until = budget.used + self.share * budget.remaining
         while search.best is None or (budget.used < until and not budget.interrupted):
+            checkpoint()
             candidate = search.take()
             if search.all_seen:
                 return
@@ -256,7 +305,9 @@ class LookAtCandidates(PlanStep):
         searched = isinstance(request.placement, Placement) or request.scheduler != "auto"
         if searched or trial.worse(best):
             return
-        trial.look()
+        with search.noting(f"known schedules of {candidate.placement.strategy}"):
+            trial.look()
+        _secure(search)
         if slicing is not None:
             slicing.at_once(request, trial)
         search.budget.charge(SECONDS_PER_LOOK * sum(map(ShorterRun().actions, trial.ways)))
@@ -289,6 +340,7 @@ class SearchCandidates(PlanStep):
         slicing = named(search.steps, SliceForwards)
         try:
             trial.search(search.request, search.budget, seconds, search.listen(trial))
+            _secure(search)
             if slicing is not None:
                 slicing.at_once(search.request, trial)
         except PipeplanError as error:
@@ -300,6 +352,7 @@ class SearchCandidates(PlanStep):
 
 
 STEPS: tuple[SearchStep, ...] = (
+    EvenCut(),
     LookAtCandidates(),
     StageGraphs(),
     PublishedPlanners(),
@@ -331,27 +384,36 @@ def table(steps: Sequence[SearchStep] = STEPS) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def search_plan(request: Request, *, progress: Progress | None = None, steps: Sequence[SearchStep] = STEPS) -> Result:
+def search_plan(
+    request: Request,
+    *,
+    progress: Progress | None = None,
+    steps: Sequence[SearchStep] = STEPS,
+    within: Limit | None = None,
+) -> Result:
     """Search the best plan of a placement, a strategy, or with ``auto`` of all of them, for a mini-batch.
 
     With ``split_backward`` left open both ways get a short look and the better one the rest of the time, and the bound
     is for both. With ``auto`` micro-batches have any of the request's sizes per replica, and recomputation is a choice
-    like others; otherwise it is tried only where nothing fits without. ``steps`` are what is tried.
+    like others; otherwise it is tried only where nothing fits without. ``steps`` are what is tried; the search spends
+    the time of ``within``, too, and ends with it. It ends with the best plan when time is up, or at Ctrl-C, and early
+    enough to make that plan in time.
 
     Raises:
+        KeyboardInterrupt: interrupted before there was a plan.
+        SearchTimeoutError: time was up before there was one.
         InfeasibleError: nothing fits; the text names the device, the bytes and what to change.
         UsageError: a request that contradicts the profile.
     """
     load_solver()
-    search = PlanSearch(request, Budget(request.time_limit, request.seed, request.deterministic), progress, steps)
+    budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within)
+    search = PlanSearch(request, budget, progress, steps)
     looking = named(steps, LookAtCandidates) or LookAtCandidates()
     search.run(lambda: candidates(request, steps, looking.chains_between))
     best = search.best
-    if best is None or best.best is None:
-        raise most_telling(search.failures)
-    _finish(request, best)
-    schedule = best.settled
-    plan = planned(request, best.candidate, schedule, best.best.workload)
+    if best is None:
+        raise _nothing(search)
+    schedule, plan = _plan_of(search, best)
     chosen = None if isinstance(request.placement, Placement) else search.partition_seconds
     refuted = sum(trial.hopeless(best) for trial in search.trials if trial is not best)
     counts = CandidateCounts(search.looked_at, search.refuted + refuted, sum(1 for _ in search.open))
@@ -366,7 +428,50 @@ def search_plan(request: Request, *, progress: Progress | None = None, steps: Se
         placement_lower_bound_ns=proved,
         candidates=counts,
         timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
+        notes=tuple(dict.fromkeys([*search.notes, *(note for trial in search.trials for note in trial.notes)])),
     )
+
+
+def _nothing(search: PlanSearch) -> BaseException:
+    """Why there is no plan."""
+    if search.budget.interrupted:
+        return KeyboardInterrupt()
+    if search.failures:
+        return most_telling(search.failures)
+    return SearchTimeoutError(
+        f"no plan was found in {search.budget.elapsed:.1f} s, nor that there is none; raise --time-limit"
+    )
+
+
+def _secure(search: PlanSearch) -> None:
+    """Make the first plan at once, so that nothing can lose it, and keep as long for making the last one.
+
+    How long that takes is taken to grow with the number of actions; it is found out again when there are many more.
+    """
+    best, made = search.best, search.made
+    if search.budget.deterministic or best is None or best.best is None:
+        return
+    if made is None or best.best.graph.num_tasks > 2 * made.schedule.graph.num_tasks:
+        begun = search.budget.elapsed
+        with shielded():
+            schedule, plan = _plan_of(search, best)
+        made = search.made = MadePlan(schedule, plan, search.budget.elapsed - begun)
+    search.budget.patience = 0.0
+    search.budget.reserved = made.seconds * best.best.graph.num_tasks / made.schedule.graph.num_tasks
+
+
+def _plan_of(search: PlanSearch, trial: Trial) -> tuple[Schedule, Plan]:
+    """The settled schedule of a trial and its plan, which may have been made."""
+    assert trial.best is not None
+    made = search.made
+    if made is not None and (trial.parted or trial.best).orders is made.schedule.orders:
+        schedule = trial.settled
+        known = made.plan.predicted
+        proved = {"lower_bound_ns": schedule.bound_ns, "gap": known.makespan_ns / schedule.bound_ns - 1}
+        return schedule, made.plan.model_copy(update={"predicted": known.model_copy(update=proved)})
+    _finish(search.request, trial)
+    schedule = trial.settled
+    return schedule, planned(search.request, trial.candidate, schedule, trial.best.workload)
 
 
 def _finish(request: Request, trial: Trial) -> None:

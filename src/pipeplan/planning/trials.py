@@ -6,18 +6,17 @@ a search of its schedules takes a share of the time.
 
 from __future__ import annotations
 
-import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cmp_to_key
 from typing import ClassVar
 
 from pipeplan.costs import build_workload, can_split
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
-from pipeplan.files import Placement
+from pipeplan.files import Placement, Plan
 from pipeplan.partition.mapping import mapped
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.bounds import request_bound
@@ -26,10 +25,10 @@ from pipeplan.planning.request import Request
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
-from pipeplan.schedule.search import SEARCHING, FirstLook, first_look, search_schedule
-from pipeplan.schedule.state import Progress, Schedule, SearchStep, complexity, first_by, named
+from pipeplan.schedule.search import SEARCHING, FirstLook, first_look, plain_look, search_schedule
+from pipeplan.schedule.state import Progress, Schedule, SearchStep, complexity, first_by, named, noted
 from pipeplan.schedule.steps import STEPS
-from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.time_limit import shielded
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.kinds import GRADIENTS
 from pipeplan.workload.one_microbatch import device_groups
@@ -114,8 +113,8 @@ class Trial:
 
     ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration;
     ``parted`` the same with leading forwards in parts, if that is shorter or asked for, and ``parted_bound`` ns that
-    none with forwards in parts is below. ``steps`` are those of a search. ``sync_ns`` is what summing gradients takes
-    at least, ``slowest_sync_ns`` at most on any device.
+    none with forwards in parts is below. ``steps`` are those of a search, ``notes`` what went wrong in them.
+    ``sync_ns`` is what summing gradients takes at least, ``slowest_sync_ns`` at most on any device.
     """
 
     candidate: PlacementCandidate
@@ -125,6 +124,7 @@ class Trial:
     parted: Schedule | None = None
     parted_bound: int | None = None
     steps: Sequence[SearchStep] = STEPS
+    notes: list[str] = field(default_factory=list)
     sync_ns: int = field(init=False)
     slowest_sync_ns: int = field(init=False)
 
@@ -168,6 +168,11 @@ class Trial:
         ways = workloads(request, self.candidate)
         self.ways = [self.best.workload if way == self.best.workload else way for way in ways]
         self.bounds = list(map(weak_makespan_bound, self.ways))
+
+    def look_plainly(self) -> None:
+        """GPipe and 1F1B alone, which takes a time linear in the actions."""
+        for workload in self.ways:
+            self._offer(plain_look(workload))
 
     def look(self, *, thorough: bool = False) -> None:
         """Known schedules alone, which takes no solver."""
@@ -223,7 +228,7 @@ class Trial:
     ) -> Schedule:
         """Search a workload's schedule with a part of the budget, from what is known on."""
         with budget.share(seconds) as share:
-            return search_schedule(
+            found = search_schedule(
                 workload,
                 share,
                 scheduler=request.scheduler,
@@ -233,6 +238,8 @@ class Trial:
                 progress=progress,
                 steps=self.steps,
             )
+        self.notes += found.notes
+        return found
 
     def _hopeless(self, way: int) -> bool:
         """Whether this way of running backward cannot be better than what another one has found."""
@@ -243,8 +250,9 @@ class Trial:
         return self.best if self.best is not None and self.best.workload is workload else None
 
     def _learn(self, way: int, schedule: Schedule) -> None:
-        self.bounds[way] = max(self.bounds[way], schedule.bound_ns)
-        self._offer(schedule)
+        with shielded():  # what was found while there was time
+            self.bounds[way] = max(self.bounds[way], schedule.bound_ns)
+            self._offer(schedule)
 
     def _offer(self, schedule: Schedule | None) -> None:
         if schedule is None:
@@ -262,9 +270,13 @@ class Trial:
 
 
 class PlanStep(SearchStep, ABC):
-    """A step of the search for a plan. Those ``in_turn`` are repeated, the others run once at the end if they apply."""
+    """A step of the search for a plan. Those ``in_turn`` are repeated, the others run once at the end if they apply.
+
+    What is ``after_all`` runs at the end even if there is no time left.
+    """
 
     in_turn: ClassVar[bool] = False
+    after_all: ClassVar[bool] = False
 
     def applies(self, search: PlanSearch) -> bool:
         """Whether the precondition holds."""
@@ -275,6 +287,19 @@ class PlanStep(SearchStep, ABC):
         """Add to what is known."""
 
 
+_PATIENCE = 0.5
+"""Seconds that every search has for its first plan, however little is left when it begins."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadePlan:
+    """The plan of a schedule, and in how many seconds it was made."""
+
+    schedule: Schedule
+    plan: Plan
+    seconds: float
+
+
 @dataclass(slots=True)
 class PlanSearch:
     """Trials in the order they were made, and why other candidates are not among them.
@@ -283,7 +308,8 @@ class PlanSearch:
     no more will be once ``all_seen``. ``looked_at`` counts those there was a look at, ``refuted`` those that became no
     trials, since no schedule of theirs can be better. ``others`` {key: ns} are bounds of what is none of the trials: of
     all that the request leaves open (None), of candidates that are not tried or were given up. ``finalists`` are the
-    trials with a schedule at the end, best first.
+    trials with a schedule at the end, best first. ``notes`` say what went wrong, ``made`` is the plan that was made
+    last, by which it is known how long that takes: so much of the time is reserved for it.
     """
 
     request: Request
@@ -300,36 +326,55 @@ class PlanSearch:
     all_seen: bool = False
     finalists: list[Trial] = field(default_factory=list)
     partition_seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
+    begun: bool = False
+    made: MadePlan | None = None
     _seen: set[Hashable] = field(default_factory=set)
     _said: tuple[int, str] | None = None
+    _bounded: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._bounded = isinstance(self.request.placement, Placement)
 
     def run(self, candidates: Callable[[], Iterator[Proposal]]) -> None:
         """Repeat the steps that go in turn until all candidates have been looked at or time is up; then all others.
 
-        What is only a fallback comes if there is nothing else.
+        What is only a fallback comes if there is nothing else. Whatever runs ends when time is up, or at Ctrl-C.
         """
-        if not isinstance(self.request.placement, Placement):
-            self.others[None] = request_bound(self.request)
         steps = [step for step in self.steps if isinstance(step, PlanStep)]
-        for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
-            self.open, self.fallback, self.all_seen = candidates(), fallback, False
-            try:
+        self.budget.patience = max(0.0, _PATIENCE - self.budget.remaining)
+        left = steps
+        with self.budget.hearing_interrupts(), self.budget.ended():
+            if not self._bounded:
+                self.others[None] = 1  # the least a bound is; it takes longer than the first plan to find out more
+            for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
+                self.open, self.fallback, self.all_seen = candidates(), fallback, False
                 self._repeat([step for step in steps if step.in_turn])
-            except KeyboardInterrupt:
-                if self.best is None:
-                    raise
-                self.budget.interrupted = True
-            if self.best is not None:
-                break
-        self.finalists = sorted(self.done, key=cmp_to_key(_compared))
-        for step in steps:
-            if not step.in_turn and step.applies(self):
+                if self.best is not None:
+                    break
+            self.finalists = sorted(self.done, key=cmp_to_key(_compared))
+            left = [step for step in steps if not step.in_turn]
+            while left:
+                step = left.pop(0)
+                with self.noting(step.name):
+                    if step.applies(self):
+                        step.run(self)
+        for step in left:
+            if step.after_all and step.applies(self):
                 step.run(self)
 
     def _repeat(self, steps: Sequence[PlanStep]) -> None:
         while not self.all_seen:
             for step in steps:
-                step.run(self)
+                with self.noting(step.name):
+                    step.run(self)
+                if self.best is not None and not self._bounded:
+                    self._bounded = True
+                    self.others[None] = request_bound(self.request)
+
+    def noting(self, what: str) -> AbstractContextManager[None]:
+        """What goes wrong inside is only noted once there is a plan, as :func:`pipeplan.schedule.state.noted` says."""
+        return noted(what, self.notes, lambda: self.best is not None)
 
     @property
     def best(self) -> Trial | None:
@@ -352,10 +397,10 @@ class PlanSearch:
 
     def take(self) -> PlacementCandidate | None:
         """The next candidate; None where there is none, it was seen before, or that were all."""
-        begun = time.monotonic()
+        begun = self.budget.elapsed
         propose = next(self.open, None)
         candidate = None if propose is None else propose()
-        self.partition_seconds += time.monotonic() - begun
+        self.partition_seconds += self.budget.elapsed - begun
         if propose is None:
             self.all_seen = True
         elif isinstance(candidate, PipeplanError):
@@ -379,6 +424,11 @@ class PlanSearch:
         """No plan that the request leaves open has a shorter iteration."""
         given = isinstance(self.request.placement, Placement)
         return min([*self.others.values(), *(trial.bound_ns for trial in self.trials if given)], default=0)
+
+    def say(self, what: str) -> None:
+        """Say what is not known: a plan."""
+        if self.progress is not None:
+            self.progress(what, 0, 0, self.budget.elapsed)
 
     def report(self, trial: Trial) -> None:
         """Say what is known after a look at a trial."""
@@ -406,7 +456,7 @@ class PlanSearch:
 
 def iteration_of(schedule: Schedule) -> int:
     """Ns of a schedule's iteration, gradients summed."""
-    return iteration_time(schedule.workload, rates(schedule.graph, schedule.orders, schedule.starts, schedule.loop))
+    return schedule.iteration_ns
 
 
 _SIMPLE_FIRST: dict[str, int] = {name: place for place, name in enumerate(STRATEGIES)}

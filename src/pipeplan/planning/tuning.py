@@ -54,7 +54,7 @@ class Workers:
         if self._count > 1:
             context = get_context("spawn")  # threads of a progress line do not survive a fork
             self._stop = context.Event()
-            known = self._request, self._stop, self._limit
+            known = self._request, self._stop, Limit(self._limit.left())
             self._pool = ProcessPoolExecutor(self._count, mp_context=context, initializer=_begin, initargs=known)
         self._left.enter_context(self._limit.hearing_interrupts(self.interrupt))
         return self
@@ -77,7 +77,7 @@ class Workers:
 
     def interrupt(self) -> None:
         """Let what is at work come to its end soon, and begin no more."""
-        self._limit.interrupted = True
+        self._limit.interrupt()
         if self._pool is not None:
             self._stop.set()
 
@@ -105,7 +105,8 @@ class Workers:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _here(self, work: Work[Item, Found], item: Item) -> Found:
-        return work(self._request, item, lambda: self.stopped)
+        with self._limit.enforced():
+            return work(self._request, item, lambda: self.stopped)
 
 
 class _WorkerState:
@@ -116,16 +117,24 @@ class _WorkerState:
     limit: Limit
 
 
+@dataclass(slots=True, eq=False)
+class _Stoppable(Limit):
+    """A process's limit, which the event interrupts."""
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether no more work is wanted."""
+        return _WorkerState.stop.is_set()
+
+
 def _begin(request: Request, stop: Event, limit: Limit) -> None:
-    _WorkerState.request, _WorkerState.stop, _WorkerState.limit = request, stop, limit
+    _WorkerState.request, _WorkerState.stop = request, stop
+    _WorkerState.limit = _Stoppable(limit.seconds, started=limit.started)
 
 
 def _apply(work: Work[Item, Found], item: Item) -> Found:
-    return work(_WorkerState.request, item, _stopped)
-
-
-def _stopped() -> bool:
-    return _WorkerState.stop.is_set() or _WorkerState.limit.expired
+    with _WorkerState.limit.enforced():
+        return work(_WorkerState.request, item, lambda: _WorkerState.limit.expired)
 
 
 _PLACED, _PLACING = 32, 0.4
@@ -178,7 +187,14 @@ class Tuning:
         }
 
 
-def tune(request: Request, *, workers: int = 1, cache: str | None = None, progress: Progress | None = None) -> Tuning:
+def tune(
+    request: Request,
+    *,
+    workers: int = 1,
+    cache: str | None = None,
+    progress: Progress | None = None,
+    within: Limit | None = None,
+) -> Tuning:
     """Look into the grid that the request leaves open, on ``workers`` processes, until all is known or time is up.
 
     ``cache`` names a file that keeps what is found, and from which a tuning that was interrupted goes on.
@@ -188,7 +204,7 @@ def tune(request: Request, *, workers: int = 1, cache: str | None = None, progre
         SearchTimeoutError: time was up before there was a row.
         UsageError: a request that contradicts the profile, or a cache that is none.
     """
-    limit = Limit(request.time_limit)
+    limit = Limit(request.time_limit, whole=within)
     known = Cache(cache, request)
     with Workers(request, workers, limit) as shared:
         return _Tuner(request, shared, known, limit, progress).run()
@@ -244,9 +260,11 @@ class _Tuner:
         """All rounds."""
         waiting = self._points()
         try:
-            self._look_into(waiting)
-        except KeyboardInterrupt:  # between two pieces of work; in one, the workers hear it
-            self.workers.interrupt()
+            with self.limit.ended():
+                self._look_into(waiting)
+        finally:
+            if self.limit.interrupted:
+                self.workers.interrupt()
         num_cells = len(self.seen) + len(waiting)
         ranked = _ranked(self.found)
         num_open = num_cells - self.num_unfit - self.num_skipped - self.num_done

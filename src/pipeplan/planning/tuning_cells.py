@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +25,7 @@ from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.texts import problems_of
+from pipeplan.time_limit import TimeUpError
 from pipeplan.workload.bounds import strong_makespan_bound
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch, device_groups
@@ -203,20 +205,22 @@ class CellRows:
 
 def cell_of(request: Request, point: Choice | PlacementCandidate, stopped: Callable[[], bool]) -> Cell:
     """The cell of a point of the grid, with a bound that is quickly had; nothing where time is up."""
-    if stopped():
-        return Cell()
-    candidate = placed(request, point)
-    if not isinstance(candidate, PlacementCandidate):
-        return _failed(candidate)
-    movable = may_move(request, candidate)
-    return _bounded(_with_free_links(request) if movable else request, candidate, closely=False)
+    with suppress(TimeUpError):
+        if not stopped():
+            candidate = placed(request, point)
+            if not isinstance(candidate, PlacementCandidate):
+                return _failed(candidate)
+            movable = may_move(request, candidate)
+            return _bounded(_with_free_links(request) if movable else request, candidate, closely=False)
+    return Cell()
 
 
 def settled_cell(request: Request, cell: Cell, stopped: Callable[[], bool]) -> Cell:
     """The cell on devices of the cluster that are near each other, with a bound that takes longer."""
-    if stopped() or cell.candidate is None:
-        return Cell()
-    return _bounded(request, on_cluster(request, cell.candidate) or cell.candidate, closely=True)
+    with suppress(TimeUpError):
+        if not stopped() and cell.candidate is not None:
+            return _bounded(request, on_cluster(request, cell.candidate) or cell.candidate, closely=True)
+    return Cell()
 
 
 def _bounded(request: Request, candidate: PlacementCandidate, *, closely: bool) -> Cell:
@@ -244,16 +248,18 @@ def _with_free_links(request: Request) -> Request:
 def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> CellRows:
     """A row for each schedule that the built-in rules make, or those there was time for."""
     assert cell.candidate is not None
-    found = CellRows(complete=True)
-    for workload in workloads(request, cell.candidate):
-        problem = OneMicrobatch.of(workload)
-        rules = _rules(problem.workload)
-        tried = itertools.takewhile(lambda _: not stopped(), rules)
-        for swept in sweep(problem.workload, tried):
-            schedule = _schedule(problem, workload, swept)
-            if schedule is not None:
-                found.rows.append(_row(cell.candidate, schedule, swept.rules))
-    return replace(found, complete=not stopped())
+    found = CellRows()
+    with suppress(TimeUpError):
+        for workload in workloads(request, cell.candidate):
+            problem = OneMicrobatch.of(workload)
+            rules = _rules(problem.workload)
+            tried = itertools.takewhile(lambda _: not stopped(), rules)
+            for swept in sweep(problem.workload, tried):
+                schedule = _schedule(problem, workload, swept)
+                if schedule is not None:
+                    found.rows.append(_row(cell.candidate, schedule, swept.rules))
+        return replace(found, complete=not stopped())
+    return found
 
 
 def schedule_of(request: Request, candidate: PlacementCandidate, row: TuningRow) -> tuple[Rules, Schedule]:

@@ -17,6 +17,7 @@ from pipeplan.schedule.list_scheduling import in_flight_limits, list_schedule, p
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import named_rules
 from pipeplan.schedule.stage_graph import best_kfkb_orders, greedy_orders, makespan
+from pipeplan.time_limit import checked
 from pipeplan.workload import task_graph as timing
 from pipeplan.workload.kinds import BACKWARD_ROLES
 from pipeplan.workload.memory import fits, peak_memory
@@ -76,7 +77,7 @@ class Script:
 
     def add(self, words: str, times: int = 1) -> Script:
         """Append the words, in order, ``times`` times."""
-        for _ in range(times):
+        for _ in checked(range(times)):
             for word in words.split():
                 self._word(word[0], int(word[1:]) if len(word) > 1 else None)
         return self

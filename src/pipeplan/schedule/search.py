@@ -29,7 +29,7 @@ from pipeplan.schedule.state import (
     named,
 )
 from pipeplan.schedule.steps import STEPS
-from pipeplan.time_limit import checkpoint
+from pipeplan.time_limit import checked, checkpoint
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.engine import with_links
@@ -142,6 +142,38 @@ class FirstLook(SearchStep):
     name = "first look"
     when = "each candidate, those that take a moment; with at most {thorough_tasks} actions all, if eased"
     needed = True
+
+
+def plain_look(workload: Workload) -> Schedule | None:
+    """1F1B, and GPipe where that does not fit, of one stage per device: written down, in a time linear in the actions.
+
+    They are those of :func:`first_look`, which follows rules action by action. None where they do not apply or fit.
+    """
+    problem = OneMicrobatch.of(workload, require_room=False)
+    if len(problem.workload.stages) > problem.num_devices or not problem.workload.is_uniform:
+        return None
+    graph = task_graph(problem.workload)
+    given = graph if problem.reduction is None else task_graph(workload)
+    depths, count = problem.workload.stage_depths, problem.num_microbatches
+    for name, before in (("1f1b", [1 + max(depths) - depth for depth in depths]), ("gpipe", [count] * len(depths))):
+        found = timed(problem, given, _plain_orders(problem, before), name)
+        if found is not None:
+            return found
+    return None
+
+
+def _plain_orders(problem: OneMicrobatch, before: Sequence[int]) -> Orders:
+    """[device] so many forwards as ``before`` [stage] says, then backwards with weight gradients, and forwards."""
+    count, orders = problem.num_microbatches, [list[int]() for _ in range(problem.num_devices)]
+    for stage, (forward, *backward) in enumerate(problem.stage_operations):
+        (device,) = problem.workload.stages[stage].devices
+        order, ahead = orders[device], min(before[stage], count)
+        order += [forward * count + m for m in range(ahead)]
+        for m in checked(range(count), 4096):
+            order += [x * count + m for x in backward]
+            if m + ahead < count:
+                order.append(forward * count + m + ahead)
+    return orders
 
 
 _SHORTER = attrgetter("makespan_ns"), attrgetter("most_bytes")

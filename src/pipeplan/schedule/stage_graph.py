@@ -21,6 +21,7 @@ from itertools import groupby
 
 from pipeplan.errors import UsageError
 from pipeplan.partition.graph.in_flight import KFKB, kfkb_word, samples_in_flight
+from pipeplan.time_limit import checked
 from pipeplan.workload.engine import Engine, with_links
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.memory import capacities, fits, num_that_fit
@@ -119,7 +120,7 @@ class Stages:
         """
         graph, workload = self.graph, self.graph.workload
         needs = [0] * graph.num_tasks
-        for item in reversed(workload.items_in_order):
+        for item in checked(reversed(workload.items_in_order), 4):
             behind = left = 0
             is_forward = item < len(self.roles) and self.roles[item] is Role.FORWARD
             for task in reversed(range(*graph.offsets[item : item + 2])):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -12,6 +14,8 @@ from typing import ClassVar, TypeVar
 from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import Pattern
+from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.time_limit import TimeUpError
 from pipeplan.workload.bounds import period_bound, strong_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, peak_memory
@@ -22,7 +26,9 @@ from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, tas
 from pipeplan.workload.workload import Workload
 
 Progress = Callable[[str, int, int, float], None]
-"""Called with what is being done, the best makespan and the bound (ns), and seconds since the search began."""
+"""Called with what is being done, the best makespan and the bound (ns), and seconds since the search began.
+
+As long as there is no schedule, makespan and bound are 0."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Schedule:
     Where a very long run repeats a ``loop`` these are of its written part, a ``graph`` of fewer micro-batches, and
     ``makespan_ns`` is of all. ``scheduler`` names what made it. ``pattern`` is the repetend the search found,
     ``period_bound_ns`` the proved least period per micro-batch at its unroll, and ``repetend_seconds`` how long both
-    took from the start.
+    took from the start. ``notes`` say what went wrong on the way.
     """
 
     workload: Workload
@@ -49,11 +55,17 @@ class Schedule:
     repetend_seconds: float | None = None
     seconds: float = 0.0
     interrupted: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def optimal(self) -> bool:
         """Whether no schedule of this workload is shorter."""
         return self.makespan_ns == self.bound_ns
+
+    @cached_property
+    def iteration_ns(self) -> int:
+        """Ns until each device has ended its last action and summed its stages' gradients."""
+        return iteration_time(self.workload, rates(self.graph, self.orders, self.starts, self.loop))
 
     @cached_property
     def most_bytes(self) -> int:
@@ -151,6 +163,7 @@ class SearchState:
     period_proved: Fraction = Fraction(0)
     repetend_seconds: float | None = None
     settled: bool = False
+    notes: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, problem: OneMicrobatch, budget: Budget, progress: Progress | None) -> SearchState:
@@ -162,18 +175,26 @@ class SearchState:
     def search(self) -> Schedule:
         """Try the steps until the schedule is settled or the user interrupts; the best schedule of the problem.
 
+        A step that fails for a reason that nobody foresaw is noted once there is a schedule.
+
         Raises:
             InfeasibleError: no schedule fits into memory.
             SearchTimeoutError: the budget ran out before anything that fits was found.
+            TimeUpError: so did the time of a limit that is enforced.
         """
         try:
             for step in self.steps:
-                if not self.settled and step.applies(self):
-                    step.run(self)
-        except KeyboardInterrupt:  # between two solves; inside one the solver stops and the search goes on to its end
+                if not self.settled and not self.budget.interrupted:
+                    with noted(step.name, self.notes, lambda: self.best is not None):
+                        if step.applies(self):
+                            step.run(self)
+        except KeyboardInterrupt:
             if self.best is None:
                 raise
-            self.budget.interrupted = True
+            self.budget.interrupt()
+        except TimeUpError:
+            if self.best is None:
+                raise
         return self.schedule
 
     @property
@@ -194,6 +215,7 @@ class SearchState:
             repetend_seconds=self.repetend_seconds,
             seconds=self.budget.elapsed,
             interrupted=self.budget.interrupted,
+            notes=tuple(self.notes),
         )
 
     def candidate(
@@ -248,6 +270,25 @@ class SearchState:
 
 _OTHERS = 4
 """Schedules kept beside the best, for the repetitions in them."""
+
+
+@contextmanager
+def noted(what: str, notes: list[str], is_something: Callable[[], bool]) -> Iterator[None]:
+    """Once there is something, what goes wrong inside only ends what runs inside, and is noted and warned of.
+
+    Nobody's best plan is lost with a step that could only have made it better.
+    """
+    try:
+        yield
+    except TimeUpError:
+        raise
+    except Exception as error:
+        if not is_something():
+            raise
+        text = f"the step {what!r} ended with {type(error).__name__}{f': {error}' if str(error) else ''}"
+        if text not in notes:
+            notes.append(text)
+            warnings.warn(f"{text}; what was found without it stands", stacklevel=2)
 
 
 def fitting(graph: TaskGraph, orders: Orders) -> tuple[list[list[int]], list[int]] | None:

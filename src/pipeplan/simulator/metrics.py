@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import Literal
 
+from pipeplan.time_limit import checked
 from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
@@ -51,9 +52,10 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int], loop: LoopCut
     orders = graph.on_devices(orders)
     skipped = [0] * len(orders) if loop is None else _skipped_work(graph.workload, loop)
     later = 0 if loop is None else loop.skipped_ns
-    busy = tuple(sum(map(durations.__getitem__, order)) + more for order, more in zip(orders, skipped, strict=True))
-    first = tuple(min(map(starts.__getitem__, order), default=0) for order in orders)
-    last = tuple(max((starts[task] + durations[task] + later for task in order), default=0) for order in orders)
+    own = checked(zip(orders, skipped, strict=True), 16)
+    busy = tuple(sum(map(durations.__getitem__, order)) + more for order, more in own)
+    first = tuple(starts[order[0]] if order else 0 for order in orders)
+    last = tuple(starts[order[-1]] + durations[order[-1]] + later if order else 0 for order in orders)
     makespan = max(last)
     spans = [end - start for start, end in zip(first, last, strict=True)]
     longest = spans.index(max(spans))  # ties: the smallest device

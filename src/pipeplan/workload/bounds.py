@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
+from pipeplan.time_limit import checked
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.workload import Hold, Workload
 
@@ -190,7 +191,7 @@ def _longest(
             far[target].append((source, distance))
     longest = [[0] * count for _ in durations]
     order = problem.order[::-1] if backward else problem.order
-    for m in range(count):
+    for m in checked(range(count), 4):
         for x in order:
             best = longest[x][m - 1] + durations[x] if m else 0
             for source, lag in before[x]:
@@ -211,7 +212,7 @@ def _one_machine(problem: OneMicrobatch, device: int, heads: list[list[int]], ta
     )
     ready: list[list[int]] = []  # [-tail, work left]
     now = best = 0
-    for index, (head, tail, work) in enumerate(jobs):
+    for index, (head, tail, work) in checked(enumerate(jobs), 1024):
         now = max(now, head)
         heapq.heappush(ready, [-tail, work])
         until = jobs[index + 1][0] if index + 1 < len(jobs) else None
@@ -252,7 +253,7 @@ def memory_recurrences(problem: OneMicrobatch) -> list[Recurrence]:
         if capacity is None:
             continue
         holds = problem.holds_on(device)
-        for target in problem.on_device[device]:
+        for target in checked(problem.on_device[device], 4):
             begun = [hold for hold in holds if problem.path(hold.source, target) >= 0]
             room = capacity - problem.workspace[target]
             if problem.acquire[target] + problem.workspace[target] == 0:

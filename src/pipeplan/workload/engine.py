@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
+from pipeplan.time_limit import checkpoint
 from pipeplan.workload.task_graph import Orders, TaskGraph, stuck_error
 
 
@@ -59,8 +60,11 @@ class Engine(ABC):
 
     def run(self) -> None:
         """Ask devices, event by event, until there are none."""
-        events, free = self.events, self.free
+        events, free, asked = self.events, self.free, 0
         while events:
+            asked += 1
+            if not asked % 1024:
+                checkpoint()
             self.now, device = heappop(events)
             if free[device] <= self.now:
                 task = self.choose(device)

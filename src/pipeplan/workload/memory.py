@@ -14,6 +14,7 @@ from functools import cached_property, lru_cache
 from itertools import islice
 from math import inf
 
+from pipeplan.time_limit import checked
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import DeviceMemory
 from pipeplan.workload.engine import with_links
@@ -62,7 +63,7 @@ class MemoryState:
         self._places: list[list[_Place]] = [[] for _ in workload.holders]  # [operation] on its limited devices
         self._by_kind: list[Counter[MemoryKind]] = [Counter() for _ in self.held]
         self._targets_left: dict[tuple[int, int], int] = {}  # {(hold, micro-batch): targets that have not ended}
-        for device, limit in enumerate(self._capacity[: len(workload.devices)]):
+        for device, limit in checked(enumerate(self._capacity[: len(workload.devices)]), 4):
             if limit is not None:
                 self._add_places(device, limit)
 
@@ -289,7 +290,7 @@ def overflow(graph: TaskGraph, orders: Orders, limits: Sequence[int | None] | No
 def _peaks(graph: TaskGraph, orders: Orders) -> list[tuple[MemoryBytes, int | None]]:
     """[device] what it holds beyond its state at the first moment of the peak, and the action that starts then."""
     if graph.workload.order_tells_memory:
-        return [_peak(graph, order) for order in graph.on_devices(orders)]
+        return [_peak(graph, order) for order in checked(graph.on_devices(orders), 4)]
     state = followed(graph, earliest_starts(graph, with_links(graph, orders)))
     found = zip(state.at_peak, state.peak_task, strict=True)
     return list(islice(found, len(graph.workload.devices)))
@@ -311,6 +312,6 @@ def followed(graph: TaskGraph, starts: Sequence[int]) -> MemoryState:
     state = MemoryState(graph)
     starting = [(starts[task], 1, task) for task in range(graph.num_actions)]
     ending = [(starts[task] + graph.durations[task], 0, task) for task in range(graph.num_actions)]
-    for _, is_start, task in sorted(starting + ending):
+    for _, is_start, task in checked(sorted(starting + ending), 1024):
         (state.start if is_start else state.end)(task)
     return state

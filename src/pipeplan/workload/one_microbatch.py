@@ -27,6 +27,7 @@ from itertools import accumulate
 
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.graphs import connected_parts
+from pipeplan.time_limit import checked
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.elements import Dependency, Device, Hop, Stage
 from pipeplan.workload.kinds import MemoryBytes, Role
@@ -191,7 +192,7 @@ class OneMicrobatch:
     @cached_property
     def _paths(self) -> list[list[int]]:
         paths = []
-        for source in range(self.num_operations):
+        for source in checked(range(self.num_operations), 4):
             ends = [-1] * self.num_operations
             ends[source] = self.durations[source]
             for middle in self.order:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from operator import add
 
 from pipeplan.errors import InvalidPlanError
+from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.workload import Workload
 
 Orders = Sequence[Sequence[int]]
@@ -83,7 +84,7 @@ def task_graph(workload: Workload) -> TaskGraph:
         durations += [part] * (2 * slots.num_parted) + [whole] * (len(slots) - 2 * slots.num_parted)
     successors: list[list[tuple[int, int]]] = [[] for _ in durations]
     num_predecessors = [0] * len(durations)
-    for source, target, lag in workload.edges:
+    for source, target, lag in checked(workload.edges, 4):
         parts_end = offsets[source] + 2 * min(workload.slots[source].num_parted, workload.slots[target].num_parted)
         part_lag = workload.part_lags.get((source, target), lag)
         for task, before in _pairs(workload, offsets, source, target):
@@ -119,6 +120,8 @@ def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
     while ready:
         task = ready.pop()
         done += 1
+        if not done % 4096:
+            checkpoint()
         end = starts[task] + durations[task]
         for other in following[task]:
             if starts[other] < end:
@@ -140,7 +143,7 @@ def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
 def _following(graph: TaskGraph, orders: Orders, waiting: list[int]) -> list[list[int]]:
     """[task] the tasks right behind it in the orders; each then waits for one more."""
     following: list[list[int]] = [[] for _ in graph.durations]
-    for order in orders:
+    for order in checked(orders, 4):
         for before, after in zip(order, order[1:], strict=False):
             following[before].append(after)
             waiting[after] += 1

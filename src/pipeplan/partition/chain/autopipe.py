@@ -26,6 +26,7 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.partition.chain.costs import Array, ChainCosts, Fitting, StageTimes
 from pipeplan.partition.chain.kernel import ShortestStages, least_split
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem, Way, least_enough
+from pipeplan.time_limit import checked, checkpoint
 from pipeplan.units import format_bytes
 
 Step = tuple[str, int, int]
@@ -119,7 +120,7 @@ def timeline(stages: StageTimes, num_microbatches: int) -> Timeline:
     last = count - 1
     waves = 2 * (count + num_microbatches) - 2
     ending, causes, latest = [0] * (waves * count), [-1] * (waves * count), [-1] * count
-    for wave in range(waves):
+    for wave in checked(range(waves), 64):
         row = wave * count
         for stage in _forwards_in(wave, count, num_microbatches):
             cause = latest[stage]
@@ -237,6 +238,7 @@ class _AutoPipeSearch:
         waiting = [begins]
         done: set[Cuts] = set()
         while waiting and len(self.seen) < MAX_SIMULATIONS and self.num_steps < MAX_STEPS:
+            checkpoint()
             current = waiting.pop()
             current = self.settled(current, self.look(current).master_stage)
             master = self.look(current).master_stage
@@ -256,7 +258,7 @@ class _AutoPipeSearch:
         most = min(MAX_STEPS, self.num_steps + max(self.num_steps, LEAST_POLISHING))
         while True:
             best = begins
-            for each in self.near(begins):
+            for each in checked(self.near(begins), 1):
                 if self.num_steps >= most:
                     break
                 if (fits is None or fits.all_fit(each)) and self.look(each).iteration_ns < self.look(best).iteration_ns:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array
+from pipeplan.time_limit import checked
 
 Values = NDArray[Any]
 """Integers of 64 bits, or of any size where these are too short; floats only where costs are floats."""
@@ -84,7 +85,7 @@ class Programme:
         """One stage more after ``before``."""
         after, count = self._impossible(), self.num_cuts - 1
         parts = 1 + count * candidates.shape[1] * len(self.devices) * (self.num_devices + 1) // MOST_RANGES
-        for part in range(parts):
+        for part in checked(range(parts), 1):
             ends = np.arange(1 + count * part // parts, 1 + count * (part + 1) // parts)
             if len(ends):
                 self._fill(after, before.values, price, candidates, ends)
@@ -92,7 +93,7 @@ class Programme:
 
     def repeated(self, start: Layer, price: Price, candidates: Array) -> Layer:
         """Any number of stages, of which each costs the same wherever it stands: one layer for all of them."""
-        for end in range(1, self.num_cuts):
+        for end in checked(range(1, self.num_cuts), 4):
             self._fill(start, start.values, price, candidates, np.array([end]))
         return start
 

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from pipeplan.costs import UNLIMITED
 from pipeplan.partition.chain.costs import Array, Chain, Held, Range
 from pipeplan.partition.chain.kernel import Cost, Fits, balanced_split, least_split
+from pipeplan.time_limit import checked
 
 PER_DEVICE = 4
 """Micro-batches for each device in a run: as many as where nobody says how many there are."""
@@ -60,7 +61,7 @@ def shortest_run(chain: Chain, below: int) -> tuple[int, ...] | None:
     these are tried as that of the longest.
     """
     best, steps = None, iter(range(MAX_STEPS))
-    for longest in _lengths(chain, below):
+    for longest in checked(_lengths(chain, below), 1):
         found = least_busiest(chain, -(-(below - longest) // PER_DEVICE), longest, steps)
         if found is not None:
             best, below = found, run_time(chain, found)
@@ -96,7 +97,7 @@ def least_busiest(chain: Chain, below: int, longest: int, steps: Iterator[int]) 
     for device in range(num_devices):
         following: Layer = {}
         for state, (value, _) in layers[-1].items():
-            for left, load, taken in _takes(chain, sides, device, state, limits):
+            for left, load, taken in checked(_takes(chain, sides, device, state, limits)):
                 if next(steps, None) is None:
                     return None
                 better = left not in following or max(value, load) < following[left][0]
@@ -116,7 +117,7 @@ def _sides(chain: Chain) -> list[int]:
 
 
 def _starts(num_blocks: int, junctions: int) -> Iterator[State]:
-    for cuts in combinations(range(1, num_blocks), junctions):
+    for cuts in checked(combinations(range(1, num_blocks), junctions)):
         yield tuple(zip((0, *cuts), (*cuts, num_blocks), strict=True))
 
 
@@ -214,6 +215,18 @@ def levelled(chain: Chain, begins: Cuts) -> Cuts:
     return begins if better is None else _descended(chain, better, longest=chain.longest(better))
 
 
+def even(chain: Chain) -> tuple[int, ...]:
+    """The first block of each stage where times are cut at equal parts of the whole, in one pass: never far from even.
+
+    No stage is without a block. There is one stage for each device.
+    """
+    count, blocks, begins = chain.num_stages, chain.num_blocks, [0]
+    for stage in range(1, count):
+        near = bisect_left(chain.times, stage * chain.times[-1] // count)
+        begins.append(min(max(near, begins[-1] + 1), blocks - count + stage))
+    return tuple(begins)
+
+
 def least_short(chain: Chain) -> Cuts:
     """Cuts under which the device that misses most memory misses little: the least, for one stage per device.
 
@@ -234,7 +247,7 @@ def _descended(chain: Chain, begins: Cuts, *, longest: int = 0, for_memory: bool
     value, improved = _value(chain, begins), True
     while improved:
         improved = False
-        for first, last in _windows(chain):
+        for first, last in checked(_windows(chain), 1):
             candidate = _recut(chain, begins, first, last, longest, for_memory=for_memory)
             if candidate is not None and _value(chain, candidate) < value:
                 begins, value, improved = candidate, _value(chain, candidate), True

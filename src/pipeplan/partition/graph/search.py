@@ -27,7 +27,7 @@ from pipeplan.partition.graph.in_flight import Integers, Need
 from pipeplan.partition.graph.shapes import NEVER, Group, PartBounds, Shape, Shapes
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part, SeriesParallel, decompose, in_line, topological_order
-from pipeplan.time_limit import checkpoint
+from pipeplan.time_limit import checked, checkpoint
 
 _CHUNK = 256
 
@@ -191,7 +191,7 @@ class Feasibility:
             return
         runs = self._runs(shape, end, after)
         yield from self._plain(shape, end, after, runs, most)
-        for begin in range(1, end):
+        for begin in checked(range(1, end), 64):
             if self._shapes[shape.children[begin - 1]].kind == "parallel":
                 for tailed in self._with_tails(shape, begin, end, after, runs, most):
                     yield begin - 1, tailed

@@ -26,6 +26,7 @@ from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.graph.in_flight import Integers, Needs
 from pipeplan.partition.problem import Costs, PartitionProblem, Way, together
 from pipeplan.partition.series_parallel import Part
+from pipeplan.time_limit import checked
 
 MAX_GROUPS = 3_000
 """Ways to take a group of branches from those that are left, over all that can be left, of a parallel part; beyond
@@ -77,7 +78,7 @@ class Shapes:
         self._capacities: dict[tuple[int, int], Integers] = {}
         self._longest: dict[tuple[int, int], Integers] = {}
         self._loads: dict[Group, Costs] = {}
-        for part in tree.post_order():
+        for part in checked(tree.post_order(), 64):
             self.of[part] = self._number(part)
         if tree.kind == "parallel":
             self.root = self._add(("series", self.of[tree]), "series", (self.of[tree],))
@@ -200,7 +201,7 @@ class Shapes:
     def _all_splits(self, counts: Mapping[int, int]) -> Iterator[Split]:
         """Groups of any branches; of equal branches it matters only how many."""
         kinds = sorted(counts)
-        for left in product(*(range(counts[kind] + 1) for kind in kinds)):
+        for left in checked(product(*(range(counts[kind] + 1) for kind in kinds)), 16):
             first = next((at for at, count in enumerate(left) if count), None)
             if first is None:
                 continue
@@ -219,7 +220,7 @@ class Shapes:
     def _splits_in_line(self, number: int) -> Iterator[Split]:
         """Groups of neighbours, branches in order of their work."""
         line = sorted(self.shapes[number].children, key=lambda child: (self.shapes[child].work, child))
-        for end in range(1, len(line) + 1):
+        for end in checked(range(1, len(line) + 1), 16):
             yield (end,), tuple(((begin,), tuple(line[begin:end])) for begin in range(end))
 
     def nothing_left(self, number: int) -> Left:
@@ -257,7 +258,7 @@ class PartBounds:
             shape = self.shapes[number]
             table = np.full((len(shape.children) + 1, self._needs.num_states), NEVER, dtype=np.int64)
             table[0] = 0
-            for end in range(1, len(table)):
+            for end in checked(range(1, len(table)), 4):
                 for devices in self._ways(shape, end, table):
                     np.minimum(table[end], devices, out=table[end])
             self._tables[number] = table
@@ -348,7 +349,7 @@ class PartBounds:
         self, shape: Shape, end: int, table: Integers, columns: Integers, first: Integers
     ) -> Iterator[Integers]:
         """[state] devices with a run that takes the end of a branch before it, for each such run."""
-        for begin in range(1, end):
+        for begin in checked(range(1, end), 16):
             if self.shapes[shape.children[begin - 1]].kind != "parallel":
                 continue
             for column in np.flatnonzero((first == begin).any(axis=0)):

@@ -26,6 +26,7 @@ from pipeplan.graphs import longest_paths
 from pipeplan.schedule.cpsat.solver import Answer, Budget, solve
 from pipeplan.schedule.modulo import modulo_schedule
 from pipeplan.schedule.pattern import Pattern, one_after_another, sequential_time
+from pipeplan.time_limit import checked
 from pipeplan.workload.bounds import memory_recurrences, period_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 
@@ -125,7 +126,7 @@ class _Constraints:
     def dependencies(self) -> None:
         """``a_j >= a_i + t_i + c`` and ``k_j >= k_i``."""
         v = self._variables
-        for (i, j, _), lag in zip(self._problem.edges, v.lags, strict=True):
+        for (i, j, _), lag in checked(zip(self._problem.edges, v.lags, strict=True), 64):
             for u in range(v.unroll):
                 self._model.add(v.absolute[j, u] >= v.absolute[i, u] + v.durations[i] + lag)
                 self._model.add(v.repetition[j, u] >= v.repetition[i, u])
@@ -157,7 +158,7 @@ class _Constraints:
         """No two instances of a device overlap, modulo the period."""
         v = self._variables
         here, next_ = {}, {}
-        for i, u in v.instances:
+        for i, u in checked(v.instances, 64):
             start, duration = v.start[i, u], v.durations[i]
             here[i, u] = self._model.new_fixed_size_interval_var(start, duration, f"x{i},{u}")
             next_[i, u] = self._model.new_fixed_size_interval_var(start + v.period, duration, f"y{i},{u}")
@@ -175,7 +176,7 @@ class _Constraints:
             net = {i: problem.acquire[i] - problem.release[i] for i in operations}
             unit = math.gcd(*net.values(), *(problem.acquire[i] for i in operations)) or 1
             instances = [(i, u) for i in operations for u in range(v.unroll)]
-            for x in instances:
+            for x in checked(instances, 1):
                 taken = problem.acquire[x[0]]
                 room = (capacity - problem.workspace[x[0]] - taken) // unit
                 held: list[cp_model.LinearExprT] = [

@@ -9,12 +9,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from pipeplan.time_limit import Limit
+from pipeplan.time_limit import Limit, checkpoint, time_is_up
 
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 _POLL_SECONDS = 0.05
+
+_STOP_SECONDS = 0.2
+"""How long a solver may take to stop that is told to; while it prepares a large model it does not hear."""
 
 _DETERMINISTIC_PER_SECOND = 0.2
 """The solver's deterministic time that counts as a second: measured on this search with one worker, 0.15 to 0.3."""
@@ -60,15 +63,23 @@ class Budget(Limit):
         if self.deterministic:
             self.spent += seconds
 
+    def left(self, more: float = 0.0) -> float:
+        """Seconds left; deterministic ones are no part of anything the clock measures."""
+        return self.seconds + more - self.used if self.deterministic else Limit.left(self, more)
+
+    @property
+    def over(self) -> bool:
+        """Whether work that this limit is enforced on ends: what is deterministic at no moment of the clock's."""
+        return self.interrupted or (not self.deterministic and self.late)
+
     @contextmanager
     def share(self, seconds: float) -> Iterator[Budget]:
         """A part of the time for a part of the work; what it spends, and its interruption, are the whole's."""
-        part = Budget(seconds, self.seed, self.deterministic, self.workers, clock=self.clock)
+        part = Budget(seconds, self.seed, self.deterministic, self.workers, clock=self.clock, whole=self)
         try:
             yield part
         finally:
             self.spent += part.spent
-            self.interrupted = self.interrupted or part.interrupted
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,9 @@ def solve(
 
     The solver runs on a thread of its own, so that Ctrl-C reaches us: it stops the solver, marks the budget as
     interrupted and returns the best found so far. ``on_solution`` gets (objective, bound) as the solver improves.
+
+    Raises:
+        TimeUpError: the time of a limit that is enforced was up, and the solver did not stop: it is left to itself.
     """
     from ortools.sat.python import cp_model
 
@@ -134,6 +148,7 @@ def _run(
     result: list[int] = []
     failure: list[BaseException] = []
     done = threading.Event()
+    told = 0
 
     def work() -> None:
         try:
@@ -148,10 +163,13 @@ def _run(
     while not done.is_set():
         try:
             done.wait(_POLL_SECONDS)
-            if budget.interrupted:  # again and again: a solve that had not begun does not hear the first
+            if budget.interrupted or time_is_up():  # again and again: a solve that had not begun hears no first one
                 solver.stop_search()
+                told += 1
+            if told * _POLL_SECONDS > _STOP_SECONDS:
+                checkpoint()
         except KeyboardInterrupt:
-            budget.interrupted = True
+            budget.interrupt()
     if failure:
         raise failure[0]
     return result[0]

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from pipeplan.schedule.cpsat.solver import Budget, solve
 from pipeplan.schedule.state import ScheduleCandidate, ScheduleStep, SearchState, origin_of
+from pipeplan.time_limit import checked
 from pipeplan.workload.bounds import memory_recurrences
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph
@@ -174,7 +175,7 @@ class _WindowModel:
         self._objective()
 
     def _dependencies(self) -> None:
-        for task in self._window.tasks:
+        for task in checked(self._window.tasks, 64):
             for other, lag in self._graph.successors[task]:
                 if other in self.start:
                     self.model.add(
@@ -215,7 +216,7 @@ class _WindowModel:
         intervals: list[cp_model.IntervalVar] = []
         demands: list[int] = []
         for hold in self._problem.holds_on(device):
-            for m in range(self._count):
+            for m in checked(range(self._count)):
                 source, target = hold.source * self._count + m, hold.target * self._count + m
                 if target in held_before or (source not in held_before and source not in held_inside):
                     continue

@@ -24,6 +24,7 @@ from pipeplan.schedule.rules.choosing import Chooser, Obstacle
 from pipeplan.schedule.rules.language import ReadyAction, Rules, naming
 from pipeplan.schedule.rules.separation import Joined, separate
 from pipeplan.schedule.rules.settings import Resolved
+from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.engine import Engine
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.memory import MemoryState
@@ -140,7 +141,11 @@ class RulesRun(Engine):
                 self._woken.update(self._chooser.add(task))
         self.events.clear()
         self._choose()
+        moments = 0
         while self._left:
+            moments += 1
+            if not moments % 64:
+                checkpoint()
             if self.events:
                 self._advance()
                 self._choose()
@@ -357,7 +362,7 @@ def _lines(
 def _unmet(graph: TaskGraph, waiting: Sequence[int], begun: Sequence[int | None]) -> defaultdict[int, list[int]]:
     """{task: the tasks it waits for that have not run}"""
     unmet: defaultdict[int, list[int]] = defaultdict(list)
-    for source in range(graph.num_tasks):
+    for source in checked(range(graph.num_tasks), 1024):
         done = begun[source] is not None if source < graph.num_actions else waiting[source] == 0
         if not done:
             for target, _ in graph.successors[source]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from pipeplan.errors import InvalidPlanError
+from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Operation
 from pipeplan.workload.engine import Engine, with_links
 from pipeplan.workload.kinds import Role
@@ -129,7 +130,7 @@ def _capacity(graph: TaskGraph, orders: Orders) -> tuple[int | None, ...]:
 def _best(case: _Case, most: int | None) -> Timed:
     """The shortest of all tries, or of the first so many; among equals the first."""
     best = case.given
-    for found in islice(_tries(case), most):
+    for found in islice(checked(_tries(case), 1), most):
         if found.makespan < best.makespan:
             best = found
         if best.makespan <= case.target:
@@ -168,7 +169,7 @@ _PASSES = 4
 def _sources(graph: TaskGraph) -> list[list[tuple[int, int]]]:
     """[task] what it waits for: pairs (task, lag in ns)."""
     sources: list[list[tuple[int, int]]] = [[] for _ in graph.durations]
-    for task, successors in enumerate(graph.successors):
+    for task, successors in checked(enumerate(graph.successors), 1024):
         for other, lag in successors:
             sources[other].append((task, lag))
     return sources

@@ -21,6 +21,7 @@ from pipeplan.schedule.rules.separation import Joined, Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.schedule.rules.values import Limit
 from pipeplan.schedule.state import Schedule
+from pipeplan.time_limit import checked
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.engine import with_links
@@ -148,7 +149,7 @@ def _distinct(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[tuple[Rules,
     Rules that get stuck, or do not apply, are passed over.
     """
     joined, seen = Joined.of(graph), set()
-    for each in rules:
+    for each in checked(rules, 1):
         try:
             orders = unseparated(joined.graph if each.separate else graph, each)
         except (InfeasibleError, UsageError):

@@ -17,6 +17,7 @@ from fractions import Fraction
 from operator import eq, sub
 
 from pipeplan.errors import InvalidPlanError, UsageError
+from pipeplan.time_limit import checked
 from pipeplan.workload.task_graph import Orders
 from pipeplan.workload.workload import Workload
 
@@ -225,7 +226,7 @@ def steady_state(
     num_copies = 2 * copy.reach + 12
     while num_copies * copy.num_tasks <= max_tasks:
         copy.run(starts, num_copies)
-        for cycle in range(1, (num_copies - copy.reach) // 2 + 1):
+        for cycle in checked(range(1, (num_copies - copy.reach) // 2 + 1), 4):
             shift = copy.steady_shift(starts, cycle)
             if shift is not None:
                 return cycle, max(shift)
@@ -268,7 +269,7 @@ class _CopyGraph:
 
     def run(self, starts: list[list[int]], num_copies: int) -> None:
         """Continue ``starts`` [copy][task] in ns to ``num_copies`` copies, each task as soon as it can."""
-        for k in range(len(starts), num_copies):
+        for k in checked(range(len(starts), num_copies), 4):
             now = [0] * self.num_tasks
             for task in self.order:
                 begin = 0

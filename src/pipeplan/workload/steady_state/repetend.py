@@ -15,6 +15,7 @@ from itertools import islice, takewhile
 from operator import eq
 
 from pipeplan.errors import UsageError
+from pipeplan.time_limit import checked
 from pipeplan.workload.bounds import work_bound
 from pipeplan.workload.elements import MAX_COUNT, Repetend
 from pipeplan.workload.steady_state.rate import (
@@ -61,7 +62,7 @@ def find_repetend(
     best, best_time = None, 0
     unrolls = search.unrolls(limit)
     for unroll in unrolls:
-        for cut in search.cuts(unroll):
+        for cut in checked(search.cuts(unroll), 1):
             cycle, time = search.steady_state(cut, max_tasks)
             if cycle == 1 and (best is None or cut.rank(time) < best.rank(best_time)):
                 best, best_time = cut, time
