@@ -17,7 +17,7 @@ from pipeplan.cli.shared import (
     DURATION,
     FILE,
     FOLDER,
-    Choice,
+    OneOf,
     RenamedOption,
     interrupt_on_sigterm,
     require_folder,
@@ -60,7 +60,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @click.option("--memory", type=BYTES, help="Most memory of each device, as 16GB.  [default: the cluster's]")
 @click.option(
     "--mode",
-    type=Choice(_MODES),
+    type=OneOf(_MODES),
     default="all",
     help="Of what fits into --memory: all points; all, and choose the quickest; those on fewest devices; or the "
     "quickest for each number of devices.",
@@ -71,7 +71,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     "--split-level",
     cls=RenamedOption,
     was=("--grain",),
-    type=Choice(["block", "operator"]),
+    type=OneOf(["block", "operator"]),
     default="block",
     help="What is split in one way: whole blocks, as plans run them, or every operator inside.",
 )

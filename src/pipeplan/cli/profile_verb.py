@@ -22,7 +22,7 @@ from pipeplan.cli.shared import (
     MODEL,
     SEED,
     SEQUENCE,
-    Choice,
+    OneOf,
     Shown,
     granularity,
     interrupt_on_sigterm,
@@ -135,7 +135,7 @@ def _read_text(path: str) -> str:
 @click.option("--recompute", is_flag=True, help="Costs with activation checkpointing too.")
 @click.option(
     "--dtype",
-    type=Choice(["float32", "bfloat16", "float16", "float64"]),
+    type=OneOf(["float32", "bfloat16", "float16", "float64"]),
     help="Number format.  [default: float32; of an estimate the preset's]",
 )
 @click.option("--device", type=MEASURED_DEVICE, metavar="cpu|cuda|PRESET", default="cpu", help="Preset of an estimate.")

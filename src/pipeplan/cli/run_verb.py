@@ -19,9 +19,9 @@ from pipeplan.cli.shared import (
     MODEL,
     SEED,
     SEQUENCE,
-    Choice,
     FiniteRange,
     KnownNames,
+    OneOf,
     granularity,
     interrupt_on_sigterm,
     require_writable,
@@ -108,7 +108,7 @@ class _Stretch(FiniteRange):
     metavar="X",
     help="Clip the norm of all gradients together to this; inf only reports it.",
 )
-@click.option("--autocast", type=Choice(["bfloat16"]), help="Compute in it, with parameters and optimizer in float32.")
+@click.option("--autocast", type=OneOf(["bfloat16"]), help="Compute in it, with parameters and optimizer in float32.")
 @click.option(
     "--checkpoint", type=FOLDER, metavar="DIR", help="Write checkpoints, from which any plan of the model can resume."
 )
@@ -117,11 +117,11 @@ class _Stretch(FiniteRange):
 )
 @click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2)
 @click.option("--resume", is_flag=True, help="Resume from the last checkpoint; --steps is the total.")
-@click.option("--dtype", type=Choice(["float32", "float64", "bfloat16"]), default="float32")
-@click.option("--device", type=Choice(["cpu", "cuda"]), default="cpu")
+@click.option("--dtype", type=OneOf(["float32", "float64", "bfloat16"]), default="float32")
+@click.option("--device", type=OneOf(["cpu", "cuda"]), default="cpu")
 @click.option(
     "--backend",
-    type=Choice(["auto", "gloo", "nccl"]),
+    type=OneOf(["auto", "gloo", "nccl"]),
     default="auto",
     help="What carries tensors; auto is nccl for cuda. With gloo several processes can share a GPU.",
 )

@@ -67,7 +67,7 @@ class KnownNames(click.ParamType[str]):
         return [CompletionItem(incomplete, type="file")] * self._files + found
 
 
-class Choice(click.Choice[str]):
+class OneOf(click.Choice[str]):
     """One of some names; of one that is not known it asks which is meant."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
@@ -149,7 +149,7 @@ SEQUENCE = click.option(
 
 def granularity(text: str) -> Callable[[_Command], _Command]:
     """What a block of a captured model is."""
-    kinds = Choice(["layer", "half", "operator"])
+    kinds = OneOf(["layer", "half", "operator"])
     return click.option("--granularity", "grain", cls=RenamedOption, was=("--grain",), type=kinds, help=text)
 
 
@@ -181,7 +181,7 @@ _OPTIONS = (
         *("--shard-shared", "spread"),
         cls=RenamedOption,
         was=("--spread",),
-        type=Choice(list(_YES_NO)),
+        type=OneOf(list(_YES_NO)),
         default="auto",
         help="Split shared blocks over all devices of the pipeline.",
     ),
@@ -191,11 +191,11 @@ _OPTIONS = (
         help="Sliced micro-batches: leading ones whose warm-up forwards run in two halves.  "
         "[default: auto; 0 for a named schedule or --rules]",
     ),
-    click.option("--recompute", type=Choice(list(_RECOMPUTE)), default="auto"),
+    click.option("--recompute", type=OneOf(list(_RECOMPUTE)), default="auto"),
     click.option("--unroll", default="auto", metavar="auto|U", help="Micro-batches per repetend."),
     click.option(
         "--split-backward",
-        type=Choice(list(_YES_NO)),
+        type=OneOf(list(_YES_NO)),
         help="Run input and weight gradients separately.  [default: auto; as defined for a named schedule or --rules]",
     ),
     click.option(
