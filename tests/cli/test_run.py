@@ -87,7 +87,7 @@ def test_says_how_to_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (["--checkpoint-every", "2"], "--checkpoint-every needs --checkpoint DIR"),
         (
             ["--optimizer", "foo"],
-            "--optimizer 'foo' is not known, nor of the form pkg.mod:factory; choose from adamw",
+            "--optimizer 'foo' is neither known nor of the form pkg.mod:factory; choose from adamw",
         ),
         (["--lr-schedule", "stepwise"], "nor of the form pkg.mod:factory; choose from constant, cosine, linear"),
     ],
