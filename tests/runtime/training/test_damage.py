@@ -222,9 +222,7 @@ def test_a_folder_is_one_trainings_until_it_ends_or_dies(tmp_path: Path) -> None
     mine, other = CheckpointFolder(str(tmp_path)), CheckpointFolder(str(tmp_path))
     holder = holding(tmp_path)
     try:
-        told = (
-            rf"--checkpoint {tmp_path} is in use by process {holder} on \S+, since 2\S+ \S+; wait for its end"
-        )
+        told = rf"--checkpoint {tmp_path} is in use by process {holder} on \S+, since 2\S+ \S+; wait for its end"
         with pytest.raises(UsageError, match=told):
             mine.lock()
     finally:
