@@ -32,6 +32,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.resources import files
 from typing import Annotated, Any, Self
 
@@ -73,21 +74,20 @@ class File(FileModel):
     """Base of a whole file."""
 
     _read_sha256: str = PrivateAttr(default="")
-    _where: str = PrivateAttr(default="")
 
     @property
     def read_sha256(self) -> str:
         """Fingerprint of the file this was read from, if that is of an earlier version; empty if not."""
         return self._read_sha256
 
-    @property
+    @cached_property
     def where(self) -> str:
         """The file this was read from, for errors that show only later; else what it is called."""
-        return self._where or f"{getattr(self, 'kind', 'file')} {getattr(self, 'name', '')!r}"
+        return " ".join((self.__class__.__name__.lower(), repr(getattr(self, "name", "")))).removesuffix(" ''")
 
     def read_from(self, where: str) -> Self:
-        """Note the file this was read from."""
-        self._where = where
+        """Note the file this was read from, which makes no difference to what it says."""
+        self.__dict__["where"] = where
         return self
 
     def read_as(self, sha256: str) -> Self:
