@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal, overload
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, StringConstraints, model_serializer, model_validator
 
 from pipeplan.files.base import MIGRATIONS, CurrentVersion, File, FileModel, current_version
 from pipeplan.files.placement import PlacedStage, Placement
@@ -109,6 +109,14 @@ class Plan(File):
     loop: Annotated[Loop | None, Field(description="a round that runs more often than starts and programs say")] = None
     predicted: Predicted
     provenance: Provenance = Provenance()
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Plans without a loop stay as they were, and so do their fingerprints."""
+        found: dict[str, Any] = written(self)
+        if self.loop is None:
+            found.pop("loop", None)
+        return found
 
     @model_validator(mode="after")
     def _refers_to_what_is_there(self) -> Plan:
