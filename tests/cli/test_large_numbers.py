@@ -43,7 +43,7 @@ SUMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "peak": (
         {"activation_bytes": 10**15},
-        r"what device 0 holds at its peak, of 8 micro-batches, add up to \d+PB, more than the 10PB .* give --memory",
+        r"memory\[0\]\.activation_bytes of 8 micro-batches add up to \d+PB, more than the 10PB .* give --memory",
     ),
     "messages": (
         {"edge": {"bytes_per_sample": 10**16}, "skips": True},
@@ -82,6 +82,17 @@ def test_placements_whose_stages_add_up_to_less_are_found(name: str, tmp_path: P
         done = pipeplan(*verb, "large.json", *QUICK, cwd=tmp_path)
         assert done.returncode in (0, 2), (done.stdout, done.stderr)
         assert done.returncode == 0 or re.search(r"^pipeplan: large\.json: .* add up to", done.stderr), done.stderr
+
+
+def test_a_repetend_of_several_stages(tmp_path: Path) -> None:
+    """Each stage takes less than a duration may, all of a device together more."""
+    written(tmp_path, forward_ns=4 * 10**14, backward_ns=4 * 10**14)
+    done = pipeplan("search", "large.json", *QUICK, "--placement", "one-to-one", "--scheduler", "1f1b", cwd=tmp_path)
+    assert done.returncode == 2
+    told = (
+        r"large\.json: repetend\.repetend_ns of 8 micro-batches add up to \d+s, more than the 1000000s they may; have"
+    )
+    assert re.search(told, done.stderr), done.stderr
 
 
 def test_counts(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from importlib.metadata import version
 from typing import Any
+
+from pydantic import ValidationError
 
 from pipeplan._version import __version__
 from pipeplan.checker import check
@@ -18,7 +21,7 @@ from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
-from pipeplan.units import MAX_BYTES, require_sum
+from pipeplan.units import require_sum
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
@@ -48,7 +51,7 @@ def assemble(
     micro-batches. ``where`` is the profile's file.
 
     Raises:
-        UsageError: a device would hold more bytes than a plan can say.
+        UsageError: a figure is larger than a plan can say, such as the bytes that a device holds.
     """
     workload = graph.workload
     orders = with_links(graph, orders)
@@ -60,32 +63,49 @@ def assemble(
         operation.id: tuple(starts[graph.offsets[index] : graph.offsets[index + 1]])
         for index, operation in enumerate(workload.operations)
     }
-    memory = peak_memory(graph, orders)
-    for device, each in enumerate(memory):
-        place = f"what device {device} holds at its peak, of {workload.num_microbatches} micro-batches,"
-        remedy = "give --memory, which schedules keep below, or choose fewer or smaller micro-batches"
-        require_sum(where or f"plan {workload.name!r}", place, each.peak_bytes, "bytes", MAX_BYTES, remedy)
-    return Plan.of_workload(
-        workload.with_microbatches(workload.num_microbatches + (0 if loop is None else loop.skipped)),
-        starts_ns=by_operation,
-        split_overhead_ns=split_overhead_ns,
-        programs=written,
-        repetend=repetend,
-        loop=repeated,
-        predicted=Predicted(
-            makespan_ns=figures.makespan_ns,
-            lower_bound_ns=bound_ns,
-            gap=figures.makespan_ns / bound_ns - 1,
-            iteration_ns=iteration_time(workload, figures),
-            period_ns=repetend.period_ns if repetend is not None else None,
-            period_lower_bound_ns=number(period_bound_ns),
-            bubble_rate=figures.bubble_rate,
-            bubble_rate_span=figures.bubble_rate_span,
-            bubble_rate_steady=steady_bubble_rate(workload, repetend.period) if repetend is not None else None,
-            memory=memory,
-        ),
-        provenance=(provenance or Provenance()).model_copy(update={"scheduler": scheduler}),
-    )
+    with _sums_of(where or f"plan {workload.name!r}", workload):
+        return Plan.of_workload(
+            workload.with_microbatches(workload.num_microbatches + (0 if loop is None else loop.skipped)),
+            starts_ns=by_operation,
+            split_overhead_ns=split_overhead_ns,
+            programs=written,
+            repetend=repetend,
+            loop=repeated,
+            predicted=Predicted(
+                makespan_ns=figures.makespan_ns,
+                lower_bound_ns=bound_ns,
+                gap=figures.makespan_ns / bound_ns - 1,
+                iteration_ns=iteration_time(workload, figures),
+                period_ns=repetend.period_ns if repetend is not None else None,
+                period_lower_bound_ns=number(period_bound_ns),
+                bubble_rate=figures.bubble_rate,
+                bubble_rate_span=figures.bubble_rate_span,
+                bubble_rate_steady=steady_bubble_rate(workload, repetend.period) if repetend is not None else None,
+                memory=peak_memory(graph, orders),
+            ),
+            provenance=(provenance or Provenance()).model_copy(update={"scheduler": scheduler}),
+        )
+
+
+_REMEDIES = {
+    "ns": "have more devices share the work, or choose smaller micro-batches",
+    "bytes": "give --memory, which schedules keep below, or choose fewer or smaller micro-batches",
+}
+
+
+@contextmanager
+def _sums_of(where: str, workload: Workload) -> Iterator[None]:
+    """Say which of a plan's figures adds up to more than a plan can say. Raises UsageError."""
+    try:
+        yield
+    except ValidationError as error:
+        largest = max(error.errors(include_url=False), key=lambda each: each["type"] == "less_than_equal")
+        if largest["type"] != "less_than_equal":
+            raise
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in largest["loc"])
+        unit, most = place.rpartition("_")[2], largest["ctx"]["le"]
+        what = f"{place[1:]} of {workload.num_microbatches} micro-batches"
+        require_sum(where, what, largest["input"], unit, most, _REMEDIES.get(unit, "choose fewer micro-batches"))
 
 
 def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule, whole: Workload) -> Plan:
