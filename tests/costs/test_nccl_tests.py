@@ -250,3 +250,10 @@ def test_which_level_was_measured() -> None:
         level(text_of(), 4, asked="ether")
     with pytest.raises(UsageError, match="does not fit a cluster"):
         level(json.dumps({**json_of(), "results": [{"size": 10**17, "out_of_place": {"time": 1}}]}), 4)
+
+
+@pytest.mark.timeout(60)
+def test_a_word_of_a_million_letters_is_read_at_once() -> None:
+    """It took minutes, looked for from each of its letters on."""
+    (run,) = parse_nccl_tests(f"# {'x' * 10**6}\n{text_of()}", "log")
+    assert run.operation == "send"

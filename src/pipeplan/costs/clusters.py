@@ -74,7 +74,7 @@ _OPERATIONS: dict[str, Operation] = {
 }
 """Name of a test without ``_perf`` -> operation of a cluster's curve."""
 
-_TEST = re.compile(r"([a-z_]+)_perf\b")
+_TEST = re.compile(r"(?<![a-z_])([a-z_]+)_perf\b")  # once per word: long ones would take the square of their length
 _RANK = re.compile(r"#\s+Rank\s+\d+\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)")
 _DEVICES = re.compile(r"#\s*nThreads?:?\s+(\d+)\s+nGpus:?\s+(\d+)")
 _MAX_NOTES = 8000
