@@ -17,6 +17,8 @@ from pipeplan.costs import build_workload, stage_costs
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.examples.models import WIDTH, model
 from pipeplan.files import Block, Cluster, CostRow, PlacedStage, Placement, Plan, Profile, TiedParameter, parse, to_json
+from pipeplan.planning.frontier import frontier_request, search_frontier
+from pipeplan.planning.request import Splitting
 from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.sharding.tracking import track
 from pipeplan.simulator.recost import recosted, relinked
@@ -223,3 +225,17 @@ def test_a_frontier_on_one_device_has_one_copy() -> None:
     kept = sum(found.kept_bytes(node, found.configurations[node.name][0]) for node in found.operators.nodes)
     assert held == sum(block.state.total for block in profile.blocks)
     assert point == held + kept - profile.tied[0].state.total
+
+
+@pytest.mark.parametrize(("users", "sure"), [((0, 2, 3), True), ((0, 1, 2, 3), False)])
+def test_a_frontier_says_where_it_may_count_more_than_devices_hold(users: tuple[int, ...], sure: bool) -> None:
+    """Of four blocks in two ways only one way has one copy."""
+    request = frontier_request(
+        chain([40, 8, 80, 8], users), devices=[2], mini_batch=2, splitting=Splitting(device="v100-16gb")
+    )
+    found = search_frontier(request)
+    assert found.exact == sure
+    assert (found.factor == 1) == sure
+    assert any("'table0' may count more than once" in note for note in found.notes) == (not sure)
+    held = min(point.memory_bytes for point in found.points)
+    assert held == (40 + 8 + 80 + 8 + TABLE) * 4 // 2 + 4 * 10, "halves of all, with the table once"
