@@ -60,12 +60,12 @@ class Limit:
     @property
     def remaining(self) -> float:
         """Seconds left, of the whole, too; 0 after an interruption."""
-        return 0.0 if self.interrupted else max(0.0, self.left(-self.reserved))
+        return 0.0 if self.interrupted else max(0.0, self.left())
 
-    def left(self, more: float = 0.0) -> float:
-        """Seconds left if there were so many ``more``; negative where it is over."""
-        own = self.seconds + more - self.used
-        return own if self.whole is None else min(own, self.whole.left(more))
+    def left(self, patience: float = 0.0) -> float:
+        """Seconds left, of the whole, too, less what is reserved, with so many more; negative where it is over."""
+        own = self.seconds - self.reserved + patience - self.used
+        return own if self.whole is None else min(own, self.whole.left(patience))
 
     @property
     def expired(self) -> bool:
@@ -96,7 +96,7 @@ class Limit:
     @property
     def late(self) -> bool:
         """Whether there is no more time by the clock, with all patience."""
-        return self.left(self.patience - self.reserved) <= 0.0
+        return self.left(self.patience) <= 0.0
 
     @contextmanager
     def enforced(self) -> Iterator[None]:

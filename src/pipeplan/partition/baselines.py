@@ -339,7 +339,7 @@ class _DappleSearch:
         """The least latency of the plans looked at that fit, and the (begin, end, way) of its stages."""
         best, found = UNLIMITED, []
         for end in range(len(self.values) - 1, 0, -1):
-            for used in map(int, np.flatnonzero(self.values[end] <= UNLIMITED)):
+            for used in checked(map(int, np.flatnonzero(self.values[end] <= UNLIMITED)), 1):
                 value, way = self._whole(end, used)
                 if value < best:
                     best, found = value, [(0, end, way), *self._traced(end, used)]

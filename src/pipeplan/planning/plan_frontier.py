@@ -216,7 +216,7 @@ def plan_frontier(request: Request, *, quickest: bool = False, within: Limit | N
         SearchTimeoutError: time was up before there was anything.
     """
     limit = Limit(request.time_limit, whole=within)
-    limit.patience = max(0.0, _HOW.patience - limit.remaining)
+    limit.patience = max(0.0, _HOW.patience - limit.left())
     found = _searched(request, limit, quickest)
     if not found.best:
         raise KeyboardInterrupt if limit.interrupted else _why(request, found)

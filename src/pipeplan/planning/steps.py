@@ -12,6 +12,7 @@ be left out: ``search_plan(request, steps=without({"windows"}))``.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -240,17 +241,24 @@ class EvenCut(PlanStep):
         search.begun = True
         limit = Limit(math.inf if search.budget.deterministic else self.seconds)
         with limit.ended():
-            for candidate in even_cuts(search.request):
-                trial = Trial.of(search.request, candidate, search.steps)
-                trial.look_plainly()
-                if trial.best is not None:
-                    search.trials.append(trial)
-                    search.looked_at += 1
-                    search.report(trial)
-                    break
+            self._look(search)
         if search.best is None:
-            search.say("no even cut with GPipe or 1F1B was found that fits: the search goes on")
+            known = "found yet that fits" if limit.over else "found that fits"
+            search.say(f"no even cut with GPipe or 1F1B was {known}: the search goes on")
+            if limit.over:
+                self._look(search)
         _secure(search)
+
+    def _look(self, search: PlanSearch) -> None:
+        """The first that fits."""
+        for candidate in even_cuts(search.request):
+            trial = Trial.of(search.request, candidate, search.steps)
+            trial.look_plainly()
+            if trial.best is not None:
+                search.trials.append(trial)
+                search.looked_at += 1
+                search.report(trial)
+                return
 
     def _is_for(self, request: Request) -> bool:
         plain = request.placement in ("auto", "one-to-one") and request.scheduler == "auto"
@@ -406,7 +414,8 @@ def search_plan(
         UsageError: a request that contradicts the profile.
     """
     load_solver()
-    budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within)
+    clock = time.monotonic if within is None else within.clock
+    budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within, clock=clock)
     search = PlanSearch(request, budget, progress, steps)
     looking = named(steps, LookAtCandidates) or LookAtCandidates()
     search.run(lambda: candidates(request, steps, looking.chains_between))

@@ -342,7 +342,7 @@ class PlanSearch:
         What is only a fallback comes if there is nothing else. Whatever runs ends when time is up, or at Ctrl-C.
         """
         steps = [step for step in self.steps if isinstance(step, PlanStep)]
-        self.budget.patience = max(0.0, _PATIENCE - self.budget.remaining)
+        self.budget.patience = max(0.0, _PATIENCE - self.budget.left())
         left = steps
         with self.budget.hearing_interrupts(), self.budget.ended():
             if not self._bounded:
@@ -370,7 +370,8 @@ class PlanSearch:
                     step.run(self)
                 if self.best is not None and not self._bounded:
                     self._bounded = True
-                    self.others[None] = request_bound(self.request)
+                    with shielded():
+                        self.others[None] = request_bound(self.request)
 
     def noting(self, what: str) -> AbstractContextManager[None]:
         """What goes wrong inside is only noted once there is a plan, as :func:`pipeplan.schedule.state.noted` says."""

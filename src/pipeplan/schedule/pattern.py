@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from pipeplan.time_limit import checked
 from pipeplan.units import rounded_up
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.memory import peak_memory
@@ -121,7 +122,7 @@ def microbatch_by_microbatch(problem: OneMicrobatch) -> list[list[int]]:
     """One micro-batch after another: the least memory there is."""
     count = problem.num_microbatches
     orders: list[list[int]] = [[] for _ in problem.on_device]
-    for m in range(count):
+    for m in checked(range(count), 8):
         for operation in problem.order:
             for device in problem.devices[operation]:
                 orders[device].append(operation * count + m)

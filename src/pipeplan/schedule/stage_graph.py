@@ -21,7 +21,7 @@ from itertools import groupby
 
 from pipeplan.errors import UsageError
 from pipeplan.partition.graph.in_flight import KFKB, kfkb_word, samples_in_flight
-from pipeplan.time_limit import checked
+from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.engine import Engine, with_links
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.memory import capacities, fits, num_that_fit
@@ -256,7 +256,7 @@ def kfkb_orders(workload: Workload, graph: TaskGraph, k: int | Sequence[int] = 1
     _require_one_stage_each(workload)
     ks = [k] * stages.count if isinstance(k, int) else k
     orders: list[list[int]] = [[] for _ in workload.devices]
-    for stage, word in enumerate(_words(stages, ks)):
+    for stage, word in checked(enumerate(_words(stages, ks)), 1):
         order = list(stages.tasks(stage, word))
         for device in workload.stages[stage].devices:
             orders[device] += order
@@ -326,6 +326,7 @@ def _words(stages: Stages, ks: Sequence[int]) -> list[list[Role]]:
     held = [0] * stages.count
     for stage in reversed(range(stages.count)):
         size, samples = stages.sizes[stage], stages.totals[stage]
+        checkpoint()
         needed = [size * _least_start(stages, stage, ks[stage], other, words[other]) for other in stages.after[stage]]
         held[stage] = min(samples, max([stages.needed(stage, ks[stage], ks, held), *needed]))
         words[stage] = list(kfkb_word(KFKB(ks[stage], size), held[stage], samples))
@@ -394,7 +395,7 @@ def _tightened(stages: Stages, best: TrialRun, stage: int) -> TrialRun:
     guess = stages.needed(stage, 1, [1] * stages.count, most) // size
 
     def is_as_short(count: int) -> bool:
-        for forward_first in (False, True):
+        for forward_first in checked((False, True), 1):
             if stages.num_starts > _MOST_STARTS:
                 return False
             rules = best.rules.copy()

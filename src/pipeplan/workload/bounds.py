@@ -212,7 +212,7 @@ def _one_machine(problem: OneMicrobatch, device: int, heads: list[list[int]], ta
     )
     ready: list[list[int]] = []  # [-tail, work left]
     now = best = 0
-    for index, (head, tail, work) in checked(enumerate(jobs), 1024):
+    for index, (head, tail, work) in checked(enumerate(jobs)):
         now = max(now, head)
         heapq.heappush(ready, [-tail, work])
         until = jobs[index + 1][0] if index + 1 < len(jobs) else None

@@ -78,11 +78,13 @@ def task_graph(workload: Workload) -> TaskGraph:
     """Number the actions of a workload and join them by its dependencies."""
     counts = [len(slots) for slots in workload.slots]
     offsets = [0, *itertools.accumulate(counts)]
-    operation_of = [item for item, count in enumerate(counts) for _ in range(count)]
+    operation_of: list[int] = []
     durations: list[int] = []
-    for slots, whole, part in zip(workload.slots, workload.durations, workload.part_durations, strict=True):
+    items = zip(workload.slots, workload.durations, workload.part_durations, strict=True)
+    for item, (slots, whole, part) in checked(enumerate(items), 16):
+        operation_of += [item] * counts[item]
         durations += [part] * (2 * slots.num_parted) + [whole] * (len(slots) - 2 * slots.num_parted)
-    successors: list[list[tuple[int, int]]] = [[] for _ in durations]
+    successors: list[list[tuple[int, int]]] = [[] for _ in checked(durations, 65_536)]
     num_predecessors = [0] * len(durations)
     for source, target, lag in checked(workload.edges, 4):
         parts_end = offsets[source] + 2 * min(workload.slots[source].num_parted, workload.slots[target].num_parted)
@@ -142,7 +144,7 @@ def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
 
 def _following(graph: TaskGraph, orders: Orders, waiting: list[int]) -> list[list[int]]:
     """[task] the tasks right behind it in the orders; each then waits for one more."""
-    following: list[list[int]] = [[] for _ in graph.durations]
+    following: list[list[int]] = [[] for _ in checked(graph.durations, 65_536)]
     for order in checked(orders, 4):
         for before, after in zip(order, order[1:], strict=False):
             following[before].append(after)

@@ -63,9 +63,9 @@ class Budget(Limit):
         if self.deterministic:
             self.spent += seconds
 
-    def left(self, more: float = 0.0) -> float:
-        """Seconds left; deterministic ones are no part of anything the clock measures."""
-        return self.seconds + more - self.used if self.deterministic else Limit.left(self, more)
+    def left(self, patience: float = 0.0) -> float:
+        """Seconds left, as of any limit; deterministic ones are no part of anything the clock measures."""
+        return self.seconds + patience - self.used if self.deterministic else Limit.left(self, patience)
 
     @property
     def over(self) -> bool:

@@ -144,7 +144,7 @@ class RulesRun(Engine):
         moments = 0
         while self._left:
             moments += 1
-            if not moments % 64:
+            if not moments % 8:
                 checkpoint()
             if self.events:
                 self._advance()

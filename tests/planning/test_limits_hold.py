@@ -1,0 +1,398 @@
+"""Limits, signals and failing steps: the best plan known is kept, and nothing works long without asking for the time.
+
+The clocks stand still, are moved by hand, or count how often they are asked, so that no machine is too slow. Work is
+counted in calls of functions, Python's and built-in ones.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from builders.profiles import profile_of
+from builders.requests import request_of
+from builders.shapes import shape_workload
+from pipeplan.checker import check
+from pipeplan.costs import build_workload
+from pipeplan.errors import PipeplanError
+from pipeplan.examples import shape
+from pipeplan.files import Cluster, CostRow, Plan, Profile, Source
+from pipeplan.files.cluster import DeviceKind, LinkLevel
+from pipeplan.partition.baselines import dapple, pipedream, piper
+from pipeplan.partition.chain.autopipe import autopipe
+from pipeplan.partition.graph.search import graphpipe
+from pipeplan.partition.placement import place
+from pipeplan.partition.problem import PartitionProblem
+from pipeplan.planning import steps as planning_steps
+from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.candidates import PlacementCandidate, even_cuts
+from pipeplan.planning.comparison import compare
+from pipeplan.planning.plan_frontier import plan_frontier
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.steps import STEPS, EvenCut, search_plan, without
+from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
+from pipeplan.planning.tuning import tune
+from pipeplan.schedule import steps as schedule_steps
+from pipeplan.schedule.cpsat.solver import Budget, load_solver
+from pipeplan.schedule.search import first_look, plain_look
+from pipeplan.schedule.state import SearchState
+from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
+from pipeplan.schedule.steps import FirstSchedule, RepetendSearch, SlowClassics
+from pipeplan.time_limit import Limit, TimeUpError
+from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.task_graph import task_graph
+
+MOST_CALLS = 60_000
+"""Between two questions for the time; a machine that makes so few in half a second is slow indeed."""
+
+
+class Calls:
+    """A clock that stands still, and counts what is called between two looks at it, on this thread."""
+
+    def __init__(self) -> None:
+        self.all = self.last = self.most = 0
+
+    def __call__(self) -> float:
+        self.most, self.last = max(self.most, self.all - self.last), self.all
+        return 0.0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        def count(frame: FrameType, event: str, argument: Any) -> None:
+            self.all += event in ("call", "c_call")
+
+        before = sys.getprofile()
+        self.last = self.all
+        sys.setprofile(count)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+        self()
+
+
+def counted(work: Callable[[], object]) -> Calls:
+    """What is called while work is done under a limit."""
+    calls = Calls()
+    with Limit(10, clock=calls).enforced(), calls.counting():
+        work()
+    return calls
+
+
+@cache
+def chain(num_blocks: int) -> Profile:
+    """Blocks that are all a little different."""
+    rows = [
+        [
+            CostRow(
+                microbatch_size=size,
+                forward_ns=size * (100 + 7 * (number % 11)),
+                backward_ns=size * (200 + 9 * (number % 13)),
+                activation_bytes=100 * size,
+            )
+            for size in (1, 2)
+        ]
+        for number in range(num_blocks)
+    ]
+    return profile_of(rows, parameters=[1000 + number % 5 for number in range(num_blocks)], bytes_per_sample=50)
+
+
+@cache
+def cluster(num_devices: int, memory_bytes: int | None = None) -> Cluster:
+    return Cluster(
+        name="two levels",
+        source=Source(method="literature", reference="made up for tests"),
+        devices=(DeviceKind(name="device", count=num_devices, memory_bytes=memory_bytes),),
+        levels=(
+            LinkLevel(name="node", group_size=4, latency_ns=5, bandwidth_bytes_per_s=10**12),
+            LinkLevel(name="net", group_size=num_devices, latency_ns=50, bandwidth_bytes_per_s=10**11),
+        ),
+    )
+
+
+def of(num_blocks: int, num_devices: int, memory_bytes: int | None = None, **others: Any) -> Request:
+    joined = cluster(num_devices, memory_bytes)
+    return Request.of(chain(num_blocks), devices=num_devices, cluster=joined, **others)
+
+
+# Every planner and every step asks for the time -----------------------------------------------------------------------
+
+
+def problem(memory_bytes: int | None = 10**6) -> PartitionProblem:
+    return PartitionProblem.of(chain(60), 8, 16, microbatch_sizes=[1, 2], memory_bytes=memory_bytes)
+
+
+PLANNERS: dict[str, Callable[[], object]] = {
+    "GraphPipe": lambda: next(graphpipe(problem(), tolerance=0.01)),
+    "PipeDream": lambda: next(pipedream(problem())),
+    "DAPPLE": lambda: next(dapple(problem())),
+    "Piper": lambda: next(piper(problem(), 500)),
+    "AutoPipe": lambda: next(autopipe(problem())),
+    "bound": lambda: request_bound(of(2000, 8)),
+    "even cuts": lambda: list(even_cuts(of(2000, 64))),
+    **{
+        strategy: lambda strategy=strategy: place(  # type: ignore[misc]
+            chain(150), strategy, 8, microbatch_size=1, memory_bytes=[80_000] * 8
+        )
+        for strategy in ("one-to-one", "circular", "v-shape")
+    },
+}
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_planners_ask_for_the_time(name: str) -> None:
+    for num_blocks in (60, 150, 2000):
+        chain(num_blocks)
+    calls = counted(PLANNERS[name])
+    assert calls.most <= MOST_CALLS
+    assert calls.all > 2_000
+
+
+@cache
+def long_chain() -> PlacementCandidate:
+    asked = of(64, 24)
+    placement = place(asked.profile, "one-to-one", 24, microbatch_size=1)
+    return PlacementCandidate(placement, Batch(96, 1), False, "test")
+
+
+def test_mapping_workloads_and_known_schedules_ask_for_the_time() -> None:
+    asked, candidate = of(64, 24), long_chain()
+    assert counted(lambda: on_cluster(asked, candidate)).most <= MOST_CALLS
+    trial = Trial.of(asked, candidate)
+    calls = counted(lambda: first_look(trial.ways[-1]))
+    assert calls.most <= MOST_CALLS
+    assert calls.all > 5 * MOST_CALLS
+
+
+@pytest.mark.parametrize("step", SCHEDULE_STEPS, ids=lambda step: step.name)
+def test_steps_of_a_schedule_ask_for_the_time(step: Any) -> None:
+    """Each after a first schedule; the solver, which runs on a thread of its own, is told to stop by what waits."""
+    workload = build_workload(
+        chain(16), place(chain(16), "one-to-one", 8, microbatch_size=1), num_microbatches=64, microbatch_size=1
+    )
+    load_solver()
+    calls = Calls()
+    budget = Budget(2.0, clock=calls)
+    state = SearchState.of(OneMicrobatch.of(workload), budget, None)
+    state.steps = SCHEDULE_STEPS
+    FirstSchedule().run(state)
+    state.known = state.schedule
+    until = [0]
+
+    def short_of_time() -> float:
+        """After so much work time is up: steps that would go on for long end."""
+        until[0] += 1
+        calls()
+        return 0.0 if calls.all < 8 * MOST_CALLS else 10.0
+
+    budget.clock = short_of_time
+    with budget.ended(), calls.counting():
+        if step.applies(state):
+            step.run(state)
+    assert calls.most <= MOST_CALLS
+
+
+@pytest.mark.parametrize("num_devices", [16, 64])
+def test_a_first_plan_takes_work_in_proportion_to_blocks_and_devices(num_devices: int) -> None:
+    def work(num_blocks: int) -> int:
+        asked = of(num_blocks, num_devices, 10**9, time_limit=1000.0)
+        search = PlanSearch(asked, Budget(asked.time_limit), None, STEPS)
+        calls = counted(lambda: EvenCut().run(search))
+        assert search.made is not None
+        assert check(search.made.plan, asked.profile, asked.cluster).valid
+        return calls.all
+
+    small, large = work(400), work(800)
+    assert large <= 2.2 * small
+
+
+# What is known is kept ------------------------------------------------------------------------------------------------
+
+
+def interrupting(most: int) -> tuple[Limit, list[int]]:
+    """A limit that is interrupted when its clock is asked for the so-many-th time, and how often it was asked."""
+    asked, limit = [0], Limit(math.inf)
+
+    def clock() -> float:
+        asked[0] += 1
+        if asked[0] == most:
+            limit.interrupt()
+        return 0.001 * asked[0]
+
+    limit.clock, limit.started = clock, 0.0
+    return limit, asked
+
+
+@pytest.mark.parametrize("name", ["v", "nn"])
+def test_whenever_it_is_interrupted_the_best_plan_known_is_made(name: str) -> None:
+    """At every so-many-th question for the time, whatever is going on: refinement included."""
+    profile = shape(name, 4)
+    asked = Request.of(profile, num_microbatches=6, memory_bytes=6 * 10**9, time_limit=1.0)
+    limit, questions = interrupting(-1)
+    search_plan(asked, within=limit)
+    interrupted = without_plan = 0
+    for most in [1, *range(10, questions[0], max(1, questions[0] // 8))]:
+        heard: list[int] = []
+
+        def hear(what: str, best: int, bound: int, seconds: float, heard: list[int] = heard) -> None:
+            heard.append(best)
+
+        try:
+            found = search_plan(asked, within=interrupting(most)[0], progress=hear)
+        except KeyboardInterrupt:
+            without_plan += 1
+            assert not heard
+            continue
+        interrupted += found.interrupted
+        assert check(found.plan, profile).valid
+        assert found.plan.predicted.iteration_ns <= min(heard, default=math.inf)
+    assert without_plan >= 1
+    assert interrupted >= 3
+
+
+class Hand:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_so_much_time_is_kept_for_the_last_plan_as_the_first_one_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, ends, planned = Hand(), list[float](), planning_steps.planned
+
+    def slowly(*given: Any) -> Plan:
+        clock.now += 3.0
+        return planned(*given)
+
+    def forever(step: RepetendSearch, state: SearchState) -> None:
+        while not state.budget.expired:
+            clock.now += 0.01
+        ends.append(clock.now)
+
+    monkeypatch.setattr(planning_steps, "planned", slowly)
+    monkeypatch.setattr(RepetendSearch, "run", forever)
+    asked = request_of(shape("m", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0, recompute=False)
+    search_plan(asked, within=Limit(20.0, clock=clock))
+    assert ends
+    assert max(ends) <= 17.1
+    assert clock.now <= 20.2
+
+
+def test_what_is_left_of_the_command_s_time_is_the_search_s() -> None:
+    """The process began long ago: there is a plan all the same, and no more."""
+    limit = Limit(10.0)
+    limit.started -= 1000.0
+    asked = request_of(shape("v", 4), "one-to-one", Batch(4, 1), num_devices=4, time_limit=10.0)
+    found = search_plan(asked, within=limit)
+    assert found.timed_out
+    assert not found.interrupted
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ValueError("no such luck"), PipeplanError("nor this")])
+def test_a_step_that_fails_loses_nothing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(SlowClassics, "run", fail)
+    asked = request_of(shape("m", 4), "one-to-one", Batch(4, 1), num_devices=4, time_limit=2, deterministic=True)
+    with pytest.warns(UserWarning, match=f"slow classic schedules.*{type(error).__name__}"):
+        found = search_plan(asked)
+    assert check(found.plan).valid
+    (note,) = found.figures()["notes"]  # type: ignore[misc]
+    assert type(error).__name__ in note
+
+
+def test_a_step_that_fails_before_there_is_anything_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("at once")
+
+    monkeypatch.setattr(schedule_steps.FirstSchedule, "run", fail)
+    with pytest.raises(ValueError, match="at once"):
+        SearchState.of(OneMicrobatch.of(shape_workload("v")), Budget(1, deterministic=True), None).__class__.search(
+            _state()
+        )
+
+
+def _state() -> SearchState:
+    state = SearchState.of(OneMicrobatch.of(shape_workload("v")), Budget(1, deterministic=True), None)
+    state.steps = [FirstSchedule()]
+    return state
+
+
+def test_compare_frontier_and_tuning_end_with_what_they_have() -> None:
+    """The clock interrupts them once there is something, and at once."""
+    asked = Request.of(chain(12), devices=4, num_microbatches=8, time_limit=100.0)
+    whole = Request(chain(12), 4, Batch(2, 4), device_counts=(2, 4), sizes=(1, 2), time_limit=100.0)
+    verbs: list[Callable[[Limit], Any]] = [
+        lambda limit: compare(asked, within=limit).interrupted,
+        lambda limit: plan_frontier(whole, within=limit).interrupted,
+        lambda limit: tune(asked, within=limit).result.interrupted,
+    ]
+    for verb in verbs:
+        for most in (1, 4_000):
+            limit, _ = interrupting(most)
+            if most == 1:
+                with pytest.raises((KeyboardInterrupt, PipeplanError)):
+                    verb(limit)
+            else:
+                assert verb(limit)
+
+
+# The first plan -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_microbatches", "memory_bytes"), [(8, None), (3, None), (8, 22_000), (8, 31_000)])
+@pytest.mark.parametrize("split", [False, True])
+def test_plain_schedules_are_the_rules_own(num_microbatches: int, memory_bytes: int | None, split: bool) -> None:
+    row = {"input_grad_ns": 60, "weight_grad_ns": 50} if split else {"backward_ns": 110}
+    profile = profile_of([CostRow(microbatch_size=1, forward_ns=50, activation_bytes=3000, **row)] * 4)
+    workload = build_workload(
+        profile,
+        place(profile, "one-to-one", 4, microbatch_size=1),
+        num_microbatches=num_microbatches,
+        microbatch_size=1,
+        memory_bytes=[memory_bytes] * 4,
+        split_backward=split,
+    )
+    found = plain_look(workload)
+    assert found is not None
+    best = first_look(workload)
+    assert best is not None
+    assert found.scheduler == "1f1b"
+    assert found.makespan_ns >= best.makespan_ns
+    known = schedule_steps.CLASSIC["1f1b"].orders(OneMicrobatch.of(workload), task_graph(workload))
+    if not split:
+        assert [list(order) for order in found.orders] == known
+
+
+def test_a_large_request_has_an_even_cut_first_and_says_where_none_fits() -> None:
+    said: list[tuple[str, int]] = []
+    tight = of(600, 8, 50_000)
+    search = PlanSearch(tight, Budget(math.inf), lambda what, best, *_: said.append((what, best)), STEPS)
+    EvenCut(seconds=math.inf).run(search)
+    assert search.best is None
+    ((text, best),) = said
+    assert best == 0
+    assert "no even cut with GPipe or 1F1B was found that fits" in text
+
+    roomy = of(600, 8, 10**9, time_limit=0.0)
+    found = search_plan(roomy, steps=without({"stage graphs", "published planners"}), within=Limit(math.inf))
+    assert found.plan.provenance.options["stages"] == "even"
+    assert found.timed_out
+
+
+def test_what_is_enforced_ends_an_even_cut() -> None:
+    limit = Limit(1.0)
+    limit.started -= 10
+    with limit.enforced(), pytest.raises(TimeUpError):
+        list(even_cuts(of(600, 8)))
