@@ -162,6 +162,9 @@ def compare_on(
     return rows.comparison()
 
 
+_LAST_SECONDS = 0.5
+"""For timing the classic schedules of a placement whose search was interrupted."""
+
 _SEARCHING = 0.8
 """The part of a placement's time that the search has; the rest is for timing the classic schedules there."""
 
@@ -224,13 +227,16 @@ class _RowsSoFar:
         )
         candidate = PlacementCandidate(placement, placed.batch, recompute, "compared")
         left = dict.fromkeys(CLASSIC, "there was no time for it; raise --time-limit")
-        with Limit(seconds, whole=self.limit).ended():
+        limit = Limit(_LAST_SECONDS) if self.limit.interrupted else Limit(seconds, whole=self.limit)
+        with limit.ended():
             problems = [OneMicrobatch.of(workload) for workload in workloads(placed, candidate)]
             for name in CLASSIC:
                 rows, left[name] = _classic(name, problems, recompute, ours.lower_bound_ns)
                 self._rows += rows
                 if rows:
                     del left[name]
+        if limit.interrupted:
+            self.limit.interrupt()
         self._missing += [NotThere(name, ours.placement, reason) for name, reason in left.items()]
 
     def add_failure(self, placement: str, error: _Failure) -> None:
