@@ -30,6 +30,12 @@ def say(text: str, *, err: bool = False, wrap: bool = False) -> None:
     click.echo(text, err=err)
 
 
+def say_for_now(text: str, columns: int) -> None:
+    """Show as much of a text on the terminal's last line as is there, until anything else is said; erase it without."""
+    sys.stderr.write(f"\r{printable(text)[: columns - 1]}\033[K\r")  # and whatever else is said overwrites it
+    sys.stderr.flush()
+
+
 def say_notes(notes: Iterable[str]) -> None:
     """Say on stderr what a reader must know, where stdout is for a file or for JSON."""
     for note in notes:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pipeplan import _api
-from pipeplan.cli.output import Outputs, say
+from pipeplan.cli.output import Outputs, say, say_for_now
 from pipeplan.cli.shared import (
     BYTES,
     DURATION,
@@ -240,13 +240,12 @@ class Steps:
         seconds = int(self._clock() - self._since)
         if seconds > self._said and sys.stderr.isatty():
             self._said = seconds
-            text = f"{seconds}s so far{self._predicted}; rank 0 {where}"
-            columns = shutil.get_terminal_size().columns - 1
-            click.echo(f"\r{text[:columns]}\033[K\r", nl=False, err=True)  # whatever else is said overwrites it
+            columns = shutil.get_terminal_size().columns
+            say_for_now(f"{seconds}s so far{self._predicted}; rank 0 {where}", columns)
 
     def _erase(self) -> None:
         if self._said:
-            click.echo("\r\033[K", nl=False, err=True)
+            say_for_now("", shutil.get_terminal_size().columns)
         self._since, self._said = self._clock(), 0
 
     def show(self, result: StepResult) -> None:

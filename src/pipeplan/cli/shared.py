@@ -328,7 +328,7 @@ class Status:
     def _say(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
         """What a reader must know although there is no plan."""
         if not best_ns:
-            click.echo(f"pipeplan: {what}", err=True)
+            say(f"pipeplan: {what}", err=True)
 
     def _update(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
         from pipeplan.units import format_ns

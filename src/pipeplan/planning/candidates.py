@@ -121,7 +121,7 @@ class Choice:
 
 
 def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
-    """Chains cut evenly by time that should fit with what 1F1B has in flight: the quickest to make a plan of.
+    """Chains cut evenly by time that should fit with what 1F1B has in flight: the quickest to plan.
 
     Those with fewest stages, each on as many replicas, come first, then those that recompute; their micro-batches are
     as small as may be. Each takes a time linear in blocks and devices.

@@ -180,6 +180,9 @@ def compare_on(
     return rows.comparison()
 
 
+_LAST_SECONDS = 0.5
+"""For timing the classic schedules of a placement whose search was interrupted."""
+
 _SEARCHING = 0.8
 """The part of a placement's time that the search has; the rest is for timing the classic schedules there."""
 
@@ -259,6 +262,8 @@ class _RowsSoFar:
         placed = replace(asked, placement=placement, batch=batch, num_devices=len(plan.devices), chunks=None, sizes=())
         candidate = PlacementCandidate(placement, batch, recompute, "compared")
         left = dict.fromkeys(CLASSIC, "there was no time for it; raise --time-limit")
+        if self.limit.interrupted:
+            limit = Limit(_LAST_SECONDS)
         with limit.ended():
             problems = [OneMicrobatch.of(workload, require_room=False) for workload in workloads(placed, candidate)]
             for name in CLASSIC:
@@ -266,6 +271,8 @@ class _RowsSoFar:
                 self._rows += rows
                 if rows:
                     del left[name]
+        if limit.interrupted:
+            self.limit.interrupt()
         self._missing += [NotThere(name, ours.placement, reason) for name, reason in left.items()]
 
     def add_failure(self, placement: str, error: PipeplanError) -> None:

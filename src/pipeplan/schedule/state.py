@@ -11,7 +11,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import ClassVar, TypeVar
 
-from pipeplan.errors import InvalidPlanError
+from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import Pattern
 from pipeplan.simulator.metrics import iteration_time, rates
@@ -185,9 +185,7 @@ class SearchState:
         try:
             for step in self.steps:
                 if not self.settled and not self.budget.interrupted:
-                    with noted(step.name, self.notes, lambda: self.best is not None):
-                        if step.applies(self):
-                            step.run(self)
+                    self._try(step)
         except KeyboardInterrupt:
             if self.best is None:
                 raise
@@ -196,6 +194,11 @@ class SearchState:
             if self.best is None:
                 raise
         return self.schedule
+
+    def _try(self, step: ScheduleStep) -> None:
+        with noted(step.name, self.notes, lambda: not step.needed and self.best is not None):
+            if step.applies(self):
+                step.run(self)
 
     @property
     def schedule(self) -> Schedule:
@@ -276,11 +279,11 @@ _OTHERS = 4
 def noted(what: str, notes: list[str], is_something: Callable[[], bool]) -> Iterator[None]:
     """Once there is something, what goes wrong inside only ends what runs inside, and is noted and warned of.
 
-    Nobody's best plan is lost with a step that could only have made it better.
+    Nobody's best plan is lost with a step that could only have made it better. That a request is wrong is said.
     """
     try:
         yield
-    except TimeUpError:
+    except (TimeUpError, UsageError):
         raise
     except Exception as error:
         if not is_something():
