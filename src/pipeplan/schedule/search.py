@@ -26,7 +26,7 @@ from pipeplan.schedule.state import (
     fitting,
 )
 from pipeplan.schedule.steps import STEPS
-from pipeplan.time_limit import checked, checkpoint
+from pipeplan.time_limit import TimeUpError, checked, checkpoint
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.engine import with_links
@@ -124,17 +124,22 @@ _SHORTER = attrgetter("makespan_ns"), attrgetter("most_bytes")
 def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: bool = False) -> Schedule | None:
     """The best of the known schedules that apply, without any search; None if none of them fits.
 
-    A ``thorough`` look has those that are made by trying rules, too, where there are few actions.
+    A ``thorough`` look has those that are made by trying rules, too, where there are few actions. When the time of a
+    limit that is enforced is up, it is the best until then.
     """
     _require_known_kinds(workload)
     problem = OneMicrobatch.of(workload, require_room=False)
     graph = task_graph(problem.workload)
     given = graph if problem.reduction is None else task_graph(workload)
     best: Schedule | None = None
-    for name, orders in _known_orders(problem, graph, thorough, look):
-        found = timed(problem, given, orders, name)
-        if found is not None and (best is None or first_by(_SHORTER, found, best)):
-            best = found
+    try:
+        for name, orders in _known_orders(problem, graph, thorough, look):
+            found = timed(problem, given, orders, name)
+            if found is not None and (best is None or first_by(_SHORTER, found, best)):
+                best = found
+    except TimeUpError:
+        if best is None:
+            raise
     return best
 
 
