@@ -37,7 +37,7 @@ CHILD = """
 import sys, time
 BEGAN = time.monotonic()
 def mark(what):
-    print(f"LIMITS {what} {time.monotonic() - BEGAN:.3f}", file=sys.stderr, flush=True)
+    print(f"LIMITS {what} {time.monotonic():.3f}", file=sys.stderr, flush=True)
 from pipeplan import __main__
 __main__.BEGAN = BEGAN
 from pipeplan import _api
@@ -177,7 +177,7 @@ def timed(row: Row, folder: Path, signal_after: float | None = None) -> tuple[di
     _, errors = process.communicate()
     marks: dict[str, float] = {}
     for what, when in MARK.findall(errors):
-        marks.setdefault(what, float(when))
+        marks.setdefault(what, float(when) - begun)
     left = [line for line in errors.splitlines() if not MARK.match(line)]
     ended = "" if process.returncode == 0 else f"exit {process.returncode}: {' '.join(left)[-80:]}"
     return marks, math.nan if sent is None else marks.get("done", math.nan) - sent, ended
@@ -185,7 +185,7 @@ def timed(row: Row, folder: Path, signal_after: float | None = None) -> tuple[di
 
 def measured(row: Row, folder: Path) -> tuple[str, ...]:
     marks, _, ended = timed(row, folder)
-    _, stop, _ = timed(row, folder, row.limit / 2)
+    stop = math.nan if row.limit < 10 else timed(row, folder, row.limit / 2)[1]  # it may not have begun by then
     read = marks.get("read", math.nan)
     first = marks.get("first", math.nan) - read
     none = f"none known after {marks['none'] - read:.1f}" if "none" in marks else ""

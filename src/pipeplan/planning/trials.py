@@ -250,15 +250,13 @@ class Trial:
         return self.best if self.best is not None and self.best.workload is workload else None
 
     def _learn(self, way: int, schedule: Schedule) -> None:
-        with shielded():  # what was found while there was time
-            self.bounds[way] = max(self.bounds[way], schedule.bound_ns)
-            self._offer(schedule)
+        self.bounds[way] = max(self.bounds[way], schedule.bound_ns)
+        self._offer(schedule)
 
     def _offer(self, schedule: Schedule | None) -> None:
-        if schedule is None:
-            return
-        if self.best is None or not preferred(self.best, schedule):
-            self.best = schedule
+        with shielded():  # what was found while there was time
+            if schedule is not None and (self.best is None or not preferred(self.best, schedule)):
+                self.best = schedule
 
     @property
     def settled(self) -> Schedule:

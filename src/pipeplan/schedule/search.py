@@ -29,7 +29,7 @@ from pipeplan.schedule.state import (
     named,
 )
 from pipeplan.schedule.steps import STEPS
-from pipeplan.time_limit import checked, checkpoint
+from pipeplan.time_limit import TimeUpError, checked, checkpoint
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.engine import with_links
@@ -183,7 +183,8 @@ def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: b
     """The best of the known schedules that apply, without any search; None if none of them fits.
 
     A ``thorough`` look has those that are made by trying rules, too, where there are few actions. Of a very long
-    workload the best of a shorter run are repeated, and what is always possible, one micro-batch after another.
+    workload the best of a shorter run are repeated, and what is always possible, one micro-batch after another. When the
+    time of a limit that is enforced is up, it is the best until then.
     """
     _require_known_kinds(workload)
     shorter = ShorterRun()
@@ -199,22 +200,33 @@ def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: b
 
 
 def _best(schedules: Iterable[Schedule]) -> Schedule | None:
+    """The best; of those until then, where the time of a limit that is enforced is up on the way."""
     best: Schedule | None = None
-    for found in schedules:
-        if best is None or first_by(_SHORTER, found, best):
-            best = found
+    try:
+        for found in schedules:
+            if best is None or first_by(_SHORTER, found, best):
+                best = found
+    except TimeUpError:
+        if best is None:
+            raise
     return best
 
 
 def _looked(workload: Workload, look: FirstLook, *, thorough: bool) -> Iterator[Schedule]:
-    """The known schedules that fit."""
+    """The known schedules that fit; those until then, where the time of a limit that is enforced is up."""
     problem = OneMicrobatch.of(workload, require_room=False)
     graph = task_graph(problem.workload)
     given = graph if problem.reduction is None else task_graph(workload)
-    for name, orders in _known_orders(problem, graph, thorough, look):
-        found = timed(problem, given, orders, name)
-        if found is not None:
-            yield found
+    some = False
+    try:
+        for name, orders in _known_orders(problem, graph, thorough, look):
+            found = timed(problem, given, orders, name)
+            if found is not None:
+                some = True
+                yield found
+    except TimeUpError:
+        if not some:
+            raise
 
 
 def _require_known_kinds(workload: Workload) -> None:
