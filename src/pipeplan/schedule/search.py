@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 
 from pipeplan.errors import InfeasibleError, UsageError, choose_from
@@ -183,8 +183,8 @@ def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: b
     """The best of the known schedules that apply, without any search; None if none of them fits.
 
     A ``thorough`` look has those that are made by trying rules, too, where there are few actions. Of a very long
-    workload the best of a shorter run are repeated, and what is always possible, one micro-batch after another. When the
-    time of a limit that is enforced is up, it is the best until then.
+    workload the best of a shorter run are repeated, and what is always possible, one micro-batch after another. It is
+    the best until then when the time of a limit that is enforced is up.
     """
     _require_known_kinds(workload)
     shorter = ShorterRun()
@@ -194,9 +194,8 @@ def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: b
     known = sorted(_looked(short, look, thorough=thorough), key=attrgetter("makespan_ns"))
     longer = filter(None, (shorter.lengthened(each, workload, look.most_written) for each in known))
     simplest = islice(_looked(shorter.shortest(workload), look, thorough=False), 1)
-    return _best(
-        [*islice(longer, look.lengthened), *filter(None, (shorter.lengthened(each, workload) for each in simplest))]
-    )
+    last = filter(None, (shorter.lengthened(each, workload) for each in simplest))
+    return _best(chain(islice(longer, look.lengthened), last))
 
 
 def _best(schedules: Iterable[Schedule]) -> Schedule | None:
