@@ -19,7 +19,7 @@ from pipeplan.costs.devices import device_preset
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
-from pipeplan.planning.plan_frontier import PlanFrontier, changes_that_do, plan_frontier
+from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, changes_that_do, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting, link_notes, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
 from pipeplan.schedule.state import scheduler_words
@@ -29,6 +29,7 @@ from pipeplan.sharding.tracking import knee
 from pipeplan.time_limit import Limit
 from pipeplan.units import format_bytes, format_ns, named_devices, rounded_up
 from pipeplan.workload.elements import Stage
+from pipeplan.workload.workload import Workload
 
 Mode = Literal["all", "min-time", "min-devices", "profile"]
 """All points; all, and choose the quickest; those on fewest devices; or the quickest for each number of devices."""
@@ -443,10 +444,10 @@ def _of_plans(request: Request, within: Limit | None, *, quickest: bool) -> Fron
             point.num_devices,
             point.memory_bytes,
             point.iteration_ns,
-            _words(point.plan),
+            _words(point),
             workspace_bytes=point.workspace_bytes,
             price_per_hour=_price_per_hour(replace(request, num_devices=point.num_devices)),
-            configurations=_ways(point.plan),
+            configurations=_ways(point.workload),
         )
         for point in found.points
     ]
@@ -489,14 +490,14 @@ def _plan_notes(found: PlanFrontier) -> Iterator[str]:
     yield note
 
 
-def _words(plan: Plan) -> str:
+def _words(point: PlanPoint) -> str:
     """A plan in a few words: stages as replicas x shards, runs of equal ones together, schedule, size."""
-    ways = [_stage_words(stage) for stage in plan.stages]
+    ways = [_stage_words(stage) for stage in point.workload.stages]
     runs = [(way, len(list(same))) for way, same in groupby(ways)]
     stages = ", ".join(f"{count} of {way}" if count > 1 else way for way, count in runs)
     number = f"{len(ways)} stage{'s' if len(ways) > 1 else ''}"
-    made = scheduler_words(plan.provenance.scheduler)
-    return f"{number}: {stages}; {made}, micro-batches of {plan.workload.microbatch_words}"
+    made = scheduler_words(point.scheduler)
+    return f"{number}: {stages}; {made}, micro-batches of {point.workload.microbatch_words}"
 
 
 def _stage_words(stage: Stage) -> str:
@@ -507,11 +508,11 @@ def _stage_words(stage: Stage) -> str:
     return (own or f"{stage.replicas}x{stage.shards}") + (" recomputed" if stage.recompute else "")
 
 
-def _ways(plan: Plan) -> dict[str, str]:
+def _ways(workload: Workload) -> dict[str, str]:
     """Every block's replicas and how each of them splits it, as 2xshards4."""
     return {
         block: f"{stage.replicas}x{stage.configurations[index] if stage.configurations else f'shards{stage.shards}'}"
-        for stage in plan.stages
+        for stage in workload.stages
         for index, block in enumerate(stage.blocks)
     }
 

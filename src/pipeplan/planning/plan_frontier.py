@@ -29,11 +29,13 @@ from pipeplan.planning.candidates import PlacementCandidate, StageGraphs, open_s
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import Splits, split_frontier, split_stages
 from pipeplan.planning.trials import Trial, on_cluster
+from pipeplan.schedule.state import Schedule
 from pipeplan.sharding.details import split_blocks
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
 from pipeplan.workload.kinds import WORKSPACE
 from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ def in_turn(found: Sequence[Iterator[PartitionTrial]]) -> Iterator[PartitionTria
 class PlanPoint:
     """What fits and what it takes, to be compared; memory is the peak of the device that needs most, with workspace.
 
-    Its stages may yet be split where there is a ``candidate``.
+    Its stages may yet be split where there is a ``candidate``. Making its plan takes longer than saying what it is, for
+    which its ``schedule`` does, where it is known.
     """
 
     request: Request
@@ -168,11 +171,22 @@ class PlanPoint:
     iteration_ns: int
     make: Callable[[], Plan]
     candidate: PlacementCandidate | None = None
+    schedule: Schedule | None = None
 
     @cached_property
     def plan(self) -> Plan:
         """Made when it is wanted."""
         return self.make()
+
+    @property
+    def workload(self) -> Workload:
+        """What the plan runs."""
+        return self.plan.workload if self.schedule is None else self.schedule.workload
+
+    @property
+    def scheduler(self) -> str:
+        """What made its schedule."""
+        return self.plan.provenance.scheduler if self.schedule is None else self.schedule.scheduler
 
     @property
     def num_devices(self) -> int:
@@ -468,7 +482,7 @@ def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[
         return None
     peak = max(peak_memory(trial.best.graph, trial.best.orders), key=lambda each: each.peak_bytes)
     plan, still_open = partial(_trial_plan, request, trial), trial.candidate if asked.open else None
-    return PlanPoint(request, peak.peak_bytes, peak.parts[WORKSPACE], trial.value_ns, plan, still_open)
+    return PlanPoint(request, peak.peak_bytes, peak.parts[WORKSPACE], trial.value_ns, plan, still_open, trial.settled)
 
 
 def _trial_plan(request: Request, trial: Trial) -> Plan:
