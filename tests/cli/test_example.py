@@ -77,7 +77,7 @@ def test_a_zero_backward_is_not_the_default() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["shape-z"], "shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular, shape-zbv"),
+        (["triangle"], "shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular, shape-zbv"),
         (["v"], "there is no example 'v'"),
         (["shape-v", "--shared-forward", "1ms"], "--shared-forward does not apply to shape-v"),
         (["shape-zbv", "--shared-backward", "1ms"], "--shared-backward does not apply to shape-zbv"),

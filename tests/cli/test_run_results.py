@@ -64,14 +64,14 @@ def test_a_terminal_shows_how_long_a_step_takes(
         said = f"\r4s so far, predicted {predicted}; rank 0 in 0F1 (step 0, program counter 1 of 4)\033[K\r"
         assert capsys.readouterr().err == said
         shown.show(StepResult(0, math.nan, 2_000_000, 0))
-        assert capsys.readouterr() == ("step 0  iteration 2ms\n", "\r\033[K")
+        assert capsys.readouterr() == ("step 0  iteration 2ms\n", "\r\033[K\r")
         now[0] = 5.0
         shown.look("in 0F0 (step 1, program counter 0 of 4)")
         assert capsys.readouterr().err == ""
         now[0] = 6.0
         shown.look("in 0F0 (step 1, program counter 0 of 4)")
         assert "\r1s so far" in capsys.readouterr().err
-    assert capsys.readouterr().err == "\r\033[K"
+    assert capsys.readouterr().err == "\r\033[K\r"
 
 
 def test_json_has_null_for_what_is_not_finite() -> None:

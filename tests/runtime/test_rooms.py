@@ -21,7 +21,7 @@ from runtime_support.rooms import (
     runtime_modules,
 )
 
-OUTSIDE = {"_version", "catalog", "checker", "costs", "errors", "files", "units", "workload"}
+OUTSIDE = {"_version", "catalog", "checker", "costs", "errors", "files", "texts", "units", "workload"}
 """What runtime/ may import of the rest of the package, beside its version."""
 
 

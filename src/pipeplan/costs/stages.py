@@ -238,11 +238,12 @@ def require_totals(profile: Profile, num_microbatches: int, microbatch_size: int
         """What the blocks come to, each by the row that says most for an iteration."""
         mini_batch = num_microbatches * microbatch_size
         return sum(
-            max(of_row(row) * -(-mini_batch // row.microbatch_size) for row in block.costs) for block in profile.blocks
+            max(of_row(row) * -(-mini_batch // row.microbatch_size) for row in block.costs)
+            for block in checked(profile.blocks, 1000)
         )
 
     sent = sum(edge.bytes_per_sample for edge in profile.edges) * microbatch_size * num_microbatches
-    state = sum(block.state.total for block in profile.blocks)
+    state = sum(block.state.total for block in checked(profile.blocks, 1000))
     fixed = sum(edge.transfer_ns or 0 for edge in profile.edges) * num_microbatches
     for level in cluster.levels if cluster is not None else ():
         waits = level.latency_ns * (len(profile.edges) * num_microbatches + len(profile.blocks))
