@@ -6,11 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from pipeplan.checker import check
+from pipeplan.cli.main import cli
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, Placement, Source, read_plan, read_profile, write_file
 from support.commands import interrupted, pipeplan
@@ -207,6 +210,7 @@ def test_help_is_quick_to_import(verb: str) -> None:
     heavy = ("ortools", "pydantic", "torch", "networkx", "numpy", "rich")
     code = f"""
 import sys
+import time
 from pipeplan.cli.main import cli
 cli.main([*{[verb] if verb else []}, "--help"], standalone_mode=False)
 print([name for name in {heavy} if name in sys.modules])
@@ -293,3 +297,13 @@ def test_rules_without_a_file_are_a_tuning(chain: Path, tmp_path: Path) -> None:
     assert read_plan(str(tmp_path / "same.json")).programs == read_plan(str(plan)).programs
     refused = pipeplan("search", chain, "--devices", 2, "--workers", 2)
     assert (refused.returncode, "--scheduler rules" in refused.stderr) == (2, True)
+
+
+def test_the_limit_is_of_the_command_as_a_whole(tmp_path: Path) -> None:
+    """The process began longer ago than the limit is: there is a plan, and no time for another."""
+    profile = tmp_path / "profile.json"
+    write_file(shape("m", 4), str(profile))
+    asked = ["search", str(profile), "--microbatches", "8", "--memory", "6GB", "--time-limit", "1000s", "--json"]
+    done = CliRunner().invoke(cli, asked, obj=time.monotonic() - 2000)
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["timed_out"]
