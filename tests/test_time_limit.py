@@ -15,7 +15,7 @@ import pytest
 from builders.chains import chain_workload
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
-from pipeplan.time_limit import Limit, TimeUpError, checkpoint
+from pipeplan.time_limit import INTERRUPTS, Limit, TimeUpError, checked, checkpoint, shielded
 
 
 def counting() -> Callable[[], float]:
@@ -123,14 +123,46 @@ def test_a_limit_sent_to_a_process_ends_at_the_same_time() -> None:
     assert (sent.seconds, sent.started) == (limit.seconds, limit.started)
 
 
-def test_the_first_ctrl_c_is_heard_and_the_second_one_interrupts() -> None:
-    before, limit = signal.getsignal(signal.SIGINT), Limit()
-    with limit.hearing_interrupts():
-        os.kill(os.getpid(), signal.SIGINT)
-        assert limit.expired
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+@pytest.mark.parametrize("number", INTERRUPTS)
+def test_the_first_signal_is_heard_and_the_second_one_interrupts(number: signal.Signals) -> None:
+    before, limit = signal.signal(number, signal.default_int_handler), Limit()
+    try:
+        with limit.hearing_interrupts():
+            os.kill(os.getpid(), number)
+            assert limit.expired
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), number)
+        assert signal.getsignal(number) is signal.default_int_handler
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_part_spends_the_whole_s_time_and_both_are_interrupted() -> None:
+    now = [0.0]
+    whole = Limit(10, clock=lambda: now[0])
+    now[0] = 8.0
+    part = Limit(5, whole=whole, clock=whole.clock)
+    assert part.remaining == 2.0
+    whole.reserved = 1.5
+    assert part.remaining == 0.5
+    part.patience = 3.0
+    now[0] = 11.0
+    assert part.expired
+    part.check()  # which is patient
+    part.interrupt()
+    assert whole.interrupted
+
+
+def test_what_is_shielded_is_ended_by_nothing() -> None:
+    limit = Limit(0)
+    with limit.ended():
+        with shielded():
+            checkpoint()
+        checkpoint()
+        raise AssertionError("which ends here")
+    assert list(checked("abc")) == ["a", "b", "c"]
+    with limit.enforced(), pytest.raises(TimeUpError):
+        list(checked("abc", 1))
 
 
 def test_other_threads_hear_no_signals() -> None:

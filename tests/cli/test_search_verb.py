@@ -6,11 +6,14 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from pipeplan.checker import check
+from pipeplan.cli.main import cli
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, Placement, Source, read_plan, read_profile, write_file
 from support.commands import interrupted, pipeplan
@@ -207,6 +210,7 @@ def test_help_is_quick_to_import(verb: str) -> None:
     heavy = ("ortools", "pydantic", "torch", "networkx", "numpy", "rich")
     code = f"""
 import sys
+import time
 from pipeplan.cli.main import cli
 cli.main([*{[verb] if verb else []}, "--help"], standalone_mode=False)
 print([name for name in {heavy} if name in sys.modules])
@@ -304,3 +308,13 @@ def test_a_name_that_no_file_can_have_is_refused(flag: str, tmp_path: Path) -> N
     assert refused.returncode == 2
     assert refused.stderr.startswith("pipeplan: ")
     assert "Traceback" not in refused.stderr
+
+
+def test_the_limit_is_of_the_command_as_a_whole(tmp_path: Path) -> None:
+    """The process began longer ago than the limit is: there is a plan, and no time for another."""
+    profile = tmp_path / "profile.json"
+    write_file(shape("m", 4), str(profile))
+    asked = ["search", str(profile), "--microbatches", "8", "--memory", "6GB", "--time-limit", "1000s", "--json"]
+    done = CliRunner().invoke(cli, asked, obj=time.monotonic() - 2000)
+    assert done.exit_code == 0
+    assert json.loads(done.stdout)["timed_out"]
