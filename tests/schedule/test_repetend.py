@@ -233,7 +233,8 @@ class TestLeastPeriod:
         assert replay_faults(problem, found.pattern, 5) == []
 
     def test_an_interrupted_budget_ends_the_search(self) -> None:
-        problem, budget = unit_problem("nn"), Budget(60, interrupted=True)
+        problem, budget = unit_problem("nn"), Budget(60)
+        budget.interrupt()
         found = least_period(problem, budget, budget.remaining)
         assert found.pattern is not None
         assert found.pattern.repetend_ns == sequential_time(problem)
