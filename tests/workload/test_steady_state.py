@@ -207,7 +207,7 @@ def is_copy(order: list[Entry], first: dict[str, int], unroll: int) -> bool:
 
 
 @given(st.integers(1, 3), st.lists(st.integers(1, 4), min_size=6, max_size=6), st.integers(0, 3), st.integers(1, 3))
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_found_repetends_are_the_best_that_exist(num_devices: int, times: list[int], lag: int, room: int) -> None:
     """Chains with any times, each device running backwards first and holding at most ``room`` micro-batches."""
     workload = chain_workload(num_devices, 5, lag=lag)
