@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ def rank() -> None:
 
 
 def parent(job: Report) -> None:
-    """Run two ranks with little patience, and say what is heard."""
+    """Run two ranks with little patience, and say what is heard; one that ``stops`` does so at the first report."""
     local._LATE_NS, local._PAUSE_NS = 0, 200_000_000
     num_heard = 0
 
@@ -42,6 +43,8 @@ def parent(job: Report) -> None:
         num_heard += 1
         if report["line"] == 0:
             print("begun", flush=True)
+        if num_heard == 1 and job["stops"]:
+            os.kill(os.getpid(), signal.SIGSTOP)
 
     local.watch_local("", [("0F0",)] * 2, job, job["timeout_ns"], listen, RANK)
     print(f"heard {num_heard}", flush=True)
