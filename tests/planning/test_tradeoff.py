@@ -62,7 +62,6 @@ def frontier_of(name: str, memory_bytes: int | None = None) -> tuple[Request, Pl
         pytest.param("gpt2-124m", marks=pytest.mark.slow),
         pytest.param("tensoropt-transformer", marks=pytest.mark.slow),
         pytest.param("mmt-2", marks=pytest.mark.slow),
-        pytest.param("tessel-mt5-1.8b", marks=pytest.mark.slow),
     ],
 )
 def test_every_point_is_a_plan_that_is_what_it_says(name: str) -> None:
