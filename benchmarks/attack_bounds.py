@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -23,6 +22,7 @@ from pipeplan.sharding.tracking import track
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from references import cost_graphs
 from references.best_makespan import best_makespan
+from references.every_placement import every_placement
 from references.least_period import least_period_by_enumeration
 
 __all__ = ["Bounds"]
@@ -150,26 +150,6 @@ def periods(rng: Random) -> Ended:
     return Ended("period")
 
 
-def placements(profile: Profile, num_devices: int) -> Iterator[Placement]:
-    """Every cut of a chain with every number of replicas, on all devices."""
-    ids = [block.id for block in profile.blocks]
-    for count in range(1, min(len(ids), num_devices) + 1):
-        for cuts in itertools.combinations(range(1, len(ids)), count - 1):
-            ends = [0, *cuts, len(ids)]
-            for sizes in itertools.product(range(1, num_devices + 1), repeat=count):
-                if sum(sizes) == num_devices:
-                    firsts = list(itertools.accumulate(sizes, initial=0))
-                    stages = [
-                        PlacedStage(
-                            blocks=tuple(ids[ends[at] : ends[at + 1]]),
-                            devices=tuple(range(firsts[at], firsts[at + 1])),
-                            replicas=sizes[at],
-                        )
-                        for at in range(count)
-                    ]
-                    yield Placement(strategy="drawn", num_devices=num_devices, stages=tuple(stages))
-
-
 def everything(rng: Random) -> Ended:
     """The bound over all that a request leaves open, against all schedules of all cuts, replicas and sizes."""
     num_devices, split = rng.choice([1, 2, 2, 3]), rng.random() < 0.3
@@ -188,7 +168,7 @@ def everything(rng: Random) -> Ended:
         found = search_plan(request)
     except (InfeasibleError, SearchTimeoutError):
         return Ended("nothing found")
-    for placement, size, apart in itertools.product(placements(profile, num_devices), SIZES, {False, split}):
+    for placement, size, apart in itertools.product(every_placement(profile, num_devices), SIZES, {False, split}):
         if any(size % stage.replicas for stage in placement.stages):
             continue
         best = _best(request, placement, size, apart, found)

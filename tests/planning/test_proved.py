@@ -13,11 +13,12 @@ from builders.profiles import profile_of, stage_per_block
 from builders.requests import request_of
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.files import CostRow, PlacedStage, Placement, Profile
+from pipeplan.files import CostRow, Profile
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
+from references.every_placement import every_placement
 
 QUICK: dict[str, Any] = {"time_limit": 0.05, "deterministic": True}
 
@@ -34,27 +35,6 @@ def chains(draw: st.DrawFn) -> Profile:
         return CostRow(microbatch_size=size, forward_ns=forward, backward_ns=backward)
 
     return profile_of([tuple(row(size) for size in (1, 2, 4)) for _ in range(draw(st.integers(2, 4)))])
-
-
-def every_placement(profile: Profile, num_devices: int) -> list[Placement]:
-    """Each cut of a chain into stages with each number of replicas that uses all devices."""
-    ids, found = [block.id for block in profile.blocks], []
-    for count in range(1, min(len(ids), num_devices) + 1):
-        for cuts in itertools.combinations(range(1, len(ids)), count - 1):
-            ends = [0, *cuts, len(ids)]
-            for sizes in itertools.product(range(1, num_devices + 1), repeat=count):
-                if sum(sizes) == num_devices:
-                    firsts = list(itertools.accumulate(sizes, initial=0))
-                    stages = [
-                        PlacedStage(
-                            blocks=tuple(ids[ends[place] : ends[place + 1]]),
-                            devices=tuple(range(firsts[place], firsts[place + 1])),
-                            replicas=sizes[place],
-                        )
-                        for place in range(count)
-                    ]
-                    found.append(Placement(strategy="drawn", num_devices=num_devices, stages=tuple(stages)))
-    return found
 
 
 @settings(max_examples=5, suppress_health_check=list(HealthCheck))

@@ -178,18 +178,7 @@ def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) ->
     run = _again(base, graph, workload.num_microbatches)
     if run is None or not fits(run.graph, run.orders):
         return None
-    makespan = run.graph.makespan(run.starts) + run.skipped_ns
-    return replace(
-        base,
-        workload=workload,
-        graph=run.graph,
-        orders=run.orders,
-        starts=run.starts,
-        loop=run.loop,
-        makespan_ns=makespan,
-        bound_ns=min(makespan, weak_makespan_bound(workload)),
-        scheduler=base.scheduler + mark,
-    )
+    return base.running(run, workload, mark)
 
 
 def _again(base: Schedule, graph: TaskGraph, num_microbatches: int) -> LoopedOrders | None:

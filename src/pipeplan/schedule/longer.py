@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.state import Schedule, SearchStep
-from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -68,17 +67,7 @@ class ShorterRun(SearchStep):
         run = self.repeated(found.graph, found.orders, workload.num_microbatches, most_written)
         if run is None or not fits(run.graph, run.orders):
             return None
-        makespan = run.graph.makespan(run.starts) + run.skipped_ns
-        return replace(
-            found,
-            workload=workload,
-            graph=run.graph,
-            orders=run.orders,
-            starts=run.starts,
-            loop=run.loop,
-            makespan_ns=makespan,
-            bound_ns=min(makespan, weak_makespan_bound(workload)),
-        )
+        return found.running(run, workload)
 
     def repeated(
         self, given: TaskGraph, orders: Orders, num_microbatches: int, most_written: int = MAX_WRITTEN

@@ -6,7 +6,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import ClassVar, TypeVar
@@ -16,12 +16,12 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import Pattern
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.time_limit import TimeUpError
-from pipeplan.workload.bounds import period_bound, strong_makespan_bound
+from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.slices import repetend_of
-from pipeplan.workload.steady_state.loop import LoopCut
+from pipeplan.workload.steady_state.loop import LoopCut, LoopedOrders
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -56,6 +56,21 @@ class Schedule:
     seconds: float = 0.0
     interrupted: bool = False
     notes: tuple[str, ...] = ()
+
+    def running(self, run: LoopedOrders, workload: Workload, mark: str = "") -> Schedule:
+        """The same of another workload, with its orders and times; ``mark`` is added to what made it."""
+        makespan = run.graph.makespan(run.starts) + run.skipped_ns
+        return replace(
+            self,
+            workload=workload,
+            graph=run.graph,
+            orders=run.orders,
+            starts=run.starts,
+            loop=run.loop,
+            makespan_ns=makespan,
+            bound_ns=min(makespan, weak_makespan_bound(workload)),
+            scheduler=self.scheduler + mark,
+        )
 
     @property
     def optimal(self) -> bool:
