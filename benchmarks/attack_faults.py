@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -119,17 +119,12 @@ class Forked:
         return self._status
 
 
-def _become(module: str, env: Mapping[str, str], descriptors: Mapping[int, int]) -> None:
-    """In the forked process: what a new one has, then the module as a program."""
+@contextlib.contextmanager
+def _all_of_it() -> Iterator[None]:
+    """What runs inside is all that this forked process does: it ends as a program would."""
     code = 1
     try:
-        _keep(descriptors)
-        os.environ.clear()
-        os.environ.update(env)
-        sys.argv = [module]
-        sys.modules.pop(module, None)
-        _listen_for_faults()
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        yield
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0
@@ -140,6 +135,18 @@ def _become(module: str, env: Mapping[str, str], descriptors: Mapping[int, int])
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+def _become(module: str, env: Mapping[str, str], descriptors: Mapping[int, int]) -> None:
+    """In the forked process: what a new one has, then the module as a program."""
+    with _all_of_it():
+        _keep(descriptors)
+        os.environ.clear()
+        os.environ.update(env)
+        sys.argv = [module]
+        sys.modules.pop(module, None)
+        _listen_for_faults()
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _keep(descriptors: Mapping[int, int]) -> None:
@@ -183,8 +190,7 @@ def start(command: str, folder: Path) -> int:
     pid = os.fork()
     if pid:
         return pid
-    code = 1
-    try:
+    with _all_of_it():
         os.chdir(folder)
         named = (("in", os.O_RDWR), ("out", os.O_WRONLY), ("err", os.O_WRONLY))
         _keep({number: os.open(name, how | os.O_CREAT | os.O_TRUNC) for number, (name, how) in enumerate(named)})
@@ -200,15 +206,7 @@ def start(command: str, folder: Path) -> int:
         Path("ready").touch()
         with mock.patch.object(local, "subprocess", SimpleNamespace(**names)):
             main()
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 0
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
+    raise AssertionError("the process has ended")
 
 
 def _shorten_timeouts() -> None:
