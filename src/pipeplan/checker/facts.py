@@ -375,7 +375,7 @@ def _last_end(facts: Facts, operation: int) -> int:
 
 
 def _iteration(facts: Facts) -> int:
-    """When each device has ended its last action and then summed the gradients of its stages, in ns."""
+    """When each device has ended its last action and then made its sums of gradients one after another, in ns."""
     ends, syncs = [0] * len(facts.plan.devices), [0] * len(facts.plan.devices)
     for operation, devices in enumerate(facts.devices):
         end = _last_end(facts, operation)
@@ -385,7 +385,7 @@ def _iteration(facts: Facts) -> int:
         for device in stage.devices:
             syncs[device] += stage.sync_ns
     for each in facts.plan.tied:
-        for device in {device for number in each.stages for device in facts.plan.stages[number].devices}:
+        for device in each.all_devices:
             syncs[device] += each.sync_ns
     return max(map(sum, zip(ends, syncs, strict=True)))
 

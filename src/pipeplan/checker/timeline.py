@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -231,11 +232,10 @@ def _state(facts: Facts) -> list[MemoryBytes]:
             state[device] += stage.state
     for each in facts.plan.tied:
         seen: set[int] = set()
-        for number in each.stages:
-            for device in facts.plan.stages[number].devices:
-                if device in seen:
-                    state[device] -= each.state
-                seen.add(device)
+        for device in itertools.chain.from_iterable(each.devices):
+            if device in seen:
+                state[device] -= each.state
+            seen.add(device)
     return state
 
 

@@ -6,7 +6,8 @@ clusters (catalog), what follows from costs in time (workload).
 
 from pipeplan.costs.blocks import UNLIMITED, StageCost, TiedShare, block_costs, state_of_total
 from pipeplan.costs.communication import transfer_time
-from pipeplan.costs.stages import build_workload, can_split, group_costs, stage_costs, with_syncs
+from pipeplan.costs.shared import sum_time, with_syncs
+from pipeplan.costs.stages import build_workload, can_split, group_costs, stage_costs
 
 __all__ = [
     "UNLIMITED",
@@ -18,6 +19,7 @@ __all__ = [
     "group_costs",
     "stage_costs",
     "state_of_total",
+    "sum_time",
     "transfer_time",
     "with_syncs",
 ]

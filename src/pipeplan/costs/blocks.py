@@ -172,10 +172,9 @@ class StageCost:
 
     ``state`` is held all the time, activations from F to B or I, ``weight_grad_bytes`` from I to W, workspace by one
     action.
-    ``input_grad_ns`` and ``weight_grad_ns`` are None where a block of the stage has no split backward. ``sync_ns`` is
-    summing gradients among the devices of a replica, once per iteration. ``tied`` is what of the state others may
-    share. Two stages that become one have the sum of their costs, but for the workspace, since only one block runs at a
-    time, and for what both share, which is there once.
+    ``input_grad_ns`` and ``weight_grad_ns`` are None where a block of the stage has no split backward. ``tied`` is what
+    of the state others may share. Two stages that become one have the sum of their costs, but for the workspace, since
+    only one block runs at a time, and for what both share, which is there once.
     """
 
     forward_ns: int
@@ -186,7 +185,6 @@ class StageCost:
     weight_grad_bytes: int = 0
     workspace_bytes: int = 0
     state: MemoryBytes = field(default_factory=MemoryBytes)
-    sync_ns: int = 0
     tied: frozenset[TiedShare] = frozenset()
 
     @property
@@ -226,7 +224,6 @@ class StageCost:
             self.weight_grad_bytes + other.weight_grad_bytes,
             max(self.workspace_bytes, other.workspace_bytes),
             state,
-            self.sync_ns + other.sync_ns,
             self.tied | other.tied,
         )
 
