@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, deliveries_of, replicas_of, shares_evenly
-from pipeplan.costs import block_costs, sum_time, transfer_time
+from pipeplan.costs import block_costs, held_part, sum_time, transfer_time
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, TiedParameter, sha256_of
@@ -183,7 +183,7 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
 def _parts_held(known: _Known, stage: Stage, place: int) -> tuple[HeldPart, ...]:
     """What each device of a replica has of a block's parameters."""
     mesh, block = stage.mesh_of(place), known.blocks[stage.blocks[place]]
-    return tuple(mesh.held_part(device, block.cut_along) for device in range(stage.shards))
+    return tuple(held_part(block, mesh, device) for device in range(stage.shards))
 
 
 def _check_part(number: int, stage: Stage, forward: Operation, known: _Known, findings: Findings) -> None:

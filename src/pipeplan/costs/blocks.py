@@ -14,6 +14,7 @@ from pipeplan.catalog import names, read_table, require_known
 from pipeplan.errors import UsageError, choose_from, unknown_key
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS, MemoryBytes, training_state
+from pipeplan.workload.mesh import HeldPart, Mesh
 
 
 def block_costs(
@@ -152,6 +153,25 @@ _PER_PARAMETER_BYTE = training_state(1).total
 def state_of_total(total_bytes: int, parameter_bytes: int) -> MemoryBytes:
     """What is kept of parameters throughout training, where all of it takes ``total_bytes``."""
     return training_state(parameter_bytes, total_bytes - parameter_bytes * _PER_PARAMETER_BYTE)
+
+
+_CUT_DIMENSIONS = {"rows": "inputs", "columns": "outputs", "hidden": "hidden", "features": "hidden"}
+"""The dimension of a block that an axis of a mesh cuts."""
+
+
+def held_part(block: Block, mesh: Mesh, device: int) -> HeldPart:
+    """What a device of a mesh has of a block's parameters.
+
+    What is cut goes by its size, as blocks that share a parameter may call it otherwise; where sizes do not tell, and
+    of ``shards``, by the axis itself.
+    """
+    sizes = {axis: block.dimensions.get(dimension) for axis, dimension in _CUT_DIMENSIONS.items()}
+
+    def cut(axis: str) -> str:
+        size, other = sizes.get(axis), {"rows": "columns", "columns": "rows"}.get(axis)
+        return axis if size is None or (other and sizes[other] == size) else str(size)
+
+    return mesh.held_part(device, cut)
 
 
 UNLIMITED = 1 << 60

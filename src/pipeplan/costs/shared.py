@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from pipeplan.costs.blocks import held_part
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.files import Block, Cluster, Profile, TiedParameter
 from pipeplan.time_limit import checked
@@ -56,8 +57,8 @@ class SharedState:
         return found
 
     def _parts(self, stage: Stage, index: int) -> Parts:
-        mesh, cut_along = stage.mesh_of(index), self.blocks[stage.blocks[index]].cut_along
-        return tuple(mesh.held_part(place, cut_along) for place in range(stage.shards))
+        mesh, block = stage.mesh_of(index), self.blocks[stage.blocks[index]]
+        return tuple(held_part(block, mesh, place) for place in range(stage.shards))
 
     def tied(self, stages: Sequence[Stage]) -> list[TiedState]:
         """What stages share, without the times of sums; of no bytes it is not known."""

@@ -103,16 +103,6 @@ class Block(FileModel):
         """What training keeps of it, unsplit: gradients take what parameters take."""
         return training_state(self.parameter_bytes, self.optimizer_bytes)
 
-    def cut_along(self, axis: str) -> str:
-        """What an axis of a mesh cuts of its parameters: by its size, as blocks that share one may call it otherwise.
-
-        Where sizes do not tell, and of ``shards``, it is the axis itself.
-        """
-        sizes = {name: self.dimensions.get(of) for name, of in _CUT_DIMENSIONS.items()}
-        size = sizes.get(axis)
-        other = {"rows": "columns", "columns": "rows"}.get(axis)
-        return axis if size is None or (other and sizes[other] == size) else str(size)
-
     @model_validator(mode="after")
     def _rows_are_unique(self) -> Block:
         seen: dict[object, int] = {}
@@ -124,10 +114,6 @@ class Block(FileModel):
                 )
             seen[row.key] = index
         return self
-
-
-_CUT_DIMENSIONS = {"rows": "inputs", "columns": "outputs", "hidden": "hidden", "features": "hidden"}
-"""The dimension of a block that an axis of a mesh cuts."""
 
 
 class Edge(FileModel):

@@ -31,11 +31,12 @@ from pipeplan.planning.trials import (
     Trial,
     iteration_of,
     on_cluster,
+    preferred,
     workloads,
 )
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget, load_solver
 from pipeplan.schedule.longer import ShorterRun
-from pipeplan.schedule.search import FirstLook
+from pipeplan.schedule.search import SEARCHING, FewerBytes, FirstLook
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.time_limit import Limit, checkpoint, shielded
@@ -85,6 +86,27 @@ def _ease(request: Request, trial: Trial, budget: Budget, progress: Progress | N
         if not budget.expired:
             with suppress(PipeplanError):  # there is a schedule
                 trial.search(request, budget, budget.remaining, progress)
+
+
+@dataclass(frozen=True)
+class LessMemoryOfBest(FewerBytes, PlanStep):
+    """The best plan, where it is proved, once more in less memory."""
+
+    def applies(self, search: PlanSearch) -> bool:
+        """Only what searches make may change, not a schedule that is asked for by name."""
+        return search.request.scheduler in SEARCHING and not search.budget.expired
+
+    def run(self, search: PlanSearch) -> None:
+        trial = search.best
+        if trial is None or trial.best is None or trial.parted is not None or not trial.settled.optimal:
+            return
+        if trial.best.loop is not None:
+            return
+        with search.budget.share(self.share * search.budget.seconds) as share:
+            found = self.lowered(trial.best, share)
+        if found is not None and preferred(found, trial.best):
+            trial.best = found
+            search.report(trial)
 
 
 @dataclass(frozen=True)
@@ -359,6 +381,7 @@ STEPS: tuple[SearchStep, ...] = (
     *SCHEDULE_STEPS,
     EaseRecomputation(),
     SliceForwards(),
+    LessMemoryOfBest(),
     ExplainShortage(),
 )
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeplan.checker import check
-from pipeplan.costs import build_workload, stage_costs
+from pipeplan.costs import build_workload, held_part, stage_costs
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan, Profile
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorLayout
@@ -169,8 +169,7 @@ def test_ranks_hold_what_is_tied_as_often_as_a_frontier_says(name: str) -> None:
         choice = Strategy(0, 0, dict.fromkeys(built.configurations, 0) | own, {}, ())
         assert twice - once == built.spared(choice).parameter_bytes, texts
         known = [Mesh.parse(text) for text in texts]
-        cuts = [profile_block.cut_along for profile_block in map(sizes.__getitem__, own)]
-        said = [[mesh.held_part(rank, cut) for mesh, cut in zip(known, cuts, strict=True)] for rank in range(4)]
+        said = [[held_part(sizes[id_], mesh, rank) for id_, mesh in zip(own, known, strict=True)] for rank in range(4)]
         kinds = [len({part.kind for those in each for part in those}) for each in (said, both)]
         assert kinds[0] == kinds[1], texts
         assert [len(set(those)) for those in said] == [len(set(those)) for those in both], texts
