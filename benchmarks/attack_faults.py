@@ -88,6 +88,7 @@ class Forked:
         command: Sequence[str],
         stdin: int,
         stdout: int,
+        stderr: int,
         pass_fds: Sequence[int],
         start_new_session: bool,
         env: Mapping[str, str],
@@ -98,7 +99,7 @@ class Forked:
         self.pid = os.fork()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what Python does when forking swallows exceptions
         if not self.pid:
-            _become(command[2], env, {0: read, 1: stdout, 2: 2, **{number: number for number in pass_fds}})
+            _become(command[2], env, {0: read, 1: stdout, 2: stderr, **{number: number for number in pass_fds}})
         os.close(read)
         self.stdin = os.fdopen(write, "wb")
         os.setpgid(self.pid, self.pid)  # from here, so that it has a group even if it is stopped at once

@@ -66,13 +66,14 @@ class WarmRank:
         command: Sequence[str],
         stdin: int,
         stdout: int,
+        stderr: int,
         pass_fds: Sequence[int],
         start_new_session: bool,
         env: Mapping[str, str],
     ) -> None:
         assert (stdin, start_new_session, command[:2]) == (subprocess.PIPE, True, (sys.executable, "-m"))
         read, write = os.pipe()
-        inherited = {0: read, 1: stdout, 2: 2, **{number: number for number in pass_fds}}
+        inherited = {0: read, 1: stdout, 2: stderr, **{number: number for number in pass_fds}}
         descriptors = {number: _Inherited(found) for number, found in inherited.items()}
         self.stdin = os.fdopen(write, "wb")
         self._process = _SERVER.Process(target=_be, args=(command[2], dict(env), os.getcwd(), os.getpid(), descriptors))
