@@ -50,6 +50,11 @@ def warm_left_over() -> list[int]:
     return [] if server is None else list(map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split()))
 
 
+def share_server() -> None:
+    """In a process forked from the one that has started the server: ranks are forked from that."""
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # it waits for a child, its own
+
+
 def _start_server() -> None:
     _SERVER.set_forkserver_preload(list(PRELOADED))
     with mock.patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):  # torch reads it once

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipeplan.errors import ExecutionError
-from pipeplan.files import Plan
+from pipeplan.files import Plan, write_file
 from pipeplan.runtime.launch.job import job_of
 from pipeplan.runtime.launch.local import watch_local
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder, require_checksums
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support import models
 from runtime_support.plans import model_plan
-from runtime_support.warm import warm_ranks
+from runtime_support.warm import share_server, warm_left_over, warm_ranks
+from support.commands import pipeplan
 from support.marks import slow_but
 
 NUM_STEPS = 4
@@ -42,7 +48,7 @@ def plan() -> Plan:
     return model_plan(models.chain(), [0, 1], num_microbatches=2, microbatch_size=1)
 
 
-def training(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
+def training(plan: Plan, folder: Path, *, resume: bool) -> Mapping[str, Any]:
     options = TrainOptions(
         "runtime_support.models:chain",
         num_steps=NUM_STEPS,
@@ -52,18 +58,18 @@ def training(plan: Plan, folder: Path, *, resume: bool) -> dict[str, Any]:
         checkpoint_every=1,
         resume=resume,
     )
-    return {"name": folder.name, **job_of(plan, options)}
+    return job_of(plan, options)
 
 
-def losses_of(trainings: Sequence[Mapping[str, Any]], dies: tuple[int, str, int] = (-1, "", 0)) -> dict[str, list[float]]:
-    """What each training, by name, of two forked ranks reports; of which one may die."""
-    found: dict[str, list[float]] = {each["name"]: [] for each in trainings}
+def losses_of(training: Mapping[str, Any], dies: tuple[int, str, int] = (-1, "", 0)) -> list[float]:
+    """What two forked ranks report, of which one may die."""
+    found: list[float] = []
 
     def listen(rank: int, report: Mapping[str, Any]) -> None:
         if report["event"] == "step":
-            found[report["name"]].append(report["step"]["loss"])
+            found.append(report["step"]["loss"])
 
-    job = {"trainings": trainings, **dict(zip(("victim", "at", "calls"), dies, strict=True))}
+    job = {"training": training, **dict(zip(("victim", "at", "calls"), dies, strict=True))}
     with warm_ranks():
         watch_local("runtime_support.killed_rank:work", [()] * 2, job, 60 * 10**9, listen)
     return found
@@ -71,8 +77,7 @@ def losses_of(trainings: Sequence[Mapping[str, Any]], dies: tuple[int, str, int]
 
 @pytest.fixture(scope="module")
 def undisturbed(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    return losses_of([training(plan, folder, resume=False)])[folder.name]
+    return losses_of(training(plan, tmp_path_factory.mktemp("undisturbed"), resume=False))
 
 
 QUICK = ("tensors written", "before it has its name", "an old one renamed")
@@ -84,12 +89,69 @@ def test_a_rank_killed_while_a_checkpoint_is_written_loses_nothing(
 ) -> None:
     victim, name, calls, whole = POINTS[point]
     with pytest.raises(ExecutionError, match=rf"^rank {victim} was killed \(SIGKILL\) after step \d: writing a checkp"):
-        losses_of([training(plan, tmp_path, resume=False)], (victim, name, calls))
+        losses_of(training(plan, tmp_path, resume=False), (victim, name, calls))
     folder = CheckpointFolder(str(tmp_path))
     assert folder.whole() == whole
     for step in whole:
         require_checksums(folder.of(step))
-    after = losses_of([training(plan, tmp_path, resume=bool(whole))])
-    assert after[tmp_path.name] == undisturbed[max(whole, default=0) :]
+    assert losses_of(training(plan, tmp_path, resume=bool(whole))) == undisturbed[max(whole, default=0) :]
     assert folder.whole() == [NUM_STEPS - 1, NUM_STEPS]
     assert not list(tmp_path.glob(".step-*"))
+
+
+# Two commands in one folder ---------------------------------------------------------------------------------------
+
+
+def started(folder: Path, *arguments: object) -> int:
+    """The command in a process of its own, whose ranks are forked, too; its output is in the folder."""
+    process = os.fork()
+    if not process:
+        code = 1
+        try:
+            share_server()
+            for number, name in ((1, "out"), (2, "err")):
+                os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            done = pipeplan(*arguments, cwd=folder)
+            (folder / "said").write_text(done.stderr)
+            code = done.returncode
+        finally:
+            os._exit(code)
+    return process
+
+
+def test_a_folder_has_one_run_at_a_time(plan: Plan, undisturbed: list[float], tmp_path: Path) -> None:
+    """A second one is refused, the first goes on, and where it is killed its lock keeps nobody out."""
+    write_file(plan, str(tmp_path / "plan.json"))
+    folder = CheckpointFolder(str(tmp_path / "kept"))
+    asked = f"run plan.json --model runtime_support.models:gated --steps {NUM_STEPS} --dtype float64 --local --json"
+    command = (*asked.split(), "--checkpoint", "kept", "--checkpoint-every", 1)
+    with warm_ranks():
+        first = started(tmp_path, *command)
+        await_step(folder, 2, first)
+        second = pipeplan(*command, cwd=tmp_path)
+        assert second.returncode == 2
+        told = r"--checkpoint kept is in use by process (\d+) on \S+, since \S+ \S+; wait for its end, or give another"
+        said = re.search(told, second.stderr)
+        assert said is not None, second.stderr
+        assert int(said[1]) in warm_left_over(), "a rank of the first"
+        (tmp_path / "go-2").touch()
+        await_step(folder, 3, first)
+        for step in folder.whole():
+            require_checksums(folder.of(step))
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)
+        while warm_left_over():
+            time.sleep(0.01)
+        assert f"process {said[1]} on " in (folder.path / ".lock").read_text(), "what is left of it"
+        (tmp_path / "go-3").touch()
+        third = pipeplan(*command, "--resume", cwd=tmp_path)
+    assert third.returncode == 0, third.stderr
+    assert [step["loss"] for step in json.loads(third.stdout)["steps"]] == undisturbed[3:]
+    assert folder.whole() == [3, 4]
+
+
+def await_step(folder: CheckpointFolder, step: int, process: int) -> None:
+    """Wait for a checkpoint of a training that goes on."""
+    while step not in folder.whole():
+        assert os.waitpid(process, os.WNOHANG) == (0, 0), "it has ended"
+        time.sleep(0.01)
