@@ -34,7 +34,7 @@ from unittest import mock
 
 from attack_part import Ended, drawn_for
 
-__all__ = ["Faults"]
+__all__ = ["PRELOADED", "Faults", "Forked", "children", "living"]
 
 TESTS = Path(__file__).parents[1] / "tests"
 SOON_S = 10.0
@@ -43,7 +43,7 @@ START_S = 8.0
 STEPS = 12
 _SUBREAPER = 36
 _ABOVE = 200  # descriptors from here on are free in a new process
-_PRELOADED = (
+PRELOADED = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "pipeplan.cli.run_verb",
@@ -302,7 +302,7 @@ class Faults:
 
         os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
         os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "COLUMNS": "100"}
-        for module in _PRELOADED:
+        for module in PRELOADED:
             importlib.import_module(module)
         from runtime_support import models
         from runtime_support.plans import model_plan

@@ -282,6 +282,6 @@ class UnfinishedProfile:
 
     def remove(self) -> None:
         """Delete the file: the profile has been written."""
-        for path in {self.asked, self.path} - {None}:
+        for path in filter(None, {self.asked, self.path}):
             with contextlib.suppress(OSError):
                 path.unlink()
