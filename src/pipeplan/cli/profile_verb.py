@@ -341,6 +341,8 @@ def _kept(partial: UnfinishedProfile, what: str = "the same command") -> str:
     """Where measurements are, and what resumes from them."""
     if partial.path is None or not partial.path.exists():
         return "nothing is written"
+    if partial.path != partial.asked:
+        return f"what was measured is kept in {partial.path}: move it to {partial.asked}, and {what} resumes from there"
     return f"what was measured is kept in {partial.path}, and {what} resumes from there"
 
 

@@ -347,11 +347,14 @@ class Status:
 
 @contextmanager
 def warnings_shown() -> Iterator[None]:
-    """Pipeplan's own warnings in the form of its other messages, on stderr when all is measured."""
-    with warnings.catch_warnings(record=True) as caught:
-        yield
-    for text in dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning):
-        say(f"pipeplan: warning: {text}", err=True)
+    """Pipeplan's own warnings in the form of its other messages, on stderr when all is measured, or has failed."""
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            yield
+    finally:
+        for text in dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning):
+            say(f"pipeplan: warning: {text}", err=True)
 
 
 class Shown:
