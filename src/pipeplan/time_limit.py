@@ -120,6 +120,19 @@ class Limit:
                 raise
 
     @contextmanager
+    def finishing(self, seconds: float) -> Iterator[None]:
+        """What runs inside ends as ever when time is up, but so many seconds after an interruption, not at once.
+
+        No other limit ends it.
+        """
+        finishing = _Finishing(seconds, whole=self, clock=self.clock)
+        try:
+            with shielded(), finishing.enforced():
+                yield
+        except TimeUpError as up:
+            raise TimeUpError(self) if up.limit is finishing else up from None
+
+    @contextmanager
     def hearing_interrupts(self, interrupt: Callable[[], None] | None = None) -> Iterator[None]:
         """Ctrl-C, and SIGTERM and SIGHUP where Python hears them, only leave no time, by ``interrupt``; once.
 
@@ -146,6 +159,22 @@ class Limit:
         finally:
             for number in heard:
                 signal.signal(number, handlers[number])
+
+
+@dataclass(slots=True, eq=False)
+class _Finishing(Limit):
+    """Ends when its whole does, but ``seconds`` after an interruption that it hears of."""
+
+    heard_at: float = field(default=math.inf, init=False)
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no time to finish."""
+        assert self.whole is not None
+        if not self.whole.interrupted:
+            return self.whole.over
+        self.heard_at = min(self.heard_at, self.clock())
+        return self.clock() > self.heard_at + self.seconds
 
 
 INTERRUPTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))

@@ -114,7 +114,8 @@ class Facts:
         ids = [operation.id for operation in plan.operations]
         position = {id_: index for index, id_ in enumerate(ids)}
         groups = [frozenset(stage.devices) for stage in plan.stages]
-        slots = [plan.slots(id_) for id_ in ids]
+        alike: dict[Slots, Slots] = {}
+        slots = [alike.setdefault(each, each) for each in map(plan.slots, ids)]
         return cls(
             plan=plan.written,
             loop=plan.loop,
@@ -172,7 +173,7 @@ class Facts:
     def sharing(self, operation: int, number: int, other: int) -> range:
         """The actions of another operation that hold samples of this action."""
         own, others = self.slots[operation], self.slots[other]
-        return range(number, number + 1) if own == others else others.sharing(own.samples(number))
+        return range(number, number + 1) if own is others else others.sharing(own.samples(number))
 
     def inputs(self, operation: int, number: int) -> Iterator[tuple[Wait, int, int]]:
         """What an action waits for: (wait, action of its source, ns between that one's end and this one's start)."""

@@ -12,6 +12,7 @@ from pipeplan.costs import block_costs, held_part, sum_time, transfer_time
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, TiedParameter, sha256_of
+from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage, TiedState
 from pipeplan.workload.kinds import BACKWARD_ROLES, GRADIENTS, STATE_KINDS, MemoryBytes, Role, is_instruction
 from pipeplan.workload.mesh import SAMPLES, HeldPart, Mesh
@@ -35,7 +36,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     for each in plan.operations:
         if not is_instruction(each.kind):
             operations[each.stage].append(each)
-    for number, stage in enumerate(plan.stages):
+    for number, stage in checked(enumerate(plan.stages), 1):
         rows = _rows(number, stage, stage.microbatch_size // stage.replicas, known, findings)
         if rows or stage.configurations:
             _check_state(number, stage, profile, known, findings)

@@ -40,6 +40,7 @@ from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_m
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.steady_state.loop import MAX_WRITTEN
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -123,6 +124,8 @@ class _Search:
             if found and self.budget.expired:
                 break
             longer = shorter.lengthened(each, workload)
+            if longer is None and not found and self.scheduler in SEARCHING:
+                longer = shorter.in_groups(each, workload)
             found += [] if longer is None else [longer]
         best = _best(found)
         if self.scheduler == "auto" and known is not None and (best is None or not first_by(_SHORTER, best, known)):
@@ -137,8 +140,8 @@ class _Search:
 class FirstLook(SearchStep):
     """Known schedules that take a moment; those that take longer are for a thorough look.
 
-    Of a very long run, the ``lengthened`` best of a shorter one of which a part can be repeated after at most
-    ``most_written`` actions.
+    Of a very long run, the ``lengthened`` best of a shorter one: a part of it is repeated, where times come to repeat
+    within ``most_written`` actions, else all of it.
     """
 
     thorough_tasks: int = 5_000
@@ -149,11 +152,35 @@ class FirstLook(SearchStep):
     needed = True
 
 
-def plain_look(workload: Workload) -> Schedule | None:
+MOST_ENTRIES = 50_000
+"""A first plan's programs have no more entries, computing and messages, than this: one takes some microseconds."""
+
+
+def plain_look(workload: Workload, most_entries: int = MOST_ENTRIES) -> Schedule | None:
     """1F1B, and GPipe where that does not fit, of one stage per device: written down, in a time linear in the actions.
 
-    They are those of :func:`first_look`, which follows rules action by action. None where they do not apply or fit.
+    They are those of :func:`first_look`, which follows rules action by action. Of a run whose programs would have more
+    entries it is a part that is repeated. None where they do not apply or fit.
     """
+    each = sum(len(devices) for devices in workload.holders) + sum(2 * len(d.hops) for d in workload.dependencies)
+    fewer = max(1, most_entries // each)
+    if workload.num_microbatches <= 2 * fewer:
+        return _plain(workload)
+    short = _plain(workload.with_microbatches(fewer))
+    return None if short is None else _lengthened(ShorterRun(), short, workload)
+
+
+def _lengthened(
+    shorter: ShorterRun, short: Schedule, workload: Workload, most_written: int = MAX_WRITTEN
+) -> Schedule | None:
+    """A schedule of a shorter run as one of the whole workload: a part that repeats, or all of it, is repeated."""
+    steady = short.graph.workload.num_microbatches >= 2 * len(workload.stages)
+    found = shorter.lengthened(short, workload, most_written) if steady else None
+    return found or shorter.in_groups(short, workload)
+
+
+def _plain(workload: Workload) -> Schedule | None:
+    """The same, everything written."""
     problem = OneMicrobatch.of(workload, require_room=False)
     if len(problem.workload.stages) > problem.num_devices or not problem.workload.is_uniform:
         return None
@@ -197,7 +224,7 @@ def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: b
     if short is None:
         return _best(_looked(workload, look, thorough=thorough))
     known = sorted(_looked(short, look, thorough=thorough), key=attrgetter("makespan_ns"))
-    longer = filter(None, (shorter.lengthened(each, workload, look.most_written) for each in known))
+    longer = filter(None, (_lengthened(shorter, each, workload, look.most_written) for each in known))
     simplest = islice(_looked(shorter.shortest(workload), look, thorough=False), 1)
     last = filter(None, (shorter.lengthened(each, workload) for each in simplest))
     return _best(chain(islice(longer, look.lengthened), last))
