@@ -535,7 +535,7 @@ def _require_time(within: Limit | None, where: str) -> None:
 
 
 @_public
-def inspect(profile: Profile | Path, *, microbatch: Counts = ()) -> Inspection:
+def inspect(profile: Profile | Path, *, microbatch: Counts | None = None) -> Inspection:
     """Look a profile over: its sums, its blocks by kind, and what makes plans from it wrong.
 
     Args:
@@ -554,8 +554,8 @@ def inspect(profile: Profile | Path, *, microbatch: Counts = ()) -> Inspection:
     """
     from pipeplan.cli.shared import given_file
 
-    sizes = () if microbatch == () else _asked("profile", {"microbatch": microbatch}).params["microbatch"]
-    return _api.Inspection(given_file("profile", _asked("profile", {"show": profile}).params["show"]), sizes)
+    given = _asked("profile", {"show": profile, "microbatch": microbatch}).params
+    return _api.Inspection(given_file("profile", given["show"]), () if microbatch is None else given["microbatch"])
 
 
 @_public

@@ -147,7 +147,6 @@ def run_command(
     says. At the end the iteration's predicted time is printed beside the median.
     """
     _api.require_torch("run")
-    _require_one(model, emulate)
     if local and "TORCHELASTIC_RUN_ID" in os.environ and (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise UsageError(
             f"--local starts all ranks itself, and torchrun has started {started}; leave out one of the two"
@@ -156,7 +155,7 @@ def run_command(
         raise UsageError("--trace - would mix with the losses on stdout; give a file")
     first = local or os.environ.get("RANK", "0") == "0"  # only rank 0 writes the trace
     outputs = Outputs({"--trace": trace_path if first else None})
-    options = run_options({**how, "model": model, "trace": trace_path is not None})
+    options = run_options({**how, "model": model, "emulate": emulate, "trace": trace_path is not None})
     shown = Steps(options, quiet=as_json)
     outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown)
     if outcome is None:  # not rank 0
@@ -172,17 +171,14 @@ def run_command(
             outputs.write_text(_trace(outcome), trace_path)
 
 
-def _require_one(model: str | None, emulate: bool) -> None:
-    if (model is None) != emulate:
-        raise UsageError("give --model to train, or --emulate to run without a model: one of the two")
-
-
 _ELSEWHERE = ("plan_path", "emulate", "local", "trace_path", "as_json")
 """Parameters that do not say how a rank runs."""
 
 
 def run_options(given: Mapping[str, Any]) -> RunOptions:
     """How to run, or to train where there is a ``model``, by the names of the flags' parameters. Raises UsageError."""
+    if (given["model"] is None) != given["emulate"]:
+        raise UsageError("give --model to train, or --emulate to run without a model: one of the two")
     if given["timeout_ns"] < _LEAST_TIMEOUT_NS:
         raise UsageError(f"--timeout {given['timeout_ns']}ns is too short to wait for anything; give at least 1ms")
     options = _api.RunOptions(**{name: given[name] for name in _OF_ALL_RUNS})

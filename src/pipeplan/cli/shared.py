@@ -285,7 +285,7 @@ def given_file(kind: Literal["profile", "cluster", "plan"], given: Any) -> Any:
         return getattr(_api, f"read_{kind}")(given)
     if given is None or isinstance(given, getattr(_api, kind.capitalize())):
         return given
-    raise UsageError(f"a {type(given).__name__} is no {kind}: give the path of its file, or a {kind.capitalize()}")
+    raise UsageError(f"{kind} is a {kind.capitalize()} or the path of its file, not of type {type(given).__name__}")
 
 
 def _number(given: str | int) -> int | None:

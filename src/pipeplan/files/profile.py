@@ -126,8 +126,14 @@ class Block(FileModel):
             weight_grad_bytes=bytes_of(weight_grad_bytes),
             workspace_bytes=bytes_of(workspace),
         )
-        state = {"parameter_bytes": bytes_of(parameters), "optimizer_bytes": bytes_of(optimizer)}
-        return cls(id=id, operator=operator, shared=shared, costs=(row,), **state)
+        return cls(
+            id=id,
+            operator=operator,
+            parameter_bytes=bytes_of(parameters),
+            optimizer_bytes=bytes_of(optimizer),
+            shared=shared,
+            costs=(row,),
+        )
 
     @staticmethod
     def kept(parameter_bytes: int, state: MemoryBytes) -> dict[str, Any]:
