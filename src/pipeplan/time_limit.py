@@ -28,7 +28,12 @@ class TimeUpError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Limit:
-    """Seconds from when it was made, or from when it ``started``, until it is interrupted; inf are no limit.
+    """A time limit, and the means to end work from another thread: by :meth:`interrupt`.
+
+    Example: ``limit = Limit(60)``, then ``search(profile, devices=4, within=limit)`` on one thread and
+    ``limit.interrupt()`` on another, at which the search ends with the best plan so far.
+
+    Seconds from when it was made, or from when it ``started``, until it is interrupted; inf are no limit.
 
     It may be a part of a ``whole``, whose time it spends: what interrupts one of them interrupts both. ``reserved``
     seconds are kept for what must follow, ``patience`` more are waited for what must be there: enforcing ends work so
@@ -134,10 +139,10 @@ class Limit:
 
     @contextmanager
     def hearing_interrupts(self, interrupt: Callable[[], None] | None = None) -> Iterator[None]:
-        """Ctrl-C, and SIGTERM and SIGHUP where Python hears them, only leave no time, by ``interrupt``; once.
+        """Ctrl-C, and SIGTERM and SIGHUP where they would interrupt, only leave no time, by ``interrupt``; once.
 
         The second one interrupts. So nothing is torn: what is at work ends at its next look at the limit. Only the main
-        thread hears signals.
+        thread hears signals, and a handler of the program that calls us stays what it is.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -151,9 +156,9 @@ class Limit:
             else:
                 (interrupt or self.interrupt)()
 
-        heard = [number for number, handler in handlers.items() if callable(handler)]
+        heard = [number for number, handler in handlers.items() if _interrupts(handler)]
         for number in heard:
-            signal.signal(number, hear)
+            signal.signal(number, _Hearing(hear))
         try:
             yield
         finally:
@@ -175,6 +180,21 @@ class _Finishing(Limit):
             return self.whole.over
         self.heard_at = min(self.heard_at, self.clock())
         return self.clock() > self.heard_at + self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Hearing:
+    """A handler of ours."""
+
+    hear: Callable[[int, FrameType | None], None]
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.hear(number, frame)
+
+
+def _interrupts(handler: object) -> bool:
+    """Whether a handler is Python's own, which raises KeyboardInterrupt, or of a limit around this one."""
+    return handler is signal.default_int_handler or isinstance(handler, _Hearing)
 
 
 INTERRUPTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))

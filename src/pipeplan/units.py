@@ -37,6 +37,36 @@ def require_sum(where: str, what: str, value: int, unit: str, most: int, remedy:
         raise UsageError(f"{where}: {what} add up to {shown(value)}, more than the {shown(most)} they may; {remedy}")
 
 
+def ns_of(value: str | float) -> int:
+    """Nanoseconds of a duration as text with a unit, see :func:`parse_ns`, or as a number of seconds.
+
+    Raises:
+        UsageError: it is neither, or out of range.
+    """
+    if isinstance(value, str):
+        return parse_ns(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{value!r} is not a duration; give seconds, or text with a unit such as '3.2ms'")
+    if not 0 <= value * 1e9 <= MAX_NS:
+        raise UsageError(f"{value!r} seconds are out of range: a duration is from 0ns to {format_ns(MAX_NS)}")
+    return round(value * 1e9)
+
+
+def bytes_of(value: str | int) -> int:
+    """Bytes of a size as text with a unit, see :func:`parse_bytes`, or as a number of bytes.
+
+    Raises:
+        UsageError: it is neither, or out of range.
+    """
+    if isinstance(value, str):
+        return parse_bytes(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        raise UsageError(f"{value!r} is not a size; give whole bytes, or text with a unit such as '16GB'")
+    if not 0 <= value <= MAX_BYTES:
+        raise UsageError(f"{value!r} bytes are out of range: a size is from 0B to {format_bytes(MAX_BYTES)}")
+    return int(value)
+
+
 def parse_ns(text: str) -> int:
     """Nanoseconds of a duration with a unit, such as ``3.2ms``, ``10us``, ``1 s``, ``5min`` or ``1h``; or ``0``.
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 
+from pipeplan.display import Displayed
 from pipeplan.errors import InvalidPlanError
 from pipeplan.files import Plan
 from pipeplan.workload.elements import Dependency, Hop, Loop, Stage
@@ -280,7 +281,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Displayed):
     """The answer of :func:`pipeplan.checker.check`.
 
     ``problems`` lists at most 100 of each rule, ``num_problems`` counts all; ``recomputed`` is what the plan comes to.
@@ -289,6 +290,9 @@ class Report:
     problems: tuple[Violation, ...]
     num_problems: int
     recomputed: Figures
+
+    def __repr__(self) -> str:
+        return f"<Report {'valid' if self.valid else f'{self.num_problems} problems'}>"
 
     @property
     def valid(self) -> bool:

@@ -127,8 +127,10 @@ def simulate_command(
 
             outputs.write_text(trace_text(simulation), trace_path)
         _warn(simulation)
+        if measured_path is not None:
+            simulation = _api.with_measured(simulation, measured_path)
         if "-" not in (svg_path, trace_path):
-            _print(simulation, as_json, measured_path)
+            _print(simulation, as_json)
 
 
 def _require_one_of_each(what: str, paths: dict[str, str | None]) -> None:
@@ -151,23 +153,15 @@ def _warn(simulation: Simulation) -> None:
         )
 
 
-def _print(simulation: Simulation, as_json: bool, measured_path: str | None) -> None:
-    if measured_path is not None:
-        _print_compared(simulation, as_json, measured_path)
-    elif as_json:
+def _print(simulation: Simulation, as_json: bool) -> None:
+    if as_json:
         say(json.dumps(simulation.figures()))
+    elif simulation.measured is not None:
+        from pipeplan.reporting.tables import print_measured
+
+        print_measured(simulation, simulation.measured, sys.stdout)
     else:
         from pipeplan.reporting.terminal import print_simulation, print_stages
 
         print_simulation(simulation, sys.stdout)
         print_stages(simulation.workload, sys.stdout)
-
-
-def _print_compared(simulation: Simulation, as_json: bool, path: str) -> None:
-    comparison = _api.compare_measured(simulation, path)
-    if as_json:
-        say(json.dumps({**simulation.figures(), "measured": comparison.figures()}))
-    else:
-        from pipeplan.reporting.tables import print_measured
-
-        print_measured(simulation, comparison, sys.stdout)

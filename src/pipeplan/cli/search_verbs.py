@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,7 +23,7 @@ from pipeplan.cli.shared import (
 from pipeplan.errors import UsageError
 
 if TYPE_CHECKING:
-    from pipeplan._api import Result, Tuning
+    from pipeplan._api import Request, Result, Tuning
 
 
 @click.command("search")
@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     help="Where to write the stages alone, to edit and give to --placement.",
 )
 def search_command(
-    scheduler: str,
-    rules_path: str | None,
     workers: int | None,
     cache: str | None,
     rules_output: str | None,
@@ -67,11 +65,8 @@ def search_command(
     """
     if output == "-" and as_json:
         raise UsageError("-o - and --json would both print to stdout; write the plan to a file")
-    if rules_path is not None and scheduler not in ("auto", "rules"):
-        raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
-    rules = None if rules_path is None else _api.read_rules(rules_path)
-    request = read_request(flags, scheduler if rules is None else "rules", rules)
-    tunes = request.scheduler == "rules" and rules is None
+    request = search_request(flags)
+    tunes = request.tunes
     if not tunes and any(given is not None for given in (workers, cache, rules_output)):
         raise UsageError(
             "--workers, --cache and --rules-output are for --scheduler rules without --rules; leave them out"
@@ -93,6 +88,16 @@ def search_command(
             outputs.write(result.plan.placed, placement_output)
         _print_result(result, tuning, output, as_json, list(_api.link_notes(request)))
         outputs.say_written("plan", None if as_json else output)
+
+
+def search_request(flags: Mapping[str, Any]) -> Request:
+    """The request that the flags of ``search`` make. Raises UsageError."""
+    scheduler, rules = flags["scheduler"], flags["rules_path"]
+    if rules is not None and scheduler not in ("auto", "rules"):
+        raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
+    if isinstance(rules, str):
+        rules = _api.read_rules(rules)
+    return read_request(flags, scheduler if rules is None else "rules", rules)
 
 
 def _print_result(

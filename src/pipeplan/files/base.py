@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +40,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema, to_json
 
+from pipeplan.display import Displayed
 from pipeplan.workload.elements import Name, Printable, Text
 
 # Versions -----------------------------------------------------------------------------------------------------------
@@ -70,10 +72,26 @@ class FileModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class File(FileModel):
+class File(FileModel, Displayed):
     """Base of a whole file."""
 
     _read_sha256: str = PrivateAttr(default="")
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Read and validate a file of this kind; ``-`` is stdin. Raises FileError."""
+        from pipeplan.files.read_write import read_file
+
+        return read_file(os.fspath(path), cls)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the file atomically; ``-`` is stdout. Raises FileError; an old file stays if writing fails."""
+        from pipeplan.files.read_write import write_file
+
+        write_file(self, os.fspath(path))
+
+    def __str__(self) -> str:
+        return repr(self)
 
     @property
     def read_sha256(self) -> str:

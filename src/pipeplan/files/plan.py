@@ -18,6 +18,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, StringConstraints, mo
 from pipeplan.files.base import MIGRATIONS, CurrentVersion, File, FileModel, current_version
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.profile import FlopsPerSample, TokensPerSample
+from pipeplan.units import format_ns
 from pipeplan.workload.action import ACTION_PATTERN, Action, operation_of
 from pipeplan.workload.elements import (
     MAX_DEVICES,
@@ -109,6 +110,10 @@ class Plan(File):
     loop: Annotated[Loop | None, Field(description="a round that runs more often than starts and programs say")] = None
     predicted: Predicted
     provenance: Provenance = Provenance()
+
+    def __repr__(self) -> str:
+        figures = f"{len(self.devices)} devices, {self.num_microbatches} micro-batches"
+        return f"<Plan {self.name!r}: {self.placement}, {figures}, iteration {format_ns(self.predicted.iteration_ns)}>"
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from typing import Protocol, Self, TypeVar
 
+from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.planning.bounds import request_bound
@@ -147,7 +148,7 @@ _NO_RULES = "no built-in rules make a schedule that fits into the devices' memor
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class Tuning(Displayed):
     """The best plan, the rules that make it, every row by rank, and how many cells there were.
 
     Of ``num_cells``, ``num_unfit`` fit under no rules, ``num_skipped`` have a bound that is not below the best
@@ -162,6 +163,9 @@ class Tuning:
     num_skipped: int
     num_known: int
     num_open: int
+
+    def __repr__(self) -> str:
+        return f"<Tuning {self.said}; best: {self.result.plan!r}>"
 
     @property
     def said(self) -> str:
