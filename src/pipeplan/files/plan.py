@@ -78,6 +78,7 @@ class Provenance(FileModel):
     tokens_per_sample: TokensPerSample = None
     forward_flops_per_sample: FlopsPerSample = None
     scheduler: Text = ""
+    command: Annotated[Text, Field(description="the command line that wrote the plan")] = ""
     options: dict[Name, Text | Integer | float | bool | None] = {}
     seed: Integer = 0
     versions: dict[Name, Text] = {}
@@ -109,6 +110,10 @@ class Plan(File):
     loop: Annotated[Loop | None, Field(description="a round that runs more often than starts and programs say")] = None
     predicted: Predicted
     provenance: Provenance = Provenance()
+
+    def written_by(self, command: str) -> Plan:
+        """The same plan, whose provenance has the command line that writes it."""
+        return self.model_copy(update={"provenance": self.provenance.model_copy(update={"command": command})})
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
