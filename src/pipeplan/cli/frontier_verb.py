@@ -154,7 +154,7 @@ def frontier_command(
         elif output != "-":
             print_frontier(found, file=sys.stdout)
         if output is not None:  # the table first: it says what there is even where a plan cannot be made
-            outputs.write(found.plan(), output)
+            outputs.write_plan(found.plan(), output)
             if outputs.has(output):
                 say(f"pipeplan: {found.written} is in {'stdout' if output == '-' else output}", err=True)
         if output_all is not None:
@@ -194,7 +194,7 @@ def _write_all(found: FrontierResult, folder: str, outputs: Outputs) -> None:
         except PipeplanError as error:
             refused.append(f"point {number}: {error}")
         else:
-            outputs.write(plan, f"{folder}/point-{number}.json")
+            outputs.write_plan(plan, f"{folder}/point-{number}.json")
     say(f"pipeplan: {count - len(refused)} of {count} points are in {folder}", err=True)
     if refused:
         raise UsageError(f"{len(refused)} of {count} points cannot be written as plans, as {refused[0]}")

@@ -81,7 +81,7 @@ def search_command(
             else:
                 result = _api.search(request, progress=progress, within=limit)
         if output is not None:
-            outputs.write(result.plan, output)
+            outputs.write_plan(result.plan, output)
         if rules_output is not None and tuning is not None:
             outputs.write_text(_api.to_toml(tuning.rules), rules_output)
         if placement_output is not None:

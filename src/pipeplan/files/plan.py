@@ -79,6 +79,7 @@ class Provenance(FileModel):
     tokens_per_sample: TokensPerSample = None
     forward_flops_per_sample: FlopsPerSample = None
     scheduler: Text = ""
+    command: Annotated[Text, Field(description="the command line that wrote the plan")] = ""
     options: dict[Name, Text | Integer | float | bool | None] = {}
     seed: Integer = 0
     versions: dict[Name, Text] = {}
@@ -114,6 +115,10 @@ class Plan(File):
     def __repr__(self) -> str:
         figures = f"{len(self.devices)} devices, {self.num_microbatches} micro-batches"
         return f"<Plan {self.name!r}: {self.placement}, {figures}, iteration {format_ns(self.predicted.iteration_ns)}>"
+
+    def written_by(self, command: str) -> Plan:
+        """The same plan, whose provenance has the command line that writes it."""
+        return self.model_copy(update={"provenance": self.provenance.model_copy(update={"command": command})})
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
