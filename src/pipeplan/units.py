@@ -80,6 +80,8 @@ def parse_ns(text: str) -> int:
     if _lacks_unit(text, lambda _: "s", "ms", "milliseconds"):
         return 0
     wrong = UsageError(f"{text!r} is not a duration; write a number and a unit, as 30s, 3.2ms, 10us, 0ns or 5min")
+    if not _NUMBER_AND_UNIT.fullmatch(text.strip()):
+        raise wrong
     try:
         number, seconds = text.strip().replace("µs", "us"), 1.0
         for unit, length in (("min", 60.0), ("h", 3600.0)):
@@ -107,13 +109,20 @@ def parse_bytes(text: str) -> int:
 
     if _lacks_unit(text, _usual_unit, "B", "bytes"):
         return 0
+    wrong = UsageError(f"{text!r} is not a size; write a number and a unit, as 80GB, 80GiB or 512MB")
+    if not _NUMBER_AND_UNIT.fullmatch(text.strip()):
+        raise wrong
     try:
         size = int(TypeAdapter(ByteSize).validate_python(text.strip()))
     except (ValidationError, OverflowError, ValueError):
-        raise UsageError(f"{text!r} is not a size; write a number and a unit, as 80GB, 80GiB or 512MB") from None
+        raise wrong from None
     if not 0 <= size <= MAX_BYTES:
         raise UsageError(f"{text!r} is out of range: a size is from 0B to {format_bytes(MAX_BYTES)}")
     return size
+
+
+_NUMBER_AND_UNIT = re.compile(r"-?[0-9]*\.?[0-9]+(e-?[0-9]+)?\s*[A-Za-zµ]+")
+"""One number and one unit: of more, such as ``3,5GB``, libraries take what they know and leave out the rest."""
 
 
 def _lacks_unit(text: str, unit: Callable[[float], str], other: str, name: str) -> bool:
