@@ -22,7 +22,6 @@ from pipeplan.cli.shared import (
     RenamedOption,
     limited,
     require_folder,
-    require_stdout_once,
 )
 from pipeplan.errors import PipeplanError, UsageError
 
@@ -139,8 +138,6 @@ def frontier_command(
     from pipeplan.reporting.frontier import frontier_svg, print_frontier
 
     _refuse_idle(ctx, plans)
-    if output is not None:
-        require_stdout_once(output, as_json)
     writes = "-o" if output is not None else "--output-all" if output_all is not None else None
     if writes is not None and split_level == "operator" and not plans:
         raise UsageError(
@@ -153,7 +150,7 @@ def frontier_command(
         data_parallel_loading=data_parallel_loading,
         within=tolerance,
     )
-    outputs = Outputs({"-o": output, "--svg": svg})
+    outputs = Outputs({"-o": output, "--svg": svg}, as_json=as_json)
     request = _api.frontier_request(
         _api.read_profile(profile_path),
         devices=devices,
@@ -166,7 +163,7 @@ def frontier_command(
     )
     if output_all is not None:
         require_folder(output_all, "point-*.json", "--output-all")
-    if as_json or output == "-":
+    if as_json or outputs.on_stdout:
         say_notes(_api.request_notes(request))
     with outputs:
         with limited(request.time_limit) as limit:
@@ -175,7 +172,7 @@ def frontier_command(
             outputs.write_text(frontier_svg(found), svg)
         if as_json:
             say(json.dumps(found.figures()))
-        elif output != "-":
+        elif not outputs.on_stdout:
             print_frontier(found, file=sys.stdout)
         if output is not None:  # the table first: it says what there is even where a plan cannot be made
             outputs.write(found.plan(), output)
@@ -187,15 +184,17 @@ def frontier_command(
 
 def _write_all(found: FrontierResult, folder: str, outputs: Outputs) -> None:
     """Write the plans of all points that have one, by their numbers. Raises UsageError where some have none."""
-    refused, count = [], len(found.points)
+    refused, num_written, count = [], 0, len(found.points)
     for number in range(1, count + 1):
         try:
             plan = found.plan(number)
         except PipeplanError as error:
             refused.append(f"point {number}: {error}")
         else:
-            outputs.write(plan, f"{folder}/point-{number}.json")
-    say(f"pipeplan: {count - len(refused)} of {count} points are in {folder}", err=True)
+            path = f"{folder}/point-{number}.json"
+            outputs.write(plan, path)
+            num_written += outputs.has(path)
+    say(f"pipeplan: {num_written} of {count} points are in {folder}", err=True)
     if refused:
         raise UsageError(f"{len(refused)} of {count} points cannot be written as plans, as {refused[0]}")
 
