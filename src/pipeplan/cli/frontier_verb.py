@@ -23,7 +23,6 @@ from pipeplan.cli.shared import (
     given_file,
     limited,
     require_folder,
-    require_stdout_once,
 )
 from pipeplan.errors import PipeplanError, UsageError
 
@@ -130,19 +129,17 @@ def frontier_command(
     """
     from pipeplan.reporting.frontier import frontier_svg, print_frontier
 
-    if output is not None:
-        require_stdout_once(output, as_json)
     writes = "-o" if output is not None else "--output-all" if output_all is not None else None
     if writes is not None and ctx.params["split_level"] == "operator" and not ctx.params["plans"]:
         raise UsageError(
             f"{writes} writes plans, and these run whole blocks; leave out --split-level operator, or profile a model "
             "whose blocks are operators, as gpt2-124m-operators"
         )
-    outputs = Outputs({"-o": output, "--svg": svg})
+    outputs = Outputs({"-o": output, "--svg": svg}, as_json=as_json)
     request = frontier_request(ctx)
     if output_all is not None:
         require_folder(output_all, "point-*.json", "--output-all")
-    if as_json or output == "-":
+    if as_json or outputs.on_stdout:
         say_notes(_api.request_notes(request))
     with outputs:
         with limited(request.time_limit) as limit:
@@ -151,7 +148,7 @@ def frontier_command(
             outputs.write_text(frontier_svg(found), svg)
         if as_json:
             say(json.dumps(found.figures()))
-        elif output != "-":
+        elif not outputs.on_stdout:
             print_frontier(found, file=sys.stdout)
         if output is not None:  # the table first: it says what there is even where a plan cannot be made
             outputs.write_plan(found.plan(), output)
@@ -187,14 +184,16 @@ def frontier_request(ctx: click.Context) -> Request:
 
 def _write_all(found: FrontierResult, folder: str, outputs: Outputs) -> None:
     """Write the plans of all points that have one, by their numbers. Raises UsageError where some have none."""
-    refused, count = [], len(found.points)
+    refused, num_written, count = [], 0, len(found.points)
     for number in range(1, count + 1):
         try:
             plan = found.plan(number)
         except PipeplanError as error:
             refused.append(f"point {number}: {error}")
         else:
-            outputs.write_plan(plan, f"{folder}/point-{number}.json")
-    say(f"pipeplan: {count - len(refused)} of {count} points are in {folder}", err=True)
+            path = f"{folder}/point-{number}.json"
+            outputs.write_plan(plan, path)
+            num_written += outputs.has(path)
+    say(f"pipeplan: {num_written} of {count} points are in {folder}", err=True)
     if refused:
         raise UsageError(f"{len(refused)} of {count} points cannot be written as plans, as {refused[0]}")

@@ -107,11 +107,8 @@ def simulate_command(
     to take, and what they took. PLAN may be - for stdin.
     """
     inputs = {"PLAN": plan_path, "--profile": profile_path, "--cluster": cluster_path, "--measured": measured_path}
-    _require_one_of_each("read from stdin", inputs)
-    _require_one_of_each(
-        "print to stdout", {"--json": "-" if as_json else None, "--svg": svg_path, "--trace": trace_path}
-    )
-    with Outputs({"--svg": svg_path, "--trace": trace_path}) as outputs:
+    _require_one_stdin(inputs)
+    with Outputs({"--svg": svg_path, "--trace": trace_path}, as_json=as_json) as outputs:
         simulation = _api.simulate(
             _api.read_plan(plan_path),
             microbatches,
@@ -129,15 +126,15 @@ def simulate_command(
         _warn(simulation)
         if measured_path is not None:
             simulation = _api.with_measured(simulation, measured_path)
-        if "-" not in (svg_path, trace_path):
+        if not outputs.on_stdout:
             _print(simulation, as_json)
 
 
-def _require_one_of_each(what: str, paths: dict[str, str | None]) -> None:
-    """At most one of some options may be ``-``."""
+def _require_one_stdin(paths: dict[str, str | None]) -> None:
+    """At most one of some files may be ``-``."""
     chosen = [name for name, path in paths.items() if path == "-"]
     if len(chosen) > 1:
-        raise UsageError(f"{' and '.join(chosen)} would both {what}; give a file for one of them")
+        raise UsageError(f"{' and '.join(chosen)} would both read from stdin; give a file for one of them")
 
 
 def _warn(simulation: Simulation) -> None:

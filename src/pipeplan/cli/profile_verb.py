@@ -28,7 +28,6 @@ from pipeplan.cli.shared import (
     given_file,
     granularity,
     interrupt_on_sigterm,
-    require_stdout_once,
     warnings_shown,
 )
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
@@ -196,10 +195,9 @@ def profile_command(ctx: click.Context, /, **_: Any) -> None:
     if use == "show":
         _show(given["show"], given["microbatch"] if _given(ctx, "microbatch") else (), given["as_json"])
         return
-    require_stdout_once(given["output"], given["as_json"])
-    if use != "communication_from":
-        _api.require_torch("profile")
-    with Outputs({"-o": given["output"]}) as outputs:
+    with Outputs({"-o": given["output"]}, as_json=given["as_json"]) as outputs:
+        if use != "communication_from":
+            _api.require_torch("profile")
         if use == "communication_from":
             add_communication(given, outputs)
         elif use == "communication":

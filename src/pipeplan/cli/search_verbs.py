@@ -63,16 +63,14 @@ def search_command(
     Ctrl-C; the best plan is written in every case. With --scheduler rules and no --rules it auto-tunes: all built-in
     rules are ranked on a grid of depths, replicas, sizes and placements.
     """
-    if output == "-" and as_json:
-        raise UsageError("-o - and --json would both print to stdout; write the plan to a file")
     request = search_request(flags)
     tunes = request.tunes
     if not tunes and any(given is not None for given in (workers, cache, rules_output)):
         raise UsageError(
             "--workers, --cache and --rules-output are for --scheduler rules without --rules; leave them out"
         )
-    files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output}
-    with Outputs(files) as outputs:
+    files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output, "--cache": cache}
+    with Outputs(files, as_json=as_json) as outputs:
         tuning: Tuning | None = None
         with limited(request.time_limit) as limit, Status() as progress:
             if tunes:
@@ -86,7 +84,7 @@ def search_command(
             outputs.write_text(_api.to_toml(tuning.rules), rules_output)
         if placement_output is not None:
             outputs.write(result.plan.placed, placement_output)
-        _print_result(result, tuning, output, as_json, list(_api.link_notes(request)))
+        _print_result(result, tuning, outputs, as_json, list(_api.link_notes(request)))
         outputs.say_written("plan", None if as_json else output)
 
 
@@ -100,17 +98,14 @@ def search_request(flags: Mapping[str, Any]) -> Request:
     return read_request(flags, scheduler if rules is None else "rules", rules)
 
 
-def _print_result(
-    result: Result, tuning: Tuning | None, output: str | None, as_json: bool, notes: Sequence[str]
-) -> None:
+def _print_result(result: Result, tuning: Tuning | None, outputs: Outputs, as_json: bool, notes: Sequence[str]) -> None:
     if result.interrupted:
         say("pipeplan: interrupted; this is the best plan so far", err=True)
-    if as_json or output == "-":
+    if as_json or outputs.on_stdout:
         say_notes(notes)
     if as_json:
         say(json.dumps((tuning or result).figures()))
-        return
-    if output == "-":
+    if as_json or outputs.on_stdout:
         return
     from pipeplan.reporting.layout import print_notes
     from pipeplan.reporting.tables import print_ranking

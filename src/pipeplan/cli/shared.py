@@ -296,12 +296,6 @@ def _number(given: str | int) -> int | None:
 # What is said while work goes on, and where results go --------------------------------------------------------------
 
 
-def require_stdout_once(output: str, as_json: bool) -> None:
-    """Refuse to print both a file and JSON to stdout. Raises UsageError."""
-    if output == "-" and as_json:
-        raise UsageError("-o - and --json would both print to stdout; write the file somewhere else with -o FILE")
-
-
 def require_folder(path: str, pattern: str, option: str) -> None:
     """Make the folder that an option names before minutes of work, for files named by a pattern.
 
