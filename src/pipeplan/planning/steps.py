@@ -492,7 +492,7 @@ def _secure(search: PlanSearch) -> None:
         cheap = search.making_seconds + expected <= _MAKING * search.budget.elapsed
         if larger or (better and expected > _MOMENT / 2 and cheap):
             made = _made(search, best)
-    search.budget.patience = 0.0
+    search.budget.wait_no_longer()
     expected = made.seconds * size / made.schedule.graph.num_tasks
     search.budget.reserved = min(expected, max(0.0, search.budget.left() + search.budget.reserved) / 2)
 
