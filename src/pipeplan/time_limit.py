@@ -37,7 +37,8 @@ class Limit:
 
     It may be a part of a ``whole``, whose time it spends: what interrupts one of them interrupts both. ``reserved``
     seconds are kept for what must follow, ``patience`` more are waited for what must be there: enforcing ends work so
-    much earlier, or later. ``clock`` returns seconds from any fixed moment.
+    much earlier, or later; and not before the process has worked as long as ``patient_until``, by
+    :func:`time.process_time`. ``clock`` returns seconds from any fixed moment.
     """
 
     seconds: float = math.inf
@@ -46,6 +47,7 @@ class Limit:
     started: float = field(default=math.nan, kw_only=True)
     reserved: float = field(default=0.0, init=False)
     patience: float = field(default=0.0, init=False)
+    patient_until: float = field(default=-math.inf, init=False)
     _interrupted: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -101,7 +103,23 @@ class Limit:
     @property
     def late(self) -> bool:
         """Whether there is no more time by the clock, with all patience."""
-        return self.left(self.patience) <= 0.0
+        return self.left(self.patience) <= 0.0 and time.process_time() >= self.patient_until
+
+    def wait(self, late: float, working: float) -> None:
+        """For what must be there wait so many seconds more, and until the process has worked some from now on.
+
+        The latter are not the clock's: on a busy machine they take longer, and without them there would be nothing.
+        """
+        self.patience, self.patient_until = late, time.process_time() + working
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is not yet what must be there."""
+        return self.patient_until > -math.inf
+
+    def wait_no_longer(self) -> None:
+        """What must be there is there."""
+        self.patience, self.patient_until = 0.0, -math.inf
 
     @contextmanager
     def enforced(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from fractions import Fraction
 from pipeplan.display import Displayed
 from pipeplan.errors import InvalidPlanError
 from pipeplan.files import Plan
+from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Hop, Loop, Stage
 from pipeplan.workload.samples import Slots
 
@@ -376,7 +377,9 @@ def figures_of(facts: Facts, copy_ns: Fraction | None, peaks: tuple[int, ...]) -
 
 def _last_end(facts: Facts, operation: int) -> int:
     """Of all its actions, of which the last is in a loop or after it."""
-    return facts.skipped_ns + max(facts.end(operation, number) for number in range(facts.counts[operation]))
+    return facts.skipped_ns + max(
+        facts.end(operation, number) for number in checked(range(facts.counts[operation]), 1024)
+    )
 
 
 def _iteration(facts: Facts) -> int:

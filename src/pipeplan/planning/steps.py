@@ -505,8 +505,7 @@ def _secure(search: PlanSearch) -> None:
         return
     size = best.best.graph.num_tasks
     if made is None:
-        with shielded() if size <= _FEW else search.budget.finishing(_MOMENT):
-            made = _made(search, best)
+        made = _first_made(search, best)
     else:
         expected = made.seconds * size / made.schedule.graph.num_tasks
         larger = size > 2 * made.schedule.graph.num_tasks
@@ -515,7 +514,7 @@ def _secure(search: PlanSearch) -> None:
         cheap = search.making_seconds + expected <= _MAKING * search.budget.elapsed
         if larger or (better and expected > _MOMENT / 2 and cheap):
             made = _made(search, best)
-    search.budget.patience = 0.0
+    search.budget.wait_no_longer()
     expected = made.seconds * size / made.schedule.graph.num_tasks
     search.budget.reserved = min(expected, max(0.0, search.budget.left() + search.budget.reserved) / 2)
 
@@ -540,11 +539,33 @@ def _made(search: PlanSearch, trial: Trial) -> MadePlan:
     return search.made
 
 
+def _first_made(search: PlanSearch, trial: Trial) -> MadePlan:
+    """The first plan, made in any case where that takes little."""
+    assert trial.best is not None
+    with shielded() if trial.best.graph.num_tasks <= _FEW else search.budget.finishing(_MOMENT):
+        return _made(search, trial)
+
+
 def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
-    """The best plan; the one that was made before where there is no time to make it, which is noted."""
+    """The best plan; the one that was made before where there is no time to make it, which is noted.
+
+    Raises:
+        KeyboardInterrupt: interrupted while the first was made.
+        SearchTimeoutError: there was no time to make any.
+    """
     budget, before = search.budget, search.made
-    if before is None or budget.deterministic:
+    if budget.deterministic:
         return _made(search, best)
+    if before is None:
+        try:
+            return _first_made(search, best)
+        except TimeUpError:
+            if budget.interrupted:
+                raise KeyboardInterrupt from None
+            raise SearchTimeoutError(
+                f"a schedule was found in {budget.elapsed:.1f} s, but there was no time to make its plan; raise "
+                "--time-limit"
+            ) from None
     budget.reserved, budget.patience = 0.0, search.lateness
     try:
         with budget.finishing(_MOMENT):

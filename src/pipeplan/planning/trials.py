@@ -285,8 +285,8 @@ class PlanStep(SearchStep, ABC):
         """Add to what is known."""
 
 
-_PATIENCE = 0.5
-"""Seconds that every search has for its first plan, however little is left when it begins."""
+FIRST_SECONDS = 1.0
+"""Seconds of work that every search has for its first plan, however little is left when it begins."""
 
 LATE, LATE_SHARE = 1.0, 0.1
 """A command may be so many seconds late, or by so much of its limit: for its first plan, and to make its last one."""
@@ -346,7 +346,7 @@ class PlanSearch:
         What is only a fallback comes if there is nothing else. Whatever runs ends when time is up, or at Ctrl-C.
         """
         steps = [step for step in self.steps if isinstance(step, PlanStep)]
-        self.budget.patience = max(self.lateness, _PATIENCE - self.budget.left())
+        self.budget.wait(self.lateness, FIRST_SECONDS)
         left = steps
         with self.budget.hearing_interrupts(), self.budget.ended():
             if not self._bounded:

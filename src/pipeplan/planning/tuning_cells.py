@@ -21,6 +21,7 @@ from pipeplan.files.read_write import read_bytes
 from pipeplan.planning.candidates import Choice, PlacementCandidate, placed
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import Trial, may_move, on_cluster, workloads
+from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, sweep
 from pipeplan.schedule.search import timed
@@ -270,7 +271,7 @@ def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> CellRo
     found = CellRows()
     with suppress(TimeUpError):
         for workload in workloads(request, cell.candidate):
-            problem = OneMicrobatch.of(workload)
+            problem = _problem(workload)
             rules = _rules(problem.workload)
             tried = itertools.takewhile(lambda _: not stopped(), rules)
             for swept in sweep(problem.workload, tried):
@@ -285,7 +286,7 @@ def schedule_of(request: Request, candidate: PlacementCandidate, row: TuningRow)
     """The rules of one of a cell's rows, and the schedule, made again."""
     for workload in workloads(request, candidate):
         if workload.splits_backward == row.split:
-            problem = OneMicrobatch.of(workload)
+            problem = _problem(workload)
             rules = next(rules for rules in _rules(problem.workload) if rules.name == row.rules)
             schedule = _schedule(problem, workload, run_rules(task_graph(problem.workload), rules))
             assert schedule is not None
@@ -303,8 +304,19 @@ def _rules(workload: Workload) -> list[Rules]:
     return built_in_rules(workload, limits=(None,), times=("unit",), separate=(True,))
 
 
+def _problem(workload: Workload) -> OneMicrobatch:
+    """What rules are tried on: of a very long run a shorter one."""
+    return OneMicrobatch.of(ShorterRun().shorter(workload) or workload)
+
+
 def _schedule(problem: OneMicrobatch, workload: Workload, swept: Swept) -> Schedule | None:
-    return timed(problem, task_graph(workload), swept.orders[: problem.num_devices], f"rules: {swept.rules.name}")
+    """What rules make of a problem, as a schedule of the whole workload; None if it does not fit."""
+    given = problem.workload if problem.reduction is None else problem.reduction.workload
+    graph = task_graph(given)
+    found = timed(problem, graph, swept.orders[: problem.num_devices], f"rules: {swept.rules.name}")
+    if found is None or given.num_microbatches == workload.num_microbatches:
+        return found
+    return ShorterRun().repeating(found, workload)
 
 
 def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> TuningRow:

@@ -70,6 +70,15 @@ class ShorterRun(SearchStep):
             return None
         return found.running(run, workload)
 
+    def repeating(self, found: Schedule, workload: Workload, most_written: int = MAX_WRITTEN) -> Schedule | None:
+        """A schedule of a shorter run as one of the whole workload: a part that repeats, or all of it, is repeated.
+
+        Of so few micro-batches that no device has two of each in a pipeline, no part is looked for.
+        """
+        steady = found.graph.workload.num_microbatches >= 2 * len(workload.stages)
+        longer = self.lengthened(found, workload, most_written) if steady else None
+        return longer or self.in_groups(found, workload)
+
     def in_groups(self, found: Schedule, workload: Workload) -> Schedule | None:
         """The shorter run again and again: each device begins the next group of micro-batches after the one before.
 

@@ -40,7 +40,6 @@ from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_m
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.steady_state.loop import MAX_WRITTEN
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -167,16 +166,7 @@ def plain_look(workload: Workload, most_entries: int = MOST_ENTRIES) -> Schedule
     if workload.num_microbatches <= 2 * fewer:
         return _plain(workload)
     short = _plain(workload.with_microbatches(fewer))
-    return None if short is None else _lengthened(ShorterRun(), short, workload)
-
-
-def _lengthened(
-    shorter: ShorterRun, short: Schedule, workload: Workload, most_written: int = MAX_WRITTEN
-) -> Schedule | None:
-    """A schedule of a shorter run as one of the whole workload: a part that repeats, or all of it, is repeated."""
-    steady = short.graph.workload.num_microbatches >= 2 * len(workload.stages)
-    found = shorter.lengthened(short, workload, most_written) if steady else None
-    return found or shorter.in_groups(short, workload)
+    return None if short is None else ShorterRun().repeating(short, workload)
 
 
 def _plain(workload: Workload) -> Schedule | None:
@@ -223,11 +213,19 @@ def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: b
     short = shorter.shorter(workload)
     if short is None:
         return _best(_looked(workload, look, thorough=thorough))
-    known = sorted(_looked(short, look, thorough=thorough), key=attrgetter("makespan_ns"))
-    longer = filter(None, (_lengthened(shorter, each, workload, look.most_written) for each in known))
     simplest = islice(_looked(shorter.shortest(workload), look, thorough=False), 1)
-    last = filter(None, (shorter.lengthened(each, workload) for each in simplest))
-    return _best(chain(islice(longer, look.lengthened), last))
+    first = filter(None, (shorter.lengthened(each, workload) for each in simplest))
+    return _best(chain(first, islice(_of_shorter(shorter, short, workload, look, thorough=thorough), look.lengthened)))
+
+
+def _of_shorter(
+    shorter: ShorterRun, short: Workload, workload: Workload, look: FirstLook, *, thorough: bool
+) -> Iterator[Schedule]:
+    """The known schedules of a shorter run as ones of the whole workload, the shortest of them first."""
+    for each in sorted(_looked(short, look, thorough=thorough), key=attrgetter("makespan_ns")):
+        longer = shorter.repeating(each, workload, look.most_written)
+        if longer is not None:
+            yield longer
 
 
 def _best(schedules: Iterable[Schedule]) -> Schedule | None:
