@@ -58,6 +58,7 @@ def sequential_model(
                 partial(copy.deepcopy, parts[0] if len(parts) == 1 else nn.Sequential(*parts)),
                 sources=(before,) if before else (),
                 samples=() if before else ("input",),
+                names=_names(parts, children),
             ),
             parts,
         )
@@ -90,6 +91,13 @@ def _groups(children: nn.Sequential) -> dict[str, list[nn.Module]]:
         else:
             leading.append(child)
     return groups or ({next(iter(_named(children)))[0]: leading} if leading else {})
+
+
+def _names(parts: Sequence[nn.Module], children: nn.Sequential) -> dict[str, str]:
+    """Of a block's parameters and buffers: their names in the whole chain, by those in the block."""
+    module = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
+    whole = {id(tensor): name for name, tensor in reversed(children.state_dict(keep_vars=True).items())}
+    return {name: whole[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}
 
 
 _OF_SINGLE_NUMBERS = (nn.ELU, nn.GELU, nn.Hardswish, nn.Identity, nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.SiLU, nn.Tanh)
