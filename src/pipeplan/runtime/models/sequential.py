@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.shapes import shaped_blocks
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Model, batch_like, tied_groups
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Model, aliases_of, batch_like, tied_groups
 from pipeplan.runtime.parallel.sharding import Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, Tile, WordEmbedding
 from pipeplan.runtime.parallel.weight_grads import is_plain_embedding
@@ -74,6 +74,7 @@ def sequential_model(
         partial(batch_like, {key: each.detach() for key, each in examples.items()}),
         _predictions,
         tied=tied_groups(_named_parameters(groups)),
+        aliases=aliases_of(children, blocks),
     )
     return model if targets is not None else _ending_in_loss(model)
 

@@ -349,6 +349,14 @@ def tied_groups(named: Iterable[tuple[str, str, Tensor]]) -> tuple[tuple[tuple[s
     return tuple(tuple(group) for group in holders.values() if len({block for block, _ in group}) > 1)
 
 
+def aliases_of(module: nn.Module, blocks: Iterable[BlockSpec]) -> dict[str, str]:
+    """Names of a module's tensors that have another one in the blocks that it was cut into, and that one."""
+    used = {name for block in blocks for name in (block.names or {}).values()}
+    state = module.state_dict(keep_vars=True)
+    known = {id(tensor): name for name, tensor in state.items() if name in used}
+    return {name: known[id(tensor)] for name, tensor in state.items() if known.get(id(tensor), name) != name}
+
+
 def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:
     """The place of a share's rank on all axes of its mesh; ``along`` is its place in a line of ranks."""
     axes = [name for name, size in share.mesh.axes if size > 1 and name != COPIES]

@@ -78,6 +78,9 @@ class TrainOptions(RunOptions):
             raise UsageError("--init starts from a file and --resume from a checkpoint; leave out one of the two")
         if self.init is not None and not os.path.isfile(self.init):
             raise UsageError(f"--init {self.init}: there is no such file; give one that --export-weights wrote")
+        there = self.export_weights is not None and os.path.exists(self.export_weights)
+        if there and not os.path.isfile(str(self.export_weights)):
+            raise UsageError(f"--export-weights {self.export_weights}: it is no ordinary file; choose another")
         if self.num_steps == 0 and self.export_weights is None:
             raise UsageError("--steps 0 does nothing without --export-weights FILE; give at least 1")
 

@@ -23,7 +23,16 @@ from pipeplan.runtime.models.capture.grouping import (
     made_from,
     taken_by,
 )
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output, batch_like, tied_groups
+from pipeplan.runtime.models.spec import (
+    Batch,
+    BlockSpec,
+    Grain,
+    Model,
+    Output,
+    aliases_of,
+    batch_like,
+    tied_groups,
+)
 
 
 def capture(
@@ -66,14 +75,8 @@ def capture(
             for own, name in recipe.parameters.items()
         ),
         switched_off=_switched_off(module, traced.num_dropouts),
-        aliases=_aliases(kept, {name for block in blocks for name in (block.names or {}).values()}),
+        aliases=aliases_of(module, blocks),
     )
-
-
-def _aliases(kept: Mapping[str, Tensor], used: Container[str]) -> dict[str, str]:
-    """Names of tensors that have another one in blocks."""
-    known = {id(tensor): name for name, tensor in kept.items() if name in used}
-    return {name: known[id(tensor)] for name, tensor in kept.items() if known.get(id(tensor), name) != name}
 
 
 def _switched_off(module: nn.Module, num_dropouts: int) -> dict[str, int]:
