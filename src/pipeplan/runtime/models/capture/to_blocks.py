@@ -137,7 +137,7 @@ def _blocks(
             samples=tuple(op.name for op in recipe.inputs),
             loss=traced.output in recipe.outputs and traced.output.shape == (),
             dimensions=dimensions_of(group, operator),
-            names={own: name for own, name in (recipe.parameters | recipe.buffers).items() if name in kept},
+            names={own: name for own, name in {**recipe.parameters, **recipe.buffers}.items() if name in kept},
         )
         for id_, operator, group, recipe in zip(ids, operators, groups, recipes, strict=True)
     )
