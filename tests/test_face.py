@@ -235,8 +235,8 @@ def found() -> Result:
 
 def test_objects_show_themselves_in_short(found: Result, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
-    found.plan.write(path)
-    assert pipeplan.Plan.read(path) == found.plan
+    pipeplan.write(found.plan, path)
+    assert pipeplan.read_plan(path) == found.plan
     shown = [found, found.plan, chain_profile(2), pipeplan.simulate(path), pipeplan.check(path)]
     for each in shown:
         assert repr(each) == str(each)

@@ -9,7 +9,7 @@ duration and bytes for a size::
     import pipeplan
 
     result = pipeplan.search("profile.json", devices=4, memory="16GB", time_limit=10)
-    result.plan.write("plan.json")
+    pipeplan.write(result.plan, "plan.json")
 
 Objects show themselves in a notebook, by :mod:`pipeplan.reporting.notebook`, which is imported then.
 """
@@ -30,10 +30,15 @@ from pipeplan._face import (
     inspect,
     measure_links,
     profile,
+    read_cluster,
+    read_placement,
+    read_plan,
+    read_profile,
     run,
     search,
     simulate,
     tune,
+    write,
 )
 from pipeplan._version import __version__
 from pipeplan.errors import (
@@ -116,10 +121,15 @@ __all__ = [
     "inspect",
     "measure_links",
     "profile",
+    "read_cluster",
+    "read_placement",
+    "read_plan",
+    "read_profile",
     "run",
     "search",
     "simulate",
     "tune",
+    "write",
 ]
 
 display.renderer = "pipeplan.reporting.notebook"

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pipeplan.files import Plan as Plan
     from pipeplan.files import Profile as Profile
     from pipeplan.files import read_cluster as read_cluster
+    from pipeplan.files import read_placement as read_placement
     from pipeplan.files import read_plan as read_plan
     from pipeplan.files import read_profile as read_profile
     from pipeplan.files import require_writable as require_writable
@@ -65,7 +66,7 @@ _PARTS = {
     "pipeplan.files": (
         *("Block", "Cluster", "CostRow", "DeviceKind", "Edge", "LinkLevel", "PlacedStage", "Placement"),
         *("Plan", "Profile", "Source"),
-        *("read_cluster", "read_plan", "read_profile", "require_writable"),
+        *("read_cluster", "read_placement", "read_plan", "read_profile", "require_writable"),
         *("to_json", "write_elsewhere", "write_file", "write_text"),
     ),
     "pipeplan.partition.strategies": ("STRATEGIES",),

@@ -14,7 +14,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from pipeplan import _api
-from pipeplan.errors import ExecutionError, PipeplanError, SearchTimeoutError, UsageError
+from pipeplan.errors import ExecutionError, FileError, PipeplanError, SearchTimeoutError, UsageError
 
 if TYPE_CHECKING:
     from pipeplan._api import (
@@ -80,6 +80,66 @@ def _asked(verb: str, given: Mapping[str, Any]) -> Any:
     from pipeplan.cli.from_python import context_of
 
     return context_of(verb, given)
+
+
+# Files ------------------------------------------------------------------------------------------------------------
+
+
+@_public
+def read_profile(path: Path) -> Profile:
+    """Read and validate a profile file of any version; ``"-"`` is stdin.
+
+    Raises:
+        FileError: it cannot be read, or is no valid profile; one problem a line, with its place.
+
+    Example:
+        >>> pipeplan.read_profile("profiles/tessel-v.json").microbatch_sizes
+        (1,)
+    """
+    return _api.read_profile(os.fspath(path))
+
+
+@_public
+def read_cluster(path: Path) -> Cluster:
+    """Read and validate a cluster file; as :func:`read_profile`.
+
+    Example:
+        >>> pipeplan.read_cluster("cluster.json").num_devices
+    """
+    return _api.read_cluster(os.fspath(path))
+
+
+@_public
+def read_placement(path: Path) -> Placement:
+    """Read and validate a placement file; as :func:`read_profile`.
+
+    Example:
+        >>> pipeplan.read_placement("placement.json").stages[0].blocks
+    """
+    return _api.read_placement(os.fspath(path))
+
+
+@_public
+def read_plan(path: Path) -> Plan:
+    """Read and validate a plan file; as :func:`read_profile`. Whether it is right :func:`check` says.
+
+    Example:
+        >>> pipeplan.read_plan("plan.json").predicted.iteration_ns
+    """
+    return _api.read_plan(os.fspath(path))
+
+
+@_public
+def write(file: Profile | Cluster | Placement | Plan, path: Path) -> None:
+    """Write a profile, a cluster, a placement or a plan, atomically; ``"-"`` is stdout.
+
+    Raises:
+        FileError: it cannot be written; an old file stays as it is.
+
+    Example:
+        >>> pipeplan.write(result.plan, "plan.json")
+    """
+    _api.write_file(file, os.fspath(path))
 
 
 # Planning ---------------------------------------------------------------------------------------------------------
@@ -161,10 +221,10 @@ def search(
         KeyboardInterrupt: on the main thread, Ctrl-C before there was a plan.
 
     Example:
-        >>> result = pipeplan.search("profiles/toy.json", devices=2, time_limit=5)
+        >>> result = pipeplan.search("profiles/tessel-v.json", time_limit=5)
         >>> result.status, result.gap
         ('optimal', 0.0)
-        >>> result.plan.write("plan.json")
+        >>> pipeplan.write(result.plan, "plan.json")
     """
     from pipeplan.cli.search_verbs import search_request
 
@@ -225,7 +285,7 @@ def tune(
         UsageError: an argument makes no sense, or the cache is none.
 
     Example:
-        >>> tuning = pipeplan.tune("profiles/toy.json", devices=2, workers=1, time_limit=5)
+        >>> tuning = pipeplan.tune("profiles/tessel-v.json", workers=1, time_limit=5)
         >>> tuning.rows[0].rules
     """
     from pipeplan.cli.search_verbs import search_request
@@ -273,7 +333,7 @@ def compare(
         UsageError: an argument makes no sense, or no placement is possible.
 
     Example:
-        >>> comparison = pipeplan.compare("profiles/toy.json", devices=2, time_limit=5)
+        >>> comparison = pipeplan.compare("profiles/tessel-v.json", time_limit=5)
         >>> [(row.schedule, row.iteration_ns) for row in comparison.rows]
     """
     from pipeplan.cli.shared import read_request
@@ -328,7 +388,7 @@ def frontier(
         UsageError: an argument makes no sense.
 
     Example:
-        >>> found = pipeplan.frontier("profiles/toy.json", devices=[1, 2], plans=True, time_limit=5)
+        >>> found = pipeplan.frontier("profiles/tessel-v.json", devices=[1, 2], plans=True, time_limit=5)
         >>> [(point.num_devices, point.memory_bytes, point.time_ns) for point in found.points]
     """
     from pipeplan.cli.frontier_verb import frontier_request
@@ -357,7 +417,7 @@ def check(plan: Plan | Path, *, profile: Profile | Path | None = None, cluster: 
         FileError: a file cannot be read.
 
     Example:
-        >>> pipeplan.check("plan.json", profile="profiles/toy.json").valid
+        >>> pipeplan.check("plan.json", profile="profiles/tessel-v.json").valid
         True
     """
     from pipeplan.cli.shared import given_file
@@ -452,7 +512,7 @@ def profile(
         within: a limit at whose end, or interruption, measuring ends with ExecutionError.
 
     Returns:
-        The profile, for :func:`search`; ``profile.write("profile.json")`` keeps it.
+        The profile, for :func:`search`; ``write(profile, "profile.json")`` keeps it.
 
     Raises:
         UsageError: an argument makes no sense, or the model cannot be made or captured.
@@ -550,7 +610,7 @@ def inspect(profile: Profile | Path, *, microbatch: Counts | None = None) -> Ins
         UsageError: a size was not profiled.
 
     Example:
-        >>> pipeplan.inspect("profiles/toy.json").figures()["problems"]
+        >>> pipeplan.inspect("profiles/tessel-v.json").figures()["problems"]
     """
     from pipeplan.cli.shared import given_file
 
@@ -590,7 +650,7 @@ def measure_links(
         ExecutionError: a rank failed, died or hung.
 
     Example:
-        >>> pipeplan.measure_links(2, max_bytes="1MiB").cluster.write("cluster.json")
+        >>> pipeplan.write(pipeplan.measure_links(2, max_bytes="1MiB").cluster, "cluster.json")
     """
     from pipeplan.cli.profile_verb import link_options
     from pipeplan.cli.shared import given_file
@@ -622,7 +682,7 @@ def add_links(
         UsageError: the cluster has no such level.
 
     Example:
-        >>> pipeplan.add_links("cluster.json", ["all_reduce.txt"]).cluster.write("measured.json")
+        >>> pipeplan.write(pipeplan.add_links("cluster.json", ["all_reduce.txt"]).cluster, "measured.json")
     """
     from pipeplan.cli.profile_verb import with_links
 
@@ -659,6 +719,8 @@ def run(
     checkpoint_every: int | None = None,
     keep_checkpoints: int = 2,
     resume: bool = False,
+    init: Path | None = None,
+    export_weights: Path | None = None,
     dtype: Literal["float32", "float64", "bfloat16"] = "float32",
     device: Literal["cpu", "cuda"] = "cpu",
     backend: Literal["auto", "gloo", "nccl"] = "auto",
@@ -693,6 +755,8 @@ def run(
         checkpoint_every: write one every so many steps; by default at the end.
         keep_checkpoints: how many are kept.
         resume: resume from the last checkpoint; ``steps`` is the total.
+        init: safetensors file to take the parameters from, by the names that they have in the module.
+        export_weights: where to write them in the end; one file, whatever the plan.
         dtype: of parameters and activations.
         device: where to run.
         backend: what carries tensors.
@@ -707,6 +771,7 @@ def run(
         InvalidPlanError: the plan is not right.
         UsageError: an argument makes no sense, or the ranks refused the model.
         ExecutionError: a rank failed, died or hung, or the limit was over.
+        FileError: weights cannot be written.
 
     Example:
         >>> outcome = pipeplan.run("plan.json", emulate=True, steps=2)
@@ -719,7 +784,12 @@ def run(
     _api.require_torch("run")
     options = run_options({**given, "trace": False})
     asked = given_file("plan", given["plan_path"])
-    return _api.run(asked, options, on_step, on_look=lambda where: _require_time(within, where), where=asked.where)
+    if export_weights is not None:
+        _api.require_writable(os.fspath(export_weights), "--export-weights")
+    outcome = _api.run(asked, options, on_step, on_look=lambda where: _require_time(within, where), where=asked.where)
+    if outcome.result.unwritten:
+        raise FileError(outcome.result.unwritten)
+    return outcome
 
 
 # Examples ---------------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ WRITES = {
     "profile --estimate": ("profile", "gpt2-tiny", "--estimate", "--device", "a100-80gb", "-o"),
     "profile": ("profile", "gpt2-tiny", "-o"),
     "run --trace": ("run", "plan.json", "--emulate", "--local", "--trace"),
+    "run --export-weights": ("run", "plan.json", "--model", "gpt2-tiny", "--local", "--export-weights"),
 }
 """Every option that names a file to be written at the end."""
 

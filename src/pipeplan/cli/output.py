@@ -98,6 +98,11 @@ class Outputs:
             raise problem
         say(f"pipeplan: {problem}", err=True)  # beside what ended the work otherwise
 
+    def note(self, path: str, problem: str) -> None:
+        """What somebody else wrote, and why it is not there, if it is not."""
+        if problem:
+            self._problems[path] = problem
+
     def has(self, path: str) -> bool:
         """Whether nothing went wrong with a file."""
         return path not in self._problems

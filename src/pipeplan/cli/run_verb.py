@@ -79,7 +79,9 @@ class _Stretch(FiniteRange):
 @SEQUENCE
 @click.option("--instructions", metavar="pkg.mod", help="Module that registers what the plan's instructions do.")
 @granularity("What a block of a captured model is, as for the profile.")
-@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=10, help="Mini-batches to train on.")
+@click.option(
+    "--steps", "num_steps", type=click.IntRange(min=0), default=10, help="Mini-batches to train on; 0 only to export."
+)
 @click.option("--local", is_flag=True, help="Start one process per device here; otherwise torchrun has done so.")
 @SEED
 @click.option(
@@ -121,6 +123,15 @@ class _Stretch(FiniteRange):
 )
 @click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2)
 @click.option("--resume", is_flag=True, help="Resume from the last checkpoint; --steps is the total.")
+@click.option(
+    "--init", type=FILE, metavar="FILE", help="Start from the weights in this safetensors file, by the module's names."
+)
+@click.option(
+    "--export-weights",
+    type=FILE,
+    metavar="FILE",
+    help="Write the weights in the end: one safetensors file with the module's names, from any plan.",
+)
 @click.option("--dtype", type=OneOf(["float32", "float64", "bfloat16"]), default="float32")
 @click.option("--device", type=OneOf(["cpu", "cuda"]), default="cpu")
 @click.option(
@@ -153,14 +164,19 @@ def run_command(
         )
     if trace_path == "-":
         raise UsageError("--trace - would mix with the losses on stdout; give a file")
+    if (weights := how["export_weights"]) == "-":
+        raise UsageError("--export-weights - would mix with the losses on stdout; give a file")
     first = local or os.environ.get("RANK", "0") == "0"  # only rank 0 writes the trace
-    outputs = Outputs({"--trace": trace_path if first else None})
+    outputs = Outputs({"--trace": trace_path, "--export-weights": weights} if first else {})
     options = run_options({**how, "model": model, "emulate": emulate, "trace": trace_path is not None})
     shown = Steps(options, quiet=as_json)
     outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown)
     if outcome is None:  # not rank 0
         return
     with outputs:
+        if weights is not None:
+            outputs.note(weights, outcome.result.unwritten)
+            outputs.say_written("weights", weights)
         if as_json:
             say(json.dumps(outcome.figures(), allow_nan=False))
         else:
@@ -281,6 +297,8 @@ class Steps:
 
 def comparison_line(outcome: RunOutcome) -> str:
     """Predicted and measured time of an iteration."""
+    if not outcome.result.steps:
+        return "no step was asked for"
     median, predicted = outcome.warm_ns, outcome.predicted_ns
     left = "; first (warm-up) step excluded" if len(outcome.result.steps) > 1 else ""
     ratio = f" ({median / predicted - 1:+.1%})" if predicted else ""

@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,19 +75,6 @@ class File(FileModel, Displayed):
     """Base of a whole file."""
 
     _read_sha256: str = PrivateAttr(default="")
-
-    @classmethod
-    def read(cls, path: str | os.PathLike[str]) -> Self:
-        """Read and validate a file of this kind; ``-`` is stdin. Raises FileError."""
-        from pipeplan.files.read_write import read_file
-
-        return read_file(os.fspath(path), cls)
-
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the file atomically; ``-`` is stdout. Raises FileError; an old file stays if writing fails."""
-        from pipeplan.files.read_write import write_file
-
-        write_file(self, os.fspath(path))
 
     def __str__(self) -> str:
         return repr(self)

@@ -204,22 +204,22 @@ Model = TypeVar("Model", bound=File)
 
 def read_profile(path: str) -> Profile:
     """Read and validate a profile file; ``-`` is stdin. Raises FileError."""
-    return read_file(path, Profile)
+    return _read(path, Profile)
 
 
 def read_cluster(path: str) -> Cluster:
     """Read and validate a cluster file; ``-`` is stdin. Raises FileError."""
-    return read_file(path, Cluster)
+    return _read(path, Cluster)
 
 
 def read_plan(path: str) -> Plan:
     """Read and validate a plan file; ``-`` is stdin. Raises FileError."""
-    return read_file(path, Plan)
+    return _read(path, Plan)
 
 
 def read_placement(path: str) -> Placement:
     """Read and validate a placement file; ``-`` is stdin. Raises FileError."""
-    return read_file(path, Placement)
+    return _read(path, Placement)
 
 
 def parse(data: bytes | str, model: type[Model], where: str = "<data>") -> Model:
@@ -291,8 +291,7 @@ def _migrated(content: Content, kind: str, version: int, model: type[Model]) -> 
     return model.model_validate_json(canonical_text(content)).read_as(sha256)
 
 
-def read_file(path: str, model: type[Model]) -> Model:
-    """Read and validate a file of one of the formats; ``-`` is stdin. Raises FileError."""
+def _read(path: str, model: type[Model]) -> Model:
     return parse(read_bytes(path), model, "<stdin>" if path == "-" else path)
 
 

@@ -15,7 +15,7 @@ from pipeplan.planning.comparison import OURS, Comparison, ComparisonRow
 from pipeplan.planning.tuning_cells import TuningRow
 from pipeplan.reporting.layout import Column, console_for, counted, flowed, labelled, print_notes, shown_rows, tables
 from pipeplan.reporting.timeline import kind_name
-from pipeplan.simulator.measured import DeviceTimes, MeasuredComparison
+from pipeplan.simulator.measured_times import DeviceTimes, MeasuredComparison
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.kinds import is_instruction

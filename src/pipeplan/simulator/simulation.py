@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING
 
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
+from pipeplan.simulator.measured_times import MeasuredComparison
 from pipeplan.simulator.metrics import CriticalStep, Rates, critical_path, in_flight, iteration_time, rates
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.units import format_ns
@@ -26,9 +26,6 @@ from pipeplan.workload.steady_state.rate import CutOrders, repetend_rate, requir
 from pipeplan.workload.steady_state.repetend import extend, num_copies
 from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
-
-if TYPE_CHECKING:
-    from pipeplan.simulator.measured import MeasuredComparison
 
 _Name = tuple[str, str]
 """What stands before and after the micro-batch in a SEND."""
