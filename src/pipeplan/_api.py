@@ -137,7 +137,12 @@ def compare(request: Request, *, progress: Progress | None = None, within: Limit
 
 
 def frontier(
-    request: Request, *, mode: Mode = "all", point: int | None = None, within: Limit | None = None
+    request: Request,
+    *,
+    mode: Mode = "all",
+    point: int | None = None,
+    progress: Progress | None = None,
+    within: Limit | None = None,
 ) -> FrontierResult:
     """Time against memory against devices; see :func:`pipeplan.planning.frontier.search_frontier`.
 
@@ -147,7 +152,7 @@ def frontier(
     """
     from pipeplan.planning.frontier import search_frontier
 
-    return search_frontier(request, mode=mode, point=point, within=within)
+    return search_frontier(request, mode=mode, point=point, within=within, progress=progress)
 
 
 # Plans ------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def asked(chain: Path) -> tuple[object, ...]:
 
 def test_search_and_simulate_say_both(chain: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    report = pipeplan("search", *asked(chain), "-o", plan).stdout
+    report = pipeplan("search", *asked(chain), "-o", plan, "--details").stdout
     assert "4 micro-batches of 16 samples, 4 per replica" in report
     assert "4 replicas of 4 samples" in report, "in the table of stages"
     for arguments in (("search", *asked(chain)), ("simulate", plan)):

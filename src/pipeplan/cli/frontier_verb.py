@@ -20,6 +20,7 @@ from pipeplan.cli.shared import (
     FOLDER,
     OneOf,
     RenamedOption,
+    Status,
     limited,
     require_folder,
     require_stdout_once,
@@ -169,8 +170,8 @@ def frontier_command(
     if as_json or output == "-":
         say_notes(_api.request_notes(request))
     with outputs:
-        with limited(request.time_limit) as limit:
-            found = _api.frontier(request, mode=mode, point=point, within=limit)
+        with limited(request.time_limit) as limit, Status() as progress:
+            found = _api.frontier(request, mode=mode, point=point, progress=progress, within=limit)
         if svg is not None:
             outputs.write_text(frontier_svg(found), svg)
         if as_json:

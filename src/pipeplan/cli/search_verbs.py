@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,7 +22,7 @@ from pipeplan.cli.shared import (
 from pipeplan.errors import UsageError
 
 if TYPE_CHECKING:
-    from pipeplan._api import Result, Tuning
+    from pipeplan._api import Request, Result, Tuning
 
 
 @click.command("search")
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Where to write the stages alone, to edit and give to --placement.",
 )
+@click.option("--details", is_flag=True, help="Print every device and stage, the critical path and what was proved.")
 def search_command(
     scheduler: str,
     rules_path: str | None,
@@ -56,6 +56,7 @@ def search_command(
     rules_output: str | None,
     output: str | None,
     placement_output: str | None,
+    details: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -91,33 +92,39 @@ def search_command(
             outputs.write_text(_api.to_toml(tuning.rules), rules_output)
         if placement_output is not None:
             outputs.write(result.plan.placed, placement_output)
-        _print_result(result, tuning, output, as_json, list(_api.link_notes(request)))
+        written = output if output is not None and outputs.has(output) else None
+        if result.interrupted:
+            say("pipeplan: interrupted; this is the best plan so far", err=True)
+        if as_json or output == "-":
+            say_notes(_api.link_notes(request))
+        if as_json:
+            say(json.dumps((tuning or result).figures()))
+        elif output != "-":
+            _print_result(request, result, tuning, written, details=details)
         outputs.say_written("plan", None if as_json else output)
 
 
 def _print_result(
-    result: Result, tuning: Tuning | None, output: str | None, as_json: bool, notes: Sequence[str]
+    request: Request, result: Result, tuning: Tuning | None, written: str | None, *, details: bool
 ) -> None:
-    if result.interrupted:
-        say("pipeplan: interrupted; this is the best plan so far", err=True)
-    if as_json or output == "-":
-        say_notes(notes)
-    if as_json:
-        say(json.dumps((tuning or result).figures()))
-        return
-    if output == "-":
-        return
+    """The answer and the timeline, or with ``details`` all there is; ``written`` is the plan's file, if it is there."""
+    from pipeplan.reporting.answer import print_answer
     from pipeplan.reporting.layout import print_notes
     from pipeplan.reporting.tables import print_ranking
-    from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages
+    from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages, print_timeline
 
+    simulation, notes = _api.simulate(result.plan), list(_api.link_notes(request))
+    print_answer(request, result, simulation, written, file=sys.stdout)
     if tuning is not None:
         print_ranking(tuning.rows, file=sys.stdout)
         say(f"{tuning.said}\n")
-    simulation = _api.simulate(result.plan)
-    print_simulation(simulation, file=sys.stdout)
-    print_stages(simulation.workload, file=sys.stdout)
-    print_proof(result, file=sys.stdout)
+    if details:
+        print_simulation(simulation, file=sys.stdout)
+        print_stages(simulation.workload, file=sys.stdout)
+        print_proof(result, file=sys.stdout)
+    else:
+        print_timeline(simulation, file=sys.stdout)
+        notes.append("--details prints every device and stage, the critical path and what was proved")
     print_notes(notes, file=sys.stdout)
 
 

@@ -307,10 +307,14 @@ def limited(seconds: float) -> Iterator[Limit]:
 
 
 class Status:
-    """A line on stderr with the clock, the best value, the bound and the gap.
+    """A line on stderr with the clock, the best value, the bound and the gap, and what is being done.
 
-    Where stderr is no terminal it is only said that there is no plan yet, once that is known to take longer.
+    Where stderr is no terminal such a line is printed after 10 seconds, and then whenever twice as many have passed;
+    that there is no plan yet is said at once.
     """
+
+    def __init__(self) -> None:
+        self._next = 10.0
 
     def __enter__(self) -> Progress:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -322,27 +326,31 @@ class Status:
         if not console.is_terminal:
             return self._say
         self._line.start()
-        self._task = self._line.add_task("searching", total=None)
+        self._task = self._line.add_task("starting", total=None)
         return self._update
 
     def _say(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
-        """What a reader must know although there is no plan."""
         if not best_ns:
             say(f"pipeplan: {what}", err=True)
+        elif seconds >= self._next:
+            say(f"pipeplan: after {seconds:.0f}s: {_state(what, best_ns, bound_ns)}", err=True)
+            self._next = 2 * seconds
 
     def _update(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
-        from pipeplan.units import format_ns
-
-        if not best_ns:
-            self._line.update(self._task, description=what)
-            return
-        gap = best_ns / bound_ns - 1
-        text = f"best {format_ns(best_ns)}  bound {format_ns(bound_ns)}  gap {gap:.2%}  by {what} at {seconds:.1f}s"
-        self._line.update(self._task, description=text)
+        self._line.update(self._task, description=_state(what, best_ns, bound_ns))
 
     def __exit__(self, *_: object) -> None:
         if self._line.live.is_started:
             self._line.stop()
+
+
+def _state(what: str, best_ns: int, bound_ns: int) -> str:
+    """The best iteration, the bound and the gap as far as they are known, and what is being done."""
+    from pipeplan.units import format_ns
+
+    best = [f"best {format_ns(best_ns)}"] if best_ns else []
+    bound = [f"bound {format_ns(bound_ns)}, gap {best_ns / bound_ns - 1:.1%}"] if best_ns and bound_ns else []
+    return "; ".join([", ".join([*best, *bound]), what] if best else [what])
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, changes_that_do, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting, link_notes, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
-from pipeplan.schedule.state import scheduler_words
+from pipeplan.schedule.state import Progress, scheduler_words
 from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
 from pipeplan.sharding.tracking import knee
@@ -290,32 +290,39 @@ def _counts(
 
 
 def search_frontier(
-    request: Request, *, mode: Mode = "all", point: int | None = None, within: Limit | None = None
+    request: Request,
+    *,
+    mode: Mode = "all",
+    point: int | None = None,
+    within: Limit | None = None,
+    progress: Progress | None = None,
 ) -> FrontierResult:
     """All strategies that no other one found beats in memory, time and devices, and the one that ``mode`` chooses.
 
-    ``point`` chooses the so-many-th of those that the mode shows instead. When time runs out, or at Ctrl-C, what was
-    found until then.
+    ``point`` chooses one of those that the mode shows instead, by its number. When time runs out, or at Ctrl-C, what
+    was found until then. ``progress`` hears of the quickest so far.
 
     Raises:
         UsageError: there are fewer points than ``point``.
         InfeasibleError: nothing fits.
     """
     if request.splitting is None:
-        found = _of_plans(request, within, quickest=mode in ("min-time", "profile"))
+        found = _of_plans(request, within, progress, quickest=mode in ("min-time", "profile"))
     else:
-        found = _of_splits(request, request.splitting, within)
+        found = _of_splits(request, request.splitting, within, progress)
     return _chosen(found, mode, point)
 
 
-def _of_splits(request: Request, splitting: Splitting, within: Limit | None) -> FrontierResult:
+def _of_splits(
+    request: Request, splitting: Splitting, within: Limit | None, progress: Progress | None
+) -> FrontierResult:
     """One stage on all devices, for every number of them."""
     samples, requests = request.batch.mini_batch, request.by_devices
     points: list[FrontierPoint] = []
     plans: list[Callable[[], Plan]] = []
     notes = list(request_notes(request))
     held = 0
-    tracked, interrupted = _tracked(requests, splitting, within)
+    tracked, interrupted = _tracked(requests, splitting, within, progress)
     if interrupted:
         notes.append(f"ended early: what there was no time for was tracked as with --tolerance {_ROUGH}")
     for own, splits in zip(requests, tracked, strict=True):
@@ -382,14 +389,19 @@ def _proof_notes(count: int, splits: Splits, points: Sequence[FrontierPoint]) ->
         yield f"{devices}: exact{apart}"
 
 
-def _tracked(requests: Sequence[Request], splitting: Splitting, within: Limit | None) -> tuple[list[Splits], bool]:
+def _tracked(
+    requests: Sequence[Request], splitting: Splitting, within: Limit | None, progress: Progress | None
+) -> tuple[list[Splits], bool]:
     """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True."""
     limit = Limit(requests[0].time_limit, whole=within)
     settling = min(_SETTLING, _SETTLING_SHARE * limit.seconds)
     found: list[Splits] = []
     with limit.hearing_interrupts(), limit.ended():
-        # one by one: what is done stays
-        found.extend(split_frontier(each, splitting, seconds=settling) for each in requests)
+        for each in requests:
+            if progress is not None and found:
+                best = min(point.time_ns for splits in found for point in splits.points)
+                progress(f"one stage on {named_devices(each.num_devices)}", best, 0, limit.elapsed)
+            found.append(split_frontier(each, splitting, seconds=settling))
         return found, False
     rough = replace(splitting, within=max(splitting.within, _ROUGH))
     return found + [split_frontier(each, rough) for each in requests[len(found) :]], True
@@ -436,9 +448,9 @@ def _unprofiled(splits: Splits, point: SplitPoint) -> tuple[str, tuple[int, int 
     return text, (low, point.time_ns + sum(more) if len(more) == len(found) else None)
 
 
-def _of_plans(request: Request, within: Limit | None, *, quickest: bool) -> FrontierResult:
+def _of_plans(request: Request, within: Limit | None, progress: Progress | None, *, quickest: bool) -> FrontierResult:
     """Whole plans, pipelines or not, for every number of devices; those that should be ``quickest`` come first."""
-    found = plan_frontier(request, quickest=quickest, within=within)
+    found = plan_frontier(request, quickest=quickest, within=within, progress=progress)
     points = [
         FrontierPoint(
             point.num_devices,

@@ -450,7 +450,8 @@ class PlanSearch:
             if self._said is None or min(values) < self._said[0]:
                 self._said = min(values), what
             value, made_by = self._said
-            self.progress(made_by, value, min(self.bound_ns, value), self.budget.elapsed)
+            now = what if what == made_by else f"{what}; the best is from {made_by}"
+            self.progress(now, value, min(self.bound_ns, value), self.budget.elapsed)
 
 
 def iteration_of(schedule: Schedule) -> int:

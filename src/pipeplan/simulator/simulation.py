@@ -10,7 +10,7 @@ from fractions import Fraction
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
-from pipeplan.simulator.metrics import CriticalStep, Rates, critical_path, in_flight, iteration_time, rates
+from pipeplan.simulator.metrics import CriticalStep, IdleShares, Rates, critical_path, in_flight, iteration_time, rates
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.workload.action import operation_of
 from pipeplan.workload.bounds import weak_makespan_bound, work_bound
@@ -228,6 +228,12 @@ class Simulation:
     def gap(self) -> float:
         """``makespan / lower_bound - 1``."""
         return max(0.0, self.rates.makespan_ns / self.lower_bound_ns - 1) if self.lower_bound_ns else 0.0
+
+    @property
+    def idle(self) -> IdleShares:
+        """Why devices do not compute all the time."""
+        steady = None if self.period_ns is None else self.period_ns * self.workload.num_microbatches
+        return IdleShares.of(self.rates, self.iteration_ns, steady, self.workload.idle_devices)
 
     def path_times(self) -> tuple[dict[int, int], int]:
         """Time of the critical path in ns: on each device (an action of several counts on its first), in transfers."""
