@@ -1,4 +1,4 @@
-"""``pipeplan search`` and ``pipeplan compare``: search for the best plan; set it beside every known schedule."""
+"""``pipeplan search`` and ``pipeplan compare``: search for the best plan; compare it with every known schedule."""
 
 from __future__ import annotations
 
@@ -39,13 +39,15 @@ if TYPE_CHECKING:
 )
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes for auto-tuning.  [default: cores]")
 @click.option("--cache", type=FILE, metavar="FILE", help="Cache file; configurations found in it are not re-evaluated.")
-@click.option("--rules-output", type=FILE, metavar="FILE", help="Where to write the best rules found, for --rules.")
+@click.option(
+    "--rules-output", type=FILE, metavar="FILE", help="Where to write the best rules found, to use with --rules."
+)
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Where to write the plan; - for stdout.")
 @click.option(
     "--placement-output",
     type=FILE,
     metavar="FILE",
-    help="Where to write the stages alone, to edit and give to --placement.",
+    help="Where to write only the stages, to edit and pass to --placement.",
 )
 @click.option("--details", is_flag=True, help="Print every device and stage, the critical path and what was proved.")
 def search_command(
@@ -60,11 +62,12 @@ def search_command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Search for the best plan for PROFILE: stages, replicas, micro-batch sizes, schedule, or what flags leave open.
+    """Search for the best plan for PROFILE: stages, replicas, micro-batch sizes and schedule, where flags leave them
+    open.
 
-    The search finds a valid plan early and improves it until it is proved optimal, the time limit passes, or you press
-    Ctrl-C; the best plan is written in every case. With --scheduler rules and no --rules it auto-tunes: all built-in
-    rules are ranked on a grid of depths, replicas, sizes and placements.
+    The search finds a valid plan early and improves it until the plan is proved optimal, the time limit passes or you
+    press Ctrl-C; in every case the best plan is written. With --scheduler rules and no --rules it auto-tunes: all
+    built-in rules are ranked on a grid of depths, replicas, sizes and placements.
     """
     if output == "-" and as_json:
         raise UsageError("-o - and --json would both print to stdout; write the plan to a file")
@@ -134,7 +137,7 @@ def compare_command(as_json: bool, **flags: Any) -> None:
     """Time every classic schedule that applies to PROFILE, and search for a better one; best first.
 
     Without --placement and without one in the profile, all strategies are compared, each with the micro-batch size that
-    suits it. Schedules that do not fit into memory are timed too, and listed last with what they need.
+    suits it best. Schedules that do not fit into memory are timed too, and listed last with the memory they need.
     """
     from pipeplan.reporting.tables import print_comparison
 

@@ -142,9 +142,9 @@ DEVICE = KnownNames(lambda: _api.known_names("devices"))
 MEASURED_DEVICE = KnownNames(lambda: ["cpu", "cuda", *_api.known_names("devices")])
 RULES = KnownNames(lambda: _api.known_names("rules"), files=True)
 
-SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0)
+SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, help="Random seed.")
 SEQUENCE = click.option(
-    "--sequence", type=click.IntRange(min=1), help="Length of sequences, for the zoo and configurations."
+    "--sequence", type=click.IntRange(min=1), help="Sequence length, for zoo models and configurations."
 )
 
 
@@ -161,8 +161,14 @@ _OPTIONS = (
     click.argument("profile_path", type=FILE, metavar="PROFILE"),
     click.option("--devices", type=click.IntRange(min=1), help="Number of devices.  [default: the placement's]"),
     click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links."),
-    click.option("--memory", type=BYTES, help="Memory of each device, as 16GB or 16GiB.  [default: the cluster's]"),
-    click.option("--mini-batch", type=click.IntRange(min=1), help="Samples per iteration."),
+    click.option(
+        "--memory", type=BYTES, help="Memory of each device, such as 16GB or 16GiB.  [default: the cluster's]"
+    ),
+    click.option(
+        *("--mini-batch", "--global-batch-size", "mini_batch"),
+        type=click.IntRange(min=1),
+        help="Global batch: samples per iteration.",
+    ),
     click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples per micro-batch."),
     click.option(
         "--microbatches", type=click.IntRange(min=1), help="Micro-batches per iteration.  [default: 4 x devices]"
@@ -192,7 +198,12 @@ _OPTIONS = (
         help="Sliced micro-batches: leading ones whose warm-up forwards run in two halves.  "
         "[default: auto; 0 for a named schedule or --rules]",
     ),
-    click.option("--recompute", type=OneOf(list(_RECOMPUTE)), default="auto"),
+    click.option(
+        "--recompute",
+        type=OneOf(list(_RECOMPUTE)),
+        default="auto",
+        help="Activation checkpointing: for stages that need it, for all or for none.",
+    ),
     click.option("--unroll", default="auto", metavar="auto|U", help="Micro-batches per repetend."),
     click.option(
         "--split-backward",
@@ -202,10 +213,12 @@ _OPTIONS = (
     click.option(
         "--split-overhead",
         type=DURATION,
-        default="0ns",
-        help="Extra time of each input and weight gradient for being launched separately.",
+        default="0",
+        help="Extra time of each input and weight gradient that is launched separately.",
     ),
-    click.option("--time-limit", type=DURATION, default="30s", help="Begin to write the plan after this long."),
+    click.option(
+        "--time-limit", type=DURATION, default="30s", help="Stop searching and write the plan after this long."
+    ),
     SEED,
     click.option("--deterministic", is_flag=True, help="Same seed, same plan: counts solver steps, not seconds."),
     click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object."),

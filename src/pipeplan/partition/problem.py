@@ -215,7 +215,7 @@ class NoPartitionError(InfeasibleError):
     """What a planner finds ``nothing`` to say of: no partition of a problem fits into its memory.
 
     How much would do is found out when the text is asked for, in ``seconds``: a search that goes on to other planners
-    need not wait for it. ``fits`` says whether the same planner finds something in so many bytes per device.
+    need not wait for it. ``fits`` says whether the same planner finds something in that many bytes per device.
     """
 
     def __init__(

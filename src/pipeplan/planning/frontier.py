@@ -182,11 +182,11 @@ def sharing_notes(num_devices: int, samples: int, shares: Sequence[float], model
     least, most = min(shares, default=0.0), max(shares, default=0.0)
     if most >= 0.01:
         part = f"{least:.0%} to {most:.0%}" if round(most - least, 2) else f"{most:.0%}"
-        yield f"{named_devices(num_devices)}: {part} of the computing is done by several devices alike (copies)"
+        yield f"{named_devices(num_devices)}: {part} of the computing is repeated on several devices"
     blocks = [node for node in model.operators.nodes if node.operation.kind == "block"]
     if blocks and not model.options.blocks:
         count = len({node.block for node in model.operators.nodes})
-        yield f"{named_devices(num_devices)}: {len(blocks)} of {count} blocks stay one operator, for lack of dimensions"
+        yield f"{named_devices(num_devices)}: {len(blocks)} of {count} blocks stay whole: their dimensions are unknown"
 
 
 def device_notes(device: str | None, model: CostModel) -> Iterator[str]:
@@ -201,7 +201,7 @@ def grain_notes(model: CostModel) -> Iterator[str]:
     blocks = {node.block for node in model.operators.nodes if node.name in summed}
     if len(summed) > len(blocks):
         yield (
-            f"times are not to be compared with those by blocks: gradients are summed for each of {len(summed)} "
+            f"times are not comparable with those by blocks: gradients are summed for each of {len(summed)} "
             f"operators here, for each of {len(blocks)} blocks there, and every sum costs its latency"
         )
 
@@ -274,7 +274,7 @@ def _counts(
 ) -> tuple[int, ...]:
     """Numbers of devices to look at: those asked for; powers of two below a most where a mode compares."""
     if devices is None and cluster is None:
-        raise UsageError("say how many --devices, or give a --cluster")
+        raise UsageError("give --devices or a --cluster")
     available = 0 if cluster is None else cluster.num_devices
     most = max(devices) if devices is not None else available
     if cluster is not None and most > available:
@@ -324,7 +324,7 @@ def _of_splits(
     held = 0
     tracked, interrupted = _tracked(requests, splitting, within, progress)
     if interrupted:
-        notes.append(f"ended early: what there was no time for was tracked as with --tolerance {_ROUGH}")
+        notes.append(f"ended early: the rest was tracked with --tolerance {_ROUGH}")
     for own, splits in zip(requests, tracked, strict=True):
         count, limit = own.num_devices, own.least_memory
         marked = _with_knees([_split_point(splits, each) for each in splits.points])
@@ -378,8 +378,8 @@ def _proof_notes(count: int, splits: Splits, points: Sequence[FrontierPoint]) ->
     if again := splits.model.counted_again:
         more = f" and {len(again) - 1} more" if len(again) > 1 else ""
         yield (
-            f"{devices}: not exact, as {again[0]!r}{more} may count more than once on a device: blocks that share it "
-            "are too many, or too entangled, to look at all the ways in which they could have one copy"
+            f"{devices}: not exact, as {again[0]!r}{more} may count more than once on a device: the blocks that "
+            "share it are too many or too entangled to try all ways of keeping one copy"
         )
         return
     apart = "" if splits.settled else ", workspace apart: strategies that hold more might need less of it"
@@ -489,16 +489,14 @@ def _yardstick(profile: Profile, device: str | None) -> Yardstick:
 def _plan_notes(found: PlanFrontier) -> Iterator[str]:
     """On what numbers of devices nothing fits, and how much was tried."""
     yield from (f"{named_devices(count)}: {error}" for count, error in found.failures.items())
-    note = f"{found.num_tried} partitions were tried: no plan among them beats one of these"
+    note = f"{found.num_tried} partitions tried, and no plan among them beats one of these"
     if found.interrupted:
-        left = (
-            f"at least {found.num_untried} were not tried"
-            if found.num_untried
-            else "how many are left was not found out"
-        )
+        left = f"at least {found.num_untried} not tried" if found.num_untried else "it is not known how many are left"
         note += f"; time ran out ({left}): raise --time-limit for more"
     if found.rough:
-        note += f"; on {', '.join(map(str, found.rough))} devices there was no time for all strategies of one stage"
+        note += (
+            f"; on {', '.join(map(str, found.rough))} devices there was no time to track all strategies of one stage"
+        )
     yield note
 
 

@@ -339,7 +339,7 @@ def _doubled(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 _MOST_TIMES = 16
-"""Up to so many times as many devices are looked at where nothing fits."""
+"""Where nothing fits, up to this many times as many devices are tried."""
 
 
 @dataclass(slots=True)

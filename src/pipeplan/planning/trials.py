@@ -307,7 +307,7 @@ class PlanSearch:
     trials, since no schedule of theirs can be better. ``others`` {key: ns} are bounds of what is none of the trials: of
     all that the request leaves open (None), of candidates that are not tried or were given up. ``finalists`` are the
     trials with a schedule at the end, best first. ``notes`` say what went wrong, ``made`` is the plan that was made
-    last, by which it is known how long that takes: so much of the time is reserved for it.
+    last, by which it is known how long that takes: that much time is reserved for it.
     """
 
     request: Request

@@ -39,7 +39,7 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
     """Print the table and what there is no row for, to stdout unless ``file`` is given."""
     console = console_for(file)
     memory = {limit for limit in comparison.memory_bytes if limit is not None}
-    limits = [format_bytes(limit) for limit in sorted(memory)] or ["no limit"]
+    limits = [format_bytes(limit) for limit in sorted(memory)]
     shares = {row.samples_per_replica for row in comparison.rows}
     replicated = any(row.replicas > 1 for row in comparison.rows)
     per_replica = (min(map(min, shares)), max(map(max, shares))) if replicated else None
@@ -50,7 +50,8 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
         else f"{batch.num_microbatches} micro-batches of {size_in_words(batch.microbatch_size, per_replica)}"
     )
     devices = counted(comparison.num_devices, "device")
-    heading = Text.assemble((comparison.name, "bold"), f": {devices}, {samples}, memory {' or '.join(limits)}")
+    limited = f"memory {' or '.join(limits)}" if limits else "no memory limit"
+    heading = Text.assemble((comparison.name, "bold"), f": {devices}, {samples}, {limited}")
     console.print(flowed(heading, console.width))
     console.print(*_comparison_tables(comparison, console.width), sep="\n")
     print_notes((*_notes(comparison), *comparison.notes), file)

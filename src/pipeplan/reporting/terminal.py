@@ -65,7 +65,7 @@ def _shared(workload: Workload) -> list[str]:
     """What stages share, a line each: the table counts it with each of them."""
     return [
         f"stages {number_ranges(each.stages)} share {each.name}, "
-        f"{format_bytes(each.state[PARAMETERS])} of their parameters: a device of several of them has it once"
+        f"{format_bytes(each.state[PARAMETERS])} of parameters, kept once on a device of several of them"
         for each in workload.tied
     ]
 
@@ -94,16 +94,16 @@ def print_proof(result: Result, file: TextIO | None = None) -> None:
     """Print what is proved of the iteration: for the plan's own placement, for all that was left open; how it ended."""
     counts = result.candidates
     proved = [
-        ("this placement", result.placement_lower_bound_ns, result.placement_gap),
-        ("all that was left open", result.lower_bound_ns, result.gap),
+        ("on this placement", result.placement_lower_bound_ns, result.placement_gap),
+        ("of any plan", result.lower_bound_ns, result.gap),
     ]
-    lines = [f"proved for {what}: no iteration below {format_ns(bound)}, gap {gap:.2%}" for what, bound, gap in proved]
+    lines = [f"proved: no iteration {what} is below {format_ns(bound)}, gap {gap:.2%}" for what, bound, gap in proved]
     if result.status == "optimal":
-        lines = ["proved optimal: nothing that was left open is quicker"]
+        lines = ["proved optimal: nothing that was left open is faster"]
     ended = "the time limit ended the search" if result.timed_out else "none is left to try"
     lines.append(
-        f"of the placements proposed {counts.looked_at} looked at, {counts.refuted} of these proved no better, "
-        f"{counts.left} not looked at; {'it was interrupted' if result.interrupted else ended}"
+        f"placements: {counts.looked_at} tried, {counts.refuted} of them ruled out by bounds, {counts.left} not tried; "
+        f"{'the search was interrupted' if result.interrupted else ended}"
     )
     console = console_for(file)
     for line in lines:
@@ -317,7 +317,7 @@ def _marks(*, ascii_only: bool) -> str:
 
 
 def _timeline(simulation: Simulation, width: int, marks: str, most: int = _MAX_TIMELINE_ROWS) -> Text:
-    """At most so many rows of cells under a ruler, one for devices that run the same at the same time, and a legend."""
+    """At most ``most`` rows of cells under a ruler, one for devices that run the same at the same time; a legend."""
     groups = groups_of_equal(map(tuple, simulation.orders))
     rows = shown_rows(len(groups), most)
     names = [more(row) if isinstance(row, range) else number_ranges(groups[row]) for row in rows]
@@ -335,7 +335,7 @@ def _timeline(simulation: Simulation, width: int, marks: str, most: int = _MAX_T
         text.append("\n")
     below = [_legend(simulation, marks)]
     if num_sliced(simulation.workload):
-        below.append(Text("micro-batches in halves: F0.0 and F0.1, or F0 twice where cells are few"))
+        below.append(Text("sliced micro-batches: F0.0 and F0.1, or F0 twice where cells are few"))
     if any(odd_stages(simulation, device) for device, *_ in groups):
         below.append(Text("small letters: every second stage of a device"))
     lines = [line for each in below for line in flowed(each, max(1, width - label - 1)).split("\n")]

@@ -163,7 +163,7 @@ def plain_look(workload: Workload) -> Schedule | None:
 
 
 def _plain_orders(problem: OneMicrobatch, before: Sequence[int]) -> Orders:
-    """[device] so many forwards as ``before`` [stage] says, then backwards with weight gradients, and forwards."""
+    """[device] as many forwards as ``before`` [stage] says, then backwards with weight gradients, and forwards."""
     count, orders = problem.num_microbatches, [list[int]() for _ in range(problem.num_devices)]
     for stage, (forward, *backward) in enumerate(problem.stage_operations):
         (device,) = problem.workload.stages[stage].devices

@@ -71,8 +71,8 @@ def _link_order(graph: TaskGraph, link: int, source: int, target: int, program: 
     )
     if not len(order) == len(set(order)) == there:
         raise InvalidPlanError(
-            f"programs[{source}] does not have each SEND to device {target} once; pipeplan check tells all that is "
-            "wrong with the plan"
+            f"programs[{source}] does not have each SEND to device {target} once; pipeplan check lists "
+            "everything that is wrong with the plan"
         )
     return order
 
@@ -136,7 +136,7 @@ def _require_all(device: int, actions: Sequence[str], expected: Mapping[str, int
     if wrong is None and len(present) < len(expected):
         wrong = f"leaves out {next(text for text in expected if text not in present)}"
     if wrong is not None:
-        raise InvalidPlanError(f"programs[{device}] {wrong}; pipeplan check tells all that is wrong with the plan")
+        raise InvalidPlanError(f"programs[{device}] {wrong}; pipeplan check lists everything that is wrong")
 
 
 MAX_ACTIONS = 5_000_000
@@ -377,7 +377,7 @@ LOOPED_ACTIONS = 20_000
 
 
 def _run(plan: Plan, workload: Workload, total: int) -> LoopedOrders:
-    """The plan's orders, timed with the costs of a workload, for so many micro-batches."""
+    """The plan's orders, timed with the costs of a workload, for a number of micro-batches."""
     graph = task_graph(workload.with_microbatches(plan.num_written))
     orders = orders_of(plan, graph)
     if plan.loop is not None:
@@ -396,12 +396,12 @@ def _with_loop(plan: Plan, loop: Loop, graph: TaskGraph, orders: list[list[int]]
     """The same of a plan with a loop: with its own costs the round is as stated, with others times settle anew.
 
     Raises:
-        UsageError: rounds do not come out at so many micro-batches.
+        UsageError: no number of rounds comes to these micro-batches.
     """
     copies = num_copies(plan.num_written, loop.microbatches, total)
     begins, counts = _begins_of(plan, loop, graph), counts_of(graph.workload, loop.microbatches)
     if counts is None:
-        raise InvalidPlanError("the plan's loop is of no whole round; pipeplan check tells what is wrong with the plan")
+        raise InvalidPlanError("the plan's loop is of no whole round; pipeplan check lists everything that is wrong")
     if graph.workload == plan.written.workload:
         starts = earliest_starts(graph, orders)
         begin = min(starts[graph.offsets[item] + number] for item, number in enumerate(begins))

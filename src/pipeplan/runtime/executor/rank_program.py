@@ -51,7 +51,7 @@ class ProgramStep:
     held: tuple[tuple[Message, int, Numbers], ...] = ()
 
     def later(self, copies: int, loop: ProgramLoop) -> ProgramStep:
-        """What this step is so many copies of a loop's round later."""
+        """What this step is some copies of a loop's round later."""
         by = copies * loop.samples
         numbered = self.action.stage if self.message is None else self.message.source
         return replace(
@@ -213,7 +213,7 @@ def _copies_apart(plan: Plan) -> int:
 
 
 def _looped(plan: Plan, loop: Loop, program: Program, copies: int) -> Program:
-    """A program of so many copies as one in which the last of them is repeated."""
+    """A program of several copies as one in which the last of them is repeated."""
     length = loop.ends[program.rank] - loop.begins[program.rank]
     begin = loop.begins[program.rank] + (copies - 1) * length
     repeated = ProgramLoop(

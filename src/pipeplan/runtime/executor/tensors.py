@@ -108,7 +108,7 @@ class Taking:
     frees: list[int] = field(default_factory=list)
 
     def later(self, by: int) -> Taking:
-        """The same of slots that were given so many later."""
+        """The same of slots that were given that many later."""
         runs = tuple((slot + by, begin, end) for slot, begin, end in self.runs)
         return replace(self, runs=runs, frees=[slot + by for slot in self.frees])
 

@@ -134,7 +134,7 @@ def sweeping(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[Swept]:
 
 
 _SEPARATED = 4
-"""For so many of the best all ways of separating gradients are tried."""
+"""The number of the best for which all ways of separating gradients are tried."""
 
 
 def _finished(graph: TaskGraph, rules: Rules, orders: list[list[int]], tries: int | None) -> Swept | None:
