@@ -1,4 +1,4 @@
-"""What pipeplan does, one function each: the command line reads, plans, measures, runs and writes through these alone.
+"""What pipeplan does, one function each: the command line reads, plans, measures, runs and writes only through these.
 
 Nothing is imported until a function is called, so that ``import pipeplan`` and ``pipeplan --help`` take a moment.
 """
@@ -338,7 +338,7 @@ def known_names(kind: Literal["schedulers", "placements", "models", "examples", 
 
 
 def example_names() -> dict[str, list[str]]:
-    """The names of models and testbeds, read from the catalog alone."""
+    """The names of models and testbeds, read from the catalog only."""
     from pipeplan.catalog import model_sizes, names
 
     models = [name for name, size in model_sizes().items() if size.reference]

@@ -270,7 +270,7 @@ def _pairs(
     missing = next((block.id for block, each in zip(profile.blocks, known, strict=True) if not each), None)
     if missing is not None:
         raise UsageError(
-            f"block {missing!r} of {profile.name!r} has no costs on one device alone (shards 1), which stages that "
+            f"block {missing!r} of {profile.name!r} has no costs on a single device (shards 1), which stages that "
             "split samples need; add such rows, or give a placement with shards"
         )
     low, high = max(map(min, known)), min(map(max, known))

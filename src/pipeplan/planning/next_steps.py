@@ -27,7 +27,7 @@ class NextStep:
 
 
 def next_steps(request: Request, result: Result, simulation: Simulation, written: str | None) -> list[NextStep]:
-    """What applies to a search and its plan: what is known to bring most first, what nobody knows the gain of last.
+    """What applies to a search and its plan: what is known to bring most first, those of unknown gain last.
 
     ``written`` is the plan's file, if there is one.
     """

@@ -299,7 +299,7 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
 
 
 def changes_that_do(request: Request, fits: Callable[[Request], bool], seconds: float) -> Iterator[str]:
-    """Fewer samples, and more devices, with which alone something fits; as far as there is time to find out."""
+    """Fewer samples, or more devices, with which something fits; as far as there is time to find out."""
     with Limit(seconds).ended():
         for flag, asked in _halved(request):
             if fits(asked):

@@ -134,7 +134,7 @@ class Trial:
 
     @classmethod
     def of(cls, request: Request, candidate: PlacementCandidate, steps: Sequence[SearchStep] = STEPS) -> Trial:
-        """The candidate's workloads, with bounds from work and dependencies alone.
+        """The candidate's workloads, with bounds from only work and dependencies.
 
         Raises:
             UsageError: split backward is asked for, and the profile has no costs for it.
@@ -170,12 +170,12 @@ class Trial:
         self.bounds = list(map(weak_makespan_bound, self.ways))
 
     def look_plainly(self) -> None:
-        """GPipe and 1F1B alone, which takes a time linear in the actions."""
+        """Only GPipe and 1F1B, which takes a time linear in the actions."""
         for workload in self.ways:
             self._offer(plain_look(workload))
 
     def look(self, *, thorough: bool = False) -> None:
-        """Known schedules alone, which takes no solver."""
+        """Only known schedules, which takes no solver."""
         look = named(self.steps, FirstLook) or FirstLook()
         for workload in self.ways:
             self._offer(first_look(workload, look, thorough=thorough))
@@ -203,7 +203,7 @@ class Trial:
             seconds = share.remaining * (looking.share if len(self.ways) > 1 else 1.0)
             try:
                 found[way] = self._searched(request, workload, share, seconds, self._known(workload), progress)
-            except (InfeasibleError, UsageError) as error:  # a classic schedule may apply to one way alone
+            except (InfeasibleError, UsageError) as error:  # a classic schedule may apply to only one way
                 failures.append(error)
                 continue
             self._learn(way, found[way])

@@ -41,7 +41,7 @@ Work = Callable[[Request, Item, Callable[[], bool]], Found]
 class Workers:
     """Worker processes, or for one none beside this; they stop when ``limit`` says so, or by Ctrl-C.
 
-    Ctrl-C is heard here alone, and nothing is torn: what is at work ends at its next look at the clock. The second one
+    Ctrl-C is heard only here, and nothing is torn: what is at work ends at its next look at the clock. The second one
     is what Ctrl-C is without this.
     """
 

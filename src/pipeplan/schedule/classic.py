@@ -139,7 +139,7 @@ def by_rules(name: str) -> Orderer:
 
 
 def by_rules_in_units(name: str) -> Orderer:
-    """Units of D micro-batches one after another, each by the rules alone; or all at once, where that is shorter."""
+    """Units of D micro-batches one after another, each by itself; or all at once, where that is shorter."""
 
     def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
         sizes = {min(problem.num_devices, problem.num_microbatches), problem.num_microbatches}

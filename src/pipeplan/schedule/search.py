@@ -232,7 +232,7 @@ def _require_known_kinds(workload: Workload) -> None:
     """What is proved and tried here is about forwards and backwards."""
     if workload.instructions:
         kinds = ", ".join(operation.id for operation in workload.instructions[:4])
-        raise UsageError(f"the workload has instructions ({kinds}), which rules alone schedule; give --scheduler rules")
+        raise UsageError(f"the workload has instructions ({kinds}), which only rules schedule; give --scheduler rules")
 
 
 def _known_orders(

@@ -5,7 +5,7 @@ forwards in turn. *Greedy* (3.10.1): backwards as soon as their gradients are th
 the iteration time needs. Algorithm 4 as printed falls short of its own Fig. 3.5; what is different here and why is said
 in ``docs/algorithms/graph-schedules.md``.
 
-Here: orders of the devices alone. Not here: which blocks form the stages (partition.graph).
+Here: only orders of the devices. Not here: which blocks form the stages (partition.graph).
 
 *Samples in flight* of a stage are those between the start of their forward and the end of their backward (of W, where
 it is split).

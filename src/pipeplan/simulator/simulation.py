@@ -149,7 +149,7 @@ class Simulation:
 
     ``orders`` [device] and ``starts`` [task] are of ``graph``; messages that may have to wait are tasks of it, too.
     ``lower_bound_ns`` and ``period_lower_bound_ns`` are the plan's where it was replayed as it is, otherwise those of
-    work and dependencies alone.
+    work and dependencies only.
     ``period_ns`` (per micro-batch) and ``bubble_rate_steady`` come from replaying the repetend without end; None
     without one, or where that does not become periodic. ``copies`` [device] are the positions of the repetend's
     first copy in the orders. ``overflow`` is the device most short of memory, None if all have enough.

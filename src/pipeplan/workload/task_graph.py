@@ -66,7 +66,7 @@ class TaskGraph:
         return self.workload.slots[operation].text(task - self.offsets[operation])
 
     def on_devices(self, orders: Orders) -> Orders:
-        """The orders of the devices alone, without those of links."""
+        """Only the orders of the devices, without those of links."""
         return orders[: len(self.workload.devices)]
 
     def makespan(self, starts: Sequence[int]) -> int:

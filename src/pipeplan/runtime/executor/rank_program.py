@@ -373,7 +373,7 @@ def _meshes_of(stage: Stage) -> tuple[Mesh, ...]:
 
 
 def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
-    """What a rank has of a stage's blocks. Devices that share samples alone have the same share."""
+    """What a rank has of a stage's blocks. Devices that share only samples have the same share."""
     group = _group_of(stage, rank)
     return tuple(
         _share(block, mesh, group, group.index(rank))

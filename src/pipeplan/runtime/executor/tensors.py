@@ -50,7 +50,7 @@ class TensorSpec:
 
     @classmethod
     def between(cls, name: str, once: Shape, twice: Shape, num_samples: int, dtype: torch.dtype) -> TensorSpec:
-        """An output of which two shapes are known. Raises UsageError unless it grows in one dimension alone."""
+        """An output of which two shapes are known. Raises UsageError unless it grows in only one dimension."""
         grown = [axis for axis, (a, b) in enumerate(zip(once, twice, strict=False)) if a != b]
         if not grown and len(once) == len(twice):
             return cls(once, dtype, None)

@@ -164,7 +164,7 @@ def _process_group(store: Store, progress: Progress, world_size: int, timeout: t
 
 
 def _local_store(identity: Mapping[str, Any], timeout: timedelta) -> Store:
-    """Where local ranks meet; rank 0 keeps it, on the socket it has inherited, which listens on loopback alone."""
+    """Where local ranks meet; rank 0 keeps it, on the socket it has inherited, which listens only on loopback."""
     host, port = identity["meeting"]
     return TCPStore(
         host,

@@ -1,6 +1,6 @@
 """A round in the middle of a timed schedule from which on it only repeats, however often: the loop of a plan.
 
-Starts obey a recurrence in (max, +): what is after a moment depends on what is before it by a *state* alone, the ends
+Starts obey a recurrence in (max, +): what is after a moment depends on what is before it only by a *state*, the ends
 of what the devices and links ran last and of the actions that later ones wait for. Where the state at the end of a
 round is that at its beginning, ``round_ns`` later and with later micro-batches, running the same round again leads to
 the same state another ``round_ns`` later. So any number of copies can be put in, and all that comes after them is later
