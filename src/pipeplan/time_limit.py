@@ -70,7 +70,7 @@ class Limit:
         return 0.0 if self.interrupted else max(0.0, self.left())
 
     def left(self, patience: float = 0.0) -> float:
-        """Seconds left, of the whole, too, less what is reserved, with so many more; negative where it is over."""
+        """Seconds left, of the whole, too, less what is reserved, plus ``patience``; negative where it is over."""
         own = self.seconds - self.reserved + patience - self.used
         return own if self.whole is None else min(own, self.whole.left(patience))
 
@@ -247,7 +247,7 @@ Each = TypeVar("Each")
 
 
 def checked(items: Iterable[Each], every: int = 256) -> Iterator[Each]:
-    """The items, with a checkpoint before the first and then before every so many. Raises TimeUpError."""
+    """The items, with a checkpoint before the first and then at regular distances. Raises TimeUpError."""
     for number, item in enumerate(items):
         if not number % every:
             checkpoint()

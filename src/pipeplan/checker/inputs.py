@@ -383,7 +383,7 @@ def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, f
 
 
 def _led_by_instructions(plan: Plan, source: str, target: str) -> bool:
-    """Whether a way of dependencies leads from one operation to another, with instructions alone in between."""
+    """Whether a way of dependencies leads from one operation to another, with only instructions in between."""
     reached, left = {source}, [source]
     while left:
         at = left.pop()

@@ -1,7 +1,7 @@
 """Rules about the repetend (Tessel III-C): the programs contain it, and repeating it takes the time it states.
 
 Copies repeated without end form a graph of tasks (one copy) whose edges say "starts this long after the start of
-that, so many copies back": device order, the device's last action before the first of the next copy, the same for the
+that, some copies back": device order, the device's last action before the first of the next copy, the same for the
 messages of a link, and dependencies. When everything starts as soon as it can, a copy follows the other, on average,
 after the largest ratio of a cycle's time to the copies it goes back. That ratio is found exactly: from the ratio of
 some cycle on, a longest-path search either converges, and the ratio is the largest, or finds a cycle with a larger

@@ -61,7 +61,7 @@ def group_costs(
 
 
 def _tied_in(profile: Profile, shards: int) -> dict[str, list[TiedShare]]:
-    """{block: what each of so many devices that split it shares with other blocks}"""
+    """{block: what each of the devices that split it shares with other blocks}"""
     found: dict[str, list[TiedShare]] = defaultdict(list)
     for each in profile.tied:
         share = TiedShare(each.name, shards, each.state // shards)
@@ -109,7 +109,7 @@ def _summed(
 
 
 def _again(shared: Mapping[TiedShare, int]) -> MemoryBytes:
-    """What so many blocks each count of what they share, beyond the first time."""
+    """What several blocks each count of what they share, beyond the first time."""
     return sum((each.state * (count - 1) for each, count in shared.items()), MemoryBytes())
 
 

@@ -1,6 +1,6 @@
 """The search for a plan: everything that it tries, in order, and the plan that comes of it.
 
-Candidates get a first look as they come: bounds, and known schedules alone. In turn with that, those that may still
+Candidates get a first look as they come: bounds, and only known schedules. In turn with that, those that may still
 become the best are searched, the more promising ones for more and more of the time. There is a plan from the first look
 on. Changes that keep the orders of the best ones come last: no recomputation, forwards in two parts (AutoPipe III-C);
 the latter are also tried along the way where they are quick.
@@ -334,7 +334,7 @@ class LookAtCandidates(PlanStep):
         search.all_seen = budget.remaining <= self.least * budget.seconds
 
     def _try(self, search: PlanSearch, candidate: PlacementCandidate) -> None:
-        """Known schedules alone, unless the candidate cannot be better, or must be searched in any case."""
+        """Only known schedules, unless the candidate cannot be better, or must be searched in any case."""
         request, slicing, best = search.request, named(search.steps, SliceForwards), search.best
         try:
             if best is not None and Trial.of(replace(request, cluster=None), candidate).worse(best):
@@ -365,7 +365,7 @@ class LookAtCandidates(PlanStep):
 class SearchCandidates(PlanStep):
     """Search the most promising candidates: in each round (how many, their part of the time that is left).
 
-    As long as there may be more candidates, the first round alone.
+    As long as there may be more candidates, only the first round.
     """
 
     rounds: tuple[tuple[int, float], ...] = ((8, 0.4), (3, 0.5), (1, 1.0))
@@ -594,7 +594,7 @@ def _plan_of(search: PlanSearch, trial: Trial) -> tuple[Schedule, Plan]:
 
 
 def _finish(request: Request, trial: Trial) -> None:
-    """Let the best trial's bounds be of forwards in parts, too, where they are open; of these alone if asked for."""
+    """Let the best trial's bounds be of forwards in parts, too, where they are open; only of these if asked for."""
     if request.num_parted and trial.parted is not None:
         trial.bounds, trial.parted_bound = [trial.parted.bound_ns], None
     else:

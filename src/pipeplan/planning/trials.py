@@ -134,7 +134,7 @@ class Trial:
 
     @classmethod
     def of(cls, request: Request, candidate: PlacementCandidate, steps: Sequence[SearchStep] = STEPS) -> Trial:
-        """The candidate's workloads, with bounds from work and dependencies alone.
+        """The candidate's workloads, with bounds from only work and dependencies.
 
         Raises:
             UsageError: split backward is asked for, and the profile has no costs for it.
@@ -170,12 +170,12 @@ class Trial:
         self.bounds = list(map(weak_makespan_bound, self.ways))
 
     def look_plainly(self, most_entries: int = MOST_ENTRIES) -> None:
-        """GPipe and 1F1B alone, which takes a time linear in the actions; of programs no longer than so."""
+        """Only GPipe and 1F1B, which takes a time linear in the actions; of programs no longer than so."""
         for workload in self.ways:
             self._offer(plain_look(workload, most_entries))
 
     def look(self, *, thorough: bool = False) -> None:
-        """Known schedules alone, which takes no solver."""
+        """Only known schedules, which takes no solver."""
         look = named(self.steps, FirstLook) or FirstLook()
         for workload in self.ways:
             self._offer(first_look(workload, look, thorough=thorough))
@@ -203,7 +203,7 @@ class Trial:
             seconds = share.remaining * (looking.share if len(self.ways) > 1 else 1.0)
             try:
                 found[way] = self._searched(request, workload, share, seconds, self._known(workload), progress)
-            except (InfeasibleError, UsageError) as error:  # a classic schedule may apply to one way alone
+            except (InfeasibleError, UsageError) as error:  # a classic schedule may apply to only one way
                 failures.append(error)
                 continue
             self._learn(way, found[way])
@@ -311,8 +311,8 @@ class PlanSearch:
     trials, since no schedule of theirs can be better. ``others`` {key: ns} are bounds of what is none of the trials: of
     all that the request leaves open (None), of candidates that are not tried or were given up. ``finalists`` are the
     trials with a schedule at the end, best first. ``notes`` say what went wrong, ``made`` is the plan that was made
-    last, by which it is known how long that takes: so much of the time is reserved for it. ``making_seconds`` is what
-    making plans has taken.
+    last, by which it is known how long that takes: that much time is reserved for it. ``making_seconds`` is what making
+    plans has taken.
     """
 
     request: Request
@@ -463,7 +463,8 @@ class PlanSearch:
             if self._said is None or min(values) < self._said[0]:
                 self._said = min(values), what
             value, made_by = self._said
-            self.progress(made_by, value, min(self.bound_ns, value), self.budget.elapsed)
+            now = what if what == made_by else f"{what}; the best is from {made_by}"
+            self.progress(now, value, min(self.bound_ns, value), self.budget.elapsed)
 
 
 def iteration_of(schedule: Schedule) -> int:

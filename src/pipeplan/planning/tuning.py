@@ -41,9 +41,9 @@ Work = Callable[[Request, Item, Callable[[], bool]], Found]
 
 
 class Workers:
-    """So many processes, or for one none beside this; they stop when ``limit`` says so, or by Ctrl-C.
+    """Worker processes, or for one none beside this; they stop when ``limit`` says so, or by Ctrl-C.
 
-    Ctrl-C is heard here alone, and nothing is torn: what is at work ends at its next look at the clock. The second one
+    Ctrl-C is heard only here, and nothing is torn: what is at work ends at its next look at the clock. The second one
     is what Ctrl-C is without this.
     """
 
@@ -435,9 +435,9 @@ class _Tuner:
             return SearchTimeoutError(f"interrupted before any schedule was found; {self._kept}let it run longer")
         error = next((each for each in self.failures if isinstance(each, InfeasibleError)), None)
         step = ExplainShortage(seconds=5.0)
-        told = error and shortage(self.request, error, step.seconds, step)
+        why = error and shortage(self.request, error, step.seconds, step)
         if self.workers.stopped:
-            enough = f", or --memory to {format_bytes(told.enough_bytes)}" if told and told.enough_bytes else ""
+            enough = f", or --memory to {format_bytes(why.enough_bytes)}" if why and why.enough_bytes else ""
             limit = self.request.time_limit
             return SearchTimeoutError(f"no schedule was found in {limit:g} s; {self._kept}raise --time-limit{enough}")
-        return told or most_telling(self.failures)
+        return why or most_telling(self.failures)

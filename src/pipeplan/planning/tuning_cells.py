@@ -89,11 +89,13 @@ class Cache:
                 f"--cache {path} cannot be written: {error.strerror}; name a file that can be, or leave it out"
             ) from None
         if lines and _read(path, 1, lines[0]) != _HEADER:
-            raise UsageError(f"--cache {path} is no cache of a tuning; name another file, or none that exists")
+            raise UsageError(f"--cache {path} is not a tuning cache; name another file, or a new one")
         for number, line in enumerate(lines[1:], 2):
             entry = _read(path, number, line)
             if set(entry) != {"key", "known"}:
-                raise UsageError(f"--cache {path}, line {number}: no cell of a tuning; delete the line or the file")
+                raise UsageError(
+                    f"--cache {path}, line {number}: not a configuration of a tuning; delete the line or the file"
+                )
             self._known[str(entry["key"])] = entry["known"]
 
     def _append(self, key: str) -> None:
@@ -151,7 +153,7 @@ def _read(path: Path, number: int, line: bytes) -> dict[str, object]:
     except ValueError:
         entry = None
     if not isinstance(entry, dict):
-        raise UsageError(f"--cache {path}, line {number}: no JSON object; it is no cache of a tuning")
+        raise UsageError(f"--cache {path}, line {number}: no JSON object; this is not a tuning cache")
     for place, problem in problems_of(entry):
         raise UsageError(f"--cache {path}, line {number}: {place} {problem}")
     return entry

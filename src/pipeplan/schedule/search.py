@@ -185,7 +185,7 @@ def _plain(workload: Workload) -> Schedule | None:
 
 
 def _plain_orders(problem: OneMicrobatch, before: Sequence[int]) -> Orders:
-    """[device] so many forwards as ``before`` [stage] says, then backwards with weight gradients, and forwards."""
+    """[device] as many forwards as ``before`` [stage] says, then backwards with weight gradients, and forwards."""
     count, orders = problem.num_microbatches, [list[int]() for _ in range(problem.num_devices)]
     for stage, (forward, *backward) in enumerate(problem.stage_operations):
         (device,) = problem.workload.stages[stage].devices
@@ -262,7 +262,7 @@ def _require_known_kinds(workload: Workload) -> None:
     """What is proved and tried here is about forwards and backwards."""
     if workload.instructions:
         kinds = ", ".join(operation.id for operation in workload.instructions[:4])
-        raise UsageError(f"the workload has instructions ({kinds}), which rules alone schedule; give --scheduler rules")
+        raise UsageError(f"the workload has instructions ({kinds}), which only rules schedule; give --scheduler rules")
 
 
 def _known_orders(

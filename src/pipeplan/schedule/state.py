@@ -28,7 +28,7 @@ from pipeplan.workload.workload import Workload
 Progress = Callable[[str, int, int, float], None]
 """Called with what is being done, the best makespan and the bound (ns), and seconds since the search began.
 
-As long as there is no schedule, makespan and bound are 0."""
+As long as there is no schedule, makespan and bound are 0; a bound that is not known is 0."""
 
 
 @dataclass(frozen=True)

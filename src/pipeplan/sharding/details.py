@@ -233,7 +233,7 @@ class StageModels:
         return replace(self, whole=self.whole.holding(in_flight))
 
     def recomputing(self) -> StageModels:
-        """Where every operator keeps its inputs alone."""
+        """Where every operator keeps only its inputs."""
         return replace(self, whole=self.whole.recomputing())
 
     def ends(self, blocks: Collection[str]) -> tuple[Link, ...]:

@@ -579,7 +579,7 @@ def _attention(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool
 
 
 def _of_numbers(operation: type[Splittable]) -> Callable[[Numbers, Axis, int, int, bool], Splittable]:
-    """An operator that knows of features alone."""
+    """An operator that knows only of features."""
 
     def made(sizes: Numbers, batch: Axis, width: int, taken: int, learns: bool) -> Splittable:
         return operation(_image(sizes, batch, Axis("features", sizes["hidden"], called="hidden")), width, learns=learns)

@@ -319,7 +319,7 @@ class Taken(NamedTuple):
 
 
 def recomputed(way: Configuration, inputs: Collection[Taken]) -> Configuration:
-    """A configuration that keeps its inputs alone: backward runs forward first, and needs what that holds."""
+    """A configuration that keeps only its inputs: backward runs forward first, and needs what that holds."""
     return replace(
         way,
         backward_ns=way.backward_ns + way.forward_ns,

@@ -41,7 +41,7 @@ def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
 def relinked(plan: Plan, cluster: Cluster) -> Workload:
     """The plan's work on the devices and links of another cluster.
 
-    A plan does not tell a fixed latency of the profile's from one of its cluster: messages without bytes keep
+    A plan does not distinguish a fixed latency of the profile from one of the cluster: messages without bytes keep
     their times, others get the cluster's. With the profile, fixed latencies stay.
 
     Raises:
@@ -75,7 +75,7 @@ def _require_devices(plan: Plan, cluster: Cluster) -> None:
     if cluster.num_devices < len(plan.devices):
         raise UsageError(
             f"cluster {cluster.name!r} has {cluster.num_devices} devices, the plan uses {len(plan.devices)}; "
-            "give a larger --cluster, or search a plan for this one"
+            "give a larger --cluster, or search for a plan for this one"
         )
 
 
@@ -89,7 +89,7 @@ def _placement(plan: Plan, profile: Profile) -> Placement:
         text = first.removeprefix("Value error, ").replace("placement", "the plan's placement", 1)
         raise UsageError(
             f"profile {profile.name!r} does not fit the plan: {text}; give the --profile of the model the plan "
-            "was searched for, or search a plan for this one"
+            "was searched for, or search for a plan for this one"
         ) from None
     _require_no_configurations(plan, "--profile")
     return placement

@@ -277,7 +277,7 @@ class Hop(Element):
     """One message of a dependency, once per micro-batch: a SEND on one device and a RECV on another.
 
     It carries those samples of the source's micro-batch that the target device works on. Where stages have replicas
-    or micro-batches of different sizes, those of some micro-batches alone may go this way: of every ``every`` the
+    or micro-batches of different sizes, those of only some micro-batches may go this way: of every ``every`` the
     ``run`` from number ``first`` on. A micro-batch that both stages run in parts is two messages of half the bytes
     and occupancy.
     """

@@ -64,7 +64,7 @@ class Hold:
 
     @property
     def target(self) -> int:
-        """The target of a hold that has one alone."""
+        """The target of a hold that has only one."""
         (target,) = self.targets
         return target
 

@@ -15,8 +15,8 @@ from unittest.mock import MagicMock
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from pipeplan.errors import ExecutionError, UsageError
-from pipeplan.files import PlacedStage, Plan
+from pipeplan.errors import UsageError
+from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import StepResult
 from pipeplan.runtime.launch.local import watch_local
 from pipeplan.runtime.models.load import load_model

@@ -253,7 +253,7 @@ class _WindowModel:
 
 @dataclass(frozen=True)
 class _Rescheduling(ScheduleStep):
-    """Reschedule windows of about so many actions (``sizes``), each for ``seconds``, growing while nothing helps.
+    """Reschedule windows of about ``sizes`` actions, each for ``seconds``, growing while nothing helps.
 
     CP-SAT decides in about a second what may change in the largest of them, and less.
     """

@@ -1,6 +1,6 @@
 """Rules as a source of schedules: one set, or all built-in ones tried.
 
-The built-in rules, all tried (FlexPipe, section 6): what rules alone find on a placement.
+The built-in rules, all tried (FlexPipe, section 6): what the rules by themselves find on a placement.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _schedule(graph: TaskGraph, swept: Swept, budget: Budget) -> Schedule:
 
 def _bound(workload: Workload) -> int:
     """Ns that no schedule is below: the searches' own bound, which is proved for forwards and backwards of whole
-    micro-batches; work and dependencies alone where there are instructions or parts."""
+    micro-batches; only work and dependencies where there are instructions or parts."""
     plain = weak_makespan_bound(workload)
     if workload.instructions or any(slots.num_parted for slots in workload.slots):
         return plain
@@ -124,7 +124,7 @@ def sweep(workload: Workload, rules: Iterable[Rules] | None = None, *, graph: Ta
 def sweeping(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[Swept]:
     """One set of rules after another, gradients separated in one way; then the best few again, in all ways.
 
-    Of rules with the same orders there are the first alone.
+    Of rules with the same orders only the first is kept.
     """
     found: list[tuple[int, int, Rules, list[list[int]]]] = []
     for each, orders in _distinct(graph, rules):
@@ -139,7 +139,7 @@ def sweeping(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[Swept]:
 
 
 _SEPARATED = 4
-"""For so many of the best all ways of separating gradients are tried."""
+"""The number of the best for which all ways of separating gradients are tried."""
 
 
 def _finished(graph: TaskGraph, rules: Rules, orders: list[list[int]], tries: int | None) -> Swept | None:

@@ -1,6 +1,6 @@
 """A round in the middle of a timed schedule from which on it only repeats, however often: the loop of a plan.
 
-Starts obey a recurrence in (max, +): what is after a moment depends on what is before it by a *state* alone, the ends
+Starts obey a recurrence in (max, +): what is after a moment depends on what is before it only by a *state*, the ends
 of what the devices and links ran last and of the actions that later ones wait for. Where the state at the end of a
 round is that at its beginning, ``round_ns`` later and with later micro-batches, running the same round again leads to
 the same state another ``round_ns`` later. So any number of copies can be put in, and all that comes after them is later
@@ -63,7 +63,7 @@ class LoopedOrders:
 
 
 def counts_of(workload: Workload, microbatches: int) -> tuple[int, ...] | None:
-    """[item] the actions, or messages, of a round of so many micro-batches.
+    """[item] the actions, or messages, of a round of that many micro-batches.
 
     None where those are no whole number, where actions are counted, and where memory is kept from one device's action
     to another's: how that overlaps is not said by where a round begins.
@@ -83,7 +83,7 @@ def counts_of(workload: Workload, microbatches: int) -> tuple[int, ...] | None:
 def find_loop(
     graph: TaskGraph, orders: Orders, starts: Sequence[int], microbatches: int, likely: Iterable[int] = ()
 ) -> tuple[LoopCut, int] | None:
-    """The first round of so many micro-batches that can be repeated as it is, and how often it is there in a row.
+    """The first round of that many micro-batches that can be repeated as it is, and how often it is there in a row.
 
     None if there is none. It begins with an action of the first operation: if none is found, ``likely`` ones are tried,
     too. ``orders`` [device, link] and ``starts`` [task] as in
@@ -193,7 +193,7 @@ class _LoopFinder:
 def longer(
     graph: TaskGraph, orders: Orders, begins: Sequence[int], microbatches: int, copies: int
 ) -> tuple[TaskGraph, list[list[int]]]:
-    """The graph and the orders with a round run so many times more: that with ``begins`` [item] actions before it.
+    """The graph and the orders with a round run that many times more: that with ``begins`` [item] actions before it.
 
     Raises:
         InvalidPlanError: the orders do not have such a round.
@@ -222,7 +222,7 @@ def longer(
 
 
 def _shorter(graph: TaskGraph, orders: Orders, cut: LoopCut, copies: int) -> tuple[TaskGraph, list[list[int]]]:
-    """The graph and the orders without so many copies of a round, which stand after it."""
+    """The graph and the orders without some copies of a round, which stand after it."""
     smaller = task_graph(graph.workload.with_microbatches(graph.workload.num_microbatches - copies * cut.microbatches))
     found: list[list[int]] = []
     for order in orders:
@@ -252,7 +252,7 @@ def looped(
 ) -> LoopedOrders | None:
     """The schedule for more micro-batches, by repeating a round: with a loop as soon as times repeat, too.
 
-    ``orders`` [device, link] have a round of so many ``microbatches`` with ``begins`` [item] actions before it; without
+    ``orders`` [device, link] have a round of ``microbatches`` with ``begins`` [item] actions before it; without
     those of the links, and their messages in ``begins``, links carry first come, first served. None if rounds do not
     come out at ``num_microbatches``, or times do not repeat within ``max_written`` actions and messages.
 
