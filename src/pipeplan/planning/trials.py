@@ -363,6 +363,7 @@ class PlanSearch:
                 with self.noting(step.name):
                     if step.applies(self):
                         step.run(self)
+        self._bound()
         for step in left:
             if step.after_all and step.applies(self):
                 step.run(self)
@@ -374,15 +375,19 @@ class PlanSearch:
         alone = whole is None or self.budget.seconds >= whole.seconds
         return max(LATE, LATE_SHARE * self.budget.seconds) if alone else 0.0
 
+    def _bound(self) -> None:
+        """Find out once, when there is a plan, what no plan that the request leaves open is below."""
+        if self.best is not None and not self._bounded:
+            self._bounded = True
+            with shielded():
+                self.others[None] = request_bound(self.request)
+
     def _repeat(self, steps: Sequence[PlanStep]) -> None:
         while not self.all_seen:
             for step in steps:
                 with self.noting(step.name):
                     step.run(self)
-                if self.best is not None and not self._bounded:
-                    self._bounded = True
-                    with shielded():
-                        self.others[None] = request_bound(self.request)
+                self._bound()
 
     def noting(self, what: str) -> AbstractContextManager[None]:
         """What goes wrong inside is only noted once there is a plan, as :func:`pipeplan.schedule.state.noted` says."""
