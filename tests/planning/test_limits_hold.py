@@ -511,3 +511,17 @@ def test_what_is_enforced_ends_an_even_cut() -> None:
     limit.started -= 10
     with limit.enforced(), pytest.raises(TimeUpError):
         list(even_cuts(of(600, 8)))
+
+
+def test_a_very_long_run_on_a_given_placement_has_a_plan_before_it_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[int] = []
+
+    def interrupted(step: FirstSchedule, state: SearchState) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FirstSchedule, "run", interrupted)
+    asked = Request.of(shape("v", 4), num_microbatches=20_000, time_limit=100.0)
+    found = search_plan(asked, progress=lambda what, best, *_: said.append(best))
+    assert said
+    assert found.plan.predicted.iteration_ns <= said[0]
+    assert found.plan.loop is not None
