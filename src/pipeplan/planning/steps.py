@@ -349,9 +349,10 @@ class LookAtCandidates(PlanStep):
             return
         search.trials.append(trial)
         search.looked_at += 1
-        searched = isinstance(request.placement, Placement) or request.scheduler != "auto"
-        if searched or trial.worse(best):
-            return
+        given = isinstance(request.placement, Placement)
+        long = any(ShorterRun().shorter(way) is not None for way in trial.ways)
+        if request.scheduler != "auto" or (given and not long) or trial.worse(best):
+            return  # what is given is searched in any case: of few actions that finds known schedules as soon
         with search.noting(f"known schedules of {candidate.placement.strategy}"):
             trial.look()
         _secure(search)
