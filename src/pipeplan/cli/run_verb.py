@@ -168,14 +168,14 @@ def run_command(
     if outcome is None:  # not rank 0
         return
     with outputs:
+        if trace_path is not None:  # what becomes of it is said after the results, which are not lost with it
+            outputs.write_text(_trace(outcome), trace_path)
         if as_json:
             say(json.dumps(outcome.figures(), allow_nan=False))
         else:
             say(comparison_line(outcome))
             if outcome.throughput is not None:
                 say(f"trained {outcome.throughput.words}")
-        if trace_path is not None:  # after the results, which are not lost with it
-            outputs.write_text(_trace(outcome), trace_path)
 
 
 def _run_here(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcome:
