@@ -24,6 +24,7 @@ from pipeplan.files import (
     read_profile,
     write_file,
 )
+from pipeplan.files.trace import trace_json
 from pipeplan.texts import REFUSED
 from support.commands import pipeplan
 
@@ -163,6 +164,13 @@ def test_names_of_files_are_written_out(name: str, folder: Path, tmp_path: Path)
         assert done.returncode == code, done.stderr
         require_plain(done)
     read_plan(str(tmp_path / f"o{name}"))
+
+
+def test_names_of_the_command_line_are_written_out_in_traces() -> None:
+    """The model that was trained may be a file of any name."""
+    text = trace_json([], {"model": "x\x1b\x9b2J\u202e\u2028.json"})
+    assert not re.search(f"[{REFUSED}]", text.replace("\n", ""))
+    assert json.loads(text)["otherData"] == {"model": r"x\x1b\x9b2J\u202e\u2028.json"}
 
 
 def test_what_printed_programs_say(folder: Path, tmp_path: Path) -> None:
