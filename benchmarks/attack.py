@@ -2,7 +2,7 @@
 
     python benchmarks/attack.py --state attack.jsonl                 # all of it; again: goes on where it stopped
     python benchmarks/attack.py --state attack.jsonl --only plans --count 100 --seed 1
-    python benchmarks/attack.py --state attack.jsonl --table         # the table of docs/benchmarks.md, of what was run
+    python benchmarks/attack.py --state attack.jsonl --table   # docs/benchmarks/robustness.md, of what was run
     python benchmarks/attack.py --show inputs 123 --folder here      # one attack's files, and its command
 
 Every attack is the same whenever its part, seed and number are, so that a number is all it takes to see it again. They

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -12,10 +13,26 @@ import click
 
 from pipeplan import _api
 from pipeplan.errors import FileError, UsageError
-from pipeplan.texts import printable, with_short_lines
+from pipeplan.texts import on_one_line, printable, shortened, with_short_lines
 
 if TYPE_CHECKING:
-    from pipeplan._api import FileModel
+    from pipeplan._api import FileModel, Plan
+
+_COMMAND = "pipeplan.command"
+
+
+def keep_command_line(ctx: click.Context, arguments: Sequence[str]) -> None:
+    """Remember what the command line is, for the files that are written."""
+    ctx.meta[_COMMAND] = shlex.join(["pipeplan", *arguments])
+
+
+def command_line() -> str:
+    """The command line of the verb that runs, as a user types it, on one line that a file may have."""
+    return shortened(on_one_line(click.get_current_context().meta.get(_COMMAND, "")), _LONGEST_COMMAND)
+
+
+_LONGEST_COMMAND = 8192
+"""Characters of a command line that are kept, which is what a text of a file may have."""
 
 
 def say(text: str, *, err: bool = False, wrap: bool = False) -> None:
@@ -81,6 +98,11 @@ class Outputs:
             raise problem
         say(f"pipeplan: {problem}", err=True)  # beside what ended the work otherwise
 
+    def note(self, path: str, problem: str) -> None:
+        """What somebody else wrote, and why it is not there, if it is not."""
+        if problem:
+            self._problems[path] = problem
+
     def has(self, path: str) -> bool:
         """Whether nothing went wrong with a file."""
         return path not in self._problems
@@ -93,6 +115,10 @@ class Outputs:
     def write(self, model: FileModel, path: str) -> None:
         """Write a file, or put it elsewhere."""
         self.write_text(_api.to_json(model), path)
+
+    def write_plan(self, plan: Plan, path: str) -> None:
+        """Write a plan with the command line that made it, so that it can be made again."""
+        self.write(plan.written_by(command_line()), path)
 
     def write_text(self, text: str, path: str) -> None:
         """The same with the text of a file."""

@@ -21,6 +21,7 @@ from pipeplan.files.read_write import read_bytes
 from pipeplan.planning.candidates import Choice, PlacementCandidate, placed
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import Trial, may_move, on_cluster, workloads
+from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, sweep
 from pipeplan.schedule.search import timed
@@ -88,11 +89,13 @@ class Cache:
                 f"--cache {path} cannot be written: {error.strerror}; name a file that can be, or leave it out"
             ) from None
         if lines and _read(path, 1, lines[0]) != _HEADER:
-            raise UsageError(f"--cache {path} is no cache of a tuning; name another file, or none that exists")
+            raise UsageError(f"--cache {path} is not a tuning cache; name another file, or a new one")
         for number, line in enumerate(lines[1:], 2):
             entry = _read(path, number, line)
             if set(entry) != {"key", "known"}:
-                raise UsageError(f"--cache {path}, line {number}: no cell of a tuning; delete the line or the file")
+                raise UsageError(
+                    f"--cache {path}, line {number}: not a configuration of a tuning; delete the line or the file"
+                )
             self._known[str(entry["key"])] = entry["known"]
 
     def _append(self, key: str) -> None:
@@ -150,7 +153,7 @@ def _read(path: Path, number: int, line: bytes) -> dict[str, object]:
     except ValueError:
         entry = None
     if not isinstance(entry, dict):
-        raise UsageError(f"--cache {path}, line {number}: no JSON object; it is no cache of a tuning")
+        raise UsageError(f"--cache {path}, line {number}: no JSON object; this is not a tuning cache")
     for place, problem in problems_of(entry):
         raise UsageError(f"--cache {path}, line {number}: {place} {problem}")
     return entry
@@ -270,7 +273,7 @@ def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> CellRo
     found = CellRows()
     with suppress(TimeUpError):
         for workload in workloads(request, cell.candidate):
-            problem = OneMicrobatch.of(workload)
+            problem = _problem(workload)
             rules = _rules(problem.workload)
             tried = itertools.takewhile(lambda _: not stopped(), rules)
             for swept in sweep(problem.workload, tried):
@@ -285,7 +288,7 @@ def schedule_of(request: Request, candidate: PlacementCandidate, row: TuningRow)
     """The rules of one of a cell's rows, and the schedule, made again."""
     for workload in workloads(request, candidate):
         if workload.splits_backward == row.split:
-            problem = OneMicrobatch.of(workload)
+            problem = _problem(workload)
             rules = next(rules for rules in _rules(problem.workload) if rules.name == row.rules)
             schedule = _schedule(problem, workload, run_rules(task_graph(problem.workload), rules))
             assert schedule is not None
@@ -303,8 +306,19 @@ def _rules(workload: Workload) -> list[Rules]:
     return built_in_rules(workload, limits=(None,), times=("unit",), separate=(True,))
 
 
+def _problem(workload: Workload) -> OneMicrobatch:
+    """What rules are tried on: of a very long run a shorter one."""
+    return OneMicrobatch.of(ShorterRun().shorter(workload) or workload)
+
+
 def _schedule(problem: OneMicrobatch, workload: Workload, swept: Swept) -> Schedule | None:
-    return timed(problem, task_graph(workload), swept.orders[: problem.num_devices], f"rules: {swept.rules.name}")
+    """What rules make of a problem, as a schedule of the whole workload; None if it does not fit."""
+    given = problem.workload if problem.reduction is None else problem.reduction.workload
+    graph = task_graph(given)
+    found = timed(problem, graph, swept.orders[: problem.num_devices], f"rules: {swept.rules.name}")
+    if found is None or given.num_microbatches == workload.num_microbatches:
+        return found
+    return ShorterRun().repeating(found, workload)
 
 
 def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> TuningRow:

@@ -3,7 +3,7 @@
 Needs no torch: the ranks import it, the parent only listens. A rank learns who it is from one line on its
 standard input, which then stays open (it ends when the parent dies), and reports on a pipe of its own, one JSON
 object a line. What it prints goes through the parent to standard error, so that only what rank 0 reports reaches the
-user's standard output. Ranks meet in a file that nobody else can open, listen on loopback alone, and never wait for the
+user's standard output. Ranks meet in a file that nobody else can open, listen only on loopback, and never wait for the
 parent, which may be stopped, or wait for who reads its own output.
 
 torchrun starts ranks, too, and plans run under it. Importing it takes 1.9 s of CPU time before any rank starts, this

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pipeplan.errors import ExecutionError
 
 _PREFIXES = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
-"""What tells a transport its interface, and what it wants before a whole name."""
+"""What gives a transport its interface, and what it wants before a whole name."""
 
 _UP, _LOOPBACK = 0x1, 0x8  # flags of interfaces, the same on Linux and macOS
 
