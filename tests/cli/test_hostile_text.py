@@ -20,6 +20,7 @@ from pipeplan.files import (
     DeviceKind,
     Profile,
     Source,
+    read_cluster,
     read_plan,
     read_profile,
     write_file,
@@ -109,6 +110,17 @@ def test_drawings_are_xml(folder: Path) -> None:
     for name in ("timeline.svg", "frontier.svg"):
         assert "[/model]" in "".join(ElementTree.parse(folder / name).getroot().itertext())
 
+
+def test_notebooks_show_text_as_text(folder: Path) -> None:
+    """Their HTML has no element that a file's text makes."""
+    plan, profile = read_plan(str(folder / "plan.json")), read_profile(str(folder / "profile.json"))
+    for shown in (plan, profile, read_cluster(str(folder / "cluster.json"))):
+        page = ElementTree.fromstring(f"<div>{shown._repr_html_()}</div>")
+        assert {each.tag.rpartition("}")[2] for each in page.iter()} <= SHOWN_IN
+        assert "[/" in "".join(page.itertext())
+
+
+SHOWN_IN = {"div", "pre", "svg", "style", "g", "rect", "text", "title", "path", "circle", "line", "polyline"}
 
 HOSTILE = {"ESC": "\x1b[2J", "CSI": "\x9b2J", "override": "\u202e", "line": "\u2028", "bell": "\x07"}
 
