@@ -20,10 +20,12 @@ from pipeplan.files import (
     DeviceKind,
     Profile,
     Source,
+    read_cluster,
     read_plan,
     read_profile,
     write_file,
 )
+from pipeplan.files.trace import trace_json
 from pipeplan.texts import REFUSED
 from support.commands import pipeplan
 
@@ -109,6 +111,17 @@ def test_drawings_are_xml(folder: Path) -> None:
         assert "[/model]" in "".join(ElementTree.parse(folder / name).getroot().itertext())
 
 
+def test_notebooks_show_text_as_text(folder: Path) -> None:
+    """Their HTML has no element that a file's text makes."""
+    plan, profile = read_plan(str(folder / "plan.json")), read_profile(str(folder / "profile.json"))
+    for shown in (plan, profile, read_cluster(str(folder / "cluster.json"))):
+        page = ElementTree.fromstring(f"<div>{shown._repr_html_()}</div>")
+        assert {each.tag.rpartition("}")[2] for each in page.iter()} <= SHOWN_IN
+        assert "[/" in "".join(page.itertext())
+
+
+SHOWN_IN = {"div", "pre", "svg", "style", "g", "rect", "text", "title", "path", "circle", "line", "polyline"}
+
 HOSTILE = {"ESC": "\x1b[2J", "CSI": "\x9b2J", "override": "\u202e", "line": "\u2028", "bell": "\x07"}
 
 Damage = Callable[[dict[str, Any], str], object]
@@ -166,6 +179,13 @@ def test_names_of_files_are_written_out(name: str, folder: Path, tmp_path: Path)
         assert done.returncode == code, done.stderr
         require_plain(done)
     read_plan(str(tmp_path / f"o{name}"))
+
+
+def test_names_of_the_command_line_are_written_out_in_traces() -> None:
+    """The model that was trained may be a file of any name."""
+    text = trace_json([], {"model": "x\x1b\x9b2J\u202e\u2028.json"})
+    assert not re.search(f"[{REFUSED}]", text.replace("\n", ""))
+    assert json.loads(text)["otherData"] == {"model": r"x\x1b\x9b2J\u202e\u2028.json"}
 
 
 def test_what_printed_programs_say(folder: Path, tmp_path: Path) -> None:

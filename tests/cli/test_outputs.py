@@ -259,6 +259,32 @@ def test_stdout_without_room(arguments: tuple[str, ...], folder: Path, tmp_path:
     assert "Exception" not in done.stderr
 
 
+def ended(arguments: tuple[object, ...], stdout: int, folder: Path) -> tuple[int, str]:
+    """Exit code and standard error of a command in a process of its own."""
+    command = [sys.executable, "-m", "pipeplan", *map(str, arguments)]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=folder, check=False)
+    return done.returncode, done.stderr
+
+
+def test_a_reader_that_leaves_ends_nothing(folder: Path) -> None:
+    """What is to be written is, and the exit code is that of what was done."""
+    read, write = os.pipe()
+    os.close(read)
+    assert ended(("check", "plan.json"), write, folder) == (0, "")
+    code, said = ended((*FRONTIER, "-o", "unread.json"), write, folder)
+    os.close(write)
+    assert (code, said.count("\n")) == (0, 1), said
+    assert said.endswith("is in unread.json\n")
+    assert read_plan(str(folder / "unread.json"))
+
+
+def test_figures_without_room_do_not_take_the_plan_along(folder: Path) -> None:
+    with open("/dev/full", "w") as full:
+        code, said = ended((*FRONTIER, "-o", "figureless.json"), full.fileno(), folder)
+    assert (code, said.count("stdout cannot be written")) == (2, 1)
+    assert read_plan(str(folder / "figureless.json"))
+
+
 def test_a_name_too_long_for_a_temporary_one_beside_it(tmp_path: Path) -> None:
     path = tmp_path / ("x" * 250)
     require_writable(str(path))

@@ -189,6 +189,8 @@ def run_command(
     if outcome is None:  # not rank 0
         return
     with outputs:
+        if trace_path is not None:  # what becomes of it is said after the results, which are not lost with it
+            outputs.write_text(_trace(outcome), trace_path)
         if weights is not None:
             outputs.note(weights, outcome.result.unwritten)
             outputs.say_written("weights", weights)
@@ -198,8 +200,6 @@ def run_command(
             say(comparison_line(outcome))
             if outcome.throughput is not None:
                 say(f"trained {outcome.throughput.words}")
-        if trace_path is not None:  # after the results, which are not lost with it
-            outputs.write_text(_trace(outcome), trace_path)
 
 
 _ELSEWHERE = ("plan_path", "emulate", "local", "trace_path", "as_json")
