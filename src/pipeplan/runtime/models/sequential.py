@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
+from pipeplan.runtime.models.names import aliases_of
 from pipeplan.runtime.models.shapes import shaped_blocks
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Model, aliases_of, batch_like, tied_groups
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Model, batch_like, tied_groups
 from pipeplan.runtime.parallel.sharding import Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, Tile, WordEmbedding
 from pipeplan.runtime.parallel.weight_grads import is_plain_embedding

@@ -23,13 +23,13 @@ from pipeplan.runtime.models.capture.grouping import (
     made_from,
     taken_by,
 )
+from pipeplan.runtime.models.names import aliases_of
 from pipeplan.runtime.models.spec import (
     Batch,
     BlockSpec,
     Grain,
     Model,
     Output,
-    aliases_of,
     batch_like,
     tied_groups,
 )
