@@ -87,7 +87,8 @@ class RunResult:
     ``peak_memory_bytes`` [rank] is what the allocator held at most (CUDA), or the most resident memory of the
     process, interpreter and libraries included (CPU). ``timeline`` [step][rank] has the actions of a step as
     (program counter, start, end) in ns from the step's first start, if they were asked for. An emulated run's steps
-    took ``stretch`` times what the plan says; its timeline is in the plan's time again. ``unwritten``: why weights are not.
+    took ``stretch`` times what the plan says; its timeline is in the plan's time again. ``unwritten`` says why
+    weights are not where they should be, if they are not.
     """
 
     steps: tuple[StepResult, ...]

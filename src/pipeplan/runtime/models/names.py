@@ -9,9 +9,14 @@ from torch import nn
 from pipeplan.runtime.models.spec import BlockSpec
 
 
-def aliases_of(module: nn.Module, blocks: Iterable[BlockSpec]) -> dict[str, str]:
-    """Names of a module's tensors that have another one in the blocks that it was cut into, and that one."""
-    used = {name for block in blocks for name in (block.names or {}).values()}
+def first_names(module: nn.Module) -> dict[str, str]:
+    """The first name of every parameter and kept buffer of a module, by all its names."""
     state = module.state_dict(keep_vars=True)
-    known = {id(tensor): name for name, tensor in state.items() if name in used}
-    return {name: known[id(tensor)] for name, tensor in state.items() if known.get(id(tensor), name) != name}
+    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    return {name: first[id(tensor)] for name, tensor in state.items()}
+
+
+def aliases_of(module: nn.Module, blocks: Iterable[BlockSpec]) -> dict[str, str]:
+    """Further names of the tensors that blocks of a module have, with the first."""
+    used = {name for block in blocks for name in (block.names or {}).values()}
+    return {name: first for name, first in first_names(module).items() if first in used and name != first}

@@ -96,7 +96,7 @@ def _groups(children: nn.Sequential) -> dict[str, list[nn.Module]]:
 
 
 def _names(parts: Sequence[nn.Module], children: nn.Sequential) -> dict[str, str]:
-    """Of a block's parameters and buffers: their names in the whole chain, by those in the block."""
+    """Of a block's parameters and buffers: their first names in the whole chain, by those in the block."""
     module = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
     whole = {id(tensor): name for name, tensor in reversed(children.state_dict(keep_vars=True).items())}
     return {name: whole[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}
