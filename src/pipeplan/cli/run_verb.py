@@ -212,6 +212,8 @@ def run_options(given: Mapping[str, Any]) -> RunOptions:
         raise UsageError("give --model to train, or --emulate to run without a model: one of the two")
     if given["timeout_ns"] < _LEAST_TIMEOUT_NS:
         raise UsageError(f"--timeout {given['timeout_ns']}ns is too short to wait for anything; give at least 1ms")
+    if given["num_steps"] == 0 and (given["model"] is None or given["export_weights"] is None):
+        raise UsageError("--steps 0 does nothing without --export-weights FILE; give at least 1")
     options = _api.RunOptions(**{name: given[name] for name in _OF_ALL_RUNS})
     if given["model"] is not None:
         training = {name: value for name, value in given.items() if name not in (*_OF_ALL_RUNS, *_ELSEWHERE)}
