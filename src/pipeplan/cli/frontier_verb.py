@@ -143,7 +143,7 @@ def frontier_command(
     if as_json or outputs.on_stdout:
         say_notes(_api.request_notes(request))
     with outputs:
-        with limited(request.time_limit) as limit, Status() as progress:
+        with Status() as progress, limited(request.time_limit) as limit:
             found = _api.frontier(request, mode=mode, point=point, progress=progress, within=limit)
         if svg is not None:
             outputs.write_text(frontier_svg(found), svg)

@@ -385,12 +385,17 @@ class Status:
             self._line.stop()
 
 
+_LOOSEST = 100
+"""The best over a bound beyond which that says nothing yet."""
+
+
 def _state(what: str, best_ns: int, bound_ns: int) -> str:
     """The best iteration, the bound and the gap as far as they are known, and what is being done."""
     from pipeplan.units import format_ns
 
     best = [f"best {format_ns(best_ns)}"] if best_ns else []
-    bound = [f"bound {format_ns(bound_ns)}, gap {best_ns / bound_ns - 1:.1%}"] if best_ns and bound_ns else []
+    known = best_ns <= _LOOSEST * bound_ns
+    bound = [f"bound {format_ns(bound_ns)}, gap {best_ns / bound_ns - 1:.1%}"] if best_ns and known else []
     return "; ".join([", ".join([*best, *bound]), what] if best else [what])
 
 
