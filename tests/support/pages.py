@@ -16,7 +16,8 @@ are masked: all of ``run`` and ``profile``, and after ``in`` elsewhere.
 
 A comment before a block says what it needs, ``<!-- needs: cuda -->``, and is not shown. There are
 
-* ``slow``: it takes more than five seconds, and runs with the slow tests; so do blocks after it, which may need its files;
+* ``slow``: it takes more than five seconds, and runs with the slow tests; so do blocks after it, which may need its
+  files;
 * ``cuda``, ``8 devices``, ``network``, ``checkout``: what this machine may not have. It does not run;
 * ``minutes``: it takes that long on a few cores, and what it shows runs elsewhere in small;
 * ``nothing``: a fragment, or a command of a shell's start-up file, that is not to run by itself;
@@ -181,7 +182,8 @@ def _run_python(block: Block, names: dict[str, object], folder: Path) -> str:
 # What is shown ------------------------------------------------------------------------------------------------------
 
 _DURATION = r"\d+(?:\.\d+)?(?:ns|us|ms|s|min|h)\b"
-_OF_A_MACHINE = re.compile(rf"{_DURATION}|\(?[-+]\d+(?:\.\d+)?%\)?|\b\d+(?:\.\d+)? times\b|\b\d+(?:\.\d+)? samples/s|\bon \d+ cores\b|\d+(?:\.\d+)?%")
+_PERCENT = r"\(?[-+]\d+(?:\.\d+)?%\)?|\d+(?:\.\d+)?%"
+_OF_A_MACHINE = re.compile(rf"{_DURATION}|{_PERCENT}|\b\d+(?:\.\d+)? (?:times\b|samples/s)|\bon \d+ cores\b")
 _AFTER_IN = re.compile(rf"\b(in|after) (?:{_DURATION}|\d+(?:\.\d+)? s\b)")
 
 
