@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from runtime_support.warm import warm_ranks
+from support.commands import pipeplan
 from support.paths import ROOT
 
 _PAGE = ROOT / "docs" / "algorithms" / "frontier.md"
@@ -24,8 +24,8 @@ def _commands() -> list[list[str]]:
 def test_a_point_trains_as_the_docs_say(tmp_path: Path) -> None:
     verbs, printed = [], ""
     for arguments in _commands():
-        command = [sys.executable, "-m", "pipeplan", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        with warm_ranks():
+            done = pipeplan(*arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         verbs, printed = [*verbs, arguments[0]], done.stdout
     assert verbs == ["profile", "example", "frontier", "check", "run"]
