@@ -76,7 +76,10 @@ VERBS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
         ("[/model]", MARKUP[0]),
     ),
     "rules": (("search", "profile.json", *QUICK, "--rules", "rules.toml"), ("[/nope]rules",)),
-    "tuning": (("search", "profile.json", *QUICK, "--scheduler", "rules", "--workers", 1), ("[/model]",)),
+    "tuning": (
+        ("search", "profile.json", *QUICK, "--scheduler", "rules", "--workers", 1, "--time-limit", "60s"),
+        ("[/model]",),
+    ),
     "compare": (("compare", "profile.json", *QUICK), ("[/model]",)),
     "frontier": (
         ("frontier", "profile.json", "--devices", "1,2", "--device", "cpu", "--svg", "frontier.svg"),
@@ -201,7 +204,7 @@ def test_what_printed_programs_say(folder: Path, tmp_path: Path) -> None:
 def test_a_long_text_is_not_printed_whole(folder: Path, tmp_path: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     for place in ("name", "schema_version", "devices", "nonsense"):
-        (tmp_path / "bad.json").write_text(json.dumps(plan | {place: "x" * 10**7}))
+        (tmp_path / "bad.json").write_text(json.dumps(plan | {place: "x" * 10**5}))
         done = pipeplan("check", "bad.json", cwd=tmp_path)
         assert done.returncode == 2
         assert len(done.stderr) < 2000
