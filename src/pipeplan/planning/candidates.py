@@ -459,7 +459,7 @@ class PublishedPlanners(CandidateStep):
             "Piper": lambda problem: piper(problem, self.downsets),
         }
         for (name, planner), size in product(planners.items(), open_sizes(request)):
-            yield partial(_suggested, request, name, planner, size)
+            yield partial(_tried, _one_published, request, name, planner, size)
 
 
 def _one_published(
@@ -468,18 +468,6 @@ def _one_published(
     placement = next(planner(_problem(request, [size], request.recomputes))).placement
     batch = Batch(request.batch.mini_batch // size, size)
     return PlacementCandidate(placement, batch, False, name)
-
-
-def _suggested(
-    request: Request, name: str, planner: Callable[[PartitionProblem], Iterator[Partition]], size: int
-) -> CandidateOrError | None:
-    """What a planner chooses; nothing where it cannot be asked, which is no reason why there is no plan."""
-    try:
-        return _one_published(request, name, planner, size)
-    except UsageError:
-        return None
-    except (InfeasibleError, SearchTimeoutError) as error:
-        return error
 
 
 def _tried(make: Callable[..., PlacementCandidate], *arguments: object) -> CandidateOrError:
