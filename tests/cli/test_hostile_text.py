@@ -210,6 +210,14 @@ def test_a_long_text_is_not_printed_whole(folder: Path, tmp_path: Path) -> None:
         assert len(done.stderr) < 2000
 
 
+def test_what_is_wrong_with_a_long_name_is_said() -> None:
+    done = pipeplan("check", "x" * 5000)
+    assert done.returncode == 2
+    assert len(done.stderr) < 2100
+    assert "x...x" in done.stderr
+    assert done.stderr.endswith("cannot be read: File name too long\n")
+
+
 def test_rich_is_asked_in_one_place() -> None:
     import pipeplan as package
 
