@@ -65,6 +65,8 @@ class Workers:
         if self._pool is not None:
             self._stop.set()
             self._pool.shutdown(wait=not self._limit.interrupted, cancel_futures=True)
+            if self._limit.interrupted:
+                _left_behind.append((self._pool, self._stop))
 
     @property
     def interrupted(self) -> bool:
@@ -126,6 +128,10 @@ class Workers:
 
 _MOMENT, _POLL = 0.3, 0.05
 """Seconds that processes have to stop, and between two looks at them."""
+
+
+_left_behind: list[tuple[ProcessPoolExecutor, Event]] = []
+"""Processes that are not waited for, with what those still look for that are only beginning: they end at once."""
 
 
 class _WorkerState:
