@@ -525,3 +525,23 @@ def test_a_very_long_run_on_a_given_placement_has_a_plan_before_it_is_searched(m
     assert said
     assert found.plan.predicted.iteration_ns <= said[0]
     assert found.plan.loop is not None
+
+
+def test_a_first_plan_is_finished_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule that is known is not lost, however long its plan takes; the second signal ends it."""
+    clock, planned = Hand(), planning_steps.planned
+    limit = Limit(20.0, clock=clock)
+
+    def slowly(*given: Any) -> Plan:
+        limit.interrupt()
+        for _ in range(50):
+            clock.now += 0.1
+            checkpoint()
+        return planned(*given)
+
+    monkeypatch.setattr(planning_steps, "planned", slowly)
+    monkeypatch.setattr(planning_steps, "_FEW", 0)
+    asked = request_of(shape("v", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0)
+    found = search_plan(asked, within=limit)
+    assert found.interrupted
+    assert check(found.plan).valid

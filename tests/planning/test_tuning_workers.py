@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import Future
 from multiprocessing import parent_process
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from pipeplan.examples import shape
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.tuning import Workers
-from pipeplan.time_limit import Limit
+from pipeplan.time_limit import Limit, TimeUpError
 
 REQUEST = Request(shape("v", 2), 2, Batch(2, 1), sizes=(1,))
 
@@ -47,3 +48,11 @@ def test_processes_begin_deaf_and_one_that_dies_takes_nothing_along() -> None:
         assert list(workers.run(is_deaf, ["lives", "dies"]))[1:] == [False]
         assert list(workers.run(is_deaf, ["lives", "dies"])) == [False, False]
         assert not workers.interrupted
+
+
+def test_processes_that_do_not_stop_are_not_waited_for() -> None:
+    """They may not even have begun when a signal comes."""
+    limit = Limit()
+    limit.interrupt()
+    with pytest.raises(TimeUpError):
+        Workers(REQUEST, 2, limit)._there(Future())
