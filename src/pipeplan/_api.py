@@ -1,4 +1,4 @@
-"""What pipeplan does, one function each: the command line reads, plans, measures, runs and writes through these alone.
+"""What pipeplan does, one function each: the command line reads, plans, measures, runs and writes only through these.
 
 Nothing is imported until a function is called, so that ``import pipeplan`` and ``pipeplan --help`` take a moment.
 """
@@ -146,7 +146,12 @@ def compare(request: Request, *, progress: Progress | None = None, within: Limit
 
 
 def frontier(
-    request: Request, *, mode: Mode = "all", point: int | None = None, within: Limit | None = None
+    request: Request,
+    *,
+    mode: Mode = "all",
+    point: int | None = None,
+    progress: Progress | None = None,
+    within: Limit | None = None,
 ) -> FrontierResult:
     """Time against memory against devices; see :func:`pipeplan.planning.frontier.search_frontier`.
 
@@ -156,7 +161,7 @@ def frontier(
     """
     from pipeplan.planning.frontier import search_frontier
 
-    return search_frontier(request, mode=mode, point=point, within=within)
+    return search_frontier(request, mode=mode, point=point, within=within, progress=progress)
 
 
 # Plans ------------------------------------------------------------------------------------------------------------
@@ -344,7 +349,7 @@ def known_names(kind: Literal["schedulers", "placements", "models", "examples", 
 
 
 def example_names() -> dict[str, list[str]]:
-    """The names of models and testbeds, read from the catalog alone."""
+    """The names of models and testbeds, read from the catalog only."""
     from pipeplan.catalog import model_sizes, names
 
     models = [name for name, size in model_sizes().items() if size.reference]

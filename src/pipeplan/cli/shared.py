@@ -170,9 +170,9 @@ DEVICE = KnownNames(lambda: _api.known_names("devices"))
 MEASURED_DEVICE = KnownNames(lambda: ["cpu", "cuda", *_api.known_names("devices")])
 RULES = KnownNames(lambda: _api.known_names("rules"), files=True)
 
-SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0)
+SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, help="Random seed.")
 SEQUENCE = click.option(
-    "--sequence", type=click.IntRange(min=1), help="Length of sequences, for the zoo and configurations."
+    "--sequence", type=click.IntRange(min=1), help="Sequence length, for zoo models and configurations."
 )
 
 
@@ -189,8 +189,14 @@ _OPTIONS = (
     click.argument("profile_path", type=FILE, metavar="PROFILE"),
     click.option("--devices", type=click.IntRange(min=1), help="Number of devices.  [default: the placement's]"),
     click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links."),
-    click.option("--memory", type=BYTES, help="Memory of each device, as 16GB or 16GiB.  [default: the cluster's]"),
-    click.option("--mini-batch", type=click.IntRange(min=1), help="Samples per iteration."),
+    click.option(
+        "--memory", type=BYTES, help="Memory of each device, such as 16GB or 16GiB.  [default: the cluster's]"
+    ),
+    click.option(
+        *("--mini-batch", "--global-batch-size", "mini_batch"),
+        type=click.IntRange(min=1),
+        help="Global batch: samples per iteration.",
+    ),
     click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples per micro-batch."),
     click.option(
         "--microbatches", type=click.IntRange(min=1), help="Micro-batches per iteration.  [default: 4 x devices]"
@@ -221,7 +227,12 @@ _OPTIONS = (
         help="Sliced micro-batches: leading ones whose warm-up forwards run in two halves.  "
         "[default: auto; 0 for a named schedule or --rules]",
     ),
-    click.option("--recompute", type=Switch(_RECOMPUTE), default="auto"),
+    click.option(
+        "--recompute",
+        type=Switch(_RECOMPUTE),
+        default="auto",
+        help="Activation checkpointing: for stages that need it, for all or for none.",
+    ),
     click.option("--unroll", type=AutoOr(1, 64), default="auto", metavar="auto|U", help="Micro-batches per repetend."),
     click.option(
         "--split-backward",
@@ -231,10 +242,12 @@ _OPTIONS = (
     click.option(
         "--split-overhead",
         type=DURATION,
-        default="0ns",
-        help="Extra time of each input and weight gradient for being launched separately.",
+        default="0",
+        help="Extra time of each input and weight gradient that is launched separately.",
     ),
-    click.option("--time-limit", type=DURATION, default="30s", help="Begin to write the plan after this long."),
+    click.option(
+        "--time-limit", type=DURATION, default="30s", help="Stop searching and write the plan after this long."
+    ),
     SEED,
     click.option("--deterministic", is_flag=True, help="Same seed, same plan: counts solver steps, not seconds."),
     click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object."),
@@ -296,12 +309,6 @@ def _number(given: str | int) -> int | None:
 # What is said while work goes on, and where results go --------------------------------------------------------------
 
 
-def require_stdout_once(output: str, as_json: bool) -> None:
-    """Refuse to print both a file and JSON to stdout. Raises UsageError."""
-    if output == "-" and as_json:
-        raise UsageError("-o - and --json would both print to stdout; write the file somewhere else with -o FILE")
-
-
 def require_folder(path: str, pattern: str, option: str) -> None:
     """Make the folder that an option names before minutes of work, for files named by a pattern.
 
@@ -341,10 +348,14 @@ def limited(seconds: float) -> Iterator[Limit]:
 
 
 class Status:
-    """A line on stderr with the clock, the best value, the bound and the gap.
+    """A line on stderr with the clock, the best value, the bound and the gap, and what is being done.
 
-    Where stderr is no terminal it is only said that there is no plan yet, once that is known to take longer.
+    Where stderr is no terminal such a line is printed after 10 seconds, and then whenever twice as many have passed;
+    that there is no plan yet is said at once.
     """
+
+    def __init__(self) -> None:
+        self._next = 10.0
 
     def __enter__(self) -> Progress:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -356,36 +367,43 @@ class Status:
         if not console.is_terminal:
             return self._say
         self._line.start()
-        self._task = self._line.add_task("searching", total=None)
+        self._task = self._line.add_task("starting", total=None)
         return self._update
 
     def _say(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
-        """What a reader must know although there is no plan."""
         if not best_ns:
             say(f"pipeplan: {what}", err=True)
+        elif seconds >= self._next:
+            say(f"pipeplan: after {seconds:.0f}s: {_state(what, best_ns, bound_ns)}", err=True)
+            self._next = 2 * seconds
 
     def _update(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
-        from pipeplan.units import format_ns
-
-        if not best_ns:
-            self._line.update(self._task, description=what)
-            return
-        gap = best_ns / bound_ns - 1
-        text = f"best {format_ns(best_ns)}  bound {format_ns(bound_ns)}  gap {gap:.2%}  by {what} at {seconds:.1f}s"
-        self._line.update(self._task, description=text)
+        self._line.update(self._task, description=_state(what, best_ns, bound_ns))
 
     def __exit__(self, *_: object) -> None:
         if self._line.live.is_started:
             self._line.stop()
 
 
+def _state(what: str, best_ns: int, bound_ns: int) -> str:
+    """The best iteration, the bound and the gap as far as they are known, and what is being done."""
+    from pipeplan.units import format_ns
+
+    best = [f"best {format_ns(best_ns)}"] if best_ns else []
+    bound = [f"bound {format_ns(bound_ns)}, gap {best_ns / bound_ns - 1:.1%}"] if best_ns and bound_ns else []
+    return "; ".join([", ".join([*best, *bound]), what] if best else [what])
+
+
 @contextmanager
 def warnings_shown() -> Iterator[None]:
-    """Pipeplan's own warnings in the form of its other messages, on stderr when all is measured."""
-    with warnings.catch_warnings(record=True) as caught:
-        yield
-    for text in dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning):
-        say(f"pipeplan: warning: {text}", err=True)
+    """Pipeplan's own warnings in the form of its other messages, on stderr when all is measured, or has failed."""
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            yield
+    finally:
+        for text in dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning):
+            say(f"pipeplan: warning: {text}", err=True)
 
 
 class Shown:

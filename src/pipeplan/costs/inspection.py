@@ -151,7 +151,7 @@ def _missing_sizes(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterat
 
 
 def _beyond(profile: Profile, asked: Sequence[int]) -> Iterator[Caution]:
-    """Asked sizes below the smallest or above the largest that every block has."""
+    """Sizes asked for that are below the smallest or above the largest that every block has."""
     sizes = profile.microbatch_sizes
     beyond = [size for size in asked if not sizes or not sizes[0] <= size <= sizes[-1]]
     if beyond:

@@ -142,7 +142,7 @@ class Cluster(File):
         return tuple(kind.memory_bytes for kind in self.devices for _ in range(kind.count))
 
     def first(self, num_devices: int) -> Cluster:
-        """The first ``num_devices`` devices alone, at least one, with the links between them."""
+        """The first ``num_devices`` devices only, at least one, with the links between them."""
         left, kinds = num_devices, []
         for kind in self.devices:
             if left > 0:

@@ -210,7 +210,7 @@ class _RowsSoFar:
         return bool(self._rows)
 
     def seconds_for(self, shares: Sequence[int], index: int) -> float:
-        """Time for one of the placements: its share of what is left, or of all where no clock may tell."""
+        """Time for one of the placements: its share of what is left, or of all where no clock counts."""
         if self._request.deterministic and not self.limit.interrupted:
             return self.limit.seconds * shares[index] / sum(shares)
         return self.limit.remaining * shares[index] / sum(shares[index:])

@@ -66,7 +66,7 @@ def resolve_batch(
     if microbatch_size is None:
         sizes = profile.microbatch_sizes
         if profile.placement is None and not sizes:
-            raise UsageError("the blocks share no profiled micro-batch size; say one with --microbatch-size")
+            raise UsageError("the blocks share no profiled micro-batch size; give one with --microbatch-size")
         dividing = [size for size in sizes if mini_batch is not None and mini_batch % size == 0]
         microbatch_size = 1 if profile.placement is not None else (dividing or sizes)[-1]
     if num_microbatches is None:
@@ -247,8 +247,8 @@ def link_notes(request: Request) -> Iterator[str]:
     if request.cluster is not None or request.num_devices == 1:
         return
     timed = [edge for edge in request.profile.edges if edge.transfer_ns]
-    apart = f", but for {len(timed)} edges of the profile with a time of their own" if timed else ""
-    yield f"links are free: without --cluster nothing that devices exchange takes time{apart}"
+    apart = f", except on {len(timed)} edges whose time the profile states" if timed else ""
+    yield f"links are free: without --cluster, transfers take no time{apart}"
 
 
 def _as_defined(profile: Profile, scheduler: str, rules: Rules | None) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def _count(profile: Profile, num_devices: int | None) -> int:
     """The devices that are asked for, or those of the profile's own placement."""
     count = num_devices or (None if profile.placement is None else profile.placement.num_devices)
     if count is None:
-        raise UsageError(f"profile {profile.name!r} has no placement; say how many --devices, or give a --cluster")
+        raise UsageError(f"profile {profile.name!r} has no placement; give --devices or a --cluster")
     return count
 
 

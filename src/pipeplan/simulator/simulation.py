@@ -12,7 +12,7 @@ from pipeplan.display import Displayed
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.simulator.measured_times import MeasuredComparison
-from pipeplan.simulator.metrics import CriticalStep, Rates, critical_path, in_flight, iteration_time, rates
+from pipeplan.simulator.metrics import CriticalStep, IdleShares, Rates, critical_path, in_flight, iteration_time, rates
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.units import format_ns
 from pipeplan.workload.action import operation_of
@@ -74,8 +74,8 @@ def _link_order(graph: TaskGraph, link: int, source: int, target: int, program: 
     )
     if not len(order) == len(set(order)) == there:
         raise InvalidPlanError(
-            f"programs[{source}] does not have each SEND to device {target} once; pipeplan check tells all that is "
-            "wrong with the plan"
+            f"programs[{source}] does not have each SEND to device {target} once; pipeplan check lists "
+            "everything that is wrong with the plan"
         )
     return order
 
@@ -139,7 +139,7 @@ def _require_all(device: int, actions: Sequence[str], expected: Mapping[str, int
     if wrong is None and len(present) < len(expected):
         wrong = f"leaves out {next(text for text in expected if text not in present)}"
     if wrong is not None:
-        raise InvalidPlanError(f"programs[{device}] {wrong}; pipeplan check tells all that is wrong with the plan")
+        raise InvalidPlanError(f"programs[{device}] {wrong}; pipeplan check lists everything that is wrong")
 
 
 MAX_ACTIONS = 5_000_000
@@ -152,7 +152,7 @@ class Simulation(Displayed):
 
     ``orders`` [device] and ``starts`` [task] are of ``graph``; messages that may have to wait are tasks of it, too.
     ``lower_bound_ns`` and ``period_lower_bound_ns`` are the plan's where it was replayed as it is, otherwise those of
-    work and dependencies alone.
+    work and dependencies only.
     ``period_ns`` (per micro-batch) and ``bubble_rate_steady`` come from replaying the repetend without end; None
     without one, or where that does not become periodic. ``copies`` [device] are the positions of the repetend's
     first copy in the orders. ``overflow`` is the device most short of memory, None if all have enough.
@@ -237,6 +237,12 @@ class Simulation(Displayed):
     def gap(self) -> float:
         """``makespan / lower_bound - 1``."""
         return max(0.0, self.rates.makespan_ns / self.lower_bound_ns - 1) if self.lower_bound_ns else 0.0
+
+    @property
+    def idle(self) -> IdleShares:
+        """Why devices do not compute all the time."""
+        steady = None if self.period_ns is None else self.period_ns * self.workload.num_microbatches
+        return IdleShares.of(self.rates, self.iteration_ns, steady, self.workload.idle_devices)
 
     def path_times(self) -> tuple[dict[int, int], int]:
         """Time of the critical path in ns: on each device (an action of several counts on its first), in transfers."""
@@ -381,7 +387,7 @@ LOOPED_ACTIONS = 20_000
 
 
 def _run(plan: Plan, workload: Workload, total: int) -> LoopedOrders:
-    """The plan's orders, timed with the costs of a workload, for so many micro-batches."""
+    """The plan's orders, timed with the costs of a workload, for a number of micro-batches."""
     graph = task_graph(workload.with_microbatches(plan.num_written))
     orders = orders_of(plan, graph)
     if plan.loop is not None:
@@ -400,12 +406,12 @@ def _with_loop(plan: Plan, loop: Loop, graph: TaskGraph, orders: list[list[int]]
     """The same of a plan with a loop: with its own costs the round is as stated, with others times settle anew.
 
     Raises:
-        UsageError: rounds do not come out at so many micro-batches.
+        UsageError: no number of rounds comes to these micro-batches.
     """
     copies = num_copies(plan.num_written, loop.microbatches, total)
     begins, counts = _begins_of(plan, loop, graph), counts_of(graph.workload, loop.microbatches)
     if counts is None:
-        raise InvalidPlanError("the plan's loop is of no whole round; pipeplan check tells what is wrong with the plan")
+        raise InvalidPlanError("the plan's loop is of no whole round; pipeplan check lists everything that is wrong")
     if graph.workload == plan.written.workload:
         starts = earliest_starts(graph, orders)
         begin = min(starts[graph.offsets[item] + number] for item, number in enumerate(begins))

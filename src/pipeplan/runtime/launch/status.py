@@ -29,12 +29,12 @@ _READ_TRIES = 16
 
 
 def warn(text: str) -> None:
-    """Tell the user of a rank's finding, on standard error."""
+    """Warn the user of a rank's finding, on standard error."""
     tell(f"warning: {text}")
 
 
 def tell(text: str) -> None:
-    """Tell the user what is no finding against anything, on standard error."""
+    """Tell the user something that is no warning, on standard error."""
     sys.stderr.write(printable(f"pipeplan: {text}\n"))
     sys.stderr.flush()
 

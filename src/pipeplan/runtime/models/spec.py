@@ -333,7 +333,7 @@ def shards_named(count: int, name: str) -> Iterator[None]:
 
 
 def _seeded(block: BlockSpec, seed: int) -> nn.Module:
-    """Build with a generator state that depends on the seed and the block's id alone."""
+    """Build with a generator state that depends only on the seed and the block's id."""
     digest = hashlib.sha256(f"{seed}/{block.id}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(int.from_bytes(digest[:7], "big"))  # no other device's, as is kept
@@ -374,7 +374,7 @@ def stacked(
 
 
 def _of_sample(seed: int, step: int, sample: int) -> Generator:
-    """Random numbers of one sample alone."""
+    """Random numbers of a single sample."""
     return Generator().manual_seed(((seed * 1_000_003 + step) * 1_000_003 + sample) % 2**63)
 
 
