@@ -40,6 +40,9 @@ Work = Callable[[Request, Item, Callable[[], bool]], Found]
 """(request, item, whether to stop now) -> what was found; a function of a module, since it is sent to processes."""
 
 
+_POLL_SECONDS = 0.1
+
+
 class Workers:
     """Worker processes, or for one none beside this; they stop when ``limit`` says so, or by Ctrl-C.
 
@@ -90,9 +93,20 @@ class Workers:
         """
         for item, future in zip(items, self._begun(work, items), strict=True):
             try:
-                yield self._here(work, item) if future is None else future.result()
+                yield self._here(work, item) if future is None else self._awaited(future)
             except BrokenProcessPool:
                 yield self._here(work, item)
+
+    def _awaited(self, future: Future[Found]) -> Found:
+        """What a process found. Another thread may interrupt the limit meanwhile, of which processes must hear."""
+        while True:
+            try:
+                return future.result(_POLL_SECONDS)
+            except TimeoutError:
+                if future.done():  # it is the work's own
+                    raise
+                if self._limit.interrupted:
+                    self._stop.set()
 
     def _begun(self, work: Work[Item, Found], items: Sequence[Item]) -> list[Future[Found] | None]:
         """The items, given to the processes; None for those to be done here, as the first are: processes take time."""
