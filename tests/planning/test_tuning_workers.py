@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import parent_process
 
 import pytest
@@ -30,6 +31,22 @@ def is_deaf(request: Request, item: str, stopped: Callable[[], bool]) -> bool:
     if item == "dies" and parent_process() is not None:
         os._exit(1)
     return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def goes_on_until_stopped(request: Request, item: int, stopped: Callable[[], bool]) -> bool:
+    """Whether it was stopped, of a process that nobody sends a signal."""
+    while not stopped():
+        time.sleep(0.01)
+    return parent_process() is not None
+
+
+def test_another_thread_interrupts_what_processes_do() -> None:
+    limit = Limit()
+    with ThreadPoolExecutor() as threads, Workers(REQUEST, 2, limit) as workers:
+        assert list(workers.run(is_deaf, ["lives"])) == [True]  # the processes are there
+        found = threads.submit(lambda: list(workers.run(goes_on_until_stopped, [0, 1, 2])))
+        threads.submit(limit.interrupt)
+        assert found.result(240) == [True] * 3
 
 
 def test_ctrl_c_lets_work_come_to_its_end_and_the_second_one_does_not() -> None:

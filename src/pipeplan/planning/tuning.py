@@ -105,6 +105,8 @@ class Workers:
         told = 0
         while not future.done():
             wait([future], _POLL)
+            if self._limit.interrupted:  # by another thread, maybe, of which processes must hear
+                self._stop.set()
             told += self._limit.over
             if told * _POLL > _MOMENT:
                 raise TimeUpError(self._limit)
