@@ -202,7 +202,7 @@ def _write_all(found: FrontierResult, folder: str, outputs: Outputs) -> None:
 
 
 def _refuse_idle(ctx: click.Context, plans: bool) -> None:
-    """Refuse flags that would do nothing. Raises UsageError."""
+    """Refuse flags that would have no effect. Raises UsageError."""
     for parameter, flag in _ONLY_SPLITS.items() if plans else ():
         if ctx.get_parameter_source(parameter) is ParameterSource.COMMANDLINE:
             raise UsageError(f"{flag} has no effect with --plans; leave out {flag} or --plans")
