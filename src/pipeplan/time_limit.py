@@ -109,7 +109,7 @@ class Limit:
 
     @contextmanager
     def ended(self) -> Iterator[None]:
-        """The same, but time running out is no error: the code after this continues with what was found. So does Ctrl-C."""
+        """The same, but running out of time is no error: what follows continues with what was found, as at Ctrl-C."""
         try:
             with self.enforced():
                 yield

@@ -81,7 +81,7 @@ class Checkpoints:
         self._folder, self._held, self._all_ranks, self._progress = folder, held, all_ranks, progress
 
     def begin(self, resume: bool) -> int:
-        """Resume from the last complete checkpoint, or start without one; the number of steps done. Raises UsageError."""
+        """Resume from the last complete checkpoint, if there is one; the number of steps done. Raises UsageError."""
         self._progress.begin(Phase.RESUMING)
         refused, last = self._all_ranks.gather(self._taken() if self._progress.rank == 0 else ("", None))[0]
         if refused:
