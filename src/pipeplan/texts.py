@@ -1,4 +1,4 @@
-"""Text that somebody else wrote: which characters a file's texts may have, and how any text is shown.
+"""Text from files and users: which characters a file's texts may have, and how any text is shown.
 
 A terminal obeys control characters, and shows text in another order than it has where overrides of its direction say
 so. So no text of a file may have them, and whatever else is printed, such as a file's name or what an error says, is

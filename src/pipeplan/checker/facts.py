@@ -1,4 +1,4 @@
-"""What a plan says, by number; what is found wrong with it; and its figures, recomputed."""
+"""A plan in numbers, the problems found with it, and its figures, recomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Devices: how fast they are by their maker's figures, and by rates fitted to measured blocks.
+"""Devices: their speed by the maker's figures, and by rates fitted to measured blocks.
 
 A preset has the maker's figures with their source, and the share of them that kernels reach, as curves over a kernel's
 work.

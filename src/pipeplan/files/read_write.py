@@ -278,7 +278,7 @@ def _require_kind(given: object, kind: str, where: str) -> None:
 
 
 def _version_problem(given: object, current: int) -> str | None:
-    """Why a file of this version cannot be read, if it cannot."""
+    """Why a file of this version cannot be read; None if it can."""
     if type(given) is int and 1 <= given <= current:
         return None
     known = "1" if current == 1 else f"1 to {current}"
@@ -318,7 +318,7 @@ def read_bytes(path: str) -> bytes:
 
 
 def _refusal(error: ValidationError, where: str, complaint: str, form: Form) -> FileError:
-    """What to raise for a file that breaks its format, which has this form."""
+    """The error for a file that does not follow its format."""
     details = _own_problems(error.errors(include_url=False))
     if details[0]["type"] == "json_invalid":
         return FileError(f"{where}: not readable as JSON: {details[0]['ctx']['error']}")

@@ -176,7 +176,7 @@ class _Lenient(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_mistaken_keys(cls, value: Any) -> Any:
-        """Refuse a key that is meant to be one of ours, which is missing."""
+        """Refuse an unknown key that looks like a misspelt known one that is missing."""
         missing = [name for name in cls.model_fields if isinstance(value, dict) and name not in value]
         for key in value if missing else ():
             if key not in cls.model_fields and (question := did_you_mean(key, missing)):

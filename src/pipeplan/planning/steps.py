@@ -1,4 +1,4 @@
-"""The search for a plan: everything that it tries, in order, and the plan that comes of it.
+"""The search for a plan: everything it tries, in order, and the plan that results.
 
 Candidates get a first look as they come: bounds, and only known schedules. In turn with that, those that may still
 become the best are searched, the more promising ones for more and more of the time. There is a plan from the first look

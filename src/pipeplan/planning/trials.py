@@ -1,4 +1,4 @@
-"""What a search for a plan knows: the candidates that were tried, and the schedules found of each.
+"""The state of a search for a plan: the candidates tried so far, and the schedules found for each.
 
 A candidate's devices are chosen among a cluster's, so that what talks much is near. A first look says what it is worth;
 a search of its schedules takes a share of the time.
@@ -452,12 +452,12 @@ class PlanSearch:
         return min([*self.others.values(), *(trial.bound_ns for trial in self.trials if given)], default=0)
 
     def say(self, what: str) -> None:
-        """Say what is not known: a plan."""
+        """Report that no plan is known yet."""
         if self.progress is not None:
             self.progress(what, 0, 0, self.budget.elapsed)
 
     def report(self, trial: Trial) -> None:
-        """Say what is known after a look at a trial."""
+        """Report the best and the bound after a look at a trial."""
         self._say(f"{trial.candidate.source} {trial.candidate.placement.strategy}", self.best)
 
     def listen(self, trial: Trial) -> Progress | None:

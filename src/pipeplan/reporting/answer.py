@@ -91,9 +91,9 @@ def _plan(simulation: Simulation) -> list[Clause]:
     return [
         (f"{counted(len(stages), 'stage')}{virtual} x {replicas} replica{'' if replicas == '1' else 's'}", 0),
         ("" if split == "1" else f" x {split}-way tensor split", 0),
-        (f", {plan.placement}", 2),
+        (f", {plan.placement}", 3),
         (f"; {scheduler_words(plan.provenance.scheduler)}" if plan.provenance.scheduler else "", 0),
-        (", backward split" if workload.splits_backward else "", 2),
+        (", backward split" if workload.splits_backward else "", 4),
         (f", {counted(recomputed, 'stage')} recomputed" if recomputed else "", 1),
         (f"; {sizes}", 0),
     ]
@@ -176,5 +176,5 @@ def _idle(simulation: Simulation) -> list[Clause]:
     name = "device" if len(where) == 1 else "devices"
     clauses: list[Clause] = [(whole + parts, 0)]
     if longest > min(rates.idle_ns):
-        clauses.append((f"; most on {name} {number_ranges(where)}", 2))
+        clauses.append((f"; most on {name} {number_ranges(where)}", 5))
     return clauses

@@ -135,7 +135,7 @@ def print_proof(result: Result, file: TextIO | None = None) -> None:
 
 
 def _stage_tables(workload: Workload, width: int) -> list[Table]:
-    """A row for each stage, or for those that are alike but for their devices and the names of their blocks."""
+    """A row for each stage, or for stages that differ only in their devices and the names of their blocks."""
     kinds = {operation.stage: operation.kind for operation in workload.operations}
     stages, works = workload.stages, workload.work_of_stages
     figures = [
@@ -311,7 +311,7 @@ def _time_columns(simulation: Simulation) -> list[Column]:
 
 
 def _memory_columns(simulation: Simulation) -> list[Column]:
-    """Kinds of which there is nothing anywhere are left out, as is the limit where there is none."""
+    """Kinds that are zero everywhere are left out, and so is the limit if there is none."""
     columns = []
     for kind in MEMORY_KINDS:
         values = [memory.parts[kind] for memory in simulation.memory]
@@ -336,7 +336,7 @@ def print_timeline(simulation: Simulation, file: TextIO | None = None) -> None:
 
 
 def _marks(*, ascii_only: bool) -> str:
-    """Filler, idle, and what stands between parts of a timeline."""
+    """The filler, idle and separator characters of a timeline."""
     return "-.:" if ascii_only else "─·┊"
 
 

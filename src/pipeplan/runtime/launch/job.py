@@ -1,4 +1,4 @@
-"""A rank's job, in a form that travels between processes as JSON: what is asked of it and what it answers.
+"""A rank's job and its answer, in a form that travels between processes as JSON.
 
 Needs no torch: the parent of local ranks and the command line use it.
 """

@@ -1,4 +1,4 @@
-"""Start one process per device on this machine, watch them, and leave none behind.
+"""Start one process per device on this machine, watch them, and leave none running.
 
 Needs no torch: the ranks import it, the parent only listens. A rank learns who it is from one line on its
 standard input, which then stays open (it ends when the parent dies), and reports on a pipe of its own, one JSON

@@ -1,4 +1,4 @@
-"""A plain ``nn.Sequential`` as a model: its children are the blocks, one after another, and a loss ends them.
+"""A plain ``nn.Sequential`` as a model: its children are the blocks, in order, followed by a loss.
 
 Nothing is traced, so children may be any modules that take one tensor and return one, samples in the first dimension.
 """

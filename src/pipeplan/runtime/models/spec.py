@@ -149,7 +149,7 @@ class Model:
 
     @property
     def remark(self) -> str:
-        """What a user should know of ``switched_off``; empty where there is nothing."""
+        """What a user should know about ``switched_off``; empty if nothing."""
         if not self.switched_off:
             return ""
         counts = ", ".join(f"{name} x {count}" for name, count in self.switched_off.items())

@@ -1,4 +1,4 @@
-"""What a training is asked for, and what came of a run beside what its plan predicted."""
+"""The options of a training, and the outcome of a run next to what its plan predicted."""
 
 from __future__ import annotations
 
