@@ -134,8 +134,8 @@ def run_page(page: Path, folder: Path, *, slow: bool) -> Iterator[tuple[Block, s
         elif block.language == "bash":
             yield block, block.body, "", run_command(block.body, folder, _code(block))
         else:
-            after = next((each for each in known if each.start > block.start), None)
-            shown = after.body if after is not None and after.language == "text" else ""
+            below = block.start + len(block.body) + len("```\n\n```text\n")
+            shown = next((each.body for each in known if (each.language, each.start) == ("text", below)), "")
             yield block, block.body, shown, _run_python(block, names, folder)
 
 
