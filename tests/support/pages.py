@@ -165,7 +165,11 @@ def run_command(text: str, folder: Path, code: int = 0) -> str:
             check=False,
         )
     assert done.returncode == code, f"{text}\nended with {done.returncode}, not {code}\n{done.stdout}{done.stderr}"
-    return str(done.stdout) + str(done.stderr)
+    return _SO_FAR.sub("", f"{done.stdout}{done.stderr}")
+
+
+_SO_FAR = re.compile(r"^pipeplan: after [^:]*: .*\n", re.MULTILINE)
+"""What is said on the way where it takes long, which depends on the machine."""
 
 
 def _run_python(block: Block, names: dict[str, object], folder: Path) -> str:
