@@ -134,8 +134,8 @@ def run_page(page: Path, folder: Path, *, slow: bool) -> Iterator[tuple[Block, s
         elif block.language == "bash":
             yield block, block.body, "", run_command(block.body, folder, _code(block))
         else:
-            after = next((each for each in known if each.start > block.start), None)
-            shown = after.body if after is not None and after.language == "text" else ""
+            below = block.start + len(block.body) + len("```\n\n```text\n")
+            shown = next((each.body for each in known if (each.language, each.start) == ("text", below)), "")
             yield block, block.body, shown, _run_python(block, names, folder)
 
 
@@ -165,7 +165,11 @@ def run_command(text: str, folder: Path, code: int = 0) -> str:
             check=False,
         )
     assert done.returncode == code, f"{text}\nended with {done.returncode}, not {code}\n{done.stdout}{done.stderr}"
-    return str(done.stdout) + str(done.stderr)
+    return _SO_FAR.sub("", f"{done.stdout}{done.stderr}")
+
+
+_SO_FAR = re.compile(r"^pipeplan: after [^:]*: .*\n", re.MULTILINE)
+"""What is said on the way where it takes long, which depends on the machine."""
 
 
 def _run_python(block: Block, names: dict[str, object], folder: Path) -> str:
