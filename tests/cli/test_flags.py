@@ -3,7 +3,7 @@
 import pytest
 from click import Context
 
-from pipeplan.cli.main import cli
+from pipeplan.cli.main import VERBS, cli
 
 RENAMED = [
     ("search", "--spread", "--shard-shared", "yes"),
@@ -15,6 +15,9 @@ RENAMED = [
 ]
 ALIASES = [
     ("search", "--replicas", "--dp", "2"),
+    ("search", "--mini-batch", "--global-batch-size", "8"),
+    ("compare", "--mini-batch", "--global-batch-size", "8"),
+    ("frontier", "--mini-batch", "--global-batch-size", "8"),
     ("search", "--chunks", "--vp", "3"),
     ("compare", "--chunks", "--virtual-stages", "3"),
     ("example", "--chunks", "--vp", "3"),
@@ -39,6 +42,17 @@ def test_help_shows_new_spellings_alone(verb: str, old: str, new: str) -> None:
     words = context.command.get_help(context).split()
     assert new in words
     assert old not in words
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    "names", [("--replicas", "--dp"), ("--chunks", "--vp", "--virtual-stages"), ("--mini-batch", "--global-batch-size")]
+)
+def test_every_verb_that_has_a_flag_has_its_aliases(verb: str, names: tuple[str, ...]) -> None:
+    command = cli.get_command(Context(cli), verb)
+    assert command is not None
+    for parameter in command.params:
+        assert names[0] not in parameter.opts or set(names) <= {*parameter.opts}
 
 
 @pytest.mark.parametrize(("verb", "one", "other"), [case[:3] for case in ALIASES])

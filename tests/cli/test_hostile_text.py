@@ -68,8 +68,11 @@ def require_plain(done: subprocess.CompletedProcess[str]) -> None:
 
 
 VERBS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
-    "search": (("search", "profile.json", *QUICK), ("[/model]", *MARKUP[:2])),
-    "search on a cluster": (("search", "profile.json", *QUICK, "--cluster", "cluster.json"), ("[/model]", MARKUP[0])),
+    "search": (("search", "profile.json", *QUICK, "--details"), ("[/model]", *MARKUP[:2])),
+    "search on a cluster": (
+        ("search", "profile.json", *QUICK, "--cluster", "cluster.json", "--details"),
+        ("[/model]", MARKUP[0]),
+    ),
     "rules": (("search", "profile.json", *QUICK, "--rules", "rules.toml"), ("[/nope]rules",)),
     "tuning": (
         ("search", "profile.json", *QUICK, "--scheduler", "rules", "--workers", 1, "--time-limit", "60s"),

@@ -58,7 +58,7 @@ def test_figures_and_plan(v: Path, tmp_path: Path) -> None:
 
 
 def test_report_is_for_people_and_the_plan_goes_to_stdout_if_asked(v: Path) -> None:
-    report = pipeplan("search", v).stdout
+    report = pipeplan("search", v, "--details").stdout
     assert "bubble rate" in report
     assert "bottleneck: stage 0 on device 0, 4ms of work per micro-batch, 0.0% above" in report
     assert json.loads(pipeplan("search", v, "-o", "-").stdout)["kind"] == "plan"

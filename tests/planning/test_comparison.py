@@ -288,7 +288,7 @@ def test_stages_of_several_chunks_share_a_device() -> None:
     plan = search_plan(
         request_of(chain(12), "circular", Batch(4, 1), num_devices=1, chunks=2, **(QUICK | {"scheduler": "gpipe"}))
     ).plan
-    assert bottleneck(plan.workload).startswith("bottleneck: stages 0, 1 on device 0, 3.6us of work")
+    assert bottleneck(plan.workload).startswith("bottleneck: stages 0-1 on device 0, 3.6us of work")
     stream = io.StringIO()
     print_stages(plan.workload, stream)
     first = plan.stages[0].blocks

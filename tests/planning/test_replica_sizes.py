@@ -13,7 +13,7 @@ from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Block, CostRow, Edge, Profile, Source, write_file
 from support.commands import pipeplan
 
-FREE = "links are free: without --cluster nothing that devices exchange takes time"
+FREE = "links are free: without --cluster, transfers take no time"
 QUICK = ("--deterministic", "--time-limit", "1s")
 
 
@@ -42,7 +42,7 @@ def asked(chain: Path) -> tuple[object, ...]:
 
 def test_search_and_simulate_say_both(chain: Path, tmp_path: Path) -> None:
     plan = tmp_path / "plan.json"
-    report = pipeplan("search", *asked(chain), "-o", plan).stdout
+    report = pipeplan("search", *asked(chain), "-o", plan, "--details").stdout
     assert "4 micro-batches of 16 samples, 4 per replica" in report
     assert "4 replicas of 4 samples" in report, "in the table of stages"
     for arguments in (("search", *asked(chain)), ("simulate", plan)):
@@ -59,7 +59,7 @@ def test_without_replicas_there_is_one_figure(chain: Path) -> None:
 
 def test_compare_says_both(chain: Path) -> None:
     lines = pipeplan("compare", *asked(chain)).stdout.splitlines()
-    assert lines[0] == "chain: 8 devices, 4 micro-batches of 16 samples, 4 per replica, memory no limit"
+    assert lines[0] == "chain: 8 devices, 4 micro-batches of 16 samples, 4 per replica, no memory limit"
     rows = json.loads(pipeplan("compare", *asked(chain), "--json").stdout)["rows"]
     assert all((row["replicas"], row["samples_per_replica"]) == (4, [4, 4]) for row in rows)
 
@@ -120,4 +120,4 @@ def test_edges_with_a_time_of_their_own_are_excepted(tmp_path: Path) -> None:
     path = tmp_path / "v.json"
     write_file(shape("v", 4, costs=ShapeCosts(comm_ns=10_000)), str(path))
     said = " ".join(pipeplan("search", path, *QUICK).stdout.split())
-    assert f"{FREE}, but for 3 edges of the profile with a time of their own" in said
+    assert f"{FREE}, except on 3 edges whose time the profile states" in said

@@ -75,7 +75,7 @@ def frontier(file: TextIO) -> None:
         FrontierPoint(2**n, 80 * 10**9 - n * 3_333_333_333, 10**9 + n * 123_456_789, what, n == 1, n == 2, 0, 12.34 * n)
         for n in range(4)
     ]
-    notes = ("1, 2, 4 devices: 13% to 57% of the computing is done by several devices alike (copies)",) * 2
+    notes = ("1, 2, 4 devices: 13% to 57% of the computing is repeated on several devices",) * 2
     print_frontier(
         FrontierResult("gpt2-345m", "all", "whole plans", 512, False, 1.0, tuple(points), (), notes, yardstick=KNOWN),
         file,

@@ -156,7 +156,7 @@ def test_halves_are_numbered_by_their_micro_batch_in_every_timeline() -> None:
         rows = [line.split(maxsplit=1)[1] for line in lines if re.match(" +[0-2] .*F0", line)]
         expected = [[text if width == 250 else text.partition(".")[0] for text in own] for own in actions]
         assert [re.findall(shown, row) for row in rows] == expected
-        assert any("micro-batches in halves: F0.0 and F0.1" in line for line in lines)
+        assert any("sliced micro-batches: F0.0 and F0.1" in line for line in lines)
     groups = ElementTree.fromstring(timeline_svg(simulation)).findall(f"{SVG}g")
     labels = [[text.text for text in group.findall(f"{SVG}text") if text.get("class") == "bar"] for group in groups]
     assert labels == [[text[1:] for text in own] for own in actions]

@@ -196,7 +196,7 @@ class TestPlacementChoice:
         profile = shape("v", 4).model_copy(update={"placement": None})
         assert choose_placement(profile, "auto", 2) == ("auto", 2)
         assert choose_placement(profile, "circular", 2) == ("circular", 2)
-        with pytest.raises(UsageError, match="say how many --devices"):
+        with pytest.raises(UsageError, match="give --devices or a --cluster"):
             choose_placement(profile, "auto", None)
         with pytest.raises(UsageError, match="neither a file nor a strategy; choose from auto"):
             choose_placement(profile, "zigzag", 2)

@@ -1,6 +1,6 @@
 """Data: devices, clusters, sizes of models, scheduling rules, recipes of training state, targets; and reading it.
 
-Here: one file per member, in a folder per kind, listed and read with the standard library and ``errors`` alone, so
+Here: one file per member, in a folder per kind, listed and read with only the standard library and ``errors``, so
 that every room can use them. Not here: what the data means, and code of any other kind; that lives in the rooms that
 read it.
 """
@@ -86,7 +86,7 @@ class ModelSize:
 
 
 RUNNING_FAMILIES = ("gpt", "encoder-decoder", "flava", "mmt", "dlrm", "candle-uno")
-"""Families of models that can be run, too, by the zoo; the others are profiles alone."""
+"""Families of models that can be run, too, by the zoo; the others are only profiles."""
 
 
 @cache

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs
-from pipeplan.cli.shared import BYTES, COUNTS, DEVICE, DURATION, EXAMPLE, FILE
+from pipeplan.cli.shared import BYTES, COUNTS, DEVICE, DURATION, EXAMPLE, FILE, given_file
 from pipeplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeplan._api import Cluster, Profile
 
 _SHARED = ("shared_forward_ns", "shared_backward_ns")
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
@@ -26,7 +29,7 @@ _TAKERS = {
 
 
 class _Command(click.Command):
-    """Its help names what the catalog has."""
+    """Its help lists what the catalog has."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The text, and lists of all models and testbeds."""
@@ -38,7 +41,7 @@ class _Command(click.Command):
 
 
 def _together(names: Iterable[str]) -> Iterator[str]:
-    """KnownNames that differ in their last word alone as one: ``gpt2-{124m,345m}``."""
+    """Names that differ only in their last word as one: ``gpt2-{124m,345m}``."""
     groups: dict[str, list[str]] = {}
     for name in names:
         prefix, dash, last = name.rpartition("-")
@@ -61,74 +64,74 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
     type=click.IntRange(min=1),
     help="Virtual stages: stages per device of shape-circular.  [default: 2]",
 )
-@click.option("--forward", "forward_ns", type=DURATION, default="1ms", help="Forward of a chain block.")
-@_duration("--backward", "Backward of a chain block.  [default: 3ms]")
+@click.option("--forward", "forward_ns", type=DURATION, default="1ms", help="Forward time of a chain block.")
+@_duration("--backward", "Backward time of a chain block.  [default: 3ms]")
 @click.option(
-    "--input-grad", "input_grad_ns", type=DURATION, help="Input gradient of a chain block, instead of --backward."
+    "--input-grad", "input_grad_ns", type=DURATION, help="Input-gradient time of a chain block, instead of --backward."
 )
 @click.option(
-    "--weight-grad", "weight_grad_ns", type=DURATION, help="Weight gradient of a chain block, with --input-grad."
+    "--weight-grad", "weight_grad_ns", type=DURATION, help="Weight-gradient time of a chain block, with --input-grad."
 )
 @click.option(
-    "--shared-forward", "shared_forward_ns", type=DURATION, help="Forward of a block on all devices.  [default: 1ms]"
+    "--shared-forward",
+    "shared_forward_ns",
+    type=DURATION,
+    help="Forward time of a block on all devices.  [default: 1ms]",
 )
 @click.option(
-    "--shared-backward", "shared_backward_ns", type=DURATION, help="Backward of a block on all devices.  [default: 1ms]"
+    "--shared-backward",
+    "shared_backward_ns",
+    type=DURATION,
+    help="Backward time of a block on all devices.  [default: 1ms]",
 )
-@click.option("--comm", "comm_ns", type=DURATION, default="0ns", help="Latency between chain blocks.")
-@click.option("--activation-bytes", type=BYTES, default="1GB", help="Held by each chain block.")
+@click.option("--comm", "comm_ns", type=DURATION, default="0", help="Latency between chain blocks.")
+@click.option("--activation-bytes", type=BYTES, default="1GB", help="Activations that each chain block holds.")
 @click.option(
-    "--weight-grad-bytes", type=BYTES, default="0", help="Held from the input gradient to the weight gradient."
+    "--weight-grad-bytes", type=BYTES, default="0", help="Bytes held from the input gradient to the weight gradient."
 )
 @click.option(
     "--device", type=DEVICE, metavar="PRESET", help="Device that a model's costs are for.  [default: a100-80gb]"
 )
-@click.option("--microbatch", type=COUNTS, metavar="1,2,4", help="Samples per micro-batch that a model has costs for.")
+@click.option("--microbatch", type=COUNTS, metavar="1,2,4", help="Micro-batch sizes that a model has costs for.")
 @click.option(
-    "--shards", type=COUNTS, metavar="1,2,4", help="Devices that split a block; costs for each.  [default: 1]"
+    "--shards",
+    type=COUNTS,
+    metavar="1,2,4",
+    help="Numbers of devices that split a block, each with its costs.  [default: 1]",
 )
-@click.option("--cluster", type=FILE, metavar="FILE", help="Whose links time the collectives of split blocks.")
+@click.option("--cluster", type=FILE, metavar="FILE", help="Cluster whose links time the collectives of split blocks.")
 @click.option("-o", "--output", type=FILE, default="-", metavar="FILE", help="Where to write; - for stdout.")
 @click.pass_context
-def example_command(
-    ctx: click.Context,
-    /,
-    name: str,
-    devices: int,
-    chunks: int | None,
-    device: str | None,
-    microbatch: tuple[int, ...] | None,
-    shards: tuple[int, ...] | None,
-    cluster: str | None,
-    output: str,
-    **costs: int | None,
-) -> None:
-    """Write the file NAME: a shape with its placement, a paper's model with estimated costs, or a paper's cluster.
+def example_command(ctx: click.Context, /, name: str, output: str, **_: Any) -> None:
+    """Write a ready input, by NAME: a shape with its placement, a paper's model with estimated costs, or a paper's
+    cluster.
 
     Shapes: shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular, shape-zbv. Costs are for one
     micro-batch on one device; shape-circular and shape-zbv divide them among the device's chunks.
 
-    Models take --device, --microbatch, --shards and --cluster alone. Testbeds are clusters; --devices cuts or extends
+    Models take only --device, --microbatch, --shards and --cluster. Testbeds are clusters; --devices cuts or extends
     them.
     """
+    with Outputs({"-o": output}) as outputs:
+        outputs.write(made_example(ctx), output)
+
+
+def made_example(ctx: click.Context) -> Profile | Cluster:
+    """What the flags ask for. Raises UsageError."""
+    given = dict(ctx.params)
+    name, devices, chunks = given.pop("name"), given.pop("devices"), given.pop("chunks")
+    device, cluster = given.pop("device"), given_file("cluster", given.pop("cluster"))
+    sizes, shards, _ = given.pop("microbatch"), given.pop("shards"), given.pop("output")
     kind = _api.example_kind(name)
     _refuse_others(ctx, name, kind)
-    with Outputs({"-o": output}) as outputs:
-        if kind == "testbeds":
-            asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
-            outputs.write(_api.make_cluster(name, asked), output)
-        elif kind == "models":
-            profile = _api.make_model(
-                name,
-                device=device or "a100-80gb",
-                microbatch_sizes=microbatch,
-                shards=shards or (1,),
-                cluster=None if cluster is None else _api.read_cluster(cluster),
-            )
-            outputs.write(profile, output)
-        else:
-            _require_shared(ctx, name, costs)
-            outputs.write(_api.make_shape(name, devices, chunks=chunks, **costs), output)
+    if kind == "testbeds":
+        asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
+        return _api.make_cluster(name, asked)
+    if kind == "models":
+        how = {"device": device or "a100-80gb", "microbatch_sizes": sizes, "shards": shards or (1,)}
+        return _api.make_model(name, **how, cluster=cluster)
+    _require_shared(ctx, name, given)
+    return _api.make_shape(name, devices, chunks=chunks, **given)
 
 
 def _require_shared(ctx: click.Context, name: str, costs: Mapping[str, int | None]) -> None:

@@ -1,4 +1,4 @@
-"""``pipeplan check`` and ``pipeplan simulate``: is a plan right, and what it does in time."""
+"""``pipeplan check`` and ``pipeplan simulate``: is a plan right, and how does it run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 @click.command("check")
 @click.argument("plan_path", type=FILE, metavar="PLAN")
 @click.option(
-    "--profile", "profile_path", type=FILE, metavar="FILE", help="Check costs and dependencies against the profile too."
+    "--profile",
+    "profile_path",
+    type=FILE,
+    metavar="FILE",
+    help="Also check costs and dependencies against the profile.",
 )
 @click.option(
     "--cluster",
     "cluster_path",
     type=FILE,
     metavar="FILE",
-    help="Check memory and transfer times against the cluster too.",
+    help="Also check memory and transfer times against the cluster.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: valid, problems, figures.")
 @click.pass_context
@@ -38,8 +42,8 @@ def check_command(
     """Recompute everything PLAN says: actions, dependencies, messages, times, memory, figures.
 
     Exits with 0 if all is right, 1 if a rule is broken (the first problems are shown, each with its place), 2 if
-    a file cannot be read. Transfer times are compared only with the profile given, and for a plan made for a
-    cluster only with the cluster given too.
+    a file cannot be read. Transfer times are checked only with --profile, and those of a plan made for a cluster
+    only with --cluster, too.
     """
     plan = _api.read_plan(plan_path)
     profile = _api.read_profile(profile_path) if profile_path is not None else None
@@ -85,7 +89,7 @@ if TYPE_CHECKING:
     "measured_path",
     type=FILE,
     metavar="TRACE",
-    help="Compare with what a run of PLAN measured, as run --trace wrote it.",
+    help="Compare with the measured times of a run of PLAN, as written by run --trace.",
 )
 @click.option("--svg", "svg_path", type=FILE, metavar="FILE", help="Write the timeline as SVG; - for stdout.")
 @click.option("--trace", "trace_path", type=FILE, metavar="FILE", help="Write the timeline for Perfetto; - for stdout.")
@@ -103,15 +107,12 @@ def simulate_command(
     """Replay PLAN: when every action runs if each starts as soon as it can.
 
     Prints the makespan, throughput, the three bubble rates, busy, idle and memory of each device, a timeline, the
-    critical path, the stages and the bottleneck; with --measured what actions, devices and the iteration were predicted
-    to take, and what they took. PLAN may be - for stdin.
+    critical path, the stages and the bottleneck; with --measured, the predicted and measured times of actions, devices
+    and the iteration. PLAN may be - for stdin.
     """
     inputs = {"PLAN": plan_path, "--profile": profile_path, "--cluster": cluster_path, "--measured": measured_path}
-    _require_one_of_each("read from stdin", inputs)
-    _require_one_of_each(
-        "print to stdout", {"--json": "-" if as_json else None, "--svg": svg_path, "--trace": trace_path}
-    )
-    with Outputs({"--svg": svg_path, "--trace": trace_path}) as outputs:
+    _require_one_stdin(inputs)
+    with Outputs({"--svg": svg_path, "--trace": trace_path}, as_json=as_json) as outputs:
         simulation = _api.simulate(
             _api.read_plan(plan_path),
             microbatches,
@@ -127,21 +128,23 @@ def simulate_command(
 
             outputs.write_text(trace_text(simulation), trace_path)
         _warn(simulation)
-        if "-" not in (svg_path, trace_path):
-            _print(simulation, as_json, measured_path)
+        if measured_path is not None:
+            simulation = _api.with_measured(simulation, measured_path)
+        if not outputs.on_stdout:
+            _print(simulation, as_json)
 
 
-def _require_one_of_each(what: str, paths: dict[str, str | None]) -> None:
-    """At most one of some options may be ``-``."""
+def _require_one_stdin(paths: dict[str, str | None]) -> None:
+    """At most one of some files may be ``-``."""
     chosen = [name for name, path in paths.items() if path == "-"]
     if len(chosen) > 1:
-        raise UsageError(f"{' and '.join(chosen)} would both {what}; give a file for one of them")
+        raise UsageError(f"{' and '.join(chosen)} would both read from stdin; give a file for one of them")
 
 
 def _warn(simulation: Simulation) -> None:
     """Say on stderr what does not fit together."""
     if simulation.overflow is not None:
-        say(f"pipeplan: too little memory: {simulation.overflow}; search a plan for it with --memory", err=True)
+        say(f"pipeplan: too little memory: {simulation.overflow}; search for a plan with --memory", err=True)
     stated = simulation.plan.predicted.makespan_ns
     if simulation.as_planned and stated != simulation.rates.makespan_ns:
         say(
@@ -151,23 +154,15 @@ def _warn(simulation: Simulation) -> None:
         )
 
 
-def _print(simulation: Simulation, as_json: bool, measured_path: str | None) -> None:
-    if measured_path is not None:
-        _print_compared(simulation, as_json, measured_path)
-    elif as_json:
+def _print(simulation: Simulation, as_json: bool) -> None:
+    if as_json:
         say(json.dumps(simulation.figures()))
+    elif simulation.measured is not None:
+        from pipeplan.reporting.tables import print_measured
+
+        print_measured(simulation, simulation.measured, sys.stdout)
     else:
         from pipeplan.reporting.terminal import print_simulation, print_stages
 
         print_simulation(simulation, sys.stdout)
         print_stages(simulation.workload, sys.stdout)
-
-
-def _print_compared(simulation: Simulation, as_json: bool, path: str) -> None:
-    comparison = _api.compare_measured(simulation, path)
-    if as_json:
-        say(json.dumps({**simulation.figures(), "measured": comparison.figures()}))
-    else:
-        from pipeplan.reporting.tables import print_measured
-
-        print_measured(simulation, comparison, sys.stdout)

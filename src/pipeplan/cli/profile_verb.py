@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +25,16 @@ from pipeplan.cli.shared import (
     SEQUENCE,
     OneOf,
     Shown,
+    given_file,
     granularity,
     interrupt_on_sigterm,
-    require_stdout_once,
     warnings_shown,
 )
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
 from pipeplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from pipeplan._api import Cluster, LinkPoint, LinkResult, Model, Profile, UnfinishedProfile
+    from pipeplan._api import Cluster, LinkOptions, LinkPoint, LinkResult, Model, Profile, UnfinishedProfile
 
 INTERRUPTED = 130
 
@@ -46,12 +46,7 @@ def measure_communication(ctx: click.Context, outputs: Outputs) -> None:
     """
     given = ctx.params
     output: str = given["output"]
-    options = _api.LinkOptions(
-        smallest_bytes=given["min_bytes"],
-        largest_bytes=given["max_bytes"],
-        **{name: given[name] for name in ("repeats", "warmup", "device")},
-    )
-    base = _api.read_cluster(given["cluster"]) if given["cluster"] else None
+    options, base = link_options(given), given_file("cluster", given["cluster"])
     written: list[Cluster] = []
 
     def keep(cluster: Cluster) -> None:
@@ -64,7 +59,7 @@ def measure_communication(ctx: click.Context, outputs: Outputs) -> None:
             interrupt_on_sigterm()
         else:
             _require_ranks()
-        found = _api.measure_links(options, given["processes"], base, on_point=_tell, keep=keep)
+        found = _api.measure_links(options, given["processes"], base, on_point=_tell_point, keep=keep)
     except KeyboardInterrupt:
         kept = f"{len(written[-1].measured)} curves are in {output}" if written and output != "-" else "nothing is kept"
         say(f"pipeplan: interrupted while measuring links; {kept}", err=True)
@@ -76,7 +71,16 @@ def measure_communication(ctx: click.Context, outputs: Outputs) -> None:
     _print_curves(found, outputs, output, as_json=given["as_json"])
 
 
-def _tell(point: LinkPoint) -> None:
+def link_options(given: Mapping[str, Any]) -> LinkOptions:
+    """Which messages are measured, and how often."""
+    return _api.LinkOptions(
+        smallest_bytes=given["min_bytes"],
+        largest_bytes=given["max_bytes"],
+        **{name: given[name] for name in ("repeats", "warmup", "device")},
+    )
+
+
+def _tell_point(point: LinkPoint) -> None:
     if sys.stderr.isatty():
         say(f"{point.operation} of {point.size} bytes: {point.ns / 1000:.1f} us", err=True)
 
@@ -91,11 +95,15 @@ def _require_ranks() -> None:
 
 def add_communication(given: Mapping[str, Any], outputs: Outputs) -> None:
     """Read measured link times, write the cluster with them, and print how well each curve predicts unseen times."""
-    cluster = _api.read_cluster(given["cluster"])
-    printed = {path: _read_text(path) for path in given["communication_from"]}
-    found = _api.add_links(cluster, printed, given["level"])
+    found = with_links(given)
     outputs.write(found.cluster, given["output"])
     _print_curves(found, outputs, given["output"], as_json=given["as_json"])
+
+
+def with_links(given: Mapping[str, Any]) -> LinkResult:
+    """The cluster with the times that nccl-tests' outputs have."""
+    printed = {path: _read_text(path) for path in given["communication_from"]}
+    return _api.add_links(given_file("cluster", given["cluster"]), printed, given["level"])
 
 
 def _print_curves(found: LinkResult, outputs: Outputs, output: str, *, as_json: bool) -> None:
@@ -127,70 +135,85 @@ def _read_text(path: str) -> str:
 
 @click.command("profile")
 @click.argument("name", type=MODEL, metavar="[MODEL]", required=False)
-@click.option("--microbatch", type=COUNTS, default="1,2,4", help="Samples per run.")
+@click.option("--microbatch", type=COUNTS, default="1,2,4", help="Micro-batch sizes to measure.")
 @SEQUENCE
-@granularity("What a block of a captured model is.  [default: half]")
-@click.option("--shared", multiple=True, metavar="BLOCK", help="Blocks for all devices, by id or operator; * matches.")
-@click.option("--shards", type=COUNTS, default="1", help="Devices that split each block.")
-@click.option("--recompute", is_flag=True, help="Costs with activation checkpointing too.")
+@granularity("Granularity of a captured model's blocks.  [default: half]")
+@click.option(
+    "--shared",
+    multiple=True,
+    metavar="BLOCK",
+    help="Blocks to share over all devices, by id or operator; * is a wildcard.",
+)
+@click.option("--shards", type=COUNTS, default="1", help="Numbers of devices that split each block.")
+@click.option("--recompute", is_flag=True, help="Also give costs with activation checkpointing.")
 @click.option(
     "--dtype",
     type=OneOf(["float32", "bfloat16", "float16", "float64"]),
-    help="Number format.  [default: float32; of an estimate the preset's]",
+    help="Number format.  [default: float32; for an estimate the preset's]",
 )
-@click.option("--device", type=MEASURED_DEVICE, metavar="cpu|cuda|PRESET", default="cpu", help="Preset of an estimate.")
+@click.option(
+    "--device",
+    type=MEASURED_DEVICE,
+    metavar="cpu|cuda|PRESET",
+    default="cpu",
+    help="Where to measure, or the preset to estimate for.",
+)
 @click.option("--threads", type=click.IntRange(1, 4096), help="Threads of CPU operators.  [default: torch's choice]")
-@click.option("--repeats", type=click.IntRange(1, 100_000), default=10, help="Timed runs.")
-@click.option("--warmup", type=click.IntRange(0, 100_000), default=3, help="Runs before them.")
+@click.option("--repeats", type=click.IntRange(1, 100_000), default=10, help="Timed runs of each block.")
+@click.option("--warmup", type=click.IntRange(0, 100_000), default=3, help="Untimed runs before them.")
 @SEED
-@click.option("--estimate", is_flag=True, help="Run nothing: count bytes and work, and take a device's rates.")
+@click.option("--estimate", is_flag=True, help="Run nothing: count bytes and FLOPs, and use a preset's rates.")
 @click.option("--calibrate", type=FILE, metavar="PROFILE", help="Measured profile to fit an estimate's times to.")
 @click.option(
-    "--show", type=FILE, metavar="PROFILE", help="Measure nothing: print a profile, and what makes plans from it wrong."
+    "--show",
+    type=FILE,
+    metavar="PROFILE",
+    help="Measure nothing: print a profile, with warnings of what would spoil plans.",
 )
 @click.option(
     *("--communication-from", "communication_from"),
     type=FILE,
     multiple=True,
     metavar="FILE",
-    help="Measure nothing: put what nccl-tests printed, text or JSON, into a cluster. May be repeated.",
+    help="Measure nothing: read link times from nccl-tests' output, text or JSON. May be repeated.",
 )
 @click.option("--communication", is_flag=True, help="Measure links, under torchrun or with --processes.")
 @click.option("--processes", type=click.IntRange(2, 64), help="Number of local processes to measure links between.")
 @click.option("--min-bytes", type=BYTES, default="1KiB", help="Smallest message.")
 @click.option("--max-bytes", type=BYTES, default="64MiB", help="Largest message.")
 @click.option(
-    "--cluster", type=FILE, metavar="CLUSTER", help="Cluster to put link times into, or to take collectives from."
+    "--cluster", type=FILE, metavar="CLUSTER", help="Cluster to add link times to, or to time collectives with."
 )
-@click.option("--level", metavar="NAME", help="The cluster's level that was measured.  [default: by devices]")
+@click.option(
+    "--level", metavar="NAME", help="The cluster's level that was measured.  [default: by the number of devices]"
+)
 @click.option(
     "-o", "--output", type=FILE, metavar="FILE", help="Where to write the profile, or the cluster; - for stdout."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
 def profile_command(ctx: click.Context, /, **_: Any) -> None:
-    """Measure MODEL block by block: times of forward and backward, and what memory they hold.
+    """Measure MODEL block by block: forward and backward times, and the memory they hold.
 
-    MODEL is a name of the zoo (gpt2-tiny, gpt2-124m, tessel-mt5-tiny, mmt and others: docs/models.md), a Hugging Face
+    MODEL is a zoo model (gpt2-tiny, gpt2-124m, tessel-mt5-tiny, mmt and others: docs/models.md), a Hugging Face
     configuration (a config.json or 'LlamaConfig(num_hidden_layers=4)'), or pkg.mod:factory, a function that returns a
     model or a module with example inputs. Use an idle machine: every number is a median, and the profile says how much
     the runs vary.
 
     What was measured before an interruption is kept, and the same command resumes from it.
 
-    --estimate runs nothing and takes the rates of a --device such as a100-80gb. --communication measures links and
-    writes a cluster. Two more uses need no torch: --show PROFILE looks a profile over, with --microbatch for those
-    sizes; --communication-from FILE --cluster CLUSTER -o FILE puts nccl-tests' times into a cluster.
+    --estimate runs nothing and uses the rates of a --device such as a100-80gb. --communication measures links and
+    writes a cluster. Two more uses need no torch: --show PROFILE inspects a profile, at the sizes of --microbatch;
+    --communication-from FILE --cluster CLUSTER -o FILE adds nccl-tests' times to a cluster.
     """
     use = _require_one_use(ctx)
     given = ctx.params
     if use == "show":
         _show(given["show"], given["microbatch"] if _given(ctx, "microbatch") else (), given["as_json"])
         return
-    require_stdout_once(given["output"], given["as_json"])
-    if use != "communication_from":
-        _api.require_torch("profile")
-    with Outputs({"-o": given["output"]}) as outputs:
+    with Outputs({"-o": given["output"]}, as_json=given["as_json"]) as outputs:
+        if use != "communication_from":
+            _api.require_torch("profile")
         if use == "communication_from":
             add_communication(given, outputs)
         elif use == "communication":
@@ -256,15 +279,7 @@ def _measure(ctx: click.Context, outputs: Outputs) -> None:
     shown = Shown("measuring")
     try:
         with warnings_shown(), shown:
-            profile = _api.profile(
-                _model(given),
-                given["microbatch"],
-                dtype=given["dtype"] or "float32",
-                **{name: given[name] for name in _MEASURING},
-                cluster=_cluster(given),
-                progress=shown.update,
-                partial=partial,
-            )
+            profile = measured(given, _tell, progress=shown.update, partial=partial)
     except KeyboardInterrupt:
         say(f"pipeplan: interrupted while measuring {shown.what}; {_kept(partial)}", err=True)
         ctx.exit(INTERRUPTED)
@@ -284,40 +299,56 @@ _MEASURING = ("threads", "repeats", "warmup", "device", "seed", "shards", "recom
 def _estimate(given: Mapping[str, Any], outputs: Outputs) -> None:
     """Estimate a model for a device preset, calibrated by a measured profile if there is one, and write the profile."""
     begin = time.monotonic()
-    calibration = _api.read_profile(given["calibrate"]) if given["calibrate"] else None
     with warnings_shown(), Shown("estimating") as shown:
-        profile = _api.estimate(
-            _model(given, meta=True),
-            given["microbatch"],
-            device=given["device"],
-            dtype=given["dtype"],
-            shards=given["shards"],
-            recompute=given["recompute"],
-            calibration=calibration,
-            cluster=_cluster(given),
-            progress=shown.update,
-        )
+        profile = estimated(given, _tell, progress=shown.update)
     outputs.write(profile, given["output"])
     _print(profile, given, outputs, begin)
 
 
-def _model(given: Mapping[str, Any], *, meta: bool = False) -> Model:
-    """The model that the command line names."""
+def measured(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any) -> Profile:
+    """The profile of the model that the parameters name; ``tell`` gets what a reader must know of it."""
+    return _api.profile(
+        _model(given, tell),
+        given["microbatch"],
+        dtype=given["dtype"] or "float32",
+        **{name: given[name] for name in _MEASURING},
+        cluster=given_file("cluster", given["cluster"]),
+        **how,
+    )
+
+
+def estimated(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any) -> Profile:
+    """The same, estimated for a device preset, and calibrated by a measured profile if there is one."""
+    calibration = given_file("profile", given["calibrate"])
+    return _api.estimate(
+        _model(given, tell, meta=True),
+        given["microbatch"],
+        device=given["device"],
+        dtype=given["dtype"],
+        shards=given["shards"],
+        recompute=given["recompute"],
+        calibration=calibration,
+        cluster=given_file("cluster", given["cluster"]),
+        **how,
+    )
+
+
+def _model(given: Mapping[str, Any], tell: Callable[[str], None], *, meta: bool = False) -> Model:
+    """The model that is named."""
     how = {name: given[name] for name in ("sequence", "grain", "shared", "shards")}
     model = _api.load_model(given["name"], **how, meta=meta)
     if model.remark:
-        say(f"pipeplan: {model.remark}", err=True)
+        tell(model.remark)
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
-        say(
-            f"pipeplan: blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that "
-            "run come from search --shard-shared no",
-            err=True,
+        tell(
+            f"blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that run come "
+            "from search --shard-shared no"
         )
     return model
 
 
-def _cluster(given: Mapping[str, Any]) -> Cluster | None:
-    return _api.read_cluster(given["cluster"]) if given["cluster"] else None
+def _tell(remark: str) -> None:
+    say(f"pipeplan: {remark}", err=True)
 
 
 def _print(profile: Profile, given: Mapping[str, Any], outputs: Outputs, begin: float) -> None:
@@ -341,6 +372,8 @@ def _kept(partial: UnfinishedProfile, what: str = "the same command") -> str:
     """Where measurements are, and what resumes from them."""
     if partial.path is None or not partial.path.exists():
         return "nothing is written"
+    if partial.path != partial.asked:
+        return f"what was measured is kept in {partial.path}: move it to {partial.asked}, and {what} resumes from there"
     return f"what was measured is kept in {partial.path}, and {what} resumes from there"
 
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 _LEAST_TIMEOUT_NS = 1_000_000
-_OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "message_limit_bytes", "stretch")
+_OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "message_limit_bytes", "stretch", "trace")
 """Parameters of every run; the others are those of training."""
 
 
@@ -59,44 +59,51 @@ class _Stretch(FiniteRange):
 @click.command("run")
 @click.argument("plan_path", type=FILE, metavar="PLAN")
 @click.option(
-    "--model", type=MODEL, metavar="NAME|CONFIG|pkg.mod:name", help="Of the zoo, a configuration, or your own."
+    "--model",
+    type=MODEL,
+    metavar="NAME|CONFIG|pkg.mod:name",
+    help="Model to train: from the zoo, a configuration, or your own.",
 )
-@click.option("--emulate", is_flag=True, help="Run without a model: actions only take their predicted time.")
+@click.option("--emulate", is_flag=True, help="Run without a model: every action just waits for its predicted time.")
 @click.option("--blocking", is_flag=True, help="For comparison: every transfer blocks the devices at both ends.")
 @click.option(
     *("--message-limit", "message_limit_bytes"),
     type=BYTES,
     default="1MiB",
-    help="With --emulate, largest message; smaller ones have the plan's bytes.",
+    help="With --emulate, the largest message sent; smaller ones have the plan's size.",
 )
 @click.option(
     "--stretch",
     type=_Stretch(),
     default="auto",
     metavar="auto|X",
-    help="With --emulate, all times are X times the plan's; auto: as long as this machine can keep.",
+    help="With --emulate, multiply all times by X; auto: by as much as this machine needs to keep up.",
 )
 @SEQUENCE
-@click.option("--instructions", metavar="pkg.mod", help="Module that registers what the plan's instructions do.")
-@granularity("What a block of a captured model is, as for the profile.")
-@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=10, help="Mini-batches to train on.")
-@click.option("--local", is_flag=True, help="Start one process per device here; otherwise torchrun has done so.")
+@click.option(
+    "--instructions", metavar="pkg.mod", help="Module that registers the functions of the plan's instructions."
+)
+@granularity("Granularity of a captured model's blocks, as in the profile.")
+@click.option(
+    "--steps", "num_steps", type=click.IntRange(min=0), default=10, help="Mini-batches to train on; 0 only to export."
+)
+@click.option("--local", is_flag=True, help="Start one process per device on this machine, without torchrun.")
 @SEED
 @click.option(
     "--data",
     type=KnownNames(lambda: ["builtin"], files=True),
     metavar="FILE|builtin|pkg.mod:factory",
-    help="A text, tokens as .npy or .bin, sums in words, or your dataset.  [default: what the model makes up]",
+    help="A text, tokens as .npy or .bin, builtin (sums in words), or your dataset.  [default: random samples]",
 )
 @click.option(
     "--optimizer",
     type=KnownNames(lambda: ["adamw", "adam", "sgd"]),
     default="adamw",
     metavar="adamw|adam|sgd|pkg.mod:factory",
-    help="One of torch's, or a function of the parameters that returns one.",
+    help="One of torch's, or a function that takes the parameters and returns one.",
 )
-@click.option("--lr", "learning_rate", type=FiniteRange(0), help="[default: the optimizer's, 0.001]")
-@click.option("--weight-decay", type=FiniteRange(0), help="[default: the optimizer's, 0.01 of adamw]")
+@click.option("--lr", "learning_rate", type=FiniteRange(0), help="Learning rate.  [default: the optimizer's, 0.001]")
+@click.option("--weight-decay", type=FiniteRange(0), help="Weight decay.  [default: the optimizer's, 0.01 for adamw]")
 @click.option(
     "--lr-schedule",
     type=KnownNames(lambda: ["constant", "cosine", "linear"]),
@@ -104,70 +111,87 @@ class _Stretch(FiniteRange):
     metavar="constant|cosine|linear|pkg.mod:factory",
     help="Learning-rate schedule; a factory takes the optimizer and returns a torch LRScheduler.",
 )
-@click.option("--warmup-steps", type=click.IntRange(min=0), default=0, help="Steps over which the learning rate grows.")
-@click.option("--lr-steps", type=click.IntRange(min=1), help="Steps of the schedule.  [default: --steps]")
+@click.option("--warmup-steps", type=click.IntRange(min=0), default=0, help="Steps over which the learning rate rises.")
+@click.option(
+    "--lr-steps", type=click.IntRange(min=1), help="Length of the learning-rate schedule.  [default: --steps]"
+)
 @click.option(
     "--clip-norm",
     type=FiniteRange(0, min_open=True, infinite=True),
     metavar="X",
-    help="Clip the norm of all gradients together to this; inf only reports it.",
+    help="Clip the global gradient norm to this; inf only reports it.",
 )
-@click.option("--autocast", type=OneOf(["bfloat16"]), help="Compute in it, with parameters and optimizer in float32.")
+@click.option(
+    "--autocast", type=OneOf(["bfloat16"]), help="Compute in this format, with parameters and optimizer in float32."
+)
 @click.option(
     "--checkpoint", type=FOLDER, metavar="DIR", help="Write checkpoints, from which any plan of the model can resume."
 )
 @click.option(
-    "--checkpoint-every", type=click.IntRange(min=1), metavar="K", help="Every K steps.  [default: at the end]"
+    "--checkpoint-every",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Write one every K steps.  [default: at the end]",
 )
-@click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2)
+@click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2, help="Number of checkpoints to keep.")
 @click.option("--resume", is_flag=True, help="Resume from the last checkpoint; --steps is the total.")
-@click.option("--dtype", type=OneOf(["float32", "float64", "bfloat16"]), default="float32")
-@click.option("--device", type=OneOf(["cpu", "cuda"]), default="cpu")
+@click.option(
+    "--init", type=FILE, metavar="FILE", help="Start from the weights in this safetensors file, by the module's names."
+)
+@click.option(
+    "--export-weights",
+    type=FILE,
+    metavar="FILE",
+    help="Write the weights at the end: one safetensors file with the module's names, from any plan.",
+)
+@click.option(
+    "--dtype", type=OneOf(["float32", "float64", "bfloat16"]), default="float32", help="Number format of the model."
+)
+@click.option("--device", type=OneOf(["cpu", "cuda"]), default="cpu", help="What ranks compute on.")
 @click.option(
     "--backend",
     type=OneOf(["auto", "gloo", "nccl"]),
     default="auto",
-    help="What carries tensors; auto is nccl for cuda. With gloo several processes can share a GPU.",
+    help="What carries tensors; auto is nccl on cuda. With gloo, processes can share a GPU.",
 )
 @click.option(
-    *("--timeout", "timeout_ns"), type=DURATION, default="60s", help="Longest time to wait, and longest action."
+    *("--timeout", "timeout_ns"),
+    type=DURATION,
+    default="60s",
+    help="Fail when a wait or an action takes longer than this.",
 )
-@click.option(
-    "--trace", "trace_path", type=FILE, metavar="FILE", help="Write the measured timeline beside the predicted one."
-)
+@click.option("--trace", "trace_path", type=FILE, metavar="FILE", help="Write the measured and the predicted timeline.")
 @click.option("--json", "as_json", is_flag=True, help="Print losses and times as one JSON object.")
 def run_command(
     plan_path: str, model: str | None, emulate: bool, local: bool, trace_path: str | None, as_json: bool, **how: Any
 ) -> None:
     """Train with PLAN, one process per device, and print the loss of every step.
 
-    Start it under torchrun (torchrun --nproc-per-node 4 -m pipeplan run PLAN ...), or give --local. The model
-    comes from here, never from the plan; its blocks must have the plan's names. With --emulate no model is trained,
-    so --model is refused and all other flags about models and training have no effect: actions wait for as long as PLAN
-    says. At the end the iteration's predicted time is printed beside the median.
+    Start it under torchrun (torchrun --nproc-per-node 4 -m pipeplan run PLAN ...), or give --local. A plan names no
+    model: --model does, and its blocks must have the plan's names. With --emulate no model is trained, so --model is
+    refused and all other flags about models and training have no effect: actions wait for as long as PLAN says. At the
+    end the predicted and the median time of an iteration are printed.
     """
     _api.require_torch("run")
-    if (model is None) != emulate:
-        raise UsageError("give --model to train, or --emulate to run without a model: one of the two")
     if local and "TORCHELASTIC_RUN_ID" in os.environ and (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise UsageError(
             f"--local starts all ranks itself, and torchrun has started {started}; leave out one of the two"
         )
     if trace_path == "-":
         raise UsageError("--trace - would mix with the losses on stdout; give a file")
+    if (weights := how["export_weights"]) == "-":
+        raise UsageError("--export-weights - would mix with the losses on stdout; give a file")
     first = local or os.environ.get("RANK", "0") == "0"  # only rank 0 writes the trace
-    outputs = Outputs({"--trace": trace_path if first else None})
-    if how["timeout_ns"] < _LEAST_TIMEOUT_NS:
-        raise UsageError(f"--timeout {how['timeout_ns']}ns is too short to wait for anything; give at least 1ms")
-    options = _api.RunOptions(**{name: how.pop(name) for name in _OF_ALL_RUNS}, trace=trace_path is not None)
-    if model is not None:
-        options = _api.TrainOptions(model, **options.as_json(), **how)
-    options.require_consistent()
+    outputs = Outputs({"--trace": trace_path, "--export-weights": weights} if first else {})
+    options = run_options({**how, "model": model, "emulate": emulate, "trace": trace_path is not None})
     shown = Steps(options, quiet=as_json)
     outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown)
     if outcome is None:  # not rank 0
         return
     with outputs:
+        if weights is not None:
+            outputs.note(weights, outcome.result.unwritten)
+            outputs.say_written("weights", weights)
         if as_json:
             say(json.dumps(outcome.figures(), allow_nan=False))
         else:
@@ -176,6 +200,24 @@ def run_command(
                 say(f"trained {outcome.throughput.words}")
         if trace_path is not None:  # after the results, which are not lost with it
             outputs.write_text(_trace(outcome), trace_path)
+
+
+_ELSEWHERE = ("plan_path", "emulate", "local", "trace_path", "as_json")
+"""Parameters that do not say how a rank runs."""
+
+
+def run_options(given: Mapping[str, Any]) -> RunOptions:
+    """How to run, or to train where there is a ``model``, by the names of the flags' parameters. Raises UsageError."""
+    if (given["model"] is None) != given["emulate"]:
+        raise UsageError("give --model to train, or --emulate to run without a model: one of the two")
+    if given["timeout_ns"] < _LEAST_TIMEOUT_NS:
+        raise UsageError(f"--timeout {given['timeout_ns']}ns is too short to wait for anything; give at least 1ms")
+    options = _api.RunOptions(**{name: given[name] for name in _OF_ALL_RUNS})
+    if given["model"] is not None:
+        training = {name: value for name, value in given.items() if name not in (*_OF_ALL_RUNS, *_ELSEWHERE)}
+        options = _api.TrainOptions(**training, **options.as_json())
+    options.require_consistent()
+    return options
 
 
 def _run_here(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcome:
@@ -270,6 +312,8 @@ class Steps:
 
 def comparison_line(outcome: RunOutcome) -> str:
     """Predicted and measured time of an iteration."""
+    if not outcome.result.steps:
+        return "no step was asked for"
     median, predicted = outcome.warm_ns, outcome.predicted_ns
     left = "; first (warm-up) step excluded" if len(outcome.result.steps) > 1 else ""
     ratio = f" ({median / predicted - 1:+.1%})" if predicted else ""

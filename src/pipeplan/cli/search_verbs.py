@@ -1,10 +1,10 @@
-"""``pipeplan search`` and ``pipeplan compare``: search for the best plan; set it beside every known schedule."""
+"""``pipeplan search`` and ``pipeplan compare``: search for the best plan; compare it with every known schedule."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,7 +23,7 @@ from pipeplan.cli.shared import (
 from pipeplan.errors import UsageError
 
 if TYPE_CHECKING:
-    from pipeplan._api import Result, Tuning
+    from pipeplan._api import Request, Result, Tuning
 
 
 @click.command("search")
@@ -40,44 +40,42 @@ if TYPE_CHECKING:
 )
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes for auto-tuning.  [default: cores]")
 @click.option("--cache", type=FILE, metavar="FILE", help="Cache file; configurations found in it are not re-evaluated.")
-@click.option("--rules-output", type=FILE, metavar="FILE", help="Where to write the best rules found, for --rules.")
+@click.option(
+    "--rules-output", type=FILE, metavar="FILE", help="Where to write the best rules found, to use with --rules."
+)
 @click.option("-o", "--output", type=FILE, metavar="FILE", help="Where to write the plan; - for stdout.")
 @click.option(
     "--placement-output",
     type=FILE,
     metavar="FILE",
-    help="Where to write the stages alone, to edit and give to --placement.",
+    help="Where to write only the stages, to edit and pass to --placement.",
 )
+@click.option("--details", is_flag=True, help="Print every device and stage, the critical path and what was proved.")
 def search_command(
-    scheduler: str,
-    rules_path: str | None,
     workers: int | None,
     cache: str | None,
     rules_output: str | None,
     output: str | None,
     placement_output: str | None,
+    details: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Search for the best plan for PROFILE: stages, replicas, micro-batch sizes, schedule, or what flags leave open.
+    """Search for the best plan for PROFILE: stages, replicas, micro-batch sizes and schedule, where flags leave them
+    open.
 
-    The search finds a valid plan early and improves it until it is proved optimal, the time limit passes, or you press
-    Ctrl-C; the best plan is written in every case. With --scheduler rules and no --rules it auto-tunes: all built-in
-    rules are ranked on a grid of depths, replicas, sizes and placements.
+    The search finds a valid plan early and improves it until the plan is proved optimal, the time limit passes or you
+    press Ctrl-C; in every case the best plan is written. With --scheduler rules and no --rules it auto-tunes: all
+    built-in rules are ranked on a grid of depths, replicas, sizes and placements.
     """
-    if output == "-" and as_json:
-        raise UsageError("-o - and --json would both print to stdout; write the plan to a file")
-    if rules_path is not None and scheduler not in ("auto", "rules"):
-        raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
-    rules = None if rules_path is None else _api.read_rules(rules_path)
-    request = read_request(flags, scheduler if rules is None else "rules", rules)
-    tunes = request.scheduler == "rules" and rules is None
+    request = search_request(flags)
+    tunes = request.tunes
     if not tunes and any(given is not None for given in (workers, cache, rules_output)):
         raise UsageError(
             "--workers, --cache and --rules-output are for --scheduler rules without --rules; leave them out"
         )
-    files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output}
-    with Outputs(files) as outputs:
+    files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output, "--cache": cache}
+    with Outputs(files, as_json=as_json) as outputs:
         tuning: Tuning | None = None
         with limited(request.time_limit) as limit, Status() as progress:
             if tunes:
@@ -86,38 +84,54 @@ def search_command(
             else:
                 result = _api.search(request, progress=progress, within=limit)
         if output is not None:
-            outputs.write(result.plan, output)
+            outputs.write_plan(result.plan, output)
         if rules_output is not None and tuning is not None:
             outputs.write_text(_api.to_toml(tuning.rules), rules_output)
         if placement_output is not None:
             outputs.write(result.plan.placed, placement_output)
-        _print_result(result, tuning, output, as_json, list(_api.link_notes(request)))
+        if result.interrupted:
+            say("pipeplan: interrupted; this is the best plan so far", err=True)
+        if as_json or outputs.on_stdout:
+            say_notes(_api.link_notes(request))
+        if as_json:
+            say(json.dumps((tuning or result).figures()))
+        elif not outputs.on_stdout:
+            written = output if output is not None and outputs.has(output) else None
+            _print_result(request, result, tuning, written, details=details)
         outputs.say_written("plan", None if as_json else output)
 
 
+def search_request(flags: Mapping[str, Any]) -> Request:
+    """The request that the flags of ``search`` make. Raises UsageError."""
+    scheduler, rules = flags["scheduler"], flags["rules_path"]
+    if rules is not None and scheduler not in ("auto", "rules"):
+        raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
+    if isinstance(rules, str):
+        rules = _api.read_rules(rules)
+    return read_request(flags, scheduler if rules is None else "rules", rules)
+
+
 def _print_result(
-    result: Result, tuning: Tuning | None, output: str | None, as_json: bool, notes: Sequence[str]
+    request: Request, result: Result, tuning: Tuning | None, written: str | None, *, details: bool
 ) -> None:
-    if result.interrupted:
-        say("pipeplan: interrupted; this is the best plan so far", err=True)
-    if as_json or output == "-":
-        say_notes(notes)
-    if as_json:
-        say(json.dumps((tuning or result).figures()))
-        return
-    if output == "-":
-        return
+    """The answer and the timeline, or with ``details`` all there is; ``written`` is the plan's file, if it is there."""
+    from pipeplan.reporting.answer import print_answer
     from pipeplan.reporting.layout import print_notes
     from pipeplan.reporting.tables import print_ranking
-    from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages
+    from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages, print_timeline
 
+    simulation, notes = _api.simulate(result.plan), list(_api.link_notes(request))
+    print_answer(request, result, simulation, written, file=sys.stdout)
     if tuning is not None:
         print_ranking(tuning.rows, file=sys.stdout)
         say(f"{tuning.said}\n")
-    simulation = _api.simulate(result.plan)
-    print_simulation(simulation, file=sys.stdout)
-    print_stages(simulation.workload, file=sys.stdout)
-    print_proof(result, file=sys.stdout)
+    if details:
+        print_simulation(simulation, file=sys.stdout)
+        print_stages(simulation.workload, file=sys.stdout)
+        print_proof(result, file=sys.stdout)
+    else:
+        print_timeline(simulation, file=sys.stdout)
+        notes.append("--details prints every device and stage, the critical path and what was proved")
     print_notes(notes, file=sys.stdout)
 
 
@@ -127,7 +141,7 @@ def compare_command(as_json: bool, **flags: Any) -> None:
     """Time every classic schedule that applies to PROFILE, and search for a better one; best first.
 
     Without --placement and without one in the profile, all strategies are compared, each with the micro-batch size that
-    suits it. Schedules that do not fit into memory are timed too, and listed last with what they need.
+    suits it best. Schedules that do not fit into memory are timed too, and listed last with the memory they need.
     """
     from pipeplan.reporting.tables import print_comparison
 

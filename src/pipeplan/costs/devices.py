@@ -110,7 +110,7 @@ def device_preset(name: str) -> DevicePreset:
 def peak_flops_per_s(device: str, dtype: str) -> int | None:
     """The maker's peak for a number format, without sparsity, of a device as profiles name it; None if not known.
 
-    That is of 16-bit formats alone: whether products of float32 run as such or as TF32 is a setting, which profiles do
+    Known only for 16-bit formats: whether products of float32 run as such or as TF32 is a setting, which profiles do
     not say. Matrix units that take bfloat16 are as fast in float16.
     """
     for preset in map(device_preset, PRESETS):
@@ -197,7 +197,7 @@ class Calibration:
     """What turns work into times.
 
     ``blocks`` [likeness, phase] and ``operators`` [operator, phase] are factors on the rates' times, the former by
-    micro-batch size; ``together`` [operator] is B over I and W. ``error`` is the median of how far the rates alone are
+    micro-batch size; ``together`` [operator] is B over I and W. ``error`` is the median of how far the bare rates are
     from the measured times.
     """
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from pipeplan.display import Displayed
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.units import format_ns
 
@@ -150,7 +151,7 @@ def _missing_sizes(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterat
 
 
 def _beyond(profile: Profile, asked: Sequence[int]) -> Iterator[Caution]:
-    """Asked sizes below the smallest or above the largest that every block has."""
+    """Sizes asked for that are below the smallest or above the largest that every block has."""
     sizes = profile.microbatch_sizes
     beyond = [size for size in asked if not sizes or not sizes[0] <= size <= sizes[-1]]
     if beyond:
@@ -259,7 +260,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(Displayed):
     """A profile that is looked over; ``asked`` are micro-batch sizes to be planned with."""
 
     profile: Profile

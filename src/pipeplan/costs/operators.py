@@ -52,7 +52,7 @@ class Operator:
 
     @property
     def product_flops(self) -> int:
-        """Of a forward's matrix products alone, attention whole where it is causal, too."""
+        """Only of a forward's matrix products, attention whole where it is causal, too."""
         return self.masked_flops + sum(kernel.flops for kernel in self.forward if kernel.matrix)
 
 

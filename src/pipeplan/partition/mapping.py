@@ -446,10 +446,10 @@ MOST_WORK = 400_000
 """Pairs of devices a search may time before it ends: about a second."""
 
 NUM_STARTS = 2
-"""So many layouts of groups along the devices are made better."""
+"""Layouts of groups along the devices that are improved."""
 
 NUM_KICKS = 12
-"""So many times random exchanges may lead to nothing better before the search ends."""
+"""Times that random exchanges may lead to nothing better before the search ends."""
 
 
 def mapped(

@@ -89,7 +89,7 @@ class BlockSplits:
         return found
 
     def recomputing(self) -> BlockSplits:
-        """The same with blocks that keep their inputs alone."""
+        """The same with blocks that keep only their inputs."""
         return BlockSplits(self.order, self.models.recomputing())
 
     def holding(self, in_flight: int) -> RunFrontiers:

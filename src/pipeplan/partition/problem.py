@@ -215,7 +215,7 @@ class NoPartitionError(InfeasibleError):
     """What a planner finds ``nothing`` to say of: no partition of a problem fits into its memory.
 
     How much would do is found out when the text is asked for, in ``seconds``: a search that goes on to other planners
-    need not wait for it. ``fits`` says whether the same planner finds something in so many bytes per device.
+    need not wait for it. ``fits`` says whether the same planner finds something in that many bytes per device.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ def _pairs(
     missing = next((block.id for block, each in zip(profile.blocks, known, strict=True) if not each), None)
     if missing is not None:
         raise UsageError(
-            f"block {missing!r} of {profile.name!r} has no costs on one device alone (shards 1), which stages that "
+            f"block {missing!r} of {profile.name!r} has no costs on a single device (shards 1), which stages that "
             "split samples need; add such rows, or give a placement with shards"
         )
     low, high = max(map(min, known)), min(map(max, known))

@@ -391,7 +391,7 @@ def _no_way(profile: Profile, microbatch_size: int) -> str:
     if other is None:
         return f"profile {profile.name!r} has no costs for micro-batches of {microbatch_size} samples"
     return (
-        f"blocks of profile {profile.name!r} run on different numbers of devices alone: {first!r} has costs for shards "
+        f"blocks of profile {profile.name!r} run only on different numbers of devices: {first!r} has costs for shards "
         f"{', '.join(map(str, known[first]))}, {other!r} for {', '.join(map(str, known[other]))}; add rows with common "
         "shards, or give pipeplan search a --placement that says where each block runs"
     )

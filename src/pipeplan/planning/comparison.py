@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from pipeplan.costs.throughput import Throughput, Yardstick
+from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, InvalidPlanError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.partition.strategies import STRATEGIES
@@ -82,7 +83,7 @@ class NotThere:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Displayed):
     """Rows best first, those that fit before those that do not; and what there is none for.
 
     An iteration has ``mini_batch`` samples. ``yardstick`` says what a sample is, ``notes`` what is free. Where no row
@@ -99,6 +100,9 @@ class Comparison:
     yardstick: Yardstick
     notes: tuple[str, ...] = ()
     shortage: PipeplanError | None = None
+
+    def __repr__(self) -> str:
+        return f"<Comparison {self.name!r}: {len(self.rows)} rows, {len(self.missing)} missing>"
 
     @property
     def batch(self) -> Batch | None:
@@ -206,7 +210,7 @@ class _RowsSoFar:
         return bool(self._rows)
 
     def seconds_for(self, shares: Sequence[int], index: int) -> float:
-        """Time for one of the placements: its share of what is left, or of all where no clock may tell."""
+        """Time for one of the placements: its share of what is left, or of all where no clock counts."""
         if self._request.deterministic and not self.limit.interrupted:
             return self.limit.seconds * shares[index] / sum(shares)
         return self.limit.remaining * shares[index] / sum(shares[index:])

@@ -17,12 +17,13 @@ from typing import Literal
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.throughput import Throughput, Yardstick
+from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, changes_that_do, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting, link_notes, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
-from pipeplan.schedule.state import scheduler_words
+from pipeplan.schedule.state import Progress, scheduler_words
 from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
 from pipeplan.sharding.tracking import knee
@@ -67,7 +68,7 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontierResult:
+class FrontierResult(Displayed):
     """A frontier, fewest devices and then least memory first, and how to make the ``plans`` of its points.
 
     ``exact`` says whether every strategy was covered; where it is not, ``notes`` say what was left out. ``factor`` is
@@ -95,6 +96,9 @@ class FrontierResult:
     tried: int | None = None
     untried: int | None = None
     yardstick: Yardstick = field(kw_only=True)
+
+    def __repr__(self) -> str:
+        return f"<FrontierResult {self.name!r}: {len(self.points)} points, {self.proved}>"
 
     def throughput(self, point: FrontierPoint) -> Throughput:
         """Of a point's iteration."""
@@ -182,11 +186,11 @@ def sharing_notes(num_devices: int, samples: int, shares: Sequence[float], model
     least, most = min(shares, default=0.0), max(shares, default=0.0)
     if most >= 0.01:
         part = f"{least:.0%} to {most:.0%}" if round(most - least, 2) else f"{most:.0%}"
-        yield f"{named_devices(num_devices)}: {part} of the computing is done by several devices alike (copies)"
+        yield f"{named_devices(num_devices)}: {part} of the computing is repeated on several devices"
     blocks = [node for node in model.operators.nodes if node.operation.kind == "block"]
     if blocks and not model.options.blocks:
         count = len({node.block for node in model.operators.nodes})
-        yield f"{named_devices(num_devices)}: {len(blocks)} of {count} blocks stay one operator, for lack of dimensions"
+        yield f"{named_devices(num_devices)}: {len(blocks)} of {count} blocks stay whole: their dimensions are unknown"
 
 
 def device_notes(device: str | None, model: CostModel) -> Iterator[str]:
@@ -201,7 +205,7 @@ def grain_notes(model: CostModel) -> Iterator[str]:
     blocks = {node.block for node in model.operators.nodes if node.name in summed}
     if len(summed) > len(blocks):
         yield (
-            f"times are not to be compared with those by blocks: gradients are summed for each of {len(summed)} "
+            f"times are not comparable with those by blocks: gradients are summed for each of {len(summed)} "
             f"operators here, for each of {len(blocks)} blocks there, and every sum costs its latency"
         )
 
@@ -274,7 +278,7 @@ def _counts(
 ) -> tuple[int, ...]:
     """Numbers of devices to look at: those asked for; powers of two below a most where a mode compares."""
     if devices is None and cluster is None:
-        raise UsageError("say how many --devices, or give a --cluster")
+        raise UsageError("give --devices or a --cluster")
     available = 0 if cluster is None else cluster.num_devices
     most = max(devices) if devices is not None else available
     if cluster is not None and most > available:
@@ -290,34 +294,41 @@ def _counts(
 
 
 def search_frontier(
-    request: Request, *, mode: Mode = "all", point: int | None = None, within: Limit | None = None
+    request: Request,
+    *,
+    mode: Mode = "all",
+    point: int | None = None,
+    within: Limit | None = None,
+    progress: Progress | None = None,
 ) -> FrontierResult:
     """All strategies that no other one found beats in memory, time and devices, and the one that ``mode`` chooses.
 
-    ``point`` chooses the so-many-th of those that the mode shows instead. When time runs out, or at Ctrl-C, what was
-    found until then.
+    ``point`` chooses one of those that the mode shows instead, by its number. When time runs out, or at Ctrl-C, what
+    was found until then. ``progress`` hears of the quickest so far.
 
     Raises:
         UsageError: there are fewer points than ``point``.
         InfeasibleError: nothing fits.
     """
     if request.splitting is None:
-        found = _of_plans(request, within, quickest=mode in ("min-time", "profile"))
+        found = _of_plans(request, within, progress, quickest=mode in ("min-time", "profile"))
     else:
-        found = _of_splits(request, request.splitting, within)
+        found = _of_splits(request, request.splitting, within, progress)
     return _chosen(found, mode, point)
 
 
-def _of_splits(request: Request, splitting: Splitting, within: Limit | None) -> FrontierResult:
+def _of_splits(
+    request: Request, splitting: Splitting, within: Limit | None, progress: Progress | None
+) -> FrontierResult:
     """One stage on all devices, for every number of them."""
     samples, requests = request.batch.mini_batch, request.by_devices
     points: list[FrontierPoint] = []
     plans: list[Callable[[], Plan]] = []
     notes = list(request_notes(request))
     held = 0
-    tracked, interrupted = _tracked(requests, splitting, within)
+    tracked, interrupted = _tracked(requests, splitting, within, progress)
     if interrupted:
-        notes.append(f"ended early: what there was no time for was tracked as with --tolerance {_ROUGH}")
+        notes.append(f"ended early: the rest was tracked with --tolerance {_ROUGH}")
     for own, splits in zip(requests, tracked, strict=True):
         count, limit = own.num_devices, own.least_memory
         marked = _with_knees([_split_point(splits, each) for each in splits.points])
@@ -371,8 +382,8 @@ def _proof_notes(count: int, splits: Splits, points: Sequence[FrontierPoint]) ->
     if again := splits.model.counted_again:
         more = f" and {len(again) - 1} more" if len(again) > 1 else ""
         yield (
-            f"{devices}: not exact, as {again[0]!r}{more} may count more than once on a device: blocks that share it "
-            "are too many, or too entangled, to look at all the ways in which they could have one copy"
+            f"{devices}: not exact, as {again[0]!r}{more} may count more than once on a device: the blocks that "
+            "share it are too many or too entangled to try all ways of keeping one copy"
         )
         return
     apart = "" if splits.settled else ", workspace apart: strategies that hold more might need less of it"
@@ -382,14 +393,19 @@ def _proof_notes(count: int, splits: Splits, points: Sequence[FrontierPoint]) ->
         yield f"{devices}: exact{apart}"
 
 
-def _tracked(requests: Sequence[Request], splitting: Splitting, within: Limit | None) -> tuple[list[Splits], bool]:
+def _tracked(
+    requests: Sequence[Request], splitting: Splitting, within: Limit | None, progress: Progress | None
+) -> tuple[list[Splits], bool]:
     """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True."""
     limit = Limit(requests[0].time_limit, whole=within)
     settling = min(_SETTLING, _SETTLING_SHARE * limit.seconds)
     found: list[Splits] = []
     with limit.hearing_interrupts(), limit.ended():
-        # one by one: what is done stays
-        found.extend(split_frontier(each, splitting, seconds=settling) for each in requests)
+        for each in requests:
+            if progress is not None and found:
+                best = min(point.time_ns for splits in found for point in splits.points)
+                progress(f"one stage on {named_devices(each.num_devices)}", best, 0, limit.elapsed)
+            found.append(split_frontier(each, splitting, seconds=settling))
         return found, False
     rough = replace(splitting, within=max(splitting.within, _ROUGH))
     return found + [split_frontier(each, rough) for each in requests[len(found) :]], True
@@ -436,9 +452,9 @@ def _unprofiled(splits: Splits, point: SplitPoint) -> tuple[str, tuple[int, int 
     return text, (low, point.time_ns + sum(more) if len(more) == len(found) else None)
 
 
-def _of_plans(request: Request, within: Limit | None, *, quickest: bool) -> FrontierResult:
+def _of_plans(request: Request, within: Limit | None, progress: Progress | None, *, quickest: bool) -> FrontierResult:
     """Whole plans, pipelines or not, for every number of devices; those that should be ``quickest`` come first."""
-    found = plan_frontier(request, quickest=quickest, within=within)
+    found = plan_frontier(request, quickest=quickest, within=within, progress=progress)
     points = [
         FrontierPoint(
             point.num_devices,
@@ -477,16 +493,14 @@ def _yardstick(profile: Profile, device: str | None) -> Yardstick:
 def _plan_notes(found: PlanFrontier) -> Iterator[str]:
     """On what numbers of devices nothing fits, and how much was tried."""
     yield from (f"{named_devices(count)}: {error}" for count, error in found.failures.items())
-    note = f"{found.num_tried} partitions were tried: no plan among them beats one of these"
+    note = f"{found.num_tried} partitions tried, and no plan among them beats one of these"
     if found.interrupted:
-        left = (
-            f"at least {found.num_untried} were not tried"
-            if found.num_untried
-            else "how many are left was not found out"
-        )
+        left = f"at least {found.num_untried} not tried" if found.num_untried else "it is not known how many are left"
         note += f"; time ran out ({left}): raise --time-limit for more"
     if found.rough:
-        note += f"; on {', '.join(map(str, found.rough))} devices there was no time for all strategies of one stage"
+        note += (
+            f"; on {', '.join(map(str, found.rough))} devices there was no time to track all strategies of one stage"
+        )
     yield note
 
 
@@ -553,7 +567,12 @@ def _chosen(found: FrontierResult, mode: Mode, number: int | None) -> FrontierRe
     shown, chosen = _of_mode(found.points, mode)
     if number is not None:
         if number > len(shown):
-            raise UsageError(f"--point {number}: there are {len(shown)} points; choose one of 1 to {len(shown)}")
+            there = (
+                f"are {len(shown)} points; choose one of 1 to {len(shown)}"
+                if len(shown) > 1
+                else "is one point; choose 1"
+            )
+            raise UsageError(f"--point {number}: there {there}")
         chosen = shown[number - 1]
     marked = [replace(found.points[index], chosen=index == chosen) for index in shown]
     plans = tuple(found.plans[index] for index in shown)

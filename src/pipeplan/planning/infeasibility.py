@@ -132,7 +132,7 @@ class _Least:
             self._lower_devices(fit)
 
     def _find_others(self) -> None:
-        """Flags by each of which alone something fits into the memory that there is."""
+        """Flags each of which by itself makes something fit into the memory there is."""
         for flag, request in _changed(self._request):
             within = replace(request, memory_bytes=self._limit)
             if any(fit(within) is not None for fit in (self._chain, self._graph)):

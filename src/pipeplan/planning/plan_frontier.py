@@ -28,8 +28,8 @@ from pipeplan.planning.build_plan import planned
 from pipeplan.planning.candidates import PlacementCandidate, StageGraphs, open_sizes
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import Splits, split_frontier, split_stages
-from pipeplan.planning.trials import Trial, on_cluster
-from pipeplan.schedule.state import Schedule
+from pipeplan.planning.trials import FIRST_SECONDS, Trial, on_cluster
+from pipeplan.schedule.state import Progress, Schedule
 from pipeplan.sharding.details import split_blocks
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
@@ -50,7 +50,7 @@ class _Constants:
     After a part ``one_stage`` strategies of one stage are only tracked to within ``rough`` of the frontier; after
     ``chains`` partitions of the chain make way for what else there is, after ``split`` split stages. What would do
     where nothing fits gets ``explaining`` seconds at least, counting what was not tried ``counting``, but no more than
-    ``most_counting`` seconds. However little time is left there are ``patience`` seconds for something to be found.
+    ``most_counting`` seconds.
     """
 
     step: float = 0.92
@@ -64,7 +64,6 @@ class _Constants:
     explaining: float = 1.0
     counting: float = 0.05
     most_counting: float = 2.0
-    patience: float = 0.5
 
 
 _HOW = _Constants()
@@ -217,12 +216,14 @@ class PlanFrontier:
     failures: Mapping[int, PipeplanError] = field(default_factory=dict)
 
 
-def plan_frontier(request: Request, *, quickest: bool = False, within: Limit | None = None) -> PlanFrontier:
+def plan_frontier(
+    request: Request, *, quickest: bool = False, within: Limit | None = None, progress: Progress | None = None
+) -> PlanFrontier:
     """The frontier of a request's profile and mini-batch over its numbers of devices.
 
     The request's memory is the most that any plan may take. Ends when all partitions have been tried, at Ctrl-C, or at
     the time limit, that of ``within``, too, whatever is going on then: with what there is. Where the ``quickest`` are
-    looked for, what promises least time comes first.
+    looked for, what promises least time comes first. ``progress`` hears what is tried, and of the quickest plan so far.
 
     Raises:
         InfeasibleError: nothing fits; it says what would, as far as there was time to find out.
@@ -230,8 +231,8 @@ def plan_frontier(request: Request, *, quickest: bool = False, within: Limit | N
         SearchTimeoutError: time was up before there was anything.
     """
     limit = Limit(request.time_limit, whole=within)
-    limit.patience = max(0.0, _HOW.patience - limit.left())
-    found = _searched(request, limit, quickest)
+    limit.wait(0.0, FIRST_SECONDS)
+    found = _searched(request, limit, quickest, progress)
     if not found.best:
         raise KeyboardInterrupt if limit.interrupted else _why(request, found)
     untried = _counted(found, min(_HOW.counting * request.time_limit, _HOW.most_counting)) if found.interrupted else 0
@@ -242,12 +243,12 @@ def plan_frontier(request: Request, *, quickest: bool = False, within: Limit | N
     return PlanFrontier(tuple(points), *how, failures)
 
 
-def _searched(request: Request, limit: Limit, quickest: bool) -> _FrontierSearch:
+def _searched(request: Request, limit: Limit, quickest: bool, progress: Progress | None = None) -> _FrontierSearch:
     """Try everything in turn, until the time is up, less what counting what is left will take."""
     requests = request.by_devices
     splits = GroupSplits(request.profile, request.cluster)
     partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in requests])
-    search = _FrontierSearch(limit, partitions, interrupted=True)
+    search = _FrontierSearch(limit, partitions, interrupted=True, progress=progress)
     share = (_HOW.chains, _HOW.split) if quickest else (1.0, 1.0)
     with limit.hearing_interrupts(), limit.ended():
         for asked in requests:
@@ -297,7 +298,7 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
 
 
 def changes_that_do(request: Request, fits: Callable[[Request], bool], seconds: float) -> Iterator[str]:
-    """Fewer samples, and more devices, with which alone something fits; as far as there is time to find out."""
+    """Fewer samples, or more devices, with which something fits; as far as there is time to find out."""
     with Limit(seconds).ended():
         for flag, asked in _halved(request):
             if fits(asked):
@@ -337,7 +338,7 @@ def _doubled(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 _MOST_TIMES = 16
-"""Up to so many times as many devices are looked at where nothing fits."""
+"""Where nothing fits, up to this many times as many devices are tried."""
 
 
 @dataclass(slots=True)
@@ -351,6 +352,14 @@ class _FrontierSearch:
     failures: dict[int, PipeplanError] = field(default_factory=dict)
     num_tried: int = 0
     rough: list[int] = field(default_factory=list)
+    progress: Progress | None = None
+
+    def report(self, request: Request, what: str) -> None:
+        """Say what is tried, and of the quickest plan so far; no bound is known."""
+        if self.progress is not None and self.best:
+            best = min(point.iteration_ns for point in self.best)
+            where = f"{what} on {named_devices(request.num_devices)}, {len(self.best)} points"
+            self.progress(where, best, 0, self.limit.elapsed)
 
     def left(self, share: float = 1.0) -> float:
         """Seconds until a share of the time is over."""
@@ -359,11 +368,12 @@ class _FrontierSearch:
     def keep(self, found: PlanPoint) -> None:
         """Another point, if it belongs there; from now on there is something, and time for all that must follow."""
         self.best = _with(self.best, found)
-        self.limit.patience = 0.0
+        self.limit.wait_no_longer()
         self.limit.reserved = min(_HOW.counting * self.limit.seconds, _HOW.most_counting)
 
     def one_stage(self, request: Request) -> None:
         """Compare the strategies of one stage: all, or when a share of the time is over some, or none."""
+        self.report(request, "one stage")
         for share, within in ((_HOW.one_stage, 0.0), (1.0, _HOW.rough)):
             limit = Limit(self.left(share), whole=self.limit)
             try:
@@ -406,6 +416,7 @@ class _FrontierSearch:
             self.failures.setdefault(asked.request.num_devices, asked.candidate)
             return
         self.num_tried += 1
+        self.report(asked.request, f"partition {self.num_tried}")
         tried = _tried(asked, asked.candidate, self.best)
         if tried is not None:
             self.keep(tried)

@@ -66,7 +66,7 @@ def resolve_batch(
     if microbatch_size is None:
         sizes = profile.microbatch_sizes
         if profile.placement is None and not sizes:
-            raise UsageError("the blocks share no profiled micro-batch size; say one with --microbatch-size")
+            raise UsageError("the blocks share no profiled micro-batch size; give one with --microbatch-size")
         dividing = [size for size in sizes if mini_batch is not None and mini_batch % size == 0]
         microbatch_size = 1 if profile.placement is not None else (dividing or sizes)[-1]
     if num_microbatches is None:
@@ -164,7 +164,7 @@ class Request:
         profile: Profile,
         *,
         devices: int | None = None,
-        placement: str = "auto",
+        placement: Placement | str = "auto",
         cluster: Cluster | None = None,
         mini_batch: int | None = None,
         microbatch_size: int | None = None,
@@ -212,6 +212,11 @@ class Request:
         )
 
     @property
+    def tunes(self) -> bool:
+        """Whether rules are asked for and not which: these are found by auto-tuning."""
+        return self.scheduler == "rules" and self.rules is None
+
+    @property
     def memory(self) -> list[int | None]:
         """[device] memory: the flag's, else the cluster's, else no limit."""
         if self.memory_bytes is not None or self.cluster is None:
@@ -242,8 +247,8 @@ def link_notes(request: Request) -> Iterator[str]:
     if request.cluster is not None or request.num_devices == 1:
         return
     timed = [edge for edge in request.profile.edges if edge.transfer_ns]
-    apart = f", but for {len(timed)} edges of the profile with a time of their own" if timed else ""
-    yield f"links are free: without --cluster nothing that devices exchange takes time{apart}"
+    apart = f", except on {len(timed)} edges whose time the profile states" if timed else ""
+    yield f"links are free: without --cluster, transfers take no time{apart}"
 
 
 def _as_defined(profile: Profile, scheduler: str, rules: Rules | None) -> dict[str, Any]:
@@ -262,12 +267,12 @@ def _as_defined(profile: Profile, scheduler: str, rules: Rules | None) -> dict[s
 
 
 def choose_placement(
-    profile: Profile, wanted: str, num_devices: int | None, rules: Rules | None = None
+    profile: Profile, wanted: Placement | str, num_devices: int | None, rules: Rules | None = None
 ) -> tuple[Placement | str, int]:
     """What ``--placement`` and ``--devices`` mean: a placement that exists, or a strategy; and how many devices.
 
     ``wanted`` is ``auto`` (the profile's own placement, else the strategy of the rules, or :data:`SUBMODULES` where
-    they have one for each, else all strategies), a strategy, or a placement file.
+    they have one for each, else all strategies), a strategy, a placement file, or a placement.
 
     Raises:
         UsageError: ``num_devices`` contradicts the placement, is missing, or the strategy is not known; the rules are
@@ -281,24 +286,32 @@ def choose_placement(
             return ruled or wanted, _count(profile, num_devices)
         if rules is not None and not follows_rules(profile, given, rules):
             raise _other_placement(rules, given)
+    elif isinstance(wanted, Placement):
+        given = _placing(profile, wanted)
     elif wanted not in STRATEGIES:
         if not os.path.exists(wanted):
             meant = choose_from(wanted, ("auto", *STRATEGIES))
             raise UsageError(f"--placement {wanted!r} is neither a file nor a strategy; {meant}")
-        given = read_placement(wanted)
-        try:
-            profile.check_placement(given)
-        except ValueError as error:
-            raise UsageError(f"{wanted} does not place profile {profile.name!r}: {error}") from None
+        given = _placing(profile, read_placement(wanted))
     if given is not None:
         if num_devices not in (None, given.num_devices):
-            where = "the profile's placement" if wanted == "auto" else wanted
+            where = "the profile's placement" if wanted == "auto" else given.where
             raise UsageError(
                 f"--devices {num_devices} contradicts {where}, which stands on {given.num_devices}; leave --devices "
                 "out, or choose a --placement strategy"
             )
         return given, given.num_devices
+    assert isinstance(wanted, str)
     return wanted, _count(profile, num_devices)
+
+
+def _placing(profile: Profile, given: Placement) -> Placement:
+    """A placement that places the profile. Raises UsageError."""
+    try:
+        profile.check_placement(given)
+    except ValueError as error:
+        raise UsageError(f"{given.where} does not place profile {profile.name!r}: {error}") from None
+    return given
 
 
 def _other_placement(rules: Rules, own: Placement) -> UsageError:
@@ -317,7 +330,7 @@ def _count(profile: Profile, num_devices: int | None) -> int:
     """The devices that are asked for, or those of the profile's own placement."""
     count = num_devices or (None if profile.placement is None else profile.placement.num_devices)
     if count is None:
-        raise UsageError(f"profile {profile.name!r} has no placement; say how many --devices, or give a --cluster")
+        raise UsageError(f"profile {profile.name!r} has no placement; give --devices or a --cluster")
     return count
 
 

@@ -1,4 +1,4 @@
 """What results look like: tables, plots and a timeline for the terminal, SVG, traces.
 
-Here: layout alone. Not here: the figures, which results have (planning, simulator, costs).
+Here: only layout. Not here: figures, which the results have (planning, simulator, costs).
 """

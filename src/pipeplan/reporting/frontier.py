@@ -31,14 +31,14 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
     shown = _shown(report.points)
     console.print(*_tables(report, shown, console.width), sep="\n")
     left = len(report.points) - len(shown)
-    more = [f"{left} more points in between, left out here: --json has all"] if left else []
+    more = [f"{left} more points in between; --json has all"] if left else []
     between = sorted({point.unprofiled for _, point in shown if point.unprofiled})
     more += [
-        f"in brackets, what it is between if more samples take longer, but not more than in proportion: {unprofiled}"
+        f"in brackets, the range if more samples take longer, at most in proportion: {unprofiled}"
         for unprofiled in between
     ]
     if any(point.bounds_ns is not None and point.bounds_ns[1] is None for _, point in shown):
-        more.append("no upper end where times in the profile itself grow more than in proportion to samples")
+        more.append("no upper end where the profile's own times grow faster than in proportion to samples")
     print_notes((*more, *report.notes), file)
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TextIO
 from xml.sax.saxutils import escape
 
@@ -206,9 +206,75 @@ def _folded(text: str, width: int, *, whole: bool = False) -> list[str]:
     return found
 
 
-def shown_rows(count: int, most: int) -> list[int | None]:
-    """All rows, or the first and the last with None for those between."""
+# Rows that are alike ------------------------------------------------------------------------------------------------
+
+_MAX_RANGES = 4
+
+
+def groups_of_equal(rows: Iterable[Hashable]) -> list[list[int]]:
+    """The numbers of equal rows, group by group, in the order of their first: every number is in one group."""
+    found: dict[Hashable, list[int]] = {}
+    for number, row in enumerate(rows):
+        found.setdefault(row, []).append(number)
+    return list(found.values())
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: ``0, 1, 4-7``; ``0, 8 .. 56 (8)`` where they are equally far apart.
+
+    The number in brackets is how many there are. Of many at unequal distances only the first and the last are named.
+    """
+    runs = _runs(numbers)
+    names = [f"{first}-{last}" if last > first else str(first) for first, last in runs]
+    if len(runs) <= _MAX_RANGES:
+        return ", ".join(names)
+    steps = {(later[0] - run[0], later[1] - run[1]) for run, later in zip(runs, runs[1:], strict=False)}
+    return f"{names[0]}{f', {names[1]}' if len(steps) == 1 else ''} .. {names[-1]} ({len(numbers)})"
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, last) of each run of consecutive numbers."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1] = found[-1][0], number
+        else:
+            found.append((number, number))
+    return found
+
+
+def shared_rows(title: str, columns: Sequence[Column], most: int) -> list[Column]:
+    """The columns with equal rows once, after a key column of the numbers that each row is for.
+
+    Of more than ``most`` rows that differ some are left, as :func:`shown_rows` has it.
+    """
+    groups = groups_of_equal(zip(*(column.cells for column in columns), strict=True))
+    rows = shown_rows(len(groups), most)
+    names = [more(row) if isinstance(row, range) else number_ranges(groups[row]) for row in rows]
+    return [
+        Column(title, names, words=any(len(name) > _LONG_NAME for name in names), key=True),
+        *(
+            replace(column, cells=["..." if isinstance(row, range) else column.cells[groups[row][0]] for row in rows])
+            for column in columns
+        ),
+    ]
+
+
+_LONG_NAME = 12
+
+
+def shown_rows(count: int, most: int) -> list[int | range]:
+    """All rows, or a third of ``most`` at the beginning, in the middle and at the end, and ranges of those between."""
     if count <= most:
         return list(range(count))
-    half = most // 2
-    return [*range(half), None, *range(count - half, count)]
+    ends, middle = most // 3, most - 2 * (most // 3)
+    begin = (count - middle) // 2
+    end = begin + middle
+    gaps = range(ends, begin), range(end, count - ends)
+    rows = [*range(ends), gaps[0], *range(begin, end), gaps[1], *range(count - ends, count)]
+    return [row for row in rows if not isinstance(row, range) or row]
+
+
+def more(rows: range) -> str:
+    """What stands for rows that are left out."""
+    return f"{len(rows)} more"

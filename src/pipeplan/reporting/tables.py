@@ -13,9 +13,20 @@ from pipeplan.costs.throughput import Throughput, format_rate
 from pipeplan.files import CostRow, Profile
 from pipeplan.planning.comparison import OURS, Comparison, ComparisonRow
 from pipeplan.planning.tuning_cells import TuningRow
-from pipeplan.reporting.layout import Column, console_for, counted, flowed, labelled, print_notes, shown_rows, tables
+from pipeplan.reporting.layout import (
+    Column,
+    console_for,
+    counted,
+    flowed,
+    labelled,
+    more,
+    print_notes,
+    shared_rows,
+    shown_rows,
+    tables,
+)
 from pipeplan.reporting.timeline import kind_name
-from pipeplan.simulator.measured import DeviceTimes, MeasuredComparison
+from pipeplan.simulator.measured_times import DeviceTimes, MeasuredComparison
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.kinds import is_instruction
@@ -28,7 +39,7 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
     """Print the table and what there is no row for, to stdout unless ``file`` is given."""
     console = console_for(file)
     memory = {limit for limit in comparison.memory_bytes if limit is not None}
-    limits = [format_bytes(limit) for limit in sorted(memory)] or ["no limit"]
+    limits = [format_bytes(limit) for limit in sorted(memory)]
     shares = {row.samples_per_replica for row in comparison.rows}
     replicated = any(row.replicas > 1 for row in comparison.rows)
     per_replica = (min(map(min, shares)), max(map(max, shares))) if replicated else None
@@ -39,7 +50,8 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
         else f"{batch.num_microbatches} micro-batches of {size_in_words(batch.microbatch_size, per_replica)}"
     )
     devices = counted(comparison.num_devices, "device")
-    heading = Text.assemble((comparison.name, "bold"), f": {devices}, {samples}, memory {' or '.join(limits)}")
+    limited = f"memory {' or '.join(limits)}" if limits else "no memory limit"
+    heading = Text.assemble((comparison.name, "bold"), f": {devices}, {samples}, {limited}")
     console.print(flowed(heading, console.width))
     console.print(*_comparison_tables(comparison, console.width), sep="\n")
     print_notes((*_notes(comparison), *comparison.notes), file)
@@ -206,11 +218,11 @@ def print_blocks(profile: Profile, file: TextIO | None = None) -> None:
 def _block_columns(profile: Profile) -> list[Column]:
     kinds = alike(profile)
     rows: list[Sequence[str]] = []
-    for index in shown_rows(len(kinds), _MAX_KINDS):
-        if index is None:
-            rows.append(["...", str(len(kinds) - _MAX_KINDS), *[""] * 9])
+    for row in shown_rows(len(kinds), _MAX_KINDS):
+        if isinstance(row, range):
+            rows.append([more(row), *["..."] * 10])
             continue
-        blocks = kinds[index]
+        blocks = kinds[row]
         rows += [
             [blocks[0].id, str(len(blocks)), _case(row), *_costs(row)]
             for row in sorted(blocks[0].costs, key=lambda row: row.key[:2])
@@ -279,7 +291,7 @@ def _shares(profile: Profile, size: int, width: int) -> list[Table]:
 
 # Measured beside predicted ------------------------------------------------------------------------------------------
 
-_MAX_DEVICES = 16
+_MAX_DEVICES = 15
 _MESSAGE_NAMES = {"SEND_F": "send outputs", "RECV_F": "wait for outputs"}
 _MESSAGE_NAMES |= {"SEND_B": "send gradients", "RECV_B": "wait for gradients"}
 
@@ -348,12 +360,9 @@ def _named(kind: str) -> str:
 def _measured_devices(comparison: MeasuredComparison, width: int) -> list[Table]:
     busy, idle = ("busy, predicted", "busy", ""), ("idle, predicted", "idle")
     titles = (*busy, "waiting", "sending", "outside", "other", *idle)
-    rows = shown_rows(len(comparison.devices), _MAX_DEVICES)
-    names = ["..." if row is None else str(row) for row in rows]
-    shown = [["..."] * len(titles) if row is None else _device(comparison, comparison.devices[row]) for row in rows]
-    figures = zip(titles, zip(*shown, strict=True), strict=True)
-    columns = [Column("device", names, words=True, key=True), *(Column(title, cells) for title, cells in figures)]
-    return tables(columns, width)
+    figures = zip(*(_device(comparison, device) for device in comparison.devices), strict=True)
+    columns = [Column(title, cells) for title, cells in zip(titles, figures, strict=True)]
+    return tables(shared_rows("device", columns, _MAX_DEVICES), width)
 
 
 def _device(comparison: MeasuredComparison, device: DeviceTimes) -> list[str]:

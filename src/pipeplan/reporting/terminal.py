@@ -6,7 +6,7 @@ Everything can be read without colour: bars carry their kind and micro-batch as 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TextIO
 
@@ -15,7 +15,19 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeplan.planning.build_plan import Result
-from pipeplan.reporting.layout import Column, console_for, counted, flowed, labelled, shown_rows, tables
+from pipeplan.reporting.layout import (
+    Column,
+    console_for,
+    counted,
+    flowed,
+    groups_of_equal,
+    labelled,
+    more,
+    number_ranges,
+    shared_rows,
+    shown_rows,
+    tables,
+)
 from pipeplan.reporting.timeline import (
     TimelineCell,
     TimelineWindow,
@@ -36,7 +48,8 @@ from pipeplan.workload.samples import size_in_words
 from pipeplan.workload.slices import num_sliced
 from pipeplan.workload.workload import Workload
 
-_MAX_STAGES = 32
+_MAX_STAGES = 30
+_FEW_STAGES = 8
 _MAX_BLOCKS = 4
 
 
@@ -50,11 +63,16 @@ def print_stages(workload: Workload, file: TextIO | None = None) -> None:
 
 def _shared(workload: Workload) -> list[str]:
     """What stages share, a line each: the table counts it with each of them."""
-    return [
-        f"stages {_shortened([str(stage) for stage in each.stages])} share {each.name}, "
-        f"{format_bytes(each.state[PARAMETERS])} of their parameters: a device of several of them has it once"
-        for each in workload.tied
-    ]
+    found = []
+    for name in dict.fromkeys(each.name for each in workload.tied):
+        entries = [each for each in workload.tied if each.name == name]
+        stages = sorted({stage for each in entries for stage in each.stages})
+        size = format_bytes(max(each.state[PARAMETERS] * each.parts for each in entries))
+        found.append(
+            f"stages {number_ranges(stages)} share {name}, {size} of parameters: a device of "
+            "several of them keeps what is the same in these once"
+        )
+    return found
 
 
 def bottleneck(workload: Workload) -> str:
@@ -72,7 +90,7 @@ def bottleneck(workload: Workload) -> str:
     name = "stage" if len(stages) == 1 else "stages"
     above = max(work) * len(work) / sum(work) - 1
     return (
-        f"bottleneck: {name} {_shortened([str(stage) for stage in stages])} on device {device}, "
+        f"bottleneck: {name} {number_ranges(stages)} on device {device}, "
         f"{format_ns(max(work))} of work per micro-batch, {above:.1%} above the mean of all devices"
     )
 
@@ -81,16 +99,16 @@ def print_proof(result: Result, file: TextIO | None = None) -> None:
     """Print what is proved of the iteration: for the plan's own placement, for all that was left open; how it ended."""
     counts = result.candidates
     proved = [
-        ("this placement", result.placement_lower_bound_ns, result.placement_gap),
-        ("all that was left open", result.lower_bound_ns, result.gap),
+        ("on this placement", result.placement_lower_bound_ns, result.placement_gap),
+        ("of any plan", result.lower_bound_ns, result.gap),
     ]
-    lines = [f"proved for {what}: no iteration below {format_ns(bound)}, gap {gap:.2%}" for what, bound, gap in proved]
+    lines = [f"proved: no iteration {what} is below {format_ns(bound)}, gap {gap:.2%}" for what, bound, gap in proved]
     if result.status == "optimal":
-        lines = ["proved optimal: nothing that was left open is quicker"]
+        lines = ["proved optimal: nothing that was left open is faster"]
     ended = "the time limit ended the search" if result.timed_out else "none is left to try"
     lines.append(
-        f"of the placements proposed {counts.looked_at} looked at, {counts.refuted} of these proved no better, "
-        f"{counts.left} not looked at; {'it was interrupted' if result.interrupted else ended}"
+        f"placements: {counts.looked_at} tried, {counts.refuted} of them ruled out by bounds, {counts.left} not tried; "
+        f"{'the search was interrupted' if result.interrupted else ended}"
     )
     console = console_for(file)
     for line in lines:
@@ -98,31 +116,53 @@ def print_proof(result: Result, file: TextIO | None = None) -> None:
 
 
 def _stage_tables(workload: Workload, width: int) -> list[Table]:
+    """A row for each stage, or for those that are alike but for their devices and the names of their blocks."""
     kinds = {operation.stage: operation.kind for operation in workload.operations}
-    works = workload.work_of_stages
-    rows = [
-        (
-            str(index),
-            _shortened([str(device) for device in stage.devices]),
-            _shortened(stage.blocks) if stage.blocks else kinds[index],
-            format_ns(works[index]),
-            format_bytes(stage.state[PARAMETERS]),
-            _way(workload, stage),
-        )
-        for index, stage in enumerate(workload.stages)
+    stages, works = workload.stages, workload.work_of_stages
+    figures = [
+        (format_ns(works[index]), format_bytes(stage.state[PARAMETERS]), _way(workload, stage))
+        for index, stage in enumerate(stages)
     ]
-    shown = [("...",) * 6 if index is None else rows[index] for index in shown_rows(len(rows), _MAX_STAGES)]
-    stages, devices, blocks, work, parameters, ways = zip(*shown, strict=True)
+    names = [len(stage.blocks) or kinds[index] for index, stage in enumerate(stages)]
+    counts = [len(stage.devices) for stage in stages]
+    own = range(len(stages)) if len(stages) <= _FEW_STAGES else [0] * len(stages)
+    groups = groups_of_equal(zip(figures, names, counts, own, strict=True))
+    rows = [
+        (number_ranges(group), _devices_of(workload, group), _blocks_of(workload, group, kinds), *figures[group[0]])
+        for group in groups
+    ]
+    shown = [
+        (more(row), *["..."] * 5) if isinstance(row, range) else rows[row] for row in shown_rows(len(rows), _MAX_STAGES)
+    ]
+    numbers, devices, blocks, work, parameters, ways = zip(*shown, strict=True)
     columns = [
-        Column("stage", stages, key=True),
+        Column("stage", numbers, key=True),
         Column("device", devices, words=True),
         Column("blocks", blocks, words=True),
         Column("work", work),
         Column("parameters", parameters),
     ]
-    if any(_way(workload, stage) for stage in workload.stages):
+    if any(way for *_, way in figures):
         columns.append(Column("runs with", ways, words=True))
     return tables(columns, width)
+
+
+def _devices_of(workload: Workload, stages: Sequence[int]) -> str:
+    """All devices of some stages, and how many each has if there is more than one stage with more than one."""
+    devices = sorted({device for stage in stages for device in workload.stages[stage].devices})
+    each = len(workload.stages[stages[0]].devices)
+    return number_ranges(devices) + (f", {each} each" if len(stages) > 1 and each > 1 else "")
+
+
+def _blocks_of(workload: Workload, stages: Sequence[int], kinds: Mapping[int, str]) -> str:
+    """The blocks of a stage; of several how many each has, and where no other comes between, the first and the last."""
+    blocks = [workload.stages[stage].blocks for stage in stages]
+    if not blocks[0]:
+        return kinds[stages[0]]
+    if len(stages) == 1:
+        return _shortened(blocks[0])
+    together = stages[-1] - stages[0] == len(stages) - 1
+    return f"{len(blocks[0])} each" + (f", {blocks[0][0]} .. {blocks[-1][-1]}" if together else "")
 
 
 def _way(workload: Workload, stage: Stage) -> str:
@@ -159,8 +199,9 @@ _STYLES = {
     Role.WEIGHT_GRAD: "white on magenta",
 }
 _INSTRUCTION_STYLE = "black on green"
-_MAX_ROWS = 16
-_MAX_TIMELINE_ROWS = 32
+_MAX_ROWS = 15
+_MAX_TIMELINE_ROWS = 30
+_FEW_TIMELINE_ROWS = 6
 _MAX_RUNS = 12
 
 
@@ -181,7 +222,7 @@ def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> l
         flowed(_headline(simulation), width),
         labelled(_figures(simulation), width),
         *_devices(simulation, width),
-        _timeline(simulation, width, "-.:" if ascii_only else "─·┊"),
+        _timeline(simulation, width, _marks(ascii_only=ascii_only)),
         Text(),
         flowed(_critical_path(simulation, "->" if ascii_only else "→"), width),
     ]
@@ -189,8 +230,8 @@ def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> l
 
 def _idle_devices(simulation: Simulation, width: int) -> list[Text]:
     idle, devices = simulation.workload.idle_devices, simulation.workload.devices
-    told = f"{len(idle)} of {counted(len(devices), 'device')} run nothing: {_shortened([*map(str, idle)])}"
-    return [flowed(Text(told, "bold yellow"), width)] if idle else []
+    text = f"{len(idle)} of {counted(len(devices), 'device')} run nothing: {number_ranges(idle)}"
+    return [flowed(Text(text, "bold yellow"), width)] if idle else []
 
 
 def _headline(simulation: Simulation) -> Text:
@@ -234,14 +275,10 @@ def _figures(simulation: Simulation) -> list[tuple[str, str]]:
 
 
 def _devices(simulation: Simulation, width: int) -> list[Table]:
-    """Times and memory of every device, in one table where it is wide enough."""
-    rows = shown_rows(len(simulation.orders), _MAX_ROWS)
-    names = [str(device) for device in range(len(simulation.orders))]
+    """Times and memory of devices, alike ones in one row, in one table where it is wide enough."""
     first, *more = _memory_columns(simulation)
-    memory = [replace(first, apart=True), *more]
-    columns = [Column("device", names, key=True), *_time_columns(simulation), *memory]
-    shown = [replace(column, cells=["..." if row is None else column.cells[row] for row in rows]) for column in columns]
-    return tables(shown, width)
+    columns = [*_time_columns(simulation), replace(first, apart=True), *more]
+    return tables(shared_rows("device", columns, _MAX_ROWS), width)
 
 
 def _time_columns(simulation: Simulation) -> list[Column]:
@@ -272,26 +309,39 @@ def _sizes(values: Sequence[int]) -> list[str]:
     return [format_bytes(value) for value in values]
 
 
-def _timeline(simulation: Simulation, width: int, marks: str) -> Text:
-    """Rows of cells under a ruler, and a legend. ``marks`` are filler, idle and what stands between parts."""
-    label = max(6, len(str(len(simulation.orders) - 1)))
+def print_timeline(simulation: Simulation, file: TextIO | None = None) -> None:
+    """Print the timeline of a few devices, to stdout unless ``file`` is given."""
+    console = console_for(file)
+    marks = _marks(ascii_only=console.options.ascii_only)
+    console.print(_timeline(simulation, console.width, marks, _FEW_TIMELINE_ROWS))
+
+
+def _marks(*, ascii_only: bool) -> str:
+    """Filler, idle, and what stands between parts of a timeline."""
+    return "-.:" if ascii_only else "─·┊"
+
+
+def _timeline(simulation: Simulation, width: int, marks: str, most: int = _MAX_TIMELINE_ROWS) -> Text:
+    """At most ``most`` rows of cells under a ruler, one for devices that run the same at the same time; a legend."""
+    groups = groups_of_equal(map(tuple, simulation.orders))
+    rows = shown_rows(len(groups), most)
+    names = [more(row) if isinstance(row, range) else number_ranges(groups[row]) for row in rows]
+    label = max(6, *map(len, names))
     parts = windows(simulation, max(20, width - label - 2))
     text = Text(no_wrap=True, overflow="ignore")
     text.append(_ruler(simulation, parts, label) + "\n", style="dim")
-    for device in shown_rows(len(simulation.orders), _MAX_TIMELINE_ROWS):
-        if device is None:
-            text.append(f"{'...':>{label}}\n")
-            continue
-        text.append(f"{device:>{label}} ")
-        for index, part in enumerate(parts):
-            if index:
-                text.append(marks[2], style="dim")
-            _append_cells(text, device_row(simulation, device, part), marks)
+    for name, row in zip(names, rows, strict=True):
+        text.append(f"{name:>{label}} ")
+        if not isinstance(row, range):
+            for index, part in enumerate(parts):
+                if index:
+                    text.append(marks[2], style="dim")
+                _append_cells(text, device_row(simulation, groups[row][0], part), marks)
         text.append("\n")
     below = [_legend(simulation, marks)]
     if num_sliced(simulation.workload):
-        below.append(Text("micro-batches in halves: F0.0 and F0.1, or F0 twice where cells are few"))
-    if any(odd_stages(simulation, device) for device in range(len(simulation.orders))):
+        below.append(Text("sliced micro-batches: F0.0 and F0.1, or F0 twice where cells are few"))
+    if any(odd_stages(simulation, device) for device, *_ in groups):
         below.append(Text("small letters: every second stage of a device"))
     lines = [line for each in below for line in flowed(each, max(1, width - label - 1)).split("\n")]
     text.append_text(Text("\n").join(Text.assemble(" " * (label + 1), line) for line in lines))

@@ -139,7 +139,7 @@ def by_rules(name: str) -> Orderer:
 
 
 def by_rules_in_units(name: str) -> Orderer:
-    """Units of D micro-batches one after another, each by the rules alone; or all at once, where that is shorter."""
+    """Units of D micro-batches one after another, each by itself; or all at once, where that is shorter."""
 
     def orders(problem: OneMicrobatch, graph: TaskGraph) -> Orders:
         sizes = {min(problem.num_devices, problem.num_microbatches), problem.num_microbatches}
@@ -317,7 +317,7 @@ Condition = Callable[[OneMicrobatch], str | None]
 class Classic:
     """A classic schedule: on which placements it has a meaning, and its orders.
 
-    ``automatic`` ones try many orders and take their time, others a moment: with ``quick_tasks``, for up to so many
+    ``automatic`` ones try many orders and take their time, others a moment: with ``quick_tasks``, for up to that many
     actions. One that ``splits`` runs input and weight gradients apart by its definition, the others whole backwards.
     """
 
@@ -328,7 +328,7 @@ class Classic:
     splits: bool = False
 
     def is_quick(self, num_tasks: int) -> bool:
-        """Whether it takes a moment for so many actions."""
+        """Whether it takes only a moment for this many actions."""
         return not self.automatic and (self.quick_tasks is None or num_tasks <= self.quick_tasks)
 
     def applies(self, problem: OneMicrobatch) -> str | None:

@@ -5,7 +5,7 @@ forwards in turn. *Greedy* (3.10.1): backwards as soon as their gradients are th
 the iteration time needs. Algorithm 4 as printed falls short of its own Fig. 3.5; what is different here and why is said
 in ``docs/algorithms/graph-schedules.md``.
 
-Here: orders of the devices alone. Not here: which blocks form the stages (partition.graph).
+Here: only orders of the devices. Not here: which blocks form the stages (partition.graph).
 
 *Samples in flight* of a stage are those between the start of their forward and the end of their backward (of W, where
 it is split).
@@ -121,15 +121,15 @@ class Stages:
         graph, workload = self.graph, self.graph.workload
         needs = [0] * graph.num_tasks
         for item in checked(reversed(workload.items_in_order), 4):
-            behind = left = 0
+            after = left = 0
             is_forward = item < len(self.roles) and self.roles[item] is Role.FORWARD
             for task in reversed(range(*graph.offsets[item : item + 2])):
                 ways = [lag + needs[other] for other, lag in graph.successors[task]]
                 left += graph.durations[task]
-                needs[task] = graph.durations[task] + max([behind, *ways])
+                needs[task] = graph.durations[task] + max([after, *ways])
                 if is_forward:
                     needs[task] = max(needs[task], left + self._backwards_left(item, task, needs))
-                behind = needs[task]
+                after = needs[task]
         return needs
 
     def _backwards_left(self, forward: int, task: int, needs: Sequence[int]) -> int:
@@ -171,7 +171,7 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """When a stage may run a forward: if it then has at most so many samples in flight.
+    """When a stage may run a forward: if it then has few enough samples in flight.
 
     With ``forward_first`` a forward goes before a backward that could run as well.
     """

@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from pipeplan.costs import UNLIMITED
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
+from pipeplan.costs.layouts import Layout, MeshSplit, Resharding, Tensor, sum_ns
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Profile
 from pipeplan.sharding.elimination import Reducing
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode, expand
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, CostTie, Strategy, TieUser
-from pipeplan.sharding.layouts import Layout, MeshSplit, Resharding, Tensor
 from pipeplan.sharding.operator_kinds import Data, WholeBlock, grows_steeply, profiled_sizes, row_for
 from pipeplan.sharding.operators import (
     MOST_DIMENSIONS,
@@ -38,7 +38,6 @@ from pipeplan.sharding.operators import (
     configurations,
     num_parts,
     recomputed,
-    sum_ns,
     sync_ns,
     way_of,
 )
@@ -60,7 +59,7 @@ class CostOptions:
     all devices. ``microbatches`` of one iteration share the sum of gradients; ``in_flight`` of them hold activations
     at once. ``rule`` restricts configurations, ``reuse`` False keeps what every operator needs where it needs it, and
     ``aligned`` lets no tensor change its layout on the way, but for sums. Meshes have up to ``mesh_dimensions``.
-    With ``recompute`` every operator keeps its inputs alone, and backward runs its forward again.
+    With ``recompute`` every operator keeps only its inputs, and backward runs its forward again.
     """
 
     blocks: bool = False
@@ -101,7 +100,7 @@ class TiedTable(NamedTuple):
 
     @property
     def parameter_bytes(self) -> int:
-        """Of the parameters alone."""
+        """Only of the parameters."""
         return self.state[PARAMETERS]
 
 
@@ -224,7 +223,7 @@ class CostModel:
 
     @cached_property
     def _tied_parameters(self) -> tuple[CostTie, ...]:
-        """What operators share by its parameters alone, with the time of an iteration."""
+        """What operators share by only its parameters, with the time of an iteration."""
         return self._ties(lambda state: state[PARAMETERS], 1)
 
     def _ties(self, size: Callable[[MemoryBytes], int], microbatches: int) -> tuple[CostTie, ...]:
@@ -326,14 +325,14 @@ class CostModel:
         return changed
 
     def recomputing(self) -> CostModel:
-        """The same where every operator keeps its inputs alone, which changes nothing between operators."""
+        """The same where every operator keeps only its inputs, which changes nothing between operators."""
         changed = replace(self, options=replace(self.options, recompute=True))
         vars(changed)["configurations"] = changed._recomputed(self.configurations)
         vars(changed)["_cost_edges"] = self._cost_edges
         return changed
 
     def part(self, operators: OperatorGraph) -> CostModel:
-        """Of some of its operators alone."""
+        """Only of some of its operators."""
         return self._with_known(replace(self, operators=operators))
 
     def _with_known(self, changed: CostModel) -> CostModel:

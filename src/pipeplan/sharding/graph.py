@@ -118,7 +118,7 @@ class CostTie:
         return replace(self, users=tuple(user.at(kept[user.operator]) for user in self.users))
 
     def timed(self) -> CostTie:
-        """By time alone."""
+        """By time only."""
         return replace(self, users=tuple(replace(user, memory_bytes=user.memory_bytes * 0) for user in self.users))
 
     def among(self, operators: Collection[str]) -> CostTie | None:
@@ -178,7 +178,7 @@ class CostGraph:
         self.order()
 
     def lowered(self) -> CostGraph:
-        """The same costs by operators and edges alone: after its own come those that stand for ties."""
+        """The same costs by only operators and edges: after its own come those that stand for ties."""
         if not self.ties:
             return self
         own: dict[str, IntArray] = {}

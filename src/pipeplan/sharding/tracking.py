@@ -80,7 +80,7 @@ def evaluate(
 ) -> int | None:
     """Computes the table of an expression; every distinct part is computed once and stays in ``tables``.
 
-    With ``bounds`` points that no frontier of the whole has use for are dropped. Tells how many pairs of points were
+    With ``bounds`` points that no frontier of the whole has use for are dropped. Says how many pairs of points were
     offered to products; None if they would have been more than ``most_sums``.
     """
     num_sums = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import Literal
@@ -41,6 +41,42 @@ class Rates:
     def idle_ns(self) -> tuple[int, ...]:
         """Time of the iteration in which nothing runs [device]."""
         return tuple(self.makespan_ns - busy for busy in self.busy_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class IdleShares:
+    """Why devices do not compute, as shares of all device time in an iteration, gradients summed.
+
+    ``unused``: devices that run nothing. ``uneven``: the others have less work than the busiest device. The rest is
+    what the busiest device idles, too: ``waiting`` for inputs in the steady state, None where there is none,
+    ``ramps`` before and after it, and ``summing`` while gradients are summed after the last action of all.
+    """
+
+    unused: float
+    uneven: float
+    waiting: float | None
+    ramps: float
+    summing: float
+
+    @classmethod
+    def of(cls, rates: Rates, iteration_ns: int, steady_ns: float | None, unused: Collection[int]) -> IdleShares:
+        """Of an iteration whose micro-batches take ``steady_ns`` at the pace of the steady state."""
+        count, makespan, most = len(rates.busy_ns), rates.makespan_ns, max(rates.busy_ns)
+        used = count - len(unused)
+        steady = most if steady_ns is None else min(max(most, steady_ns), makespan)
+        total = count * iteration_ns or 1
+        return cls(
+            len(unused) / count,
+            (used * most - sum(rates.busy_ns)) / total,
+            None if steady_ns is None else used * (steady - most) / total,
+            used * (makespan - steady) / total,
+            used * (iteration_ns - makespan) / total,
+        )
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.unused + self.uneven + (self.waiting or 0.0) + self.ramps + self.summing
 
 
 def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int], loop: LoopCut | None = None) -> Rates:

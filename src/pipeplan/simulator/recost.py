@@ -41,13 +41,14 @@ def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
 def relinked(plan: Plan, cluster: Cluster) -> Workload:
     """The plan's work on the devices and links of another cluster.
 
-    A plan does not tell a fixed latency of the profile's from one of its cluster: messages without bytes keep
+    A plan does not distinguish a fixed latency of the profile from one of the cluster: messages without bytes keep
     their times, others get the cluster's. With the profile, fixed latencies stay.
 
     Raises:
-        UsageError: the cluster has fewer devices than the plan.
+        UsageError: the cluster has fewer devices than the plan, or a stage has configurations.
     """
     _require_devices(plan, cluster)
+    _require_no_configurations(plan, "--cluster")
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
     memory = cluster.memory_bytes
     stages, tied = with_syncs(plan.stages, plan.tied, cluster)
@@ -74,7 +75,7 @@ def _require_devices(plan: Plan, cluster: Cluster) -> None:
     if cluster.num_devices < len(plan.devices):
         raise UsageError(
             f"cluster {cluster.name!r} has {cluster.num_devices} devices, the plan uses {len(plan.devices)}; "
-            "give a larger --cluster, or search a plan for this one"
+            "give a larger --cluster, or search for a plan for this one"
         )
 
 
@@ -88,15 +89,20 @@ def _placement(plan: Plan, profile: Profile) -> Placement:
         text = first.removeprefix("Value error, ").replace("placement", "the plan's placement", 1)
         raise UsageError(
             f"profile {profile.name!r} does not fit the plan: {text}; give the --profile of the model the plan "
-            "was searched for, or search a plan for this one"
+            "was searched for, or search for a plan for this one"
         ) from None
+    _require_no_configurations(plan, "--profile")
+    return placement
+
+
+def _require_no_configurations(plan: Plan, flag: str) -> None:
+    """What devices exchange inside stages with configurations is in their times: neither is worked out anew."""
     for index, stage in enumerate(plan.stages):
         if used := stage.configuration or next(iter(stage.configurations), None):
             raise UsageError(
                 f"stages[{index}] of the plan has configuration {used!r}; plans with configurations "
-                "are simulated with their own costs: leave out --profile"
+                f"are simulated with their own costs: leave out {flag}"
             )
-    return placement
 
 
 class _Built:

@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 
 from pipeplan.costs.throughput import Throughput, Yardstick
+from pipeplan.display import Displayed
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
-from pipeplan.simulator.metrics import CriticalStep, Rates, critical_path, in_flight, iteration_time, rates
+from pipeplan.simulator.measured_times import MeasuredComparison
+from pipeplan.simulator.metrics import CriticalStep, IdleShares, Rates, critical_path, in_flight, iteration_time, rates
 from pipeplan.simulator.recost import recosted, relinked
+from pipeplan.units import format_ns
 from pipeplan.workload.action import operation_of
 from pipeplan.workload.bounds import weak_makespan_bound, work_bound
 from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
@@ -71,8 +74,8 @@ def _link_order(graph: TaskGraph, link: int, source: int, target: int, program: 
     )
     if not len(order) == len(set(order)) == there:
         raise InvalidPlanError(
-            f"programs[{source}] does not have each SEND to device {target} once; pipeplan check tells all that is "
-            "wrong with the plan"
+            f"programs[{source}] does not have each SEND to device {target} once; pipeplan check lists "
+            "everything that is wrong with the plan"
         )
     return order
 
@@ -136,7 +139,7 @@ def _require_all(device: int, actions: Sequence[str], expected: Mapping[str, int
     if wrong is None and len(present) < len(expected):
         wrong = f"leaves out {next(text for text in expected if text not in present)}"
     if wrong is not None:
-        raise InvalidPlanError(f"programs[{device}] {wrong}; pipeplan check tells all that is wrong with the plan")
+        raise InvalidPlanError(f"programs[{device}] {wrong}; pipeplan check lists everything that is wrong")
 
 
 MAX_ACTIONS = 5_000_000
@@ -144,16 +147,17 @@ MAX_ACTIONS = 5_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
+class Simulation(Displayed):
     """One iteration of a plan, replayed: when everything runs, and the figures that follow.
 
     ``orders`` [device] and ``starts`` [task] are of ``graph``; messages that may have to wait are tasks of it, too.
     ``lower_bound_ns`` and ``period_lower_bound_ns`` are the plan's where it was replayed as it is, otherwise those of
-    work and dependencies alone.
+    work and dependencies only.
     ``period_ns`` (per micro-batch) and ``bubble_rate_steady`` come from replaying the repetend without end; None
     without one, or where that does not become periodic. ``copies`` [device] are the positions of the repetend's
     first copy in the orders. ``overflow`` is the device most short of memory, None if all have enough.
     ``as_planned`` says that number of micro-batches and costs are the plan's, ``yardstick`` what a sample is.
+    ``measured`` sets what a run took beside it, if it was asked for.
 
     With a ``loop`` its round runs more often than it is there: ``graph``, ``orders``, ``starts``, ``copies`` and
     ``critical_path`` are of what is written, everything else is of all.
@@ -178,6 +182,11 @@ class Simulation:
     as_planned: bool
     yardstick: Yardstick
     loop: LoopCut | None = None
+    measured: MeasuredComparison | None = None
+
+    def __repr__(self) -> str:
+        count = self.workload.num_microbatches
+        return f"<Simulation {self.plan.name!r}: {count} micro-batches, makespan {format_ns(self.rates.makespan_ns)}>"
 
     @property
     def written_ns(self) -> int:
@@ -229,6 +238,12 @@ class Simulation:
         """``makespan / lower_bound - 1``."""
         return max(0.0, self.rates.makespan_ns / self.lower_bound_ns - 1) if self.lower_bound_ns else 0.0
 
+    @property
+    def idle(self) -> IdleShares:
+        """Why devices do not compute all the time."""
+        steady = None if self.period_ns is None else self.period_ns * self.workload.num_microbatches
+        return IdleShares.of(self.rates, self.iteration_ns, steady, self.workload.idle_devices)
+
     def path_times(self) -> tuple[dict[int, int], int]:
         """Time of the critical path in ns: on each device (an action of several counts on its first), in transfers."""
         on_device: dict[int, int] = {}
@@ -277,6 +292,7 @@ class Simulation:
             "devices": [_device(self, device) for device in range(len(plan.devices))],
             "critical_path": _path(self),
             **({} if self.loop is None else {"loop": _loop(self.loop, self.graph.workload.num_microbatches)}),
+            **({} if self.measured is None else {"measured": self.measured.figures()}),
         }
 
 
@@ -371,7 +387,7 @@ LOOPED_ACTIONS = 20_000
 
 
 def _run(plan: Plan, workload: Workload, total: int) -> LoopedOrders:
-    """The plan's orders, timed with the costs of a workload, for so many micro-batches."""
+    """The plan's orders, timed with the costs of a workload, for a number of micro-batches."""
     graph = task_graph(workload.with_microbatches(plan.num_written))
     orders = orders_of(plan, graph)
     if plan.loop is not None:
@@ -390,12 +406,12 @@ def _with_loop(plan: Plan, loop: Loop, graph: TaskGraph, orders: list[list[int]]
     """The same of a plan with a loop: with its own costs the round is as stated, with others times settle anew.
 
     Raises:
-        UsageError: rounds do not come out at so many micro-batches.
+        UsageError: no number of rounds comes to these micro-batches.
     """
     copies = num_copies(plan.num_written, loop.microbatches, total)
     begins, counts = _begins_of(plan, loop, graph), counts_of(graph.workload, loop.microbatches)
     if counts is None:
-        raise InvalidPlanError("the plan's loop is of no whole round; pipeplan check tells what is wrong with the plan")
+        raise InvalidPlanError("the plan's loop is of no whole round; pipeplan check lists everything that is wrong")
     if graph.workload == plan.written.workload:
         starts = earliest_starts(graph, orders)
         begin = min(starts[graph.offsets[item] + number] for item, number in enumerate(begins))

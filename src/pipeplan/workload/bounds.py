@@ -1,6 +1,6 @@
 """What no schedule can beat: lower bounds on the period and on the makespan, each a short proof.
 
-Of the makespan there are two: the *weak* bound is by work and dependencies alone, for every workload; the *strong* one
+Of the makespan there are two: the *weak* bound is by only work and dependencies, for every workload; the *strong* one
 also knows memory and the order of micro-batches, for workloads in which all are alike.
 """
 
@@ -18,7 +18,7 @@ from pipeplan.workload.workload import Hold, Workload
 
 
 def work_bound(workload: Workload) -> int:
-    """Least period in ns by work alone: that of the busiest device or link per micro-batch (Tessel's GetLowerBound)."""
+    """Least period in ns by work only: that of the busiest device or link per micro-batch (Tessel's GetLowerBound)."""
     return max(workload.work)
 
 

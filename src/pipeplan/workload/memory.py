@@ -200,7 +200,7 @@ class MemoryState:
 
 @lru_cache(maxsize=4096)
 def _begins(slots: Slots, mini_batch: int) -> tuple[int, ...]:
-    """[action] its first sample; behind the last action, the end of the mini-batch."""
+    """[action] its first sample; after the last action, the end of the mini-batch."""
     return (*(slots.samples(number)[0] for number in range(len(slots))), mini_batch)
 
 
@@ -210,7 +210,7 @@ def _part_of(size: int, number: int) -> int:
 
 
 def num_that_fit(capacity: int | None, each: int) -> float:
-    """How many micro-batches of so many bytes each a device has room for at once: at least one; inf without limit."""
+    """How many micro-batches of these bytes each a device has room for at once: at least one; inf without limit."""
     return inf if capacity is None or each == 0 else max(1, capacity // each)
 
 
@@ -297,7 +297,7 @@ def _peaks(graph: TaskGraph, orders: Orders) -> list[tuple[MemoryBytes, int | No
 
 
 def _peak(graph: TaskGraph, order: Sequence[int]) -> tuple[MemoryBytes, int | None]:
-    """The same of a device whose order tells it."""
+    """The same of a device, by its order."""
     levels = memory_levels(graph, order)
     highest = max(levels, default=0)
     if not highest:

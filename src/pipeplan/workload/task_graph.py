@@ -4,8 +4,8 @@ The actions of a workload are numbered: micro-batch m of operation o is ``offset
 each device, the numbers of its compute actions in the order they run; an action of several devices stands in
 each of their lists and starts on all of them together.
 
-Messages that may have to wait for their link are tasks, too, numbered behind the actions. The lists of the links, in
-the order in which they carry their messages, stand behind those of the devices.
+Messages that may have to wait for their link are tasks, too, numbered after the actions. The lists of the links, in
+the order in which they carry their messages, come after those of the devices.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NEVER = 2**62
 
 @dataclass(frozen=True, slots=True)
 class TaskGraph:
-    """All actions of a workload as numbered tasks, and behind them the messages that may have to wait for a link.
+    """All actions of a workload as numbered tasks, and after them the messages that may have to wait for a link.
 
     ``offsets`` has one entry per operation and transfer (:attr:`~pipeplan.workload.workload.Workload.transfers`), and
-    the total behind them; ``operation_of`` [task] is the number of that operation or transfer. ``durations`` [task] in
+    the total after them; ``operation_of`` [task] is the number of that operation or transfer. ``durations`` [task] in
     ns; ``successors`` [task] has pairs (task, lag in ns); ``num_predecessors`` [task].
     """
 
@@ -52,7 +52,7 @@ class TaskGraph:
         return self.offsets[len(self.workload.operations)]
 
     def devices_of(self, task: int) -> tuple[int, ...]:
-        """The devices a task runs on; for a message its link's number behind the devices."""
+        """The devices a task runs on; for a message its link's number after the devices."""
         return self.workload.resources[self.operation_of[task]]
 
     def label(self, task: int) -> str:
@@ -66,7 +66,7 @@ class TaskGraph:
         return self.workload.slots[operation].text(task - self.offsets[operation])
 
     def on_devices(self, orders: Orders) -> Orders:
-        """The orders of the devices alone, without those of links."""
+        """Only the orders of the devices, without those of links."""
         return orders[: len(self.workload.devices)]
 
     def makespan(self, starts: Sequence[int]) -> int:
@@ -143,7 +143,7 @@ def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
 
 
 def _following(graph: TaskGraph, orders: Orders, waiting: list[int]) -> list[list[int]]:
-    """[task] the tasks right behind it in the orders; each then waits for one more."""
+    """[task] the tasks right after it in the orders; each then waits for one more."""
     following: list[list[int]] = [[] for _ in checked(graph.durations, 65_536)]
     for order in checked(orders, 4):
         for before, after in zip(order, order[1:], strict=False):

@@ -165,7 +165,7 @@ def broken(context: Context) -> dict[str, torch.Tensor]:
         (broken, "instruction GATHER: ValueError: no such thing"),
         (
             lambda context: {"text.1": context.inputs["text.1"]},
-            "instruction GATHER asks for block 'text.1' in context.inputs, which has it on rank 3 alone; take it from "
+            "instruction GATHER asks for block 'text.1' in context.inputs, which has it only on rank 3; take it from "
             r"context.brought\(\)",
         ),
         (

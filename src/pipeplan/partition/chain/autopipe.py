@@ -71,7 +71,7 @@ class Timeline:
         """The stage that the critical path passes in the steady phase (III-B).
 
         That with most steps of the path among those it runs in turn, one forward and one backward; the last of equals.
-        So many steps ``repeated`` belong to the stage where the path is once the steady phase repeats itself.
+        ``repeated`` steps belong to the stage where the path is once the steady phase repeats itself.
         """
         count, first = self.stages.num_stages, self._settled_wave()
         counts: Counter[int] = Counter()
@@ -371,7 +371,7 @@ def _fitting_start(costs: ChainCosts, num_stages: int, fits: Fitting) -> Cuts:
 
 @dataclass(frozen=True, slots=True)
 class _Depth:
-    """So many stages, with as many replicas of the whole pipeline as the ``way`` has."""
+    """That many stages, with as many replicas of the whole pipeline as the ``way`` has."""
 
     way: Way
     num_stages: int

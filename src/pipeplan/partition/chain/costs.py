@@ -316,7 +316,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """Tells of a chain's blocks whether some of them fit into ``memory_bytes`` as a stage.
+    """Knows of a chain's blocks whether some of them fit into ``memory_bytes`` as a stage.
 
     A stage holds parameters, gradients, optimizer state, the activations of one micro-batch for itself and one for
     every stage after it, at most of all there are, and the largest workspace. Splitting forwards changes none of it.

@@ -256,5 +256,5 @@ class ShortestStages:
 
 
 def _alone(cost: Callable[[Array, Array], Array]) -> Price:
-    """The price of stages that run in one way alone."""
+    """The price of stages that run in only one way."""
     return lambda begins, ends: cost(begins, ends)[None]

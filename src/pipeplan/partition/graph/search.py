@@ -346,7 +346,7 @@ def graphpipe(problem: PartitionProblem, *, tolerance: float = 0.0) -> Iterator[
 
     The lines are the blocks in the order they were given in (as far as edges let them) and in the order of the
     decomposition. Of equal partitions those of the decomposition are taken, with few samples in flight, then few
-    devices. With a ``tolerance`` the result is at most so much above the optimum, as a share of it. There is one such
+    devices. With a ``tolerance`` the result is at most that share above the optimum. There is one such
     partition.
 
     Raises:

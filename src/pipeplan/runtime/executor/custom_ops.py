@@ -51,7 +51,7 @@ class HeldInputs(dict[str, Tensor]):
             raise StageError(f"{self._place} asks for block {block!r}, and what comes to it is of {known or 'none'}")
         where = f"rank {', '.join(map(str, ranks))}"
         raise StageError(
-            f"{self._place} asks for block {block!r} in context.inputs, which has it on {where} alone; take it from "
+            f"{self._place} asks for block {block!r} in context.inputs, which has it only on {where}; take it from "
             'context.brought(), which moves outputs, or let the plan send it: devices = "before"'
         )
 

@@ -157,7 +157,7 @@ class _Emulation:
         return found
 
     def _over(self, factor: float) -> float:
-        """How much longer steps take than they should when times are stretched so much, in predicted steps."""
+        """How much longer steps take than they should when times are stretched by this, in predicted steps."""
         self._stretch(factor)
         return statistics.median(self.step(0, self._tried_copies)[0] for _ in range(_TRIALS)) / self._tried_ns - factor
 
@@ -226,7 +226,7 @@ class Pace:
         return max(0, self.now() - self.free_ns())
 
     def waited(self, since_ns: int, late_ns: int = 0) -> None:
-        """Others were waited for, who were ``late_ns`` late when they sent: in time it would have ended so much sooner.
+        """Others were waited for, who sent ``late_ns`` late: in time it would have ended that much sooner.
 
         But no sooner than the wait began, or the device was free.
         """

@@ -39,7 +39,7 @@ class _Prepared:
     gives: Sequence[_Given]
 
     def later(self, copies: int, loop: ProgramLoop, num_slots: int) -> _Prepared:
-        """The same so many copies of a loop's round later, each of which needs ``num_slots``."""
+        """The same some copies of a loop's round later, each of which needs ``num_slots``."""
         by, slots = copies * loop.samples, copies * num_slots
         return _Prepared(
             self.step.later(copies, loop),

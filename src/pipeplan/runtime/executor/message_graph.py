@@ -128,7 +128,7 @@ def _with_gradients(
         if dependency.hops and dependency.has_instruction and not carries:
             raise UsageError(
                 f"dependencies[{number}] of the plan sends something from {dependency.source} to {dependency.target}, "
-                "but instructions are sent, and send, outputs of forwards alone; leave out its hops"
+                "but instructions send and receive only outputs of forwards; leave out its hops"
             )
     return MessageGraph(crossings, gradients, dict(sorted(found.items())))
 

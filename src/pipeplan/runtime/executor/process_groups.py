@@ -44,7 +44,7 @@ class ProcessGroups:
         return Shards(len(line), line.index(self._rank), self._made[line]) if len(line) > 1 else WHOLE
 
     def of(self, ranks: Ranks) -> RankGroup:
-        """The ranks of an action; of one rank alone nothing leaves it."""
+        """The ranks of an action; of a single rank nothing leaves it."""
         return self._made[ranks]
 
     def connect(self, transport: str, timeout: timedelta) -> None:

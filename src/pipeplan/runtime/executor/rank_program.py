@@ -51,7 +51,7 @@ class ProgramStep:
     held: tuple[tuple[Message, int, Numbers], ...] = ()
 
     def later(self, copies: int, loop: ProgramLoop) -> ProgramStep:
-        """What this step is so many copies of a loop's round later."""
+        """What this step is some copies of a loop's round later."""
         by = copies * loop.samples
         numbered = self.action.stage if self.message is None else self.message.source
         return replace(
@@ -213,7 +213,7 @@ def _copies_apart(plan: Plan) -> int:
 
 
 def _looped(plan: Plan, loop: Loop, program: Program, copies: int) -> Program:
-    """A program of so many copies as one in which the last of them is repeated."""
+    """A program of several copies as one in which the last of them is repeated."""
     length = loop.ends[program.rank] - loop.begins[program.rank]
     begin = loop.begins[program.rank] + (copies - 1) * length
     repeated = ProgramLoop(
@@ -373,7 +373,7 @@ def _meshes_of(stage: Stage) -> tuple[Mesh, ...]:
 
 
 def _shares_of(stage: Stage, rank: int) -> tuple[Share, ...]:
-    """What a rank has of a stage's blocks. Devices that share samples alone have the same share."""
+    """What a rank has of a stage's blocks. Devices that share only samples have the same share."""
     group = _group_of(stage, rank)
     return tuple(
         _share(block, mesh, group, group.index(rank))

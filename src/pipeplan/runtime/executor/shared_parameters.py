@@ -175,7 +175,7 @@ def require_equal_copies(copies_of: Sequence[Mapping[Ranks, Sequence[Copy]]]) ->
                     raise UsageError(
                         f"ranks {ranks[0]} and {rank} do not start with the same parameters: {first or 'beyond them'} "
                         f"is {expected} and {name or 'beyond them'} is {found}; the model must be the same on all "
-                        "ranks, and take random numbers from torch's default generator alone"
+                        "ranks, and take random numbers only from torch's default generator"
                     )
 
 

@@ -50,7 +50,7 @@ class TensorSpec:
 
     @classmethod
     def between(cls, name: str, once: Shape, twice: Shape, num_samples: int, dtype: torch.dtype) -> TensorSpec:
-        """An output of which two shapes are known. Raises UsageError unless it grows in one dimension alone."""
+        """An output of which two shapes are known. Raises UsageError unless it grows in only one dimension."""
         grown = [axis for axis, (a, b) in enumerate(zip(once, twice, strict=False)) if a != b]
         if not grown and len(once) == len(twice):
             return cls(once, dtype, None)
@@ -108,7 +108,7 @@ class Taking:
     frees: list[int] = field(default_factory=list)
 
     def later(self, by: int) -> Taking:
-        """The same of slots that were given so many later."""
+        """The same of slots that were given that many later."""
         runs = tuple((slot + by, begin, end) for slot, begin, end in self.runs)
         return replace(self, runs=runs, frees=[slot + by for slot in self.frees])
 

@@ -29,12 +29,12 @@ _READ_TRIES = 16
 
 
 def warn(text: str) -> None:
-    """Tell the user of a rank's finding, on standard error."""
+    """Warn the user of a rank's finding, on standard error."""
     tell(f"warning: {text}")
 
 
 def tell(text: str) -> None:
-    """Tell the user what is no finding against anything, on standard error."""
+    """Tell the user something that is no warning, on standard error."""
     sys.stderr.write(printable(f"pipeplan: {text}\n"))
     sys.stderr.flush()
 
@@ -77,8 +77,8 @@ _OUTSIDE = {
     Phase.SAMPLING: "in step {step}, before its program: drawing its samples",
     Phase.REDUCING: "in step {step}, after its program: summing the gradients of parameters that other ranks hold too",
     Phase.CLIPPING: "in step {step}, after its program: computing the norm of all gradients",
-    Phase.RESUMING: "before its first step: looking for a checkpoint to resume from",
-    Phase.SAVING: "after step {step}: writing a checkpoint",
+    Phase.RESUMING: "before its first step: reading what to start from",
+    Phase.SAVING: "after step {step}: writing a checkpoint or the weights",
     Phase.UPDATING: "in step {step}, after its program: optimizer step",
     Phase.REPORTING: "in step {step}, after its program: reporting the loss",
     Phase.DONE: "after its last step",

@@ -1,6 +1,6 @@
 """What makes a module run in parts: deferred weight gradients, shares of blocks and parameters, autocast, clocks.
 
-Here: mechanisms that know torch modules alone, and a rank's share of a block, which needs no torch: plans are lowered
+Here: mechanisms that know only torch modules, and a rank's share of a block, which needs no torch: plans are lowered
 with it. Not here: plans, programs, process groups (executor).
 """
 
@@ -16,7 +16,7 @@ class Share:
     """What a rank has of a block: all of it, or number ``index`` of as many shares as there are ``partners``.
 
     ``partners`` are the ranks that split the block, this one among them, in the order of their shares: they stand on
-    a mesh of these ``axes``, names and sizes, where it is not split in the usual way alone. ``places`` are those that
+    a mesh of these ``axes``, names and sizes, where it is not only split in the usual way. ``places`` are those that
     have the same share and other positions of a sequence, in order, this one among them.
     """
 
@@ -37,7 +37,7 @@ class Share:
         return Mesh(self.axes or ((SHARDS, self.count),))
 
     def along(self, axis: str) -> tuple[int, ...]:
-        """The partners from which this rank differs along one axis alone, in order."""
+        """The partners from which this rank differs along only one axis, in order."""
         return tuple(self.partners[place] for place in self.mesh.axis(axis).of(self.index))
 
     def __str__(self) -> str:

@@ -82,7 +82,7 @@ class Bench:
     """One block at one micro-batch size, ready to run again and again.
 
     ``inputs`` are what it takes of its sources, ``needs_grad`` whether each gets a gradient, ``gradients`` those of
-    its outputs, by index. With ``recompute`` (in the key) F keeps its inputs alone, and B and I run it again first.
+    its outputs, by index. With ``recompute`` (in the key) F keeps only its inputs, and B and I run it again first.
     """
 
     key: RowKey

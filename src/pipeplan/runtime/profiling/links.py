@@ -276,7 +276,7 @@ def _bare(hosts: Sequence[str], device: torch.device, options: LinkOptions) -> C
 
 @dataclass(slots=True)
 class _Measuring:
-    """A rank's way through the tasks; rank 0 alone reports."""
+    """A rank's way through the tasks; only rank 0 reports."""
 
     options: LinkOptions
     given: Cluster | None

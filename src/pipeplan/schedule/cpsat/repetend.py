@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
 _FARTHEST = 1_000
-"""Micro-batches apart beyond which it tells a pattern nothing that one comes after another; times that far overflow."""
+"""Micro-batches apart beyond which order means nothing to a pattern; times that far overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,7 +392,7 @@ class _Bisection:
             step = max(1, (last - first) // 1024)
             return [Fraction(multiple * unit) for multiple in range(first, last + 1, step)]
         most = self._total // max(1, math.floor(low))
-        if unit < most * most:  # finer than ns: no plan could tell
+        if unit < most * most:  # finer than ns: no plan could say
             return [Fraction(ns) for ns in range(math.floor(low) + 1, math.ceil(high))][:1024]
         found = {
             Fraction(p * unit, q)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.05
 
 _STOP_SECONDS = 0.2
-"""How long a solver may take to stop that is told to; while it prepares a large model it does not hear."""
+"""How long a solver may take to stop once it is asked to; while it prepares a large model it does not hear."""
 
 _DETERMINISTIC_PER_SECOND = 0.2
 """The solver's deterministic time that counts as a second: measured on this search with one worker, 0.15 to 0.3."""
@@ -148,7 +148,7 @@ def _run(
     result: list[int] = []
     failure: list[BaseException] = []
     done = threading.Event()
-    told = 0
+    asked = 0
 
     def work() -> None:
         try:
@@ -165,8 +165,8 @@ def _run(
             done.wait(_POLL_SECONDS)
             if budget.interrupted or time_is_up():  # again and again: a solve that had not begun hears no first one
                 solver.stop_search()
-                told += 1
-            if told * _POLL_SECONDS > _STOP_SECONDS:
+                asked += 1
+            if asked * _POLL_SECONDS > _STOP_SECONDS:
                 checkpoint()
         except KeyboardInterrupt:
             budget.interrupt()

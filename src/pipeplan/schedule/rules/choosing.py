@@ -38,7 +38,7 @@ class Obstacle:
             case "every":
                 return f"stage {self.number} starts one in {self.limit} steps (every)"
             case "shared_first":
-                return f"stage {self.number} goes no further ahead than what stands behind it asks for (shared_first)"
+                return f"stage {self.number} goes no further ahead than what follows it asks for (shared_first)"
             case "memory":
                 return f"device {self.number} has no room for it beside its oldest micro-batch (fit_memory)"
             case _:

@@ -133,7 +133,7 @@ class RulesRun(Engine):
     def run(self) -> None:
         """Go from moment to moment until everything has started.
 
-        An event is a device that is free, or (the number behind the devices) actions that are ready, or behind that an
+        An event is a device that is free, or (the number after the devices) actions that are ready, or after that an
         operation that may start again.
         """
         for task, count in enumerate(self.waiting[: self.graph.num_actions]):
@@ -282,7 +282,7 @@ class RulesRun(Engine):
         return None
 
     def _askers(self) -> dict[int, list[int]]:
-        """{forward on several devices that waits for nothing: forwards behind it on one device}"""
+        """{forward on several devices that waits for nothing: forwards after it on one device}"""
         lags, forward = self.graph.workload.lags, self._is_forward
         first = set(range(len(forward))) - {target for _, target, _ in lags}
         asking: dict[int, list[int]] = {}
@@ -295,7 +295,7 @@ class RulesRun(Engine):
     def _callers_kept_by(self, device: int) -> set[int]:
         """The devices that may choose actions which what this device starts can allow: by its limits, or as it asks."""
         there = {x for x, devices in enumerate(self._resources[: len(self._role)]) if device in devices}
-        kept = {x for x, behind in self._asking.items() if there.intersection(behind)}
+        kept = {x for x, followers in self._asking.items() if there.intersection(followers)}
         if self._device_limits[device] is not None or self._memory is not None:
             kept |= {x for x in there if self._together[x]}
         return {caller for x in kept for caller in self._chooser.callers_of(x)} - {device}
@@ -380,4 +380,4 @@ _REMEDIES = {
 }
 
 _NAMED = 5
-"""So many stuck actions are named with what each waits for."""
+"""Stuck actions that are named, each with what it waits for."""

@@ -104,7 +104,7 @@ StageOrder = Callable[[State, Sequence[ReadyAction]], "ReadyAction | None"]
 """Which of the ready actions of one kind, one per stage, a device takes; None for none (Fig. 7 (iii), the second)."""
 
 Ready = Callable[[int, int, int, int, int], bool]
-"""Whether an action may run when so many of another operation are done: see :class:`CustomOp`."""
+"""Whether an action may run when a number of another operation are done: see :class:`CustomOp`."""
 
 First = Literal["bwd-first", "fwd-first", "interleaved"]
 Direction = Literal["breadth-first", "depth-first"]
@@ -142,7 +142,7 @@ class StageTraversal(Stated):
     """Stage traversal priority: which stage of a device goes first among the ready actions of one kind (Table 2).
 
     ``breadth-first`` prefers the stage at the front of the model, ``depth-first`` the one at its end. With an
-    ``interval`` a stage keeps its turn for so many actions; then the turn goes to the next stage in that direction,
+    ``interval`` a stage keeps its turn for that many actions; then the turn goes to the next stage in that direction,
     round and round. Whose turn it is is waited for, while other kinds may run; who is not allowed loses the turn.
     On unit steps a stage starts at most one action in ``every`` steps.
     """
@@ -182,7 +182,7 @@ class Settings(Stated):
 
     @property
     def paces(self) -> bool:
-        """Whether some stages' actions are to start so many steps apart."""
+        """Whether some stages' actions are to start a number of steps apart."""
         return any(each is not None and each.every is not None for each in (self.forward, self.backward))
 
     def under(self, other: Settings) -> Settings:
@@ -208,7 +208,7 @@ class DeviceRules(Settings):
 class SubmoduleRules(Settings):
     """Settings of the stages whose first block's name matches a pattern such as ``image.*`` (FlexPipe's modalities).
 
-    ``placement``, ``chunks`` and ``devices`` (the first, and the one behind the last) say where they stand, where the
+    ``placement``, ``chunks`` and ``devices`` (the first, and the one after the last) say where they stand, where the
     rules place the model.
     """
 
@@ -268,17 +268,17 @@ def _is_scalar(value: object) -> bool:
 class CustomOp(Stated):
     """An operation of a new kind (section 4.2). Ready ones go before forwards and backwards, or if ``last``, after.
 
-    It runs once for ``every`` micro-batches (FlexPipe's ``sched_unit``) on all ``devices``, behind the operations
+    It runs once for ``every`` micro-batches (FlexPipe's ``sched_unit``) on all ``devices``, after the operations
     ``after`` it stands and before those it stands ``before``. These are stages by number, or by the names of their
     blocks, which may be patterns: of the stages that match ``image.*`` the last ones come first and the first ones come
-    behind. They mean forwards; ``2B`` and ``GATHER`` mean that backward and that instruction. Without ``devices`` it
+    follows. They mean forwards; ``2B`` and ``GATHER`` mean that backward and that instruction. Without ``devices`` it
     runs on those of all of them, with ``before`` on those of what it stands before.
 
     It takes ``duration_ns``, or what the cluster needs to all-gather ``bytes_per_sample`` there (of all samples of its
-    micro-batches). ``attributes`` are what its function is told (``inst_attr``).
+    micro-batches). ``attributes`` are what its function gets (``inst_attr``).
 
     ``check_prev`` and ``check_next`` (Fig. 6) say otherwise than by samples when an action is ready:
-    ``check_prev(stage, done, own stage, own micro-batch, every)`` whether it may run when so many actions of what
+    ``check_prev(stage, done, own stage, own micro-batch, every)`` whether it may run when this many actions of what
     stands before it are done, ``check_next(own stage, done, stage, micro-batch, every)`` the same for what follows.
     """
 
@@ -311,8 +311,8 @@ class Rules(Settings):
     ``time`` is ``unit`` (every action takes one step, as in the paper) or ``true`` (as long as it takes). ``separate``
     asks for gradient separation: the rules see every backward whole, then its parts are put where they fit.
     ``fit_memory`` asks that no forward starts that its device has no room for. With ``shared_first`` stages on several
-    devices go before all others, the first that is ready first, and a first stage only when the one behind it could go
-    on at once (Tessel's 1F1B+). ``placement`` and ``chunks`` say where the stages stand unless the search is told
+    devices go before all others, the first that is ready first, and a first stage only when the one after it could go
+    on at once (Tessel's 1F1B+). ``placement`` and ``chunks`` say where the stages stand unless the search is given
     otherwise. ``checks`` must all agree before an action starts.
     """
 

@@ -32,7 +32,7 @@ from pipeplan.workload.workload import Workload
 def separate(graph: TaskGraph, orders: Orders, *, tries: int | None = None) -> list[list[int]]:
     """The orders of the devices with weight gradients moved into bubbles; never longer than ``orders``.
 
-    With ``tries`` not all ways are tried, but so many.
+    With ``tries`` only that many ways are tried.
 
     Everything but W keeps its place among its like. No device holds more than its memory, or, where that is more, than
     under ``orders``. Without weight gradients of their own the orders come back as they are.
@@ -128,7 +128,7 @@ def _capacity(graph: TaskGraph, orders: Orders) -> tuple[int | None, ...]:
 
 
 def _best(case: _Case, most: int | None) -> Timed:
-    """The shortest of all tries, or of the first so many; among equals the first."""
+    """The shortest of all tries, or of the first ``tries``; among equals the first."""
     best = case.given
     for found in islice(checked(_tries(case), 1), most):
         if found.makespan < best.makespan:
@@ -163,7 +163,7 @@ def _backtracked(case: _Case) -> Iterator[Timed]:
 
 
 _PASSES = 4
-"""Bubbles are backtracked so many times at most."""
+"""The most bubbles that are backtracked from."""
 
 
 def _sources(graph: TaskGraph) -> list[list[tuple[int, int]]]:
@@ -176,7 +176,7 @@ def _sources(graph: TaskGraph) -> list[list[tuple[int, int]]]:
 
 
 def _blocking(case: _Case, sources: list[list[tuple[int, int]]], found: Timed) -> frozenset[int]:
-    """The W on the paths by which actions behind a bubble were held up: what ended just when the next could start."""
+    """The W on the paths by which actions after a bubble were held up: what ended just when the next could start."""
     starts = found.starts
     ends = list(map(sum, zip(starts, case.graph.durations, strict=True)))
     neighbours = [pair for order in found.orders for pair in zip(order, order[1:], strict=False)]
@@ -221,7 +221,7 @@ class Joined:
         return cls(given, task_graph(_joined(given.workload, parts)), parts)
 
     def apart(self, orders: Orders) -> list[list[int]]:
-        """The same orders in the given graph, each W right behind its I."""
+        """The same orders in the given graph, each W right after its I."""
         return [[part for task in order for part in self._parts_of(task)] for order in orders]
 
     def _parts_of(self, task: int) -> list[int]:
@@ -242,7 +242,7 @@ def _joined(workload: Workload, parts: tuple[tuple[int, ...], ...]) -> Workload:
 
 
 def _whole(parts: list[Operation]) -> Operation:
-    """I and W one behind the other; what W works with is on top of what I has given back."""
+    """I and W one after the other; what W works with is on top of what I has given back."""
     first, last = parts[0], parts[-1]
     if first is last:
         return first
@@ -370,7 +370,7 @@ class _Refill(Engine):
         )
 
     def _make_room(self, task: int) -> bool:
-        """Where a device could not hold the action, or not run its pool behind it, W of the pool go first."""
+        """Where a device could not hold the action, or not run its pool after it, W of the pool go first."""
         for device in self._resources[self._operation_of[task]]:
             capacity = self._capacity[device]
             if capacity is not None and not self._urgent[device] and self._too_much(device, task, capacity):

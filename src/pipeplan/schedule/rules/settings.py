@@ -182,7 +182,7 @@ class Resolved:
         """{devices: samples in flight with 1F1B}, by edges between stages that are each the c-th of their devices.
 
         So edges go from devices to later ones, as numbers of stages say, and come to an end. Stages that are not of the
-        chain do not count, but what comes before one comes before what is behind it.
+        chain do not count, but what comes before one comes before what follows it.
         """
         sizes: dict[tuple[int, ...], int] = {}
         place: dict[int, tuple[int, int]] = {}  # {stage: (its c, place of its devices)}
@@ -192,13 +192,13 @@ class Resolved:
             sizes.setdefault(stage.devices, stage.microbatch_size)
             place[number] = there[stage.devices], list(sizes).index(stage.devices)
             there[stage.devices] += 1
-        behind: list[set[int]] = [set() for _ in self._workload.stages]
+        followers: list[set[int]] = [set() for _ in self._workload.stages]
         for source, target in sorted(self._workload.stage_edges, reverse=True):
-            behind[source] |= {target} if target in place else behind[target]
+            followers[source] |= {target} if target in place else followers[target]
         edges = {
             (place[source][1], place[target][1])
             for source in chain
-            for target in behind[source]
+            for target in followers[source]
             if place[source][0] == place[target][0] and place[source][1] < place[target][1]
         }
         return dict(zip(sizes, flows(list(sizes.values()), edges, sys.maxsize), strict=True))
@@ -253,7 +253,7 @@ def _traversal(key: str, rules: StageTraversal | None, sizes: Mapping[str, int])
 
 
 def _limit(key: str, limit: Limit | None, place: int, count: int, sizes: Mapping[str, int], stopped: str) -> int | None:
-    """The limit of the stage, or device, at this of so many places of its submodule; ``stopped`` is its first action.
+    """The limit of the stage, or device, at this place of its submodule; ``stopped`` is its first action.
 
     Raises:
         UsageError: it lets nothing start, or there are not as many numbers as places.

@@ -1,6 +1,6 @@
 """Rules as a source of schedules: one set, or all built-in ones tried.
 
-The built-in rules, all tried (FlexPipe, section 6): what rules alone find on a placement.
+The built-in rules, all tried (FlexPipe, section 6): what the rules by themselves find on a placement.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipeplan.schedule.rules.separation import Joined, Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.schedule.rules.values import Limit
 from pipeplan.schedule.state import Schedule
-from pipeplan.time_limit import checked
+from pipeplan.time_limit import TimeUpError, checked
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.engine import with_links
@@ -78,7 +78,7 @@ def _schedule(graph: TaskGraph, swept: Swept, budget: Budget) -> Schedule:
 
 def _bound(workload: Workload) -> int:
     """Ns that no schedule is below: the searches' own bound, which is proved for forwards and backwards of whole
-    micro-batches; work and dependencies alone where there are instructions or parts."""
+    micro-batches; only work and dependencies where there are instructions or parts."""
     plain = weak_makespan_bound(workload)
     if workload.instructions or any(slots.num_parted for slots in workload.slots):
         return plain
@@ -105,21 +105,26 @@ class Swept:
 def sweep(workload: Workload, rules: Iterable[Rules] | None = None, *, graph: TaskGraph | None = None) -> list[Swept]:
     """What the built-in rules (or those given) make of a workload, the shortest first; of equals, the simpler one.
 
-    Rules that get stuck, or whose schedule does not fit into memory, are left out.
+    Rules that get stuck, or whose schedule does not fit into memory, are left out. Where the time of a limit that is
+    enforced is up, there are those until then.
     """
     graph = graph or task_graph(workload)
     best: dict[Rules, Swept] = {}
-    for swept in sweeping(graph, built_in_rules(workload) if rules is None else rules):
-        known = best.get(swept.rules)
-        if known is None or swept.makespan_ns < known.makespan_ns:
-            best[swept.rules] = swept
+    try:
+        for swept in sweeping(graph, built_in_rules(workload) if rules is None else rules):
+            known = best.get(swept.rules)
+            if known is None or swept.makespan_ns < known.makespan_ns:
+                best[swept.rules] = swept
+    except TimeUpError:
+        if not best:
+            raise
     return sorted(best.values(), key=lambda swept: swept.makespan_ns)
 
 
 def sweeping(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[Swept]:
     """One set of rules after another, gradients separated in one way; then the best few again, in all ways.
 
-    Of rules with the same orders there are the first alone.
+    Of rules with the same orders only the first is kept.
     """
     found: list[tuple[int, int, Rules, list[list[int]]]] = []
     for each, orders in _distinct(graph, rules):
@@ -134,7 +139,7 @@ def sweeping(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[Swept]:
 
 
 _SEPARATED = 4
-"""For so many of the best all ways of separating gradients are tried."""
+"""The number of the best for which all ways of separating gradients are tried."""
 
 
 def _finished(graph: TaskGraph, rules: Rules, orders: list[list[int]], tries: int | None) -> Swept | None:

@@ -1,6 +1,6 @@
 """A round in the middle of a timed schedule from which on it only repeats, however often: the loop of a plan.
 
-Starts obey a recurrence in (max, +): what is after a moment depends on what is before it by a *state* alone, the ends
+Starts obey a recurrence in (max, +): what is after a moment depends on what is before it only by a *state*, the ends
 of what the devices and links ran last and of the actions that later ones wait for. Where the state at the end of a
 round is that at its beginning, ``round_ns`` later and with later micro-batches, running the same round again leads to
 the same state another ``round_ns`` later. So any number of copies can be put in, and all that comes after them is later
@@ -10,11 +10,12 @@ by their time, and is otherwise what it was.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from pipeplan.errors import InvalidPlanError
+from pipeplan.time_limit import checked
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -62,7 +63,7 @@ class LoopedOrders:
 
 
 def counts_of(workload: Workload, microbatches: int) -> tuple[int, ...] | None:
-    """[item] the actions, or messages, of a round of so many micro-batches.
+    """[item] the actions, or messages, of a round of that many micro-batches.
 
     None where those are no whole number, where actions are counted, and where memory is kept from one device's action
     to another's: how that overlaps is not said by where a round begins.
@@ -79,11 +80,14 @@ def counts_of(workload: Workload, microbatches: int) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def find_loop(graph: TaskGraph, orders: Orders, starts: Sequence[int], microbatches: int) -> tuple[LoopCut, int] | None:
-    """The first round of so many micro-batches that can be repeated as it is, and how often it is there in a row.
+def find_loop(
+    graph: TaskGraph, orders: Orders, starts: Sequence[int], microbatches: int, likely: Iterable[int] = ()
+) -> tuple[LoopCut, int] | None:
+    """The first round of that many micro-batches that can be repeated as it is, and how often it is there in a row.
 
-    None if there is none. It begins with an action of the first operation. ``orders`` [device, link] and ``starts``
-    [task] as in :func:`~pipeplan.workload.task_graph.earliest_starts`.
+    None if there is none. It begins with an action of the first operation: if none is found, ``likely`` ones are tried,
+    too. ``orders`` [device, link] and ``starts`` [task] as in
+    :func:`~pipeplan.workload.task_graph.earliest_starts`.
     """
     counts = counts_of(graph.workload, microbatches)
     if counts is None:
@@ -92,7 +96,7 @@ def find_loop(graph: TaskGraph, orders: Orders, starts: Sequence[int], microbatc
     if search is None:
         return None
     low, high = 2 * graph.workload.slots[0].num_parted, len(search.starts[0]) - counts[0]
-    number = next(filter(search.repeats, _places(low, high)), None)
+    number = next(filter(search.repeats, checked(chain(_places(low, high), likely), 16)), None)
     if number is None:
         return None
     cut = search.cut(search.first(low, number), microbatches)
@@ -189,7 +193,7 @@ class _LoopFinder:
 def longer(
     graph: TaskGraph, orders: Orders, begins: Sequence[int], microbatches: int, copies: int
 ) -> tuple[TaskGraph, list[list[int]]]:
-    """The graph and the orders with a round run so many times more: that with ``begins`` [item] actions before it.
+    """The graph and the orders with a round run that many times more: that with ``begins`` [item] actions before it.
 
     Raises:
         InvalidPlanError: the orders do not have such a round.
@@ -218,7 +222,7 @@ def longer(
 
 
 def _shorter(graph: TaskGraph, orders: Orders, cut: LoopCut, copies: int) -> tuple[TaskGraph, list[list[int]]]:
-    """The graph and the orders without so many copies of a round, which stand after it."""
+    """The graph and the orders without some copies of a round, which stand after it."""
     smaller = task_graph(graph.workload.with_microbatches(graph.workload.num_microbatches - copies * cut.microbatches))
     found: list[list[int]] = []
     for order in orders:
@@ -248,7 +252,7 @@ def looped(
 ) -> LoopedOrders | None:
     """The schedule for more micro-batches, by repeating a round: with a loop as soon as times repeat, too.
 
-    ``orders`` [device, link] have a round of so many ``microbatches`` with ``begins`` [item] actions before it; without
+    ``orders`` [device, link] have a round of ``microbatches`` with ``begins`` [item] actions before it; without
     those of the links, and their messages in ``begins``, links carry first come, first served. None if rounds do not
     come out at ``num_microbatches``, or times do not repeat within ``max_written`` actions and messages.
 
@@ -256,14 +260,16 @@ def looped(
         InvalidPlanError: the orders do not have such a round.
     """
     wanted, rest = divmod(num_microbatches - graph.workload.num_microbatches, microbatches)
-    if rest or wanted < 0:
+    counts = counts_of(graph.workload, microbatches)
+    if rest or wanted < 0 or counts is None:
         return None
     copies = 0
     while True:
         larger, extended = longer(graph, orders, begins, microbatches, copies)
         extended = with_links(larger, extended)
         starts = earliest_starts(larger, extended)
-        found = None if copies == wanted else find_loop(larger, extended, starts, microbatches)
+        likely = range(begins[0], begins[0] + copies * counts[0], counts[0])
+        found = None if copies == wanted else find_loop(larger, extended, starts, microbatches, likely)
         if found is not None:
             cut, there = found
             larger, extended = _shorter(larger, extended, cut, there - 1)
@@ -272,5 +278,5 @@ def looped(
         if copies == wanted:
             return LoopedOrders(larger, extended, starts, None)
         copies = min(wanted, 2 * copies + 1)
-        if graph.num_tasks + copies * sum(counts_of(graph.workload, microbatches) or ()) > max_written:
+        if graph.num_tasks + copies * sum(counts) > max_written:
             return None

@@ -67,7 +67,7 @@ class OpGroup:
 
 
 def _free_operations(trace: CapturedGraph) -> set[OpNode]:
-    """Those that depend on sizes, buffers and inputs alone, and do no work on floating-point inputs."""
+    """Those that depend only on sizes, buffers and inputs, and do no work on floating-point inputs."""
     free: set[OpNode] = set()
     numbers: set[OpNode] = set()  # free, and of floating-point inputs
     for op in trace.operations:
@@ -224,7 +224,7 @@ def _first_of(group: OpGroup) -> Callable[[set[OpNode]], int]:
 
 
 def _halves(group: OpGroup, free: set[OpNode]) -> list[OpGroup]:
-    """Cut a layer where one tensor alone goes on: after its residual additions."""
+    """Cut a layer where only one tensor goes on: after its residual additions."""
     cuts = _narrow_places(group.operations, free)
     pieces = [
         replace(group, operations=group.operations[begin:end])

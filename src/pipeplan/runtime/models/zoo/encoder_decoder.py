@@ -138,7 +138,7 @@ class Beside(nn.Module):
     """Part of a decoder's layer, beside whose tensor the encoder's output travels on: one after the other in one.
 
     So what a block gives is one tensor [samples, words of the decoder + words of the encoder, hidden], and the encoder
-    sends its output once, to the decoder's first block. ``last`` hands on the decoder's words alone.
+    sends its output once, to the decoder's first block. ``last`` hands on only the decoder's words.
     """
 
     def __init__(self, part: _Part, stack: LayerStack, last: bool, shards: Shards = WHOLE) -> None:

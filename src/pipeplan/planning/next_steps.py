@@ -1,0 +1,108 @@
+"""What to try after a search, each with what it would bring where that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pipeplan.files import Placement
+from pipeplan.planning.build_plan import Result
+from pipeplan.planning.request import Request
+from pipeplan.simulator.simulation import Simulation, simulate
+from pipeplan.units import format_bytes, format_ns, named_devices
+
+_MOST_ACTIONS = 60_000
+"""Actions of a run with twice the micro-batches beyond which it is not replayed to see what that brings."""
+_LEAST_GAIN = 0.005
+_UNEVEN = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class NextStep:
+    """A flag or a command, and what it brings, in words; those with more ``weight`` go first."""
+
+    what: str
+    brings: str
+    weight: float = 0.0
+
+
+def next_steps(request: Request, result: Result, simulation: Simulation, written: str | None) -> list[NextStep]:
+    """What applies to a search and its plan: what is known to bring most first, those of unknown gain last.
+
+    ``written`` is the plan's file, if there is one.
+    """
+    found = [step for steps in _STEPS for step in steps(request, result, simulation)]
+    if written is None:
+        last = NextStep("-o plan.json", "writes the plan, for pipeplan simulate, check and run")
+    else:
+        last = NextStep(f"pipeplan run {written} --emulate --local", "replays it with real processes and messages")
+    return [*sorted(found, key=lambda step: -step.weight), last]
+
+
+def _fewer_devices(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    idle = simulation.workload.idle_devices
+    if idle and not isinstance(request.placement, Placement):
+        used = request.num_devices - len(idle)
+        yield NextStep(
+            f"--devices {used}", f"the same iteration without the {named_devices(len(idle))} that run nothing", 1.0
+        )
+
+
+def _more_time(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    if result.timed_out and result.gap >= _LEAST_GAIN:
+        gain = 1 - 1 / (1 + result.gap)
+        longer = format_ns(2e9 * request.time_limit)
+        yield NextStep(f"--time-limit {longer}", f"at most {gain:.1%} shorter iterations", gain / 2)
+
+
+def _other_schedules(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    if request.scheduler != "auto" and result.placement_gap >= _LEAST_GAIN:
+        gain = 1 - 1 / (1 + result.placement_gap)
+        yield NextStep("--scheduler auto", f"at most {gain:.1%} shorter iterations on these stages", gain)
+
+
+def _more_microbatches(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    workload = simulation.workload
+    actions = 2 * sum(len(slots) for slots in workload.slots)
+    if simulation.repetend is None or actions > _MOST_ACTIONS:
+        return
+    unroll, count = simulation.repetend.unroll, workload.num_microbatches
+    twice = simulate(result.plan, count + max(1, round(count / unroll)) * unroll)
+    now, then = (each.throughput.samples_per_second for each in (simulation, twice))
+    if now and then and then / now - 1 >= _LEAST_GAIN:
+        brings = f"{then / now - 1:.1%} more samples/s, idle {simulation.idle.total:.1%} -> {twice.idle.total:.1%}"
+        more = twice.workload
+        flag = f"--mini-batch {more.mini_batch}" if request.sizes else f"--microbatches {more.num_microbatches}"
+        yield NextStep(flag, brings, 1 - now / then)
+
+
+def _finer_blocks(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    uneven = simulation.idle.uneven
+    if uneven >= _UNEVEN:
+        brings = f"at most {uneven:.1%} less idle"
+        yield NextStep("finer blocks, as profile --granularity makes them", brings, uneven / 2)
+
+
+def _less_recomputation(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    count = sum(stage.recompute for stage in simulation.workload.stages)
+    if count and request.recompute is None:
+        what = f"pipeplan frontier PROFILE --devices {request.num_devices} --plans"
+        stages = "1 stage recomputes" if count == 1 else f"{count} stages recompute"
+        yield NextStep(what, f"what more memory brings: {stages} to fit")
+
+
+def _memory_limit(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    if all(limit is None for limit in request.memory):
+        most = max(memory.peak_bytes for memory in simulation.memory)
+        yield NextStep("--memory SIZE", f"plans that fit your devices; this one needs {format_bytes(most)}")
+
+
+_STEPS = (
+    _fewer_devices,
+    _more_time,
+    _other_schedules,
+    _more_microbatches,
+    _finer_blocks,
+    _less_recomputation,
+    _memory_limit,
+)

@@ -1,0 +1,187 @@
+"""The first screen of a search: what was found, how good it is and what to do next, in ten lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TextIO
+
+from rich.text import Text
+
+from pipeplan.planning.build_plan import Result
+from pipeplan.planning.next_steps import next_steps
+from pipeplan.planning.request import Request
+from pipeplan.reporting.layout import console_for, counted, flowed, labelled, number_ranges
+from pipeplan.reporting.terminal import bottleneck
+from pipeplan.schedule.state import scheduler_words
+from pipeplan.simulator.simulation import Simulation
+from pipeplan.texts import printable
+from pipeplan.units import format_bytes, format_ns
+from pipeplan.workload.workload import Workload
+
+LINES = 10
+"""Lines of the answer where the terminal has at least 80 columns."""
+
+_STEPS = 2
+"""Next steps that are shown."""
+
+Clause = tuple[str, int]
+"""A part of a line, and how far it can be spared: those with the largest number are left out first."""
+
+Row = tuple[str, list[Clause]]
+
+
+def print_answer(
+    request: Request, result: Result, simulation: Simulation, written: str | None = None, file: TextIO | None = None
+) -> None:
+    """Print the answer, to stdout unless ``file`` is given; ``written`` is the plan's file, if there is one."""
+    console = console_for(file)
+    heading = flowed(Text.assemble((result.plan.name, "bold"), f": {_heading(simulation, result)}"), console.width)
+    most = LINES - 1 - heading.plain.count("\n")
+    rows = _fitted(list(_rows(request, result, simulation, written)), console.width, most)
+    console.print(heading)
+    console.print(labelled(rows, console.width))
+    console.print()
+
+
+def _fitted(rows: Sequence[Row], width: int, most: int) -> list[tuple[str, str]]:
+    """The rows with as many of their clauses as ``most`` lines hold, if they hold what cannot be spared."""
+    names = max(len(name) for name, _ in rows)
+    found: list[tuple[str, str]] = []
+    for spare in sorted({spare for _, clauses in rows for _, spare in clauses}, reverse=True):
+        left = [(name, [text for text, own in clauses if own <= spare]) for name, clauses in rows]
+        found = [(name, "".join(texts)) for name, texts in left if texts]
+        lines = [flowed(text, max(1, width - names - 2)).plain for _, text in found]
+        if sum(1 + line.count("\n") for line in lines) <= most:
+            break
+    return found
+
+
+def _heading(simulation: Simulation, result: Result) -> str:
+    limits = sorted({device.memory_bytes for device in simulation.workload.devices if device.memory_bytes is not None})
+    memory = f" of {' or '.join(map(format_bytes, limits))}" if limits else ""
+    if result.status == "optimal":
+        ended = "optimal"
+    elif result.interrupted:
+        ended = "best plan so far"
+    else:
+        ended = "best plan within the time limit" if result.timed_out else "best plan found"
+    return f"{ended} for {counted(len(simulation.workload.devices), 'device')}{memory}"
+
+
+def _rows(request: Request, result: Result, simulation: Simulation, written: str | None) -> Iterator[Row]:
+    yield "plan", _plan(simulation)
+    yield "speed", _speed(simulation)
+    yield "bound", _bound(result)
+    yield "memory", _memory(simulation)
+    yield "idle", _idle(simulation)
+    if f"{simulation.idle.uneven:.1%}" != "0.0%":
+        yield "", [(bottleneck(simulation.workload), 3)]
+    for number, step in enumerate(next_steps(request, result, simulation, written)[:_STEPS]):
+        yield "" if number else "next", [(printable(f"{step.what}: {step.brings}"), 2 * number)]
+
+
+def _plan(simulation: Simulation) -> list[Clause]:
+    """Stages x replicas x tensor split, the schedule and the micro-batches."""
+    plan, workload = simulation.plan, simulation.workload
+    stages = [stage for stage in workload.stages if stage.blocks]
+    most = max(_stages_per_device(workload))
+    virtual = f" ({most} per device)" if most > 1 else ""
+    replicas = _span([stage.replicas for stage in stages])
+    split = _span([stage.shards for stage in stages])
+    recomputed = sum(stage.recompute for stage in stages)
+    sizes = f"{counted(workload.num_microbatches, 'micro-batch', 'es')} of {workload.microbatch_words}"
+    return [
+        (f"{counted(len(stages), 'stage')}{virtual} x {replicas} replica{'' if replicas == '1' else 's'}", 0),
+        ("" if split == "1" else f" x {split}-way tensor split", 0),
+        (f", {plan.placement}", 2),
+        (f"; {scheduler_words(plan.provenance.scheduler)}" if plan.provenance.scheduler else "", 0),
+        (", backward split" if workload.splits_backward else "", 2),
+        (f", {counted(recomputed, 'stage')} recomputed" if recomputed else "", 1),
+        (f"; {sizes}", 0),
+    ]
+
+
+def _stages_per_device(workload: Workload) -> list[int]:
+    found = [0] * len(workload.devices)
+    for stage in workload.stages:
+        for device in stage.devices:
+            found[device] += bool(stage.blocks)
+    return found
+
+
+def _span(values: Sequence[int]) -> str:
+    """The least and the most, once where they are equal."""
+    return "-".join(map(str, dict.fromkeys((min(values), max(values)))))
+
+
+def _speed(simulation: Simulation) -> list[Clause]:
+    rates = simulation.throughput
+    summing = simulation.iteration_ns - simulation.rates.makespan_ns
+    return [
+        (f"{format_ns(simulation.iteration_ns)} per iteration", 0),
+        (f" ({format_ns(summing)} of it summing gradients)" if summing else "", 1),
+        (f", {rates.words}" if rates.words else "", 0),
+    ]
+
+
+def _bound(result: Result) -> list[Clause]:
+    if result.status == "optimal":
+        return [(f"{format_ns(result.lower_bound_ns)}, reached: nothing that was left open is faster", 0)]
+    found = [
+        f"{format_ns(bound)} {of} ({_away(gap)})"
+        for bound, of, gap in (
+            (result.lower_bound_ns, "for any plan", result.gap),
+            (result.placement_lower_bound_ns, "on this placement", result.placement_gap),
+        )
+    ]
+    return [(", ".join(found), 0)]
+
+
+def _away(gap: float) -> str:
+    """How far above a bound something is."""
+    return "reached" if gap == 0 else f"{gap:.1%} away" if gap < 1 else f"{1 + gap:.1f}x away"
+
+
+def _memory(simulation: Simulation) -> list[Clause]:
+    """The device that has least left, then what the others have left."""
+    peaks = [memory.peak_bytes for memory in simulation.memory]
+    limits = [device.memory_bytes for device in simulation.workload.devices]
+    left = {device: limit - peaks[device] for device, limit in enumerate(limits) if limit is not None}
+    if not left:
+        fullest = peaks.index(max(peaks))
+        return [(f"at most {format_bytes(peaks[fullest])}, on device {fullest}; no limit given", 0)]
+    fullest = min(left, key=lambda device: (left[device], device))
+    least, most = left[fullest], format_bytes(max(left.values()))
+    taken = f"{format_bytes(peaks[fullest])} of {format_bytes(limits[fullest] or 0)} on device {fullest}"
+    if least < 0:
+        return [(f"does not fit: {taken}, {format_bytes(-least)} too much", 0)]
+    alike = most == format_bytes(least)
+    return [
+        (f"fits: {taken}, {format_bytes(least)} left", 0),
+        ("; elsewhere the same" if alike and len(left) > 1 else "" if alike else f"; elsewhere up to {most}", 1),
+    ]
+
+
+def _idle(simulation: Simulation) -> list[Clause]:
+    """The share of device time and why, the largest part first, and the devices that idle most."""
+    idle, rates = simulation.idle, simulation.rates
+    ramps = "fills and drains" if idle.waiting is not None else "fills, drains and waits"
+    reasons = [
+        (idle.summing, "while gradients are summed"),
+        (idle.unused, "on devices without a stage"),
+        (idle.uneven, "as others have more work"),
+        (idle.ramps, f"as the pipeline {ramps}"),
+        (idle.waiting or 0.0, "waiting for inputs"),
+    ]
+    shares = [(f"{share:.1%}", why) for share, why in sorted(reasons, reverse=True) if f"{share:.1%}" != "0.0%"]
+    whole = f"{idle.total:.1%} of device time"
+    if not shares:
+        return [(whole, 0)]
+    parts = f", {shares[0][1]}" if len(shares) == 1 else f": {', '.join(' '.join(share) for share in shares)}"
+    most = max(rates.idle_ns)
+    where = [device for device, time in enumerate(rates.idle_ns) if time == most]
+    name = "device" if len(where) == 1 else "devices"
+    clauses: list[Clause] = [(whole + parts, 0)]
+    if most > min(rates.idle_ns):
+        clauses.append((f"; most on {name} {number_ranges(where)}", 2))
+    return clauses
