@@ -181,9 +181,7 @@ def _run_python(block: Block, names: dict[str, object], folder: Path) -> str:
 # What is shown ------------------------------------------------------------------------------------------------------
 
 _DURATION = r"\d+(?:\.\d+)?(?:ns|us|ms|s|min|h)\b"
-_OF_A_MACHINE = re.compile(
-    rf"{_DURATION}|\(?[-+]\d+(?:\.\d+)?%\)?|\b\d+(?:\.\d+)? times\b|\b\d+(?:\.\d+)? samples/s|\bon \d+ cores\b|\d+(?:\.\d+)?%"
-)
+_OF_A_MACHINE = re.compile(rf"{_DURATION}|\(?[-+]\d+(?:\.\d+)?%\)?|\b\d+(?:\.\d+)? times\b|\b\d+(?:\.\d+)? samples/s|\bon \d+ cores\b|\d+(?:\.\d+)?%")
 _AFTER_IN = re.compile(rf"\b(in|after) (?:{_DURATION}|\d+(?:\.\d+)? s\b)")
 
 
