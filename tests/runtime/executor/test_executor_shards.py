@@ -156,7 +156,7 @@ OPERATORS = {
 }
 """How blocks of a model by operator are split, in turn, on devices in another order than their numbers."""
 
-FRONTIERS = ("tessel-gpt-tiny", "gpt2-tiny-operators", "candle-uno-tiny")
+FRONTIERS = ("gpt2-tiny-operators", "candle-uno-tiny")
 """Models of whose frontier on four devices the middle strategy is trained with."""
 
 SIZES = {"two shards, two replicas": [2, 4], "four, three, two and one": [1, 2, 4, 2, 1]}

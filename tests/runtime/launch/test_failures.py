@@ -156,9 +156,8 @@ def test_another_model_is_refused_once(mark: str, capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == ""
 
 
-@slow_but(
-    "sent, status", [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], lambda case: case[0] == signal.SIGINT
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_ranks_die_with_their_parent(sent: int, status: int, mark: str, tmp_path: Path) -> None:
     """Also when it is killed, which it cannot notice; ``test_pauses`` has that with ranks that start in a moment."""
     path = tmp_path / "plan.json"

@@ -17,6 +17,7 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.huggingface import LoadedModel, load
 from pipeplan.runtime.models.huggingface.families import share_of
 from runtime_support.hugging_face import (
+    ALIKE,
     HIDDEN,
     NAMES,
     SEQUENCE,
@@ -115,8 +116,7 @@ def no_grad(work: Callable[[nn.Module], Tensor], share: nn.Module) -> Tensor:
         return work(share)
 
 
-UNLIKE = [name for name in NAMES if name not in ("mistral", "qwen2", "qwen3", "mt5")]
-"""The others are Llama's and T5's in what is split."""
+UNLIKE = [name for name in NAMES if name not in ALIKE]
 
 
 @slow_but("name", UNLIKE, lambda name: name in ("gpt2", "llama"))
