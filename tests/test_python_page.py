@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """The examples of docs/python.md, which tests/docs run, have the types of a strict user's script."""
-=======
-"""The types of docs/python.md are those of a strict user's script; it runs with all other pages."""
->>>>>>> site
 
 from __future__ import annotations
 
@@ -15,27 +11,16 @@ import pytest
 from support.pages import blocks
 from support.paths import ROOT
 
-<<<<<<< HEAD
 WRONG = ("pipeplan.search(profile, device=4)", "pipeplan.search(profile, devices=[4])", "result.best")
-=======
-PAGE = ROOT / "docs" / "python.md"
->>>>>>> site
 
 
 @pytest.mark.slow
 def test_the_pages_python_is_typed(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
-<<<<<<< HEAD
     page = [block.body for block in blocks(ROOT / "docs" / "python.md") if block.language == "python"]
     lines = [*"\n".join(page).splitlines(), *WRONG]
     script.write_text("\n".join(lines), encoding="utf-8")
     command = [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), str(script)]
-=======
-    wrong = ["pipeplan.search(profile, device=4)", "pipeplan.search(profile, devices=[4])", "result.best"]
-    code = [block.body for block in blocks(PAGE) if block.language == "python"]
-    script.write_text("\n".join([*code, *wrong]), encoding="utf-8")
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", str(ROOT / "pyproject.toml"), str(script)]
->>>>>>> site
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
     assert {int(line.split(":")[1]) for line in errors} == {*range(len(lines) - 2, len(lines) + 1)}, done.stdout
