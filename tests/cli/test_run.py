@@ -84,6 +84,7 @@ def test_says_how_to_start_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         (["--trace", "-"], "--trace - would mix"),
         (["--timeout", "0ns"], "--timeout 0ns is too short"),
+        (["--steps", "0"], "--steps 0 does nothing without --export-weights FILE; give at least 1"),
         (["--resume"], "--resume needs --checkpoint DIR"),
         (["--checkpoint-every", "2"], "--checkpoint-every needs --checkpoint DIR"),
         (
@@ -99,7 +100,7 @@ def test_refuses_values_that_make_no_sense(wrong: list[str], told: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    "wrong", [["--steps", "0"], ["--lr", "-1"], ["--dtype", "int8"], ["--timeout", "5"], ["--backend", "mpi"]]
+    "wrong", [["--steps", "-1"], ["--lr", "-1"], ["--dtype", "int8"], ["--timeout", "5"], ["--backend", "mpi"]]
 )
 def test_refuses_wrong_options(wrong: list[str], tmp_path: Path) -> None:
     path = written(chain_plan(), tmp_path)
