@@ -2,7 +2,7 @@
 
     python benchmarks/attack.py --state attack.jsonl                 # all of it; again: goes on where it stopped
     python benchmarks/attack.py --state attack.jsonl --only plans --count 100 --seed 1
-    python benchmarks/attack.py --state attack.jsonl --table         # the table of docs/benchmarks.md, of what was run
+    python benchmarks/attack.py --state attack.jsonl --table   # docs/benchmarks/robustness.md, of what was run
     python benchmarks/attack.py --show inputs 123 --folder here      # one attack's files, and its command
 
 Every attack is the same whenever its part, seed and number are, so that a number is all it takes to see it again. They
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -22,6 +23,7 @@ import selectors
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -57,6 +59,8 @@ class Attack:
     index: int
     ended: Ended
     seconds: float
+    processor_s: float = 0.0
+    commit: str = ""
 
 
 class Worker:
@@ -81,9 +85,10 @@ class Worker:
             resource.setrlimit(resource.RLIMIT_DATA, (self.part.memory_bytes, self.part.memory_bytes))
         stream = theirs.makefile("rw", encoding="utf-8")
         for line in stream:
-            begin = time.monotonic()
+            begin, used = time.monotonic(), processor_s()
             ended = attacked(self.part, int(line), self.seed)
-            stream.write(json.dumps({"ended": asdict(ended), "seconds": time.monotonic() - begin}) + "\n")
+            took = {"seconds": time.monotonic() - begin, "processor_s": processor_s() - used}
+            stream.write(json.dumps({"ended": asdict(ended), **took}) + "\n")
             stream.flush()
         os._exit(0)
 
@@ -94,8 +99,8 @@ class Worker:
         self.stream.write(f"{index}\n")
         self.stream.flush()
 
-    def answer(self) -> tuple[Ended, float] | None:
-        """How it ended; None where the process did, too."""
+    def answer(self) -> tuple[Ended, float, float] | None:
+        """How it ended, and its seconds by the clock and of processors; None where the process ended, too."""
         try:
             line = self.stream.readline()
         except ConnectionError:
@@ -103,7 +108,7 @@ class Worker:
         if not line:
             return None
         found = json.loads(line)
-        return Ended(**found["ended"]), found["seconds"]
+        return Ended(**found["ended"]), found["seconds"], found["processor_s"]
 
     def end(self) -> int:
         """Kill it and what it started; the status that it ended with."""
@@ -112,6 +117,12 @@ class Worker:
         self.stream.close()
         self.socket.close()
         return os.waitpid(self.pid, 0)[1]
+
+
+def processor_s() -> float:
+    """Seconds that processors have worked for this process and those of its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
 
 
 def attacked(part: Part, index: int, seed: int) -> Ended:
@@ -190,8 +201,15 @@ class Pool:
         self._next(self.workers[-1], selector, until, last=last)
         return status
 
-    def _attack(self, index: int, ended: Ended, seconds: float) -> Attack:
-        return Attack(self.part.name, self.seed, index, ended, seconds)
+    def _attack(self, index: int, ended: Ended, seconds: float, processor: float = 0.0) -> Attack:
+        return Attack(self.part.name, self.seed, index, ended, round(seconds, 3), round(processor, 3), commit())
+
+
+@functools.cache
+def commit() -> str:
+    """What is attacked: the commit of the sources, with a + where they differ from it."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--abbrev=10", "--exclude=*"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
 
 
 # Keeping what has ended --------------------------------------------------------------------------------------------
@@ -227,11 +245,11 @@ def go_on(name: str, options: argparse.Namespace) -> None:
                 note(f"{name}: {number} of {len(numbers)}")
 
 
-HEADER = ["", "attacks", *WRONG, "slowest, s"]
+HEADER = ["", "attacks", *(title for title, _ in WRONG.values()), "slowest, s", "processor, s each"]
 
 
 def table(attacks: Sequence[Attack]) -> str:
-    """What must not happen, and how often it did; each part's ends below."""
+    """What must not happen, and how often it did; each part's ends, and what was attacked, below."""
     by_part: dict[str, list[Attack]] = defaultdict(list)
     for each in attacks:
         by_part[each.part].append(each)
@@ -240,11 +258,14 @@ def table(attacks: Sequence[Attack]) -> str:
         found = by_part[name]
         if found:
             wrong = Counter(each.ended.wrong for each in found)
-            slowest = max(each.seconds for each in found)
-            rows.append([name, str(len(found)), *(str(wrong[what]) for what in WRONG), f"{slowest:.1f}"])
+            slowest, processor = max(each.seconds for each in found), sum(each.processor_s for each in found)
+            counts = [f"{len(found):,}", *(f"{wrong[what]:,}" for what in WRONG)]
+            rows.append([name, *counts, f"{slowest:.1f}", f"{processor / len(found):.2f}"])
             counted = Counter(each.ended.how for each in found).most_common()
-            ends.append(f"{name}: {', '.join(f'{how} {count}' for how, count in counted)}.")
-    return "\n".join([markdown(HEADER, rows), "", *ends])
+            ends.append(f"{name}: {', '.join(f'{how} {count:,}' for how, count in counted)}.")
+    seeds, commits = ({getattr(each, name) for each in attacks} for name in ("seed", "commit"))
+    of = f"Seed {', '.join(map(str, sorted(seeds)))}, commit {', '.join(sorted(commits))}. {machine()}."
+    return "\n".join([markdown(HEADER, rows), "", *ends, "", of])
 
 
 def show(name: str, index: int, options: argparse.Namespace) -> None:
@@ -275,7 +296,6 @@ def main() -> None:
             go_on(name, options)
     found = read(options.state)
     print(table(found))
-    print(f"\n{machine()}.")
     sys.exit(any(each.ended.wrong for each in found))
 
 

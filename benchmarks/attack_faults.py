@@ -34,7 +34,7 @@ from unittest import mock
 
 from attack_part import Ended, drawn_for
 
-__all__ = ["Faults"]
+__all__ = ["PRELOADED", "Faults", "Forked", "children", "living"]
 
 TESTS = Path(__file__).parents[1] / "tests"
 SOON_S = 10.0
@@ -43,7 +43,7 @@ START_S = 8.0
 STEPS = 12
 _SUBREAPER = 36
 _ABOVE = 200  # descriptors from here on are free in a new process
-_PRELOADED = (
+PRELOADED = (
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "pipeplan.cli.run_verb",
@@ -88,6 +88,7 @@ class Forked:
         command: Sequence[str],
         stdin: int,
         stdout: int,
+        stderr: int,
         pass_fds: Sequence[int],
         start_new_session: bool,
         env: Mapping[str, str],
@@ -98,7 +99,7 @@ class Forked:
         self.pid = os.fork()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what Python does when forking swallows exceptions
         if not self.pid:
-            _become(command[2], env, {0: read, 1: stdout, 2: 2, **{number: number for number in pass_fds}})
+            _become(command[2], env, {0: read, 1: stdout, 2: stderr, **{number: number for number in pass_fds}})
         os.close(read)
         self.stdin = os.fdopen(write, "wb")
         os.setpgid(self.pid, self.pid)  # from here, so that it has a group even if it is stopped at once
@@ -301,7 +302,7 @@ class Faults:
 
         os.environ["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
         os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "COLUMNS": "100"}
-        for module in _PRELOADED:
+        for module in PRELOADED:
             importlib.import_module(module)
         from runtime_support import models
         from runtime_support.plans import model_plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import importlib
 import io
@@ -11,20 +12,24 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
+import tempfile
 import tomllib
 import traceback
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from types import SimpleNamespace
+from typing import IO, Any
 from unittest import mock
 
 import click
 import tomli_w
+from attack_faults import PRELOADED, Forked, children, living
 from attack_part import Ended, drawn_for
 from attack_plans import GATHER, placed, samples
 
@@ -141,6 +146,11 @@ TEMPLATES: list[tuple[int, str]] = [
     (2, "profile --communication-from {table} --communication-from {tests} --cluster {cluster} -o - --level node"),
     (4, "run {plan} --emulate"),
     (2, "run {plan} --model gpt2-tiny --data {text} --steps 1"),
+    (5, "run {plan} --emulate --local --steps 1 --timeout 2s --trace {out}"),
+    (3, "run {traced} --model gpt2-tiny --local --steps 2 --timeout 2s --checkpoint {out} --data {text}"),
+    (2, "run {traced} --model {config} --local --steps 1 --timeout 2s --json"),
+    (1, "profile --communication --processes 2 --max-bytes 1KiB --repeats 1 --cluster {cluster} -o {out}"),
+    (1, "profile gpt2-tiny --microbatch 1 --repeats 1 --warmup 0 --cluster {cluster} -o {out}"),
     (2, "profile gpt2-tiny --estimate --device h100-80gb --calibrate {profile} --cluster {cluster} -o {out}"),
     (2, "profile {config} --estimate --device h100-80gb --microbatch 1 -o {out}"),
     (2, "example shape-v --devices 3 --forward 2ms -o {out}"),
@@ -149,8 +159,8 @@ TEMPLATES: list[tuple[int, str]] = [
 ]
 """How often, and a command: what stands in braces is a file."""
 
-_NEEDS_TORCH = ("run", "profile gpt2", "profile {config}")
-_WITH_TORCH = ("torch._dynamo", "transformers", "pipeplan.runtime.profiling.estimate", "pipeplan.runtime.models.load")
+_NEEDS_TORCH = ("run", "profile gpt2", "profile {config}", "profile --communication --processes")
+_WITH_TORCH = ("transformers", "pipeplan.runtime.profiling.estimate", "pipeplan.runtime.models.load", *PRELOADED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +378,10 @@ def _option(rng: Random, verb: str) -> list[str]:
 
 
 _DEAR = ("local", "processes", "communication", "workers", "output_all", "time_limit")
-"""Options that start processes, or make others last: other parts attack those."""
+"""Options that start processes, or make others last: they stand in templates."""
+
+_MOST_RANKS = 8
+_PATIENCE_S = 5.0
 
 
 # Running it --------------------------------------------------------------------------------------------------------
@@ -376,21 +389,29 @@ _DEAR = ("local", "processes", "communication", "workers", "output_all", "time_l
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a command did: its exit code, or the traceback of an error that it did not handle."""
+    """What a command did: its exit code, or the traceback of an error that it did not handle.
+
+    ``interrupted`` is whether Ctrl-C ended it, and ``left`` are processes that live on.
+    """
 
     code: int
     stdout: str
     stderr: str
     error: str = ""
+    interrupted: bool = False
+    left: Sequence[int] = ()
 
 
 def run(given: Input, folder: Path) -> Ran:
-    """The command, in this process."""
-    if "run" in given.arguments[:1] and "--local" in given.arguments:
-        return Ran(2, "", "pipeplan: left out")  # it would start processes
+    """The command, in this process, from which its ranks are forked; where these go on and on, Ctrl-C ends it."""
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     stdin = io.TextIOWrapper(io.BytesIO(given.stdin), encoding="utf-8")
-    code, error = 0, ""
+    code, error, interrupted = 0, "", []
+
+    def interrupt(*_: object) -> None:
+        interrupted.append(True)
+        raise KeyboardInterrupt
+
     with (
         contextlib.chdir(folder),
         mock.patch.object(sys, "argv", ["pipeplan", *given.arguments]),
@@ -400,6 +421,7 @@ def run(given: Input, folder: Path) -> Ran:
         contextlib.redirect_stderr(err),
         _signals_kept(),
         warnings.catch_warnings(),
+        _forked_ranks(interrupt) as said,
     ):
         try:
             main()
@@ -407,7 +429,36 @@ def run(given: Input, folder: Path) -> Ran:
             code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
         except BaseException:
             error = traceback.format_exc()
-    return Ran(code, _said(out), _said(err), error)
+        said.seek(0)
+        ranks = said.read().decode(errors="replace")
+    return Ran(code, _said(out), _said(err) + ranks, error, bool(interrupted), living(children(os.getpid())))
+
+
+@contextlib.contextmanager
+def _forked_ranks(interrupt: Callable[..., None]) -> Iterator[IO[bytes]]:
+    """What is started here is forked, no more than a few; the first also sets the alarm. Gives what ranks print."""
+    local = sys.modules.get("pipeplan.runtime.launch.local")
+    with tempfile.TemporaryFile() as said:
+        if local is None:  # nothing is
+            yield said
+            return
+        started: list[Forked] = []
+
+        def start(*arguments: Any, **how: Any) -> Forked:
+            if len(started) == _MOST_RANKS:
+                raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            if not started:
+                signal.signal(signal.SIGALRM, interrupt)
+                signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
+            started.append(Forked(*arguments, **how))
+            return started[-1]
+
+        names = SimpleNamespace(**{**vars(subprocess), "Popen": start})
+        try:
+            with mock.patch.object(local, "subprocess", names), mock.patch.object(local, "_STDERR", said.fileno()):
+                yield said
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _said(text: io.TextIOWrapper) -> str:
@@ -430,6 +481,10 @@ def judged(given: Input, ran: Ran) -> Ended:
     how = f"exit {ran.code}"
     if ran.error or "Traceback (most recent call last)" in ran.stderr:
         return Ended("traceback", "traceback", ran.error or ran.stderr)
+    if ran.left:
+        return Ended("orphan", "orphan", f"{ran.left}: {ran.stderr}")
+    if ran.interrupted:
+        return Ended("interrupted", "" if ran.code == 130 else "exit", f"exit {ran.code}: {ran.stderr}")
     if ran.code not in CODES:
         return Ended(how, "exit", ran.stderr)
     is_file = any(before in ("-o", "--output", "--svg", "--trace") for before in _before_dashes(given.arguments))
@@ -490,6 +545,8 @@ class Inputs:
     def prepare(self, folder: Path) -> None:
         """The valid files, and torch, which takes seconds to import."""
         os.environ["COLUMNS"] = "100"
+        if self.with_torch:
+            os.environ |= {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         self.known = seeds()
         for module in _WITH_TORCH if self.with_torch else ():
             importlib.import_module(module)

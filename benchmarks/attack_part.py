@@ -10,17 +10,20 @@ from typing import Protocol
 __all__ = ["WRONG", "Ended", "Part", "drawn_for"]
 
 WRONG = {
-    "traceback": "Python's traceback, or an error of another kind than pipeplan's",
-    "hang": "more than 10 s, twice",
-    "control": "control characters, or a file's markup read, on the terminal",
-    "exit": "an exit code that is none of those promised, or no message with it, or several",
-    "accepted": "a damaged plan accepted that waits for ever, takes more memory or other times than it says",
-    "bound": "a bound above what can be reached",
-    "orphan": "a process that lives on",
-    "lost": "a checkpoint or file that was whole is so no more, or a run cannot go on",
-    "message": "a failed run that does not say what failed",
+    "traceback": ("tracebacks", "Python's traceback, or an error of another kind than pipeplan's"),
+    "hang": ("hangs", "more than 10 s, twice"),
+    "control": ("controls", "control characters, or a file's markup read, on the terminal"),
+    "exit": ("exit codes", "one that is none of those promised, or no message with it, or several"),
+    "accepted": (
+        "wrong acceptances",
+        "a damaged plan accepted that waits for ever, takes more memory or other times than it says",
+    ),
+    "bound": ("wrong bounds", "one above what can be reached"),
+    "orphan": ("orphans", "a process that lives on"),
+    "lost": ("lost data", "a checkpoint or file that was whole is so no more, or a run cannot go on"),
+    "message": ("messages", "a failed run that does not say what failed"),
 }
-"""What must not happen."""
+"""What must not happen: its title in the table, and what it is."""
 
 
 @dataclass(frozen=True, slots=True)

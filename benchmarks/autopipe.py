@@ -1,6 +1,6 @@
 """AutoPipe's tables and figures by simulation: partitions, planners, balance, planning time, startup.
 
-    python benchmarks/autopipe.py                      # prints the tables of docs/benchmarks.md; a minute
+    python benchmarks/autopipe.py                      # prints the tables of docs/benchmarks/planners.md; a minute
     python benchmarks/autopipe.py --heads 2 --only planners,stated
 
 Costs are estimated for an RTX 3090, with recomputation; links are those of the paper's testbed. The paper does not

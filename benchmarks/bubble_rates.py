@@ -1,6 +1,6 @@
 """Tessel's Fig. 11 and 12: the steady bubble rate against the repetend's span, and against memory.
 
-    python benchmarks/bubble_rates.py                  # prints the two tables of docs/benchmarks.md
+    python benchmarks/bubble_rates.py                  # prints the two tables of docs/benchmarks/repetends.md
 
 4 devices, forward 1, backward 3, shared blocks 1 and 1; each chain block's forward holds 1 of memory, and K's shared
 one too. Every value is proved; where a search ran out of time it says so.

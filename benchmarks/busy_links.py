@@ -1,6 +1,6 @@
 """Links that carry one message at a time: the search beside classic schedules that serve who comes first.
 
-    python benchmarks/busy_links.py                    # prints the table of docs/benchmarks.md
+    python benchmarks/busy_links.py                    # prints the table of docs/benchmarks/schedules.md
 
 Forward, input and weight gradient 100 each per device (50 per chunk where there are two), no memory limit; every
 message takes its link for the time named, and 5 more to arrive. Every schedule is checked.

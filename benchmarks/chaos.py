@@ -1,6 +1,6 @@
 """Runs in which a rank is killed, hangs, raises or differs, at random places: how each of them ends.
 
-    python benchmarks/chaos.py --runs 200 --seed 0      # prints the table of docs/benchmarks.md
+    python benchmarks/chaos.py --runs 200 --seed 0      # prints the table of docs/benchmarks/robustness.md
 
 Plans are a chain with whole and with split backward, one with replicas, and one whose table of words is split over all
 ranks; the fault is on any rank, at any action of any step or outside the program: while starting, building blocks,

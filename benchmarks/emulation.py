@@ -1,7 +1,7 @@
 """How close emulated runs come to their prediction, and what blocking transfers cost (Tessel, Fig. 17).
 
     pip install 'pipeplan[torch]'
-    python benchmarks/emulation.py                      # prints the tables of docs/benchmarks.md; takes some minutes
+    python benchmarks/emulation.py          # prints the tables of docs/benchmarks/runs.md; takes some minutes
     python benchmarks/emulation.py --devices 4 --steps 2 --block 5ms
 
 Plans of literature shapes are searched for as on the command line, 2 micro-batches per device; those that also run with

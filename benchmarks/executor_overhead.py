@@ -1,7 +1,7 @@
 """What the executor costs: beside torch's own pipeline runtime, and per action.
 
     pip install 'pipeplan[torch]'
-    python benchmarks/executor_overhead.py              # prints the tables of docs/benchmarks.md; takes some minutes
+    python benchmarks/executor_overhead.py        # prints the tables of docs/benchmarks/runs.md; takes some minutes
     python benchmarks/executor_overhead.py --steps 10 --widths 64,256
 
 *Beside torch*: a chain of transformer-like layers as a v-shape zero-bubble schedule (ZB-V), 2 processes with one thread

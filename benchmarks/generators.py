@@ -1,7 +1,7 @@
 """torch's own schedule generators beside pipeplan's search: same costs, same placement, same memory.
 
     pip install 'pipeplan[torch]'
-    python benchmarks/generators.py                    # prints the table of docs/benchmarks.md; takes some minutes
+    python benchmarks/generators.py        # prints the table of docs/benchmarks/schedules.md; takes some minutes
     python benchmarks/generators.py --devices 4 --limit 5
 
 F = I = W = 100 us per device (``--times``; a whole backward takes I and W), shared among its chunks, communication

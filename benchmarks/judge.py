@@ -486,7 +486,7 @@ def _memory(model: Model, device: int, order: list[Action]) -> tuple[Json, int]:
         for key in _STATE if device in stage["devices"] else ():
             state[key] += stage[key]
     for tied in model.plan["tied"]:
-        here = sum(device in model.stages[stage]["devices"] for stage in tied["stages"])
+        here = sum(device in devices for devices in tied["devices"])
         for key in _STATE:
             state[key] -= tied[key] * max(0, here - 1)
     held, peak, parts = 0, -1, (0, 0)
@@ -510,7 +510,7 @@ def _figures(model: Model, timing: Timing) -> Json:
     busy = [sum(model.duration(each) for each in order) for order in timing.orders]
     syncs = [sum(stage["sync_ns"] for stage in model.stages if d in stage["devices"]) for d in range(num)]
     for tied in model.plan["tied"]:
-        for device in {d for stage in tied["stages"] for d in model.stages[stage]["devices"]}:
+        for device in {d for devices in tied["devices"] for d in devices}:
             syncs[device] += tied["sync_ns"]
     spans = [end - begin for begin, end in zip(begins, ends, strict=True)]
     longest = spans.index(max(spans))

@@ -1,6 +1,6 @@
 """Seconds up to a proved repetend: every shape of the literature on 4 to 128 devices.
 
-    python benchmarks/repetends.py                     # prints the table of docs/benchmarks.md
+    python benchmarks/repetends.py                     # prints the table of docs/benchmarks/repetends.md
     python benchmarks/repetends.py --devices 4,8 --runs 1
 
 Forward 1 ms, backward 3 ms (ZB: input and weight gradient 1 ms each), shared blocks 1 and 1 ms, no memory cap. The

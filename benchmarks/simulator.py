@@ -1,6 +1,6 @@
 """How long a simulation takes: seconds by the number of actions, plan in memory to all figures.
 
-    python benchmarks/simulator.py                     # prints the table of docs/benchmarks.md
+    python benchmarks/simulator.py                     # prints the table of docs/benchmarks/speed.md
 
 1F1B with forward, input and weight gradient on 64 devices, all hops 10; then the same over links that a message takes
 for as long as two actions, so that each message is one more thing to time. The plan's file is read beforehand.

@@ -14,7 +14,7 @@ __all__ = ["machine", "markdown", "note"]
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as docs/benchmarks.md has them."""
+    """A table as the pages in docs/benchmarks have them."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

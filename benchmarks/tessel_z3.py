@@ -1,7 +1,7 @@
 """Seconds to the same makespan: Tessel on z3, as its paper describes it, and pipeplan's search.
 
     pip install 'pipeplan[bench]'
-    python benchmarks/tessel_z3.py                     # prints the table of docs/benchmarks.md
+    python benchmarks/tessel_z3.py                     # prints the table of docs/benchmarks/repetends.md
     python benchmarks/tessel_z3.py --shapes v,k --limit 60
 
 4 devices, forward 1 ms, backward 3 ms, shared blocks 1 and 1 ms, 16 micro-batches, no memory cap (``--memory M``: room

@@ -1,6 +1,6 @@
 """Tessel's Fig. 9: schedules composed of a repetend against time-optimal ones, for few micro-batches.
 
-    python benchmarks/time_optimal.py                  # prints the table of docs/benchmarks.md; takes a while
+    python benchmarks/time_optimal.py                  # prints the table of docs/benchmarks/repetends.md; takes a while
     python benchmarks/time_optimal.py --microbatches 3,4 --limit 10
 
 4 devices, forward 1, backward 3, shared blocks 1 and 1, no memory cap.

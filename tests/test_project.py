@@ -18,14 +18,8 @@ def test_all_is_importable() -> None:
             assert hasattr(loaded, name), f"{module.name}.__all__ names {name}"
 
 
-def test_readme_has_the_two_commands_and_true_links() -> None:
-    text = (ROOT / "README.md").read_text()
-    blocks = text.split("```bash\n")[1:]
+def test_readme_has_the_two_commands() -> None:
+    blocks = (ROOT / "README.md").read_text().split("```bash\n")[1:]
     assert len(blocks) == 2
     for block in blocks:
         assert block.split("```")[0].startswith("python3 -m venv .venv && .venv/bin/pip install ")
-    for link in text.split("](")[1:]:
-        path, _, heading = link.split(")")[0].partition("#")
-        assert (ROOT / path).exists(), link
-        titles = [line.lstrip("#").strip() for line in (ROOT / path).read_text().splitlines()] if heading else []
-        assert not heading or heading in ["-".join(title.lower().split()) for title in titles], link

@@ -2,34 +2,137 @@
 
 Here: the public face, lazy: what a function needs is imported when it is called. Not here: anything that does the work,
 which starts in :mod:`pipeplan._api`; the rooms and their order are in ``docs/architecture.md``.
+
+Functions take files or objects, and the flags of the command line as keyword arguments; a plain number is seconds for a
+duration and bytes for a size::
+
+    import pipeplan
+
+    result = pipeplan.search("profile.json", devices=4, memory="16GB", time_limit=10)
+    pipeplan.write(result.plan, "plan.json")
+
+Objects show themselves in a notebook, by :mod:`pipeplan.reporting.notebook`, which is imported then.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeplan import _api
-from pipeplan._api import check, compare, estimate, frontier, profile, run, search, simulate
+from pipeplan import _api, display
+from pipeplan._face import (
+    add_links,
+    check,
+    compare,
+    estimate,
+    example,
+    example_cluster,
+    frontier,
+    inspect,
+    measure_links,
+    profile,
+    read_cluster,
+    read_placement,
+    read_plan,
+    read_profile,
+    run,
+    search,
+    simulate,
+    tune,
+    write,
+)
 from pipeplan._version import __version__
+from pipeplan.errors import (
+    ExecutionError,
+    FileError,
+    InfeasibleError,
+    InvalidPlanError,
+    PipeplanError,
+    SearchTimeoutError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
-    from pipeplan.files import Cluster, Plan, Profile
+    from pipeplan._api import (
+        Comparison,
+        FrontierResult,
+        Inspection,
+        Limit,
+        Model,
+        Report,
+        Result,
+        Rules,
+        RunOutcome,
+        Simulation,
+        Tuning,
+    )
+    from pipeplan.files import (
+        Block,
+        Cluster,
+        CostRow,
+        DeviceKind,
+        Edge,
+        LinkLevel,
+        PlacedStage,
+        Placement,
+        Plan,
+        Profile,
+        Source,
+    )
 
 
 __all__ = [
+    "Block",
     "Cluster",
+    "Comparison",
+    "CostRow",
+    "DeviceKind",
+    "Edge",
+    "ExecutionError",
+    "FileError",
+    "FrontierResult",
+    "InfeasibleError",
+    "Inspection",
+    "InvalidPlanError",
+    "Limit",
+    "LinkLevel",
+    "Model",
+    "PipeplanError",
+    "PlacedStage",
+    "Placement",
     "Plan",
     "Profile",
+    "Report",
+    "Result",
+    "Rules",
+    "RunOutcome",
+    "SearchTimeoutError",
+    "Simulation",
+    "Source",
+    "Tuning",
+    "UsageError",
     "__version__",
+    "add_links",
     "check",
     "compare",
     "estimate",
+    "example",
+    "example_cluster",
     "frontier",
+    "inspect",
+    "measure_links",
     "profile",
+    "read_cluster",
+    "read_placement",
+    "read_plan",
+    "read_profile",
     "run",
     "search",
     "simulate",
+    "tune",
+    "write",
 ]
+
+display.renderer = "pipeplan.reporting.notebook"
 
 
 def __getattr__(name: str) -> object:

@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from pipeplan.costs.inspection import ProfileResult as ProfileResult
     from pipeplan.files import Cluster as Cluster
     from pipeplan.files import FileModel as FileModel
+    from pipeplan.files import Placement as Placement
     from pipeplan.files import Plan as Plan
     from pipeplan.files import Profile as Profile
     from pipeplan.files import read_cluster as read_cluster
+    from pipeplan.files import read_placement as read_placement
     from pipeplan.files import read_plan as read_plan
     from pipeplan.files import read_profile as read_profile
     from pipeplan.files import require_writable as require_writable
@@ -55,26 +57,33 @@ if TYPE_CHECKING:
     from pipeplan.schedule.rules.language import read_rules as read_rules
     from pipeplan.schedule.rules.language import to_toml as to_toml
     from pipeplan.schedule.state import Progress as Progress
-    from pipeplan.simulator.measured import MeasuredComparison as MeasuredComparison
     from pipeplan.simulator.simulation import Simulation as Simulation
     from pipeplan.time_limit import Limit as Limit
 
 _PARTS = {
+    "pipeplan.checker": ("Report",),
     "pipeplan.costs.inspection": ("Inspection", "ProfileResult"),
     "pipeplan.files": (
-        *("Cluster", "Plan", "Profile"),
-        *("read_cluster", "read_plan", "read_profile", "require_writable"),
+        *("Block", "Cluster", "CostRow", "DeviceKind", "Edge", "LinkLevel", "PlacedStage", "Placement"),
+        *("Plan", "Profile", "Source"),
+        *("read_cluster", "read_placement", "read_plan", "read_profile", "require_writable"),
         *("to_json", "write_elsewhere", "write_file", "write_text"),
     ),
     "pipeplan.partition.strategies": ("STRATEGIES",),
-    "pipeplan.planning.frontier": ("frontier_request", "request_notes"),
+    "pipeplan.planning.build_plan": ("Result",),
+    "pipeplan.planning.comparison": ("Comparison",),
+    "pipeplan.planning.frontier": ("FrontierResult", "frontier_request", "request_notes"),
+    "pipeplan.planning.tuning": ("Tuning",),
     "pipeplan.planning.request": ("Request", "Splitting", "link_notes"),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
     "pipeplan.runtime.models.load": ("load_model",),
+    "pipeplan.runtime.models.spec": ("Model",),
     "pipeplan.runtime.launch.job": ("RunOptions",),
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
-    "pipeplan.runtime.training.options": ("TrainOptions",),
+    "pipeplan.runtime.training.options": ("RunOutcome", "TrainOptions"),
+    "pipeplan.schedule.rules": ("Rules",),
     "pipeplan.schedule.rules.language": ("read_rules", "to_toml"),
+    "pipeplan.simulator.simulation": ("Simulation",),
     "pipeplan.time_limit": ("Limit",),
 }
 """What goes in and out of the functions here, and the modules that have it."""
@@ -179,12 +188,14 @@ def simulate(
     return simulate(plan, num_microbatches, profile, cluster)
 
 
-def compare_measured(simulation: Simulation, path: str) -> MeasuredComparison:
+def with_measured(simulation: Simulation, path: str) -> Simulation:
     """Predicted beside measured, of a trace that a run of the plan wrote. Raises FileError or UsageError."""
+    from dataclasses import replace
+
     from pipeplan.files.trace import read_trace
     from pipeplan.simulator.measured import compared
 
-    return compared(simulation, read_trace(path, len(simulation.plan.devices)))
+    return replace(simulation, measured=compared(simulation, read_trace(path, len(simulation.plan.devices))))
 
 
 # Profiles ---------------------------------------------------------------------------------------------------------

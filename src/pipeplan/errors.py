@@ -10,12 +10,13 @@
     |-- ExecutionError            1   a run that failed on a rank
     `-- SearchTimeoutError        3   time ran out with nothing found
 
-The texts say what, where, the numbers, and which flag to move which way. They are caught once, in
-:mod:`pipeplan.cli.main`.
+The texts say what, where, the numbers, and which flag to move which way. The command line catches them once, in
+:mod:`pipeplan.cli.main`. Where Python asked, they name its arguments instead of flags (:func:`in_python`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
@@ -43,10 +44,37 @@ def unknown_key(keys: Iterable[str], known: Sequence[str]) -> str | None:
     return None if unknown is None else f"{unknown} is not known; {choose_from(unknown, known)}"
 
 
+_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*[a-z])(?: (\d[\w.]*|'[^']*')(?![\w.]))?")
+
+
+def in_python(text: str) -> str:
+    """A text about flags as one about arguments: ``--mini-batch 7`` is ``mini_batch=7``, ``--memory`` is ``memory``."""
+
+    def argument(flag: re.Match[str]) -> str:
+        name, value = flag[1].replace("-", "_"), flag[2]
+        if value is None:
+            return name
+        return f"{name}={value if value.isdecimal() or value.startswith(_QUOTE) else repr(value)}"
+
+    return _FLAG.sub(argument, text)
+
+
+_QUOTE = "'"
+
+
 class PipeplanError(Exception):
     """Base of all errors a user can cause; ``exit_code`` is what the command line ends with."""
 
     exit_code = 1
+    _asked_in_python = False
+
+    def for_python(self) -> None:
+        """Name arguments of functions from here on, where the text names flags."""
+        self._asked_in_python = True
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return in_python(text) if self._asked_in_python else text
 
 
 class UsageError(PipeplanError):

@@ -6,10 +6,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 
+from pipeplan.time_limit import checked
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Hop, Loop
 from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.task_graph import Orders, TaskGraph
+
+_Words = tuple[str, str]
 
 _Event = tuple[int, int, int, int, str]  # time, 0 for a message and 1 for compute, tie-breaks, text
 
@@ -23,10 +26,11 @@ def programs(
     All programs are in the order of one time, so that a moment cuts them all.
     """
     events: list[list[_Event]] = [
-        [(starts[task], 1, task, 0, graph.label(task)) for task in order] for order in graph.on_devices(orders)
+        [(starts[task], 1, task, 0, graph.label(task)) for task in checked(order, 1024)]
+        for order in graph.on_devices(orders)
     ]
     _add_messages(graph, _emissions(graph, orders, starts), events)
-    for device_events in events:
+    for device_events in checked(events, 1):
         device_events.sort()
     found = tuple(tuple(text for *_, text in device_events) for device_events in events)
     return found, None if cut is None else _loop(cut, events)
@@ -50,7 +54,7 @@ def _emissions(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[
     workload, offsets = graph.workload, graph.offsets
     for order in orders[len(workload.devices) :]:
         latest = 0
-        for message in order:
+        for message in checked(order, 1024):
             item = graph.operation_of[message]
             source = workload.transfers[item - len(workload.operations)].source
             samples = workload.slots[item].samples(message - offsets[item])
@@ -62,7 +66,10 @@ def _emissions(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[
 def _made(graph: TaskGraph, emissions: Sequence[tuple[int, int]], operation: int, samples: tuple[int, int]) -> int:
     """When all actions of an operation that hold some of these samples have ended."""
     offset = graph.offsets[operation]
-    return max(emissions[offset + number][0] for number in graph.workload.slots[operation].sharing(samples))
+    shared = graph.workload.slots[operation].sharing(samples)
+    if len(shared) == 1:
+        return emissions[offset + shared[0]][0]
+    return max(emissions[offset + number][0] for number in shared)
 
 
 def _add_messages(graph: TaskGraph, emissions: Sequence[tuple[int, int]], events: list[list[_Event]]) -> None:
@@ -76,13 +83,14 @@ def _add_messages(graph: TaskGraph, emissions: Sequence[tuple[int, int]], events
         for hop in dependency.hops:
             item = workload.item_of.get((source, position[dependency.target], hop))
             slots = workload.messages(dependency, hop)
-            for index in range(len(slots)):
+            sends, receives = naming.messages(dependency, hop)
+            for index in checked(range(len(slots)), 1024):
                 made = leaves = _made(graph, emissions, source, slots.samples(index))
                 if item is not None:
                     made, leaves = emissions[graph.offsets[item] + index]
-                send, receive = naming.messages(dependency, hop, *slots.name(index))
-                events[hop.source_device].append((made, 0, leaves, number, str(send)))
-                events[hop.target_device].append((made, 0, leaves, number, str(receive)))
+                text = slots.text(index)
+                events[hop.source_device].append((made, 0, leaves, number, f"{sends[0]}{text}{sends[1]}"))
+                events[hop.target_device].append((made, 0, leaves, number, f"{receives[0]}{text}{receives[1]}"))
                 number += 1
 
 
@@ -103,26 +111,28 @@ class _PeerNames:
                 self._sources[target, payload, hop.target_device] += 1
                 self._source_devices[target, payload, hop.target_device, source] += 1
 
-    def messages(self, dependency: Dependency, hop: Hop, microbatch: int, part: int | None) -> tuple[Action, Action]:
-        """The SEND and the RECV of one message."""
+    def messages(self, dependency: Dependency, hop: Hop) -> tuple[_Words, _Words]:
+        """What stands before and after the micro-batch in the SENDs and the RECVs of a hop."""
         source, payload, target = _ends(dependency)
         send = Action(
             source,
             f"SEND_{payload}",
-            microbatch,
+            0,
             target if self._targets[source, payload, hop.source_device] > 1 else None,
             hop.target_device if self._target_devices[source, payload, hop.source_device, target] > 1 else None,
-            part,
         )
         receive = Action(
             target,
             f"RECV_{payload}",
-            microbatch,
+            0,
             source if self._sources[target, payload, hop.target_device] > 1 else None,
             hop.source_device if self._source_devices[target, payload, hop.target_device, source] > 1 else None,
-            part,
         )
-        return send, receive
+        return _around_microbatch(send), _around_microbatch(receive)
+
+
+def _around_microbatch(action: Action) -> _Words:
+    return action.operation, str(action)[len(action.operation) + 1 :]
 
 
 def _ends(dependency: Dependency) -> tuple[int, str, int]:

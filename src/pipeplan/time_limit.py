@@ -28,11 +28,17 @@ class TimeUpError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Limit:
-    """Seconds from when it was made, or from when it ``started``, until it is interrupted; inf are no limit.
+    """A time limit, and the means to end work from another thread: by :meth:`interrupt`.
+
+    Example: ``limit = Limit(60)``, then ``search(profile, devices=4, within=limit)`` on one thread and
+    ``limit.interrupt()`` on another, at which the search ends with the best plan so far.
+
+    Seconds from when it was made, or from when it ``started``, until it is interrupted; inf are no limit.
 
     It may be a part of a ``whole``, whose time it spends: what interrupts one of them interrupts both. ``reserved``
     seconds are kept for what must follow, ``patience`` more are waited for what must be there: enforcing ends work so
-    much earlier, or later. ``clock`` returns seconds from any fixed moment.
+    much earlier, or later; and not before the process has worked as long as ``patient_until``, by
+    :func:`time.process_time`. ``clock`` returns seconds from any fixed moment.
     """
 
     seconds: float = math.inf
@@ -41,6 +47,7 @@ class Limit:
     started: float = field(default=math.nan, kw_only=True)
     reserved: float = field(default=0.0, init=False)
     patience: float = field(default=0.0, init=False)
+    patient_until: float = field(default=-math.inf, init=False)
     _interrupted: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +103,23 @@ class Limit:
     @property
     def late(self) -> bool:
         """Whether there is no more time by the clock, with all patience."""
-        return self.left(self.patience) <= 0.0
+        return self.left(self.patience) <= 0.0 and time.process_time() >= self.patient_until
+
+    def wait(self, late: float, working: float) -> None:
+        """For what must be there wait so many seconds more, and until the process has worked some from now on.
+
+        The latter are not the clock's: on a busy machine they take longer, and without them there would be nothing.
+        """
+        self.patience, self.patient_until = late, time.process_time() + working
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is not yet what must be there."""
+        return self.patient_until > -math.inf
+
+    def wait_no_longer(self) -> None:
+        """What must be there is there."""
+        self.patience, self.patient_until = 0.0, -math.inf
 
     @contextmanager
     def enforced(self) -> Iterator[None]:
@@ -120,11 +143,24 @@ class Limit:
                 raise
 
     @contextmanager
+    def finishing(self, seconds: float) -> Iterator[None]:
+        """What runs inside ends as ever when time is up, but so many seconds after an interruption, not at once.
+
+        No other limit ends it.
+        """
+        finishing = _Finishing(seconds, whole=self, clock=self.clock)
+        try:
+            with shielded(), finishing.enforced():
+                yield
+        except TimeUpError as up:
+            raise TimeUpError(self) if up.limit is finishing else up from None
+
+    @contextmanager
     def hearing_interrupts(self, interrupt: Callable[[], None] | None = None) -> Iterator[None]:
-        """Ctrl-C, and SIGTERM and SIGHUP where Python hears them, only leave no time, by ``interrupt``; once.
+        """Ctrl-C, and SIGTERM and SIGHUP where they would interrupt, only leave no time, by ``interrupt``; once.
 
         The second one interrupts. So nothing is torn: what is at work ends at its next look at the limit. Only the main
-        thread hears signals.
+        thread hears signals, and a handler of the program that calls us stays what it is.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -138,14 +174,45 @@ class Limit:
             else:
                 (interrupt or self.interrupt)()
 
-        heard = [number for number, handler in handlers.items() if callable(handler)]
+        heard = [number for number, handler in handlers.items() if _interrupts(handler)]
         for number in heard:
-            signal.signal(number, hear)
+            signal.signal(number, _Hearing(hear))
         try:
             yield
         finally:
             for number in heard:
                 signal.signal(number, handlers[number])
+
+
+@dataclass(slots=True, eq=False)
+class _Finishing(Limit):
+    """Ends when its whole does, but ``seconds`` after an interruption that it hears of."""
+
+    heard_at: float = field(default=math.inf, init=False)
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no time to finish."""
+        assert self.whole is not None
+        if not self.whole.interrupted:
+            return self.whole.over
+        self.heard_at = min(self.heard_at, self.clock())
+        return self.clock() > self.heard_at + self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Hearing:
+    """A handler of ours."""
+
+    hear: Callable[[int, FrameType | None], None]
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.hear(number, frame)
+
+
+def _interrupts(handler: object) -> bool:
+    """Whether a handler is Python's own, which raises KeyboardInterrupt, or of a limit around this one."""
+    return handler is signal.default_int_handler or isinstance(handler, _Hearing)
 
 
 INTERRUPTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))

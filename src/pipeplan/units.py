@@ -37,6 +37,36 @@ def require_sum(where: str, what: str, value: int, unit: str, most: int, remedy:
         raise UsageError(f"{where}: {what} add up to {shown(value)}, more than the {shown(most)} they may; {remedy}")
 
 
+def ns_of(value: str | float) -> int:
+    """Nanoseconds of a duration as text with a unit, see :func:`parse_ns`, or as a number of seconds.
+
+    Raises:
+        UsageError: it is neither, or out of range.
+    """
+    if isinstance(value, str):
+        return parse_ns(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{value!r} is not a duration; give seconds, or text with a unit such as '3.2ms'")
+    if not 0 <= value * 1e9 <= MAX_NS:
+        raise UsageError(f"{value!r} seconds are out of range: a duration is from 0ns to {format_ns(MAX_NS)}")
+    return round(value * 1e9)
+
+
+def bytes_of(value: str | int) -> int:
+    """Bytes of a size as text with a unit, see :func:`parse_bytes`, or as a number of bytes.
+
+    Raises:
+        UsageError: it is neither, or out of range.
+    """
+    if isinstance(value, str):
+        return parse_bytes(value)
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
+        raise UsageError(f"{value!r} is not a size; give whole bytes, or text with a unit such as '16GB'")
+    if not 0 <= value <= MAX_BYTES:
+        raise UsageError(f"{value!r} bytes are out of range: a size is from 0B to {format_bytes(MAX_BYTES)}")
+    return int(value)
+
+
 def parse_ns(text: str) -> int:
     """Nanoseconds of a duration with a unit, such as ``3.2ms``, ``10us``, ``1 s``, ``5min`` or ``1h``; or ``0``.
 
@@ -50,6 +80,8 @@ def parse_ns(text: str) -> int:
     if _lacks_unit(text, lambda _: "s", "ms", "milliseconds"):
         return 0
     wrong = UsageError(f"{text!r} is not a duration; write a number and a unit, such as 30s, 3.2ms, 10us or 5min")
+    if not _NUMBER_AND_UNIT.fullmatch(text.strip()):
+        raise wrong
     try:
         number, seconds = text.strip().replace("µs", "us"), 1.0
         for unit, length in (("min", 60.0), ("h", 3600.0)):
@@ -77,13 +109,20 @@ def parse_bytes(text: str) -> int:
 
     if _lacks_unit(text, _usual_unit, "B", "bytes"):
         return 0
+    wrong = UsageError(f"{text!r} is not a size; write a number and a unit, such as 80GB, 80GiB or 512MB")
+    if not _NUMBER_AND_UNIT.fullmatch(text.strip()):
+        raise wrong
     try:
         size = int(TypeAdapter(ByteSize).validate_python(text.strip()))
     except (ValidationError, OverflowError, ValueError):
-        raise UsageError(f"{text!r} is not a size; write a number and a unit, such as 80GB, 80GiB or 512MB") from None
+        raise wrong from None
     if not 0 <= size <= MAX_BYTES:
         raise UsageError(f"{text!r} is out of range: a size is from 0 to {format_bytes(MAX_BYTES)}")
     return size
+
+
+_NUMBER_AND_UNIT = re.compile(r"-?[0-9]*\.?[0-9]+(e-?[0-9]+)?\s*[A-Za-zµ]+")
+"""One number and one unit: of more, such as ``3,5GB``, libraries take what they know and leave out the rest."""
 
 
 def _lacks_unit(text: str, unit: Callable[[float], str], other: str, name: str) -> bool:

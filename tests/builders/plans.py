@@ -42,7 +42,7 @@ def plan_of(
     ends = [max((done[entry][1] for entry in order), default=0) for order in orders]
     syncs = [sum(stage.sync_ns for stage in workload.stages if device in stage.devices) for device in range(len(ends))]
     for tied in workload.tied:
-        for device in {device for stage in tied.stages for device in workload.stages[stage].devices}:
+        for device in {device for devices in tied.devices for device in devices}:
             syncs[device] += tied.sync_ns
     spans = [_span([done[entry] for entry in order]) for order in orders]
     longest = max(range(len(spans)), key=lambda device: (spans[device], -device))
@@ -122,6 +122,6 @@ def _memory(workload: Workload, device: int, order: Sequence[Entry]) -> DeviceMe
         held -= operation.release_bytes
     state = sum((stage.state for stage in workload.stages if device in stage.devices), MemoryBytes())
     for tied in workload.tied:
-        here = [stage for stage in tied.stages if device in workload.stages[stage].devices]
-        state -= tied.state * max(0, len(here) - 1)
+        here = sum(device in devices for devices in tied.devices)
+        state -= tied.state * max(0, here - 1)
     return DeviceMemory.of(state + MemoryBytes({ACTIVATIONS: parts[0], WORKSPACE: parts[1]}))

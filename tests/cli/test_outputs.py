@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
+from xml.etree import ElementTree
 
 import pytest
 
@@ -24,6 +27,7 @@ WRITES = {
     "search -o": (*SEARCH, "-o"),
     "search --placement-output": (*SEARCH, "--placement-output"),
     "search --rules-output": (*SEARCH, "--scheduler", "rules", "--rules-output"),
+    "search --cache": (*SEARCH, "--scheduler", "rules", "--cache"),
     "frontier -o": ("frontier", "profile.json", "--devices", "2", "--plans", "-o"),
     "frontier --svg": ("frontier", "profile.json", "--devices", "2", "--plans", "--svg"),
     "simulate --svg": ("simulate", "plan.json", "--svg"),
@@ -36,11 +40,12 @@ WRITES = {
     "profile --estimate": ("profile", "gpt2-tiny", "--estimate", "--device", "a100-80gb", "-o"),
     "profile": ("profile", "gpt2-tiny", "-o"),
     "run --trace": ("run", "plan.json", "--emulate", "--local", "--trace"),
+    "run --export-weights": ("run", "plan.json", "--model", "gpt2-tiny", "--local", "--export-weights"),
 }
 """Every option that names a file to be written at the end."""
 
 WORK = {
-    "search": "search",
+    "search": ("search", "tune"),
     "frontier": "frontier",
     "simulate": "simulate",
     "example": ("make_shape", "make_model"),
@@ -84,6 +89,48 @@ def test_what_cannot_be_written_is_refused_before_the_work(
     assert re.search(rf"{re.escape(path)}: cannot be written: {reason}; .*", done.stderr), done.stderr
     asked = WRITES[option][-1]
     assert str(asked) in done.stderr, "what to give"
+
+
+RULES = ("search", "profile.json", "--microbatches", 4, "--placement", "one-to-one", "--scheduler", "rules")
+FRONTIER = ("frontier", "profile.json", "--devices", "2", "--plans")
+TOGETHER = {
+    "one file": ((*SEARCH, "-o", "both", "--placement-output", "both"), "-o and --placement-output .* write both"),
+    "one file, spelled otherwise": (
+        ("simulate", "plan.json", "--svg", "both", "--trace", "./both"),
+        "--svg and --trace",
+    ),
+    "a cache": ((*RULES, "--cache", "both", "-o", "both"), "-o and --cache would both write both; give another file"),
+    "stdout": ((*SEARCH, "-o", "-", "--placement-output", "-"), "-o and --placement-output would both print to stdout"),
+    "stdout and figures": ((*RULES, "--rules-output", "-", "--json"), "--rules-output and --json would both print"),
+    "two drawings": ((*FRONTIER, "--svg", "-", "-o", "-"), "-o and --svg would both print to stdout"),
+    "a drawing and figures": ((*FRONTIER, "--svg", "-", "--json"), "--svg and --json would both print to stdout"),
+}
+
+
+@pytest.mark.parametrize("name", list(TOGETHER))
+def test_two_files_in_one_place_are_refused(name: str, folder: Path) -> None:
+    arguments, told = TOGETHER[name]
+    done = pipeplan(*arguments, cwd=folder)
+    assert done.returncode == 2, done.stdout
+    assert re.search(told, done.stderr), done.stderr
+    assert not (folder / "both").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reads"),
+    [
+        ((*SEARCH, "--placement-output", "-"), json.loads),
+        ((*RULES, "--rules-output", "-"), tomllib.loads),
+        ((*FRONTIER, "--svg", "-"), ElementTree.fromstring),
+        (("simulate", "plan.json", "--trace", "-"), json.loads),
+    ],
+)
+def test_what_is_written_to_stdout_is_alone_there(
+    arguments: tuple[object, ...], reads: Callable[[str], object], folder: Path
+) -> None:
+    done = pipeplan(*arguments, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert reads(done.stdout)
 
 
 def refuses_to_open(kind: type[OSError], number: int) -> Callable[..., object]:

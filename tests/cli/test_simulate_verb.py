@@ -131,7 +131,7 @@ def test_one_output_goes_to_stdout_alone(run: Command, plan: Path) -> None:
     assert json.loads(run(plan, "--trace", "-").out)["traceEvents"]
     result = run(plan, "--svg", "-", "--json")
     assert (result.code, result.out) == (2, "")
-    assert "--json and --svg would both print to stdout" in result.err
+    assert "--svg and --json would both print to stdout" in result.err
     result = run("-", "--profile", "-")
     assert result.code == 2
     assert "PLAN and --profile would both read from stdin" in result.err

@@ -17,6 +17,7 @@ from builders.timed import numbered
 from pipeplan.checker import check
 from pipeplan.checker.facts import Report
 from pipeplan.files import Plan
+from pipeplan.schedule.search import plain_look
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -96,6 +97,34 @@ def test_forwards_in_parts_are_before_the_loop(drawn: Placed) -> None:
         run = looped(graph, in_parts(orders, graph)[: len(workload.devices)], parted, repetend.unroll, 12 + 40)
         if run is not None and run.loop is not None:
             require_same(plan_with_loop(run))
+
+
+@settings(max_examples=20)
+@given(drawn=placed(parts=False) | stage_graphs(sizes=True), data=st.data())
+def test_whole_runs_in_a_row_are_right(drawn: Placed, data: st.DataObject) -> None:
+    """Whatever repeats: group after group, what is left of the micro-batches first, with a group's memory at most."""
+    each = OneMicrobatch.of(drawn.workload, require_room=False).microbatches_per_round
+    group, rest, copies = (data.draw(st.integers(*ends)) for ends in ((1, 5), (0, 4), (2, 7)))
+    short = drawn.workload.with_microbatches(each * group)
+    schedule = data.draw(st.sampled_from([*known(short)]))
+    found = SHORTER.in_groups(schedule, drawn.workload.with_microbatches(each * (rest % group + copies * group)))
+    if found is not None:
+        assert found.most_bytes <= schedule.most_bytes
+        assert found.scheduler == f"{schedule.scheduler}+groups"
+        if found.loop is not None:
+            require_same(plan_with_loop(found))
+
+
+def test_a_pipeline_in_which_nothing_repeats_for_long_has_groups() -> None:
+    """1F1B with messages that take long against 16 nearly equal stages: its times come to repeat only far later."""
+    workload = replace(shape_workload("v", 16, 5_003), name="deep")
+    found = plain_look(workload, 4_000)
+    assert found is not None
+    assert found.loop is not None
+    assert found.scheduler == "1f1b+groups"
+    plan = plan_with_loop(found)
+    assert sum(map(len, plan.programs)) <= 3 * 4_000
+    assert check(plan).valid
 
 
 def test_gpipe_has_no_loop() -> None:

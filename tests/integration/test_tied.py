@@ -13,8 +13,9 @@ from builders.orders import gpipe_orders
 from builders.plans import plan_of
 from builders.profiles import joined
 from pipeplan.checker import check
-from pipeplan.costs import build_workload, stage_costs
+from pipeplan.costs import StageCost, build_workload, stage_costs
 from pipeplan.costs.communication import all_reduce_time
+from pipeplan.errors import UsageError
 from pipeplan.examples.models import WIDTH, model
 from pipeplan.files import Block, Cluster, CostRow, PlacedStage, Placement, Plan, Profile, TiedParameter, parse, to_json
 from pipeplan.planning.frontier import frontier_request, search_frontier
@@ -116,6 +117,128 @@ def test_each_device_has_one_copy_of_each_shard(seed: int) -> None:
     check(plan, profile, cluster_of(3)).require()
 
 
+WAYS = ("shards2", "samples2", "copies2")
+
+
+def drawn_ways(seed: int) -> tuple[Profile, Placement]:
+    """The same with each block of some stages of two devices split in a way of its own."""
+    draw = random.Random(seed)
+    profile, placement = drawn(seed)
+    stages = tuple(
+        stage.model_copy(
+            update={"shards": 2, "replicas": 1, "configurations": tuple(draw.choice(WAYS) for _ in stage.blocks)}
+        )
+        if len(stage.devices) == 2 and draw.random() < 0.7
+        else stage
+        for stage in placement.stages
+    )
+    return profile, placement.model_copy(update={"stages": stages})
+
+
+def planned_ways(profile: Profile, placement: Placement, cluster: Cluster | None = None) -> Plan:
+    """Its actions' costs are not the point: the same for every stage with configurations."""
+    given = {n: StageCost(100, 200) for n, stage in enumerate(placement.stages) if stage.configurations}
+    how = {"num_microbatches": 4, "microbatch_size": 4}
+    workload = build_workload(profile, placement, cluster=cluster, given=given, **how)  # type: ignore[arg-type]
+    return plan_of(workload, gpipe_orders(workload))
+
+
+def parts_on(workload: Workload, profile: Profile) -> dict[str, list[set[tuple[str, int]]]]:
+    """{table: [device] the parts that it has: how a table is split there, and which part}"""
+    found = {each.name: [set[tuple[str, int]]() for _ in workload.devices] for each in profile.tied}
+    for each in profile.tied:
+        for stage in workload.stages:
+            for index, block in enumerate(stage.blocks):
+                way = stage.configurations[index] if stage.configurations else f"shards{stage.shards}"
+                for place, device in enumerate(stage.devices if block in each.blocks else ()):
+                    whole = way in ("samples2", "shards1")
+                    found[each.name][device].add(("whole", 0) if whole else (way, place % stage.shards))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_each_device_has_one_copy_of_each_part_whatever_the_configurations(seed: int) -> None:
+    """Bytes and sums, by what each device has; check finds the same from the profile."""
+    profile, placement = drawn_ways(seed)
+    cluster = cluster_of(3, latency_ns=1000)
+    plan = planned_ways(profile, placement, cluster)
+    workload, ids = plan.workload, [block.id for block in profile.blocks]
+    own = {block.id: block.parameter_bytes - TABLE * _tables_of(profile, block.id) for block in profile.blocks}
+    parts = parts_on(workload, profile)
+    alone = {
+        each.name: sum(not set(each.blocks).isdisjoint(s.blocks) for s in workload.stages) < 2 for each in profile.tied
+    }
+    for device in range(placement.num_devices):
+        expected = 0
+        for stage in workload.stages if device < 3 else ():
+            for index, block in enumerate(stage.blocks if device in stage.devices else ()):
+                way = stage.configurations[index] if stage.configurations else f"shards{stage.shards}"
+                expected += own[block] // (2 if way == "shards2" else 1)
+        expected += sum(TABLE // (2 if way == "shards2" else 1) for those in parts.values() for way, _ in those[device])
+        assert workload.states[device][PARAMETERS] == expected
+        tables = sum(each.sync_ns for each in plan.tied if device in each.all_devices)
+        assert tables == sum(
+            _summed(parts[name], device, cluster) for name, here in alone.items() if not here and parts[name][device]
+        )
+    assert len(ids) == len(own)
+    check(plan, profile, cluster).require()
+
+
+def _tables_of(profile: Profile, block: str) -> int:
+    return sum(block in each.blocks for each in profile.tied)
+
+
+def _summed(parts: Sequence[set[tuple[str, int]]], device: int, cluster: Cluster) -> int:
+    """Ns in which a device sums a table that stages share: each of its parts in turn, or the whole once."""
+    ways = {way for those in parts for way, _ in those}
+    if len(ways) > 1:
+        return all_reduce_time(cluster, [n for n, those in enumerate(parts) if those], TABLE)
+    size = TABLE // (2 if ways == {"shards2"} else 1)
+    return sum(
+        all_reduce_time(cluster, [n for n, those in enumerate(parts) if part in those], size) for part in parts[device]
+    )
+
+
+def test_a_device_sums_its_parts_one_after_another() -> None:
+    """Where it has the first half in one stage and the second in another, it is in both sums; others in one."""
+    profile, cluster = chain([40, 40], (0, 1)), cluster_of(3, latency_ns=1000)
+    plan = planned(profile, placed([0, 1], [((0, 1), 2), ((1, 2), 2)], 2), cluster)
+    once = all_reduce_time(cluster, [0, 1], TABLE // 2)
+    assert [(each.stages, each.devices) for each in plan.tied] == [((0, 1), ((0,), (1,))), ((0, 1), ((1,), (2,)))]
+    assert plan.workload.sums_ns == (once, 2 * once, once)
+    ends = simulate(plan).rates.last_end_ns
+    expected = max(map(sum, zip(ends, plan.workload.sums_ns, strict=True)))
+    assert plan.predicted.iteration_ns == simulate(plan).iteration_ns == expected
+    check(plan, profile, cluster).require()
+
+
+@pytest.mark.parametrize("key", ["parameter_bytes", "gradient_bytes", "optimizer_bytes", "sync_ns"])
+def test_check_recomputes_what_stages_with_configurations_keep_and_sum(key: str) -> None:
+    profile, cluster = chain([40, 8, 80], (0, 2)), cluster_of(3, latency_ns=1000)
+    ways = ("samples2", "copies2")
+    first = PlacedStage(blocks=("b0", "b1"), devices=(0, 1), shards=2, configurations=ways)
+    last = PlacedStage(blocks=("b2",), devices=(2,))
+    plan = planned_ways(profile, Placement(strategy="by hand", num_devices=3, stages=(first, last)), cluster)
+    assert plan.stages[0].sync_ns == all_reduce_time(cluster, [0, 1], 40) > 0, "the table is summed over all three"
+    assert [each.sync_ns for each in plan.tied] == [all_reduce_time(cluster, [0, 1, 2], TABLE)]
+    check(plan, profile, cluster).require()
+    content = plan.model_dump(mode="json")
+    for number in range(2):
+        changed = json.loads(json.dumps(content))
+        changed["stages"][number][key] += 4
+        found = check(Plan.model_validate_json(json.dumps(changed)), profile, cluster).problems
+        assert f"stages[{number}].{key}" in {problem.place for problem in found if problem.rule == "profile"}
+
+
+def test_sums_inside_a_stage_are_not_left_out_on_another_cluster() -> None:
+    """They are not in the plan by themselves, as times of its actions are not."""
+    profile = chain([40, 8, 80], (0, 2))
+    stage = PlacedStage(blocks=("b0", "b1", "b2"), devices=(0, 1), shards=2, configurations=("samples2",) * 3)
+    plan = planned_ways(profile, Placement(strategy="by hand", num_devices=2, stages=(stage,)), cluster_of(2))
+    with pytest.raises(UsageError, match=r"leave out --cluster"):
+        simulate(plan, cluster=cluster_of(2, latency_ns=5))
+
+
 def test_a_stage_has_once_what_its_blocks_share() -> None:
     profile = chain([4, 4, 4], (0, 2))
     alone = [stage_costs(profile, [f"b{n}"], 1).state[PARAMETERS] for n in range(3)]
@@ -175,7 +298,8 @@ def test_check_wants_what_is_tied() -> None:
     for change, place in [
         ({"tied": []}, "tied"),
         ({"tied": [content["tied"][0] | {"name": "another"}]}, "tied"),
-        ({"tied": [content["tied"][0] | {"stages": [0]}]}, "tied"),
+        ({"tied": [content["tied"][0] | {"stages": [0], "devices": [[0]]}]}, "tied"),
+        ({"tied": [content["tied"][0] | {"parts": 2}]}, "tied"),
         ({"tied": [content["tied"][0] | {"parameter_bytes": 8}]}, "tied[0].parameter_bytes"),
         ({"tied": [content["tied"][0] | {"sync_ns": 7}]}, "tied[0].sync_ns"),
     ]:
@@ -189,8 +313,10 @@ def test_check_wants_what_is_tied() -> None:
     ("change", "message"),
     [
         ({"stages": [0, 7]}, "there are 3 stages"),
-        ({"stages": [0, 0]}, "twice"),
-        ({"parameter_bytes": 10**6}, "more bytes than the stage keeps"),
+        ({"stages": [0, 0]}, "more bytes than stage 0 keeps on device 0"),
+        ({"stages": [0]}, "1 stages and devices of 2"),
+        ({"stages": [0, 1]}, "device 0, which is none of stage 1"),
+        ({"parameter_bytes": 10**6}, "more bytes than stage 0 keeps"),
     ],
 )
 def test_a_plan_cannot_share_what_is_not_there(change: dict[str, object], message: str) -> None:

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from builders import clusters
 from pipeplan.costs import stage_costs
 from pipeplan.costs.communication import all_reduce_time
+from pipeplan.costs.layouts import Layout, MeshSplit
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source, TiedParameter
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.partition.problem import Way
 from pipeplan.partition.stage_frontier import ChainCut, StageFrontiers
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.details import StageModels
-from pipeplan.sharding.layouts import Layout, MeshSplit
 from pipeplan.sharding.operators import Configuration, sum_ns
 
 SIZE = 4

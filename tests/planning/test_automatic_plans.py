@@ -143,5 +143,6 @@ def test_published_planners_are_asked_about_models_of_common_size() -> None:
     assert sources == ["PipeDream", "DAPPLE", "Piper"]
 
 
-def test_the_readme_says_how_far_published_planners_are_asked() -> None:
-    assert f"up to {PublishedPlanners().most:,} blocks times devices" in (ROOT / "README.md").read_text()
+def test_the_page_says_how_far_published_planners_are_asked() -> None:
+    page = ROOT / "docs" / "algorithms" / "planner.md"
+    assert f"up to {PublishedPlanners().most:,} blocks times devices" in page.read_text()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from types import FrameType
 from typing import Any
 
@@ -21,7 +22,7 @@ from builders.requests import request_of
 from builders.shapes import shape_workload
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
-from pipeplan.errors import PipeplanError
+from pipeplan.errors import PipeplanError, SearchTimeoutError
 from pipeplan.examples import shape
 from pipeplan.files import Cluster, CostRow, Plan, Profile, Source
 from pipeplan.files.cluster import DeviceKind, LinkLevel
@@ -41,11 +42,12 @@ from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
 from pipeplan.planning.tuning import tune
 from pipeplan.schedule import steps as schedule_steps
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
-from pipeplan.schedule.search import first_look, plain_look
+from pipeplan.schedule.pattern import Pattern, compose
+from pipeplan.schedule.search import MOST_ENTRIES, first_look, plain_look
 from pipeplan.schedule.state import ScheduleStep, SearchState
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.schedule.steps import FirstSchedule, RepetendSearch, SlowClassics
-from pipeplan.time_limit import Limit, TimeUpError
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 
@@ -216,6 +218,44 @@ def test_a_first_plan_takes_work_in_proportion_to_blocks_and_devices(num_devices
     assert large <= 2.2 * small
 
 
+def test_a_first_plan_does_not_grow_with_the_number_of_microbatches() -> None:
+    """However deep the pipeline is, in which nothing repeats for long."""
+
+    def first(num_microbatches: int) -> tuple[int, Plan]:
+        asked = of(96, 48, num_microbatches=num_microbatches, microbatch_size=1, time_limit=1000.0)
+        search = PlanSearch(asked, Budget(asked.time_limit), None, STEPS)
+        calls = counted(lambda: EvenCut(growth=0.0).run(search))
+        assert search.made is not None
+        return calls.all, search.made.plan
+
+    (few, _), (many, plan) = first(3_000), first(12_000)
+    assert many <= 1.3 * few
+    assert plan.num_microbatches == 12_000
+    assert sum(map(len, plan.programs)) <= 3 * MOST_ENTRIES
+
+
+def test_making_a_plan_asks_for_the_time() -> None:
+    asked, candidate = of(64, 24), long_chain()
+    trial = Trial.of(asked, candidate)
+    trial.look_plainly()
+    assert trial.best is not None
+    best = trial.best
+    calls = counted(lambda: planning_steps.planned(asked, candidate, best, best.workload))
+    assert calls.most <= MOST_CALLS
+    assert calls.all > 4 * MOST_CALLS
+
+
+def test_composing_a_pattern_takes_work_in_proportion_to_its_actions() -> None:
+    """Messages of hours between actions of milliseconds: billions of repetitions are on the way at once."""
+    problem = OneMicrobatch.of(shape_workload("v", 4, 6))
+    for gap in (3, 10**12):
+        pattern = Pattern(2, 1_000, tuple((x * gap, x * gap + 500) for x in range(problem.num_operations)))
+        assert counted(partial(compose, problem, pattern)).all < 2_000
+        for order, operations in zip(compose(problem, pattern), problem.on_device, strict=True):
+            start = {x * 6 + m: pattern.starts[x][m % 2] + m // 2 * 1_000 for x in operations for m in range(6)}
+            assert order == sorted(start, key=lambda task: (start[task], task))
+
+
 # What is known is kept ------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +329,83 @@ def test_so_much_time_is_kept_for_the_last_plan_as_the_first_one_took(monkeypatc
     assert ends
     assert max(ends) <= 17.1
     assert clock.now <= 20.2
+
+
+def test_after_a_signal_a_plan_that_takes_long_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was made before is the answer, half a second after the signal, and it says what was known."""
+    clock, planned, found = Hand(), planning_steps.planned, list[float]()
+
+    def slowly(*given: Any) -> Plan:
+        found.append(clock.now)
+        if len(found) > 1:
+            for _ in range(100):
+                clock.now += 0.1
+                checkpoint()
+        return planned(*given)
+
+    def forever(step: RepetendSearch, state: SearchState) -> None:
+        clock.now += 1
+        limit.interrupt()
+
+    monkeypatch.setattr(planning_steps, "planned", slowly)
+    monkeypatch.setattr(RepetendSearch, "run", forever)
+    monkeypatch.setattr(Trial, "look", Trial.look_plainly)
+    limit = Limit(20.0, clock=clock)
+    asked = request_of(shape("m", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0)
+    result = search_plan(asked, within=limit)
+    assert result.interrupted
+    if len(found) > 1:
+        assert clock.now <= found[-1] + 0.7
+        assert "there was no time to make its plan" in result.notes[-1]
+    assert check(result.plan).valid
+
+
+def test_a_first_plan_that_is_not_made_in_time_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that is said as the search says it."""
+    clock = Hand()
+
+    def slowly(*given: Any) -> Plan:
+        while clock.now < 1_000:
+            clock.now += 0.25
+            checkpoint()
+        raise AssertionError("which is too late")
+
+    monkeypatch.setattr(planning_steps, "planned", slowly)
+    monkeypatch.setattr(planning_steps, "_FEW", 0)
+    monkeypatch.setattr(time, "process_time", lambda: clock.now)
+    asked = request_of(shape("v", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0)
+    with pytest.raises(SearchTimeoutError, match="no time to make its plan"):
+        search_plan(asked, within=Limit(20.0, clock=clock))
+    assert 20 < clock.now <= 22.5
+
+
+def test_a_small_request_has_a_plan_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports have used up the limit, and the machine is so slow that nothing could be waited for."""
+    clock = iter(range(0, 10**9, 100))
+    monkeypatch.setattr(time, "process_time", lambda: next(clock))
+    limit = Limit(1.0)
+    limit.started -= 1000
+    found = search_plan(of(12, 8, time_limit=1.0), within=limit)
+    assert check(found.plan).valid
+    assert found.timed_out
+
+
+def test_tuning_and_frontiers_have_something_however_late_it_is() -> None:
+    limit = Limit(1.0)
+    limit.started -= 1000
+    asked = Request.of(chain(12), devices=4, num_microbatches=8, placement="one-to-one", time_limit=1.0)
+    assert tune(asked, within=limit).rows
+    assert plan_frontier(Request(chain(12), 4, Batch(2, 4), device_counts=(4,), sizes=(1, 2)), within=limit).points
+
+
+def test_very_long_runs_are_tuned_as_short_ones() -> None:
+    asked = Request.of(
+        chain(4), devices=2, num_microbatches=50_000, placement="one-to-one", time_limit=1000.0, split_backward=False
+    )
+    found = tune(asked)
+    assert found.result.plan.loop is not None
+    assert found.result.plan.num_microbatches == 50_000
+    assert found.rows[0].num_microbatches == 50_000
 
 
 def test_what_is_left_of_the_command_s_time_is_the_search_s() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import pytest
@@ -17,13 +17,18 @@ from pipeplan.planning.steps import STEPS, search_plan, table, without
 from pipeplan.planning.trials import Trial
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.longer import ShorterRun
-from pipeplan.schedule.search import search_schedule
+from pipeplan.schedule.modulo import modulo_schedule
+from pipeplan.schedule.pattern import compose
+from pipeplan.schedule.search import FewerBytes, search_schedule, timed
 from pipeplan.schedule.state import ScheduleStep, named
 from pipeplan.schedule.steps import BuiltInRules, FirstSchedule, QuickClassics
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.memory import fits
+from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.task_graph import task_graph
 
 PAGE = Path(__file__).parents[2] / "docs" / "algorithms" / "search.md"
+GB = 10**9
 OPTIONAL = sorted({step.name for step in STEPS if not step.needed})
 
 
@@ -68,6 +73,50 @@ def test_what_cannot_be_switched_off_is_refused() -> None:
         with pytest.raises(ValueError, match=name):
             without({name})
     assert named(without({"built-in rules"}), BuiltInRules) is None
+
+
+def test_what_is_as_short_in_less_memory_is_found_by_its_period() -> None:
+    """A plain modulo schedule of shape m holds 6 GB on 4 devices; 5 do, and 4.9 are proved too little."""
+    workload = shape_workload("m", 4, 16)
+    problem = OneMicrobatch.of(workload)
+    pattern = modulo_schedule(problem, max(problem.work))
+    assert pattern is not None
+    plain = timed(problem, task_graph(workload), compose(problem, pattern), "repetend")
+    assert plain is not None
+    found = FewerBytes(most_tasks=0).lowered(replace(plain, pattern=pattern), Budget(8, deterministic=True))
+    assert found is not None
+    assert (plain.most_bytes, found.most_bytes) == (6 * GB, 5 * GB)
+    assert (found.makespan_ns, found.repeats) == (plain.makespan_ns, True)
+    assert found.pattern is not None
+    assert found.pattern.period == pattern.period
+    assert fits(found.graph, found.orders)
+
+
+def test_the_best_plan_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is proved, and only once, at the end; a schedule that is asked for by name stays as it is."""
+    asked: list[int] = []
+    monkeypatch.setattr(FewerBytes, "lowered", lambda _, known, budget: asked.append(known.makespan_ns))
+    profile = shape("v", 2)
+    for scheduler, times in (("auto", 1), ("gpipe", 1)):
+        request = request_of(
+            profile, profile.placement, Batch(4, 1), time_limit=1, deterministic=True, scheduler=scheduler
+        )
+        assert search_plan(request).plan.predicted.gap == 0
+        assert len(asked) == times
+
+
+def test_without_a_pattern_all_actions_are_ordered_in_less_memory() -> None:
+    """GPipe of a chain is as short as 1F1B, which holds what is least: a micro-batch for each stage to come."""
+    workload = shape_workload("v", 2, 6)
+    budget = Budget(5, deterministic=True)
+    gpipe = search_schedule(workload, budget, scheduler="gpipe")
+    one_f_one_b = search_schedule(workload, budget, scheduler="1f1b")
+    assert gpipe.makespan_ns == one_f_one_b.makespan_ns
+    found = FewerBytes().lowered(gpipe, Budget(5, deterministic=True))
+    assert found is not None
+    assert fits(found.graph, found.orders)
+    assert (found.makespan_ns, found.most_bytes) == (gpipe.makespan_ns, one_f_one_b.most_bytes)
+    assert FewerBytes().lowered(one_f_one_b, Budget(5, deterministic=True)) is None
 
 
 def test_stages_ease_their_recomputation_longest_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from pipeplan.sharding.details import split_blocks
 from pipeplan.sharding.graph import Strategy
 from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.kinds import MemoryBytes
 from pipeplan.workload.mesh import Mesh
 
 CLUSTER = cluster_of_paper("tensoropt", 4)
@@ -64,7 +66,10 @@ def test_all_blocks_in_the_usual_way_cost_what_their_rows_say(recompute: bool) -
     times = [int(node.costs.time_ns[chosen[node.name]]) for node in built.graph.nodes]
     strategy = Strategy(0, sum(times), chosen, dict.fromkeys(chosen, 0), (0,) * len(built.graph.edges))
     own = split_blocks(built, strategy).costs
-    assert own == stage_costs(profile, profile.topological_order(), SAMPLES, 2, recompute=recompute)
+    rows = stage_costs(profile, profile.topological_order(), SAMPLES, 2, recompute=recompute)
+    assert own == replace(rows, state=MemoryBytes()), "what it keeps is the stage's to say"
+    plan = plan_of_strategy(profile, built, strategy)
+    assert plan.stages[0].state == rows.state
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 3])

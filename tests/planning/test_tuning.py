@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -173,6 +178,62 @@ def test_a_file_that_is_no_cache_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"plan\.json is not a tuning cache"):
         tune(quick(), cache=str(path))
     assert path.read_text() == '{"kind": "plan"}\n'
+
+
+@contextmanager
+def full_disk(most_bytes: int) -> Iterator[None]:
+    """No file can be written beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_is_full_half_way_loses_no_plan_and_no_cell(
+    whole: Tuning, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path, write, written = tmp_path / "cache.jsonl", Path.open, []
+
+    def full(self: Path, mode: str = "r", **how: Any) -> Any:
+        if self == path and mode == "ab":
+            written.append(mode)
+            if len(written) == 4:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, mode, **how)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.warns(
+        UserWarning, match=r"cache.jsonl cannot be written: No space left on device; what is found"
+    ) as told:
+        assert tune(quick(), cache=str(path)).rows == whole.rows
+    assert len(written) == 4, "it is not tried again"
+    (kept,) = tmp_path.glob("pipeplan-*")
+    assert f"is kept in {kept} from now on" in str(told[0].message)
+    again = tune(quick(), cache=str(kept))
+    assert again.num_known == whole.num_cells - whole.num_skipped - whole.num_unfit
+
+
+def test_what_was_known_stays_on_a_full_disk(whole: Tuning, tmp_path: Path) -> None:
+    path = tmp_path / "cache.jsonl"
+    tune(quick(), cache=str(path))
+    lines = path.read_bytes().splitlines(keepends=True)
+    before = b"".join(lines[: len(lines) // 2])
+    path.write_bytes(before + lines[-1][:20])
+    with full_disk(16), pytest.warns(UserWarning, match="File too large; what is found is kept in no file from now on"):
+        assert tune(quick(), cache=str(path)).rows == whole.rows
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("where", ["nowhere/cache.jsonl", ".", "full"])
+def test_a_cache_that_cannot_be_written_is_refused_before_the_work(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeplan.planning.tuning.Workers", None)
+    with full_disk(0 if where == "full" else 1 << 30), pytest.raises(UsageError, match=r"cannot be (written|read): "):
+        tune(quick(), cache=str(tmp_path / where))
 
 
 def test_no_time_and_no_memory_are_said() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pipeplan.sharding.layouts import DIMENSIONS, Layout, Move, groups_along, senders
+from pipeplan.costs.layouts import DIMENSIONS, Layout, Move, groups_along, senders
 
 __all__ = ["cut", "held_after"]
 

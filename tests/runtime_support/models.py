@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -139,6 +140,17 @@ def chain() -> Model:
     loss = BlockSpec("end", "loss", SquaredError, sources=("b4",), samples=("targets",), loss=True)
     tied = ((("b0", "layers.0.weight"), ("b4", "layers.0.weight")),)
     return Model("chain", (*blocks, loss), vectors, lambda batch: batch["targets"].numel(), tied=tied)
+
+
+def gated() -> Model:
+    """The chain; from the third step on samples come when the working folder has a file ``go-STEP``."""
+
+    def batch(num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
+        while step >= 2 and not Path(f"go-{step}").exists():
+            time.sleep(0.01)
+        return vectors(num_samples, step, seed)
+
+    return replace(chain(), batch=batch)
 
 
 def breaking(act: Callable[[], None], at: int = 5) -> Model:

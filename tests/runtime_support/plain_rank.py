@@ -19,12 +19,16 @@ PARENT = (sys.executable, "-m", "runtime_support.plain_rank", "parent")
 
 
 def rank() -> None:
-    """Report so many lines of some bytes, then stay as long as the job says."""
+    """Print some letters, report so many lines of some bytes, then stay as long as the job says, or be killed."""
     identity = take_identity()
     progress = Progress(Board(identity["board"], identity["world_size"]), identity["rank"])
     report = Reports(identity["reports"])
     job = json.loads(os.pread(identity["job"], 1 << 20, 0))
     progress.begin(Phase.RUNNING, 0)
+    for stream in (sys.stdout, sys.stderr) if "prints" in job else ():
+        print("x" * job["prints"], file=stream)
+    if job.get("dies"):
+        os.kill(os.getpid(), signal.SIGKILL)
     for line in range(job["lines"]):
         report({"event": "line", "line": line, "filler": "x" * job["bytes"]})
     time.sleep(job["stay_s"])

@@ -50,6 +50,11 @@ def warm_left_over() -> list[int]:
     return [] if server is None else list(map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split()))
 
 
+def share_server() -> None:
+    """In a process forked from the one that has started the server: ranks are forked from that."""
+    forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # it waits for a child, its own
+
+
 def _start_server() -> None:
     _SERVER.set_forkserver_preload(list(PRELOADED))
     with mock.patch.dict(os.environ, TORCH_CPP_LOG_LEVEL="ERROR"):  # torch reads it once
@@ -66,13 +71,14 @@ class WarmRank:
         command: Sequence[str],
         stdin: int,
         stdout: int,
+        stderr: int,
         pass_fds: Sequence[int],
         start_new_session: bool,
         env: Mapping[str, str],
     ) -> None:
         assert (stdin, start_new_session, command[:2]) == (subprocess.PIPE, True, (sys.executable, "-m"))
         read, write = os.pipe()
-        inherited = {0: read, 1: stdout, 2: 2, **{number: number for number in pass_fds}}
+        inherited = {0: read, 1: stdout, 2: stderr, **{number: number for number in pass_fds}}
         descriptors = {number: _Inherited(found) for number, found in inherited.items()}
         self.stdin = os.fdopen(write, "wb")
         self._process = _SERVER.Process(target=_be, args=(command[2], dict(env), os.getcwd(), os.getpid(), descriptors))

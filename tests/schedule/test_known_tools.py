@@ -1,8 +1,8 @@
 """What known tools reach on chains with little memory, as measured by running them: the search is never worse.
 
 All stages F = I = W = 100 per device and communication 10 on every hop; memory in multiples of p. The classic
-schedules alone reach most cells, so that half a second of deterministic search does; docs/benchmarks.md has all cells
-with 20 seconds each.
+schedules alone reach most cells, so that half a second of deterministic search does; all cells, with
+20 seconds each, are in docs/benchmarks/schedules.md.
 """
 
 from __future__ import annotations

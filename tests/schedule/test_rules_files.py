@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import tomli_w
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -164,6 +169,32 @@ def test_errors_name_file_key_and_value(tmp_path: Path, text: str, why: str) -> 
     assert str(error.value).startswith(f"{path}: not ")
     assert len(str(error.value)) < 500 + len(str(path))
     assert why in str(error.value)
+
+
+@pytest.mark.parametrize("text", [EVERYTHING, SAID_OTHERWISE, *shipped_rules().values()])
+def test_every_key_may_be_missing(text: str) -> None:
+    """Without any one of them a file is read, or refused in one line that names what is wrong."""
+    refused = {}
+    for path in places(tomllib.loads(text)):
+        content = tomllib.loads(text)
+        table: Any = content
+        for key in path[:-1]:
+            table = table[key]
+        del table[path[-1]]
+        try:
+            parse_rules(tomli_w.dumps(content), "without")
+        except FileError as error:
+            refused[path[-1]] = str(error)
+    assert all(re.fullmatch(r"without: not a valid rules file: [^\n]+", said) for said in refused.values()), refused
+    assert "[[instruction]]" not in text or {"kind", "after"} <= set(refused)
+
+
+def places(content: Any) -> Iterator[tuple[Any, ...]]:
+    """The way to every value of a file."""
+    for key in content if isinstance(content, dict) else range(len(content)):
+        yield (key,)
+        if isinstance(content[key], dict | list):
+            yield from ((key, *rest) for rest in places(content[key]))
 
 
 def test_files_that_are_not_there() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.costs.devices import device_preset
+from pipeplan.costs.layouts import Layout, MeshSplit, Resharding
 from pipeplan.errors import UsageError
 from pipeplan.examples.models import MODELS, model
 from pipeplan.files import Block, CostRow, Edge, Profile, Source
@@ -17,7 +18,6 @@ from pipeplan.sharding import operator_kinds as ops
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.details import details_of
 from pipeplan.sharding.expansion import expand
-from pipeplan.sharding.layouts import Layout, MeshSplit, Resharding
 from pipeplan.sharding.operators import Axis, Configuration, OperatorScale, Splittable, configurations
 from pipeplan.sharding.tracking import track
 

@@ -9,8 +9,7 @@ import pytest
 
 from pipeplan.costs.clusters import cluster_of_paper
 from pipeplan.costs.communication import Exchange, send_time, time_of_groups
-from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
-from pipeplan.sharding.layouts import (
+from pipeplan.costs.layouts import (
     Layout,
     MeshSplit,
     Move,
@@ -20,6 +19,7 @@ from pipeplan.sharding.layouts import (
     groups_along,
     moves_between_all,
 )
+from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, Source
 from pipeplan.sharding.operators import factorizations, mesh_name, splits_of, ways_to_split
 from references.moved_arrays import cut, held_after
 

@@ -10,8 +10,10 @@ from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 
+from pipeplan.display import Displayed
 from pipeplan.errors import InvalidPlanError
 from pipeplan.files import Plan
+from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Hop, Loop, Stage
 from pipeplan.workload.samples import Slots
 
@@ -115,7 +117,8 @@ class Facts:
         ids = [operation.id for operation in plan.operations]
         position = {id_: index for index, id_ in enumerate(ids)}
         groups = [frozenset(stage.devices) for stage in plan.stages]
-        slots = [plan.slots(id_) for id_ in ids]
+        alike: dict[Slots, Slots] = {}
+        slots = [alike.setdefault(each, each) for each in map(plan.slots, ids)]
         return cls(
             plan=plan.written,
             loop=plan.loop,
@@ -173,7 +176,7 @@ class Facts:
     def sharing(self, operation: int, number: int, other: int) -> range:
         """The actions of another operation that hold samples of this action."""
         own, others = self.slots[operation], self.slots[other]
-        return range(number, number + 1) if own == others else others.sharing(own.samples(number))
+        return range(number, number + 1) if own is others else others.sharing(own.samples(number))
 
     def inputs(self, operation: int, number: int) -> Iterator[tuple[Wait, int, int]]:
         """What an action waits for: (wait, action of its source, ns between that one's end and this one's start)."""
@@ -280,7 +283,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Report(Displayed):
     """The answer of :func:`pipeplan.checker.check`.
 
     ``problems`` lists at most 100 of each rule, ``num_problems`` counts all; ``recomputed`` is what the plan comes to.
@@ -289,6 +292,9 @@ class Report:
     problems: tuple[Violation, ...]
     num_problems: int
     recomputed: Figures
+
+    def __repr__(self) -> str:
+        return f"<Report {'valid' if self.valid else f'{self.num_problems} problems'}>"
 
     @property
     def valid(self) -> bool:
@@ -389,11 +395,13 @@ def figures_of(facts: Facts, copy_ns: Fraction | None, peaks: tuple[int, ...]) -
 
 def _last_end(facts: Facts, operation: int) -> int:
     """Of all its actions, of which the last is in a loop or after it."""
-    return facts.skipped_ns + max(facts.end(operation, number) for number in range(facts.counts[operation]))
+    return facts.skipped_ns + max(
+        facts.end(operation, number) for number in checked(range(facts.counts[operation]), 1024)
+    )
 
 
 def _iteration(facts: Facts) -> int:
-    """When each device has ended its last action and then summed the gradients of its stages, in ns."""
+    """When each device has ended its last action and then made its sums of gradients one after another, in ns."""
     ends, syncs = [0] * len(facts.plan.devices), [0] * len(facts.plan.devices)
     for operation, devices in enumerate(facts.devices):
         end = _last_end(facts, operation)
@@ -403,7 +411,7 @@ def _iteration(facts: Facts) -> int:
         for device in stage.devices:
             syncs[device] += stage.sync_ns
     for each in facts.plan.tied:
-        for device in {device for number in each.stages for device in facts.plan.stages[number].devices}:
+        for device in each.all_devices:
             syncs[device] += each.sync_ns
     return max(map(sum, zip(ends, syncs, strict=True)))
 

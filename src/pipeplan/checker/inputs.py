@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, deliveries_of, replicas_of, shares_evenly
-from pipeplan.costs import block_costs, transfer_time
+from pipeplan.costs import block_costs, held_part, sum_time, transfer_time
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, sha256_of
+from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, TiedParameter, sha256_of
+from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage, TiedState
 from pipeplan.workload.kinds import BACKWARD_ROLES, GRADIENTS, STATE_KINDS, MemoryBytes, Role, is_instruction
+from pipeplan.workload.mesh import SAMPLES, HeldPart, Mesh
 
 _EdgesByPair = dict[tuple[str, str], list[Edge]]
 
@@ -21,7 +23,7 @@ _EdgesByPair = dict[tuple[str, str], list[Edge]]
 def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, findings: Findings) -> None:
     """Recompute every stage, operation and dependency from the profile.
 
-    What a stage whose blocks have configurations costs is not the profile's to say, but what it exchanges is.
+    What actions of a stage whose blocks have configurations cost is not the profile's to say; all else is.
     Without ``cluster`` the times of messages are compared only for plans made without one.
     """
     _check_fingerprint("profile", sha256_of(profile), plan.provenance.profile_sha256, findings)
@@ -34,19 +36,20 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     for each in plan.operations:
         if not is_instruction(each.kind):
             operations[each.stage].append(each)
-    for number, stage in enumerate(plan.stages):
+    for number, stage in checked(enumerate(plan.stages), 1):
         rows = _rows(number, stage, stage.microbatch_size // stage.replicas, known, findings)
+        if rows or stage.configurations:
+            _check_state(number, stage, profile, known, findings)
         if rows:
-            _check_stage(number, stage, profile, known, findings)
             own = operations[number]
             _check_operations(own, rows, _held_by_others(stage, known), plan.split_overhead_ns, findings)
             for operation in own:
                 if operation.part_ns is not None:
                     _check_part(number, stage, operation, known, findings)
     _check_dependencies(plan, profile, cluster, findings)
-    _check_tied(plan, profile, findings)
+    _check_tied(plan, profile, known, findings)
     if _knows_links(plan, cluster):
-        _check_syncs(plan, cluster, findings)
+        _check_syncs(plan, profile, known, cluster, findings)
         _check_tied_syncs(plan, cluster, findings)
 
 
@@ -160,14 +163,28 @@ def _of_configuration(block: Block, configuration: str | None) -> Block:
     return block.model_copy(update={"costs": tuple(rows)})
 
 
-def _check_stage(number: int, stage: Stage, profile: Profile, known: _Known, findings: Findings) -> None:
-    """Each shard holds its part of what training keeps of every block, rounded up; what is tied in it, once."""
-    own = set(stage.blocks)
-    expected = sum((known.blocks[block].state.share(stage.shards) for block in own), MemoryBytes())
+def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, findings: Findings) -> None:
+    """Each device holds its part of what training keeps of every block, rounded up; what is tied and split alike, once.
+
+    Of what blocks of one stage split unlike it holds a part for each way.
+    """
+    parts = [_parts_held(known, stage, place) for place in range(len(stage.blocks))]
+    expected = MemoryBytes()
+    for block, held in zip(stage.blocks, parts, strict=True):
+        expected += known.blocks[block].state.share(held[0].num_parts)
     for tied in profile.tied:
-        for _ in sorted(own & set(tied.blocks))[1:]:
-            expected -= tied.state // stage.shards
+        before: set[tuple[HeldPart, ...]] = set()
+        for block, held in zip(stage.blocks, parts, strict=True):
+            if block in tied.blocks and held in before:
+                expected -= tied.state // held[0].num_parts
+            before |= {held} if block in tied.blocks else set()
     _compare(f"stages[{number}]", stage, expected.keyed(STATE_KINDS), findings)
+
+
+def _parts_held(known: _Known, stage: Stage, place: int) -> tuple[HeldPart, ...]:
+    """What each device of a replica has of a block's parameters."""
+    mesh, block = stage.mesh_of(place), known.blocks[stage.blocks[place]]
+    return tuple(held_part(block, mesh, device) for device in range(stage.shards))
 
 
 def _check_part(number: int, stage: Stage, forward: Operation, known: _Known, findings: Findings) -> None:
@@ -178,86 +195,128 @@ def _check_part(number: int, stage: Stage, forward: Operation, known: _Known, fi
         _compare(f"operations[{forward.id}]", forward, expected, findings)
 
 
-def _check_tied(plan: Plan, profile: Profile, findings: Findings) -> None:
-    """What several stages have of a tied parameter stands in the plan: once for all stages that can share a copy.
+def _check_tied(plan: Plan, profile: Profile, known: _Known, findings: Findings) -> None:
+    """What several stages have of a tied parameter stands in the plan, part by part, with the devices that have each.
 
-    Those are stages whose common devices have the same shard of it in all of them.
+    Where parts are cut unlike there is an entry without bytes, of all devices.
     """
-    stated = {each.name: [other for other in plan.tied if other.name == each.name] for each in plan.tied}
+    names = [each.name for each in profile.tied]
+    for each in plan.tied:
+        if each.name not in names:
+            findings.add("profile", "tied", f"{each.name!r} is not tied in the profile")
     for tied in profile.tied:
-        found = stated.pop(tied.name, [])
-        users = [
-            number
-            for number, stage in enumerate(plan.stages)
-            if set(stage.blocks) & set(tied.blocks) and not stage.configurations
-        ]
-        expected = _sharing(plan, users) if len(users) > 1 and tied.state.total else []
-        if [list(each.stages) for each in found] != expected:
-            text = (
-                f"{tied.name!r} is shared by stages {[list(each.stages) for each in found]}, by the profile {expected}"
-            )
+        stated = [(number, each) for number, each in enumerate(plan.tied) if each.name == tied.name]
+        holders = _holders(plan, tied, known)
+        expected = [(tuple(those), part.num_parts) for part, those in holders.items()]
+        if len({part.kind for part in holders}) > 1:
+            whole = {number: stage.devices for number, stage in enumerate(plan.stages) if _uses(stage, tied)}
+            expected.append((tuple(whole.items()), 1))
+        if [(tuple(zip(each.stages, each.devices, strict=True)), each.parts) for _, each in stated] != expected:
+            said = "; ".join(_of_stages(zip(each.stages, each.devices, strict=True)) for _, each in stated)
+            given = "; ".join(_of_stages(those) for those, _ in expected)
+            text = f"{tied.name!r} is on {said or 'none'}, by the profile on {given or 'none'}"
             findings.add("profile", "tied", text)
             continue
-        for each in found:
-            state = (tied.state // plan.stages[each.stages[0]].shards).keyed(STATE_KINDS)
-            _compare(f"tied[{plan.tied.index(each)}]", each, state, findings)
-    for name in stated:
-        findings.add("profile", "tied", f"{name!r} is not tied in the profile")
+        for (number, each), part in itertools.zip_longest(stated, holders):
+            state = MemoryBytes() if part is None else tied.state // part.num_parts
+            _compare(f"tied[{number}]", each, state.keyed(STATE_KINDS), findings)
 
 
-def _sharing(plan: Plan, users: Sequence[int]) -> list[list[int]]:
-    """Stages, each with the first ones of as many shards among which no device has another shard of it."""
-    found: list[list[int]] = []
-    for number in users:
+def _uses(stage: Stage, tied: TiedParameter) -> bool:
+    return not set(stage.blocks).isdisjoint(tied.blocks)
+
+
+def _of_stages(holders: Iterable[tuple[int, tuple[int, ...]]]) -> str:
+    return ", ".join(f"devices {', '.join(map(str, devices))} of stage {stage}" for stage, devices in holders)
+
+
+def _holders(plan: Plan, tied: TiedParameter, known: _Known) -> dict[HeldPart, list[tuple[int, tuple[int, ...]]]]:
+    """{part: (stage, its devices that have it), for each way in which the stage splits it}; none of one stage alone."""
+    users = [number for number, stage in enumerate(plan.stages) if _uses(stage, tied)]
+    found: dict[HeldPart, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+    for number in users if len(users) > 1 and tied.state.total else ():
         stage = plan.stages[number]
-        for together in found:
-            others = [plan.stages[other] for other in together]
-            if all(_same_shards(stage, other) for other in others):
-                together.append(number)
-                break
-        else:
-            found.append([number])
+        ways = [_parts_held(known, stage, n) for n, block in enumerate(stage.blocks) if block in tied.blocks]
+        for way in dict.fromkeys(ways):
+            for part in dict.fromkeys(way):
+                at = [device for index, device in enumerate(stage.devices) if way[index % stage.shards] == part]
+                found[part].append((number, tuple(at)))
     return found
 
 
-def _same_shards(stage: Stage, other: Stage) -> bool:
-    """Whether both stages have as many shards, and every device of both has the same one in both."""
-    common = set(stage.devices) & set(other.devices)
-    places = [[each.devices.index(device) % each.shards for device in sorted(common)] for each in (stage, other)]
-    return stage.shards == other.shards and places[0] == places[1]
-
-
 def _check_tied_syncs(plan: Plan, cluster: Cluster | None, findings: Findings) -> None:
-    """Gradients of what is tied are summed over all its copies, shard by shard; whole, where it is split unlike."""
+    """Gradients of each part are summed over all that have it; where parts are cut unlike, the whole by all instead."""
     for number, each in enumerate(plan.tied):
-        parts = [(plan.stages[n], other) for other in plan.tied if other.name == each.name for n in other.stages]
-        unlike = len({stage.shards for stage, _ in parts}) > 1
-        groups: dict[int, set[int]] = defaultdict(set)
-        for stage, _ in parts:
-            for index, device in enumerate(stage.devices):
-                groups[0 if unlike else index % stage.shards].add(device)
-        size = max(other.state[GRADIENTS] * (stage.shards if unlike else 1) for stage, other in parts)
-        slowest = max(all_reduce_time(cluster, sorted(group), size) for group in groups.values())
-        _compare(f"tied[{number}]", each, {"sync_ns": slowest}, findings)
+        family = [other for other in plan.tied if other.name == each.name]
+        unlike = any(not other.state.total for other in family)
+        size = each.state[GRADIENTS]
+        if not each.state.total:
+            size = max(other.state[GRADIENTS] * other.parts for other in family)
+        expected = all_reduce_time(cluster, sorted(each.all_devices), size)
+        skipped = unlike and each.state.total
+        _compare(f"tied[{number}]", each, {"sync_ns": 0 if skipped else expected}, findings)
 
 
-def _check_syncs(plan: Plan, cluster: Cluster | None, findings: Findings) -> None:
+def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster | None, findings: Findings) -> None:
     """Gradients are summed over all devices that hold a part of the same blocks, shard by shard; what is tied apart.
 
-    Inside a stage whose blocks have configurations they are summed otherwise, too.
+    Before that devices of a stage whose blocks have configurations sum among them.
     """
-    apart = [sum(each.state[GRADIENTS] for each in plan.tied if n in each.stages) for n in range(len(plan.stages))]
     devices_of: dict[str, set[int]] = defaultdict(set)
     for stage in plan.stages:
         for block in stage.blocks:
             devices_of[block].update(stage.devices)
     for number, stage in enumerate(plan.stages):
-        if stage.configurations:
+        if not stage.blocks:
             continue
+        apart = [
+            each
+            for each in plan.tied
+            for other, at in zip(each.stages, each.devices, strict=True)
+            if other == number and stage.devices[0] in at
+        ]
         devices = sorted(set().union(*(devices_of[block] for block in stage.blocks)))
-        own = stage.state[GRADIENTS] - apart[number]
-        expected = {"sync_ns": all_reduce_time(cluster, devices[:: stage.shards], own)}
-        _compare(f"stages[{number}]", stage, expected, findings)
+        own = stage.state[GRADIENTS] - sum(each.state[GRADIENTS] for each in apart)
+        expected = all_reduce_time(cluster, devices[:: stage.shards], own)
+        if stage.configurations:
+            expected += _inside_ns(stage, profile, {each.name for each in apart}, known, cluster)
+        _compare(f"stages[{number}]", stage, {"sync_ns": expected}, findings)
+
+
+def _inside_ns(stage: Stage, profile: Profile, apart: set[str], known: _Known, cluster: Cluster | None) -> int:
+    """What a replica's devices take to sum gradients over those that share samples or places, block by block.
+
+    What several of its blocks share is summed with the first one's, if that is cheaper or the whole of it is not known
+    to be; where they split it unlike, whole over all. Tied parameters of the same blocks count as one.
+    """
+    left = [known.blocks[block].parameter_bytes for block in stage.blocks]
+    parts = [_parts_held(known, stage, place) for place in range(len(stage.blocks))]
+    cuts = [held[0].num_parts for held in parts]
+    taken = [0] * len(stage.blocks)
+
+    def time(place: int) -> int:
+        own = -(-left[place] // cuts[place]) - taken[place] // cuts[place]
+        return sum_time(cluster, stage.shards, stage.mesh_of(place), own)
+
+    groups: dict[tuple[str, ...], int] = defaultdict(int)
+    for tied in sorted(profile.tied, key=lambda each: each.state.total, reverse=True):
+        if tied.name not in apart and tied.state.total:
+            groups[tied.blocks] += tied.parameter_bytes
+        for place, block in enumerate(stage.blocks):
+            taken[place] += tied.parameter_bytes if tied.name in apart and block in tied.blocks else 0
+    total = sum(map(time, range(len(stage.blocks))))
+    for users, size in groups.items():
+        places = [stage.blocks.index(block) for block in users if block in stage.blocks]
+        if len(places) < 2:
+            continue
+        with_it = [time(place) for place in places]
+        for place in places:
+            taken[place] += size
+        each = [before - time(place) for before, place in zip(with_it, places, strict=True)]
+        whole = sum_time(cluster, stage.shards, Mesh(((SAMPLES, stage.shards),)), size)
+        once = whole if len({parts[place] for place in places}) > 1 else min(each[0], whole)
+        total += once - sum(each)
+    return total
 
 
 def _check_operations(

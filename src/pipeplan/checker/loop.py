@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Entry, Messages, Programs
 from pipeplan.checker.timeline import Links
+from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Loop
 from pipeplan.workload.samples import Slots
 
@@ -84,7 +85,7 @@ def _counted(found: _Round) -> bool:
 def _cut(found: _Round, programs: Programs) -> bool:
     """Every device's program falls into what is before the round, the round, and what is after it."""
     loop = found.loop
-    for device, entries in enumerate(programs.entries):
+    for device, entries in checked(enumerate(programs.entries), 1):
         begin, end = loop.begins[device], loop.ends[device]
         first: dict[int, int] = {}
         for item, number in entries[begin:end]:
@@ -132,7 +133,7 @@ def _in_order(found: _Round) -> bool:
 def _check_state(found: _Round, programs: Programs, links: Links) -> None:
     """At the round's end everything that counts is ``round_ns`` later than at its beginning."""
     facts, own = found.facts, len(found.facts.ids)
-    for device, entries in enumerate(programs.compute):
+    for device, entries in checked(enumerate(programs.compute), 1):
         what = f"device {device}"
         _compare_free(found, what, [(entry, facts.starts[entry[0]][entry[1]], facts.end(*entry)) for entry in entries])
     for (source, target), sent in links.orders.items():
@@ -141,7 +142,7 @@ def _check_state(found: _Round, programs: Programs, links: Links) -> None:
         _compare_free(
             found, what, [((own + n, m), begin, begin + links.hop(n, m).occupancy_ns) for n, m, begin in times]
         )
-    for target, waits in enumerate(facts.waits):
+    for target, waits in checked(enumerate(facts.waits), 4):
         for wait in waits:
             for number in _waited_for(found, wait.source, target):
                 later = number + found.counts[wait.source]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from pipeplan.checker.facts import Facts, Findings
+from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Hop
 from pipeplan.workload.samples import Slots
@@ -15,6 +17,9 @@ Entry = tuple[int, int]
 """An operation, or a hop (numbered after all operations), and the number of one of its actions or messages."""
 
 _AMBIGUOUS = -1
+
+_ENTRY = re.compile("([0-9]+[A-Z_]+)([0-9]+)(?:[.]([01]))?(.*)")
+"""What stands before the micro-batch, the micro-batch, its part, and what stands after, of an action's text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ def read_programs(facts: Facts, messages: Messages | None, findings: Findings) -
     programs = Programs([], [], [])
     for device, program in enumerate(facts.plan.programs):
         reader = _Reader(facts, messages, device, findings)
-        for index, text in enumerate(program):
+        for index, text in checked(enumerate(program), 1024):
             reader.read(index, text)
         programs.compute.append([entry for entry in reader.where if entry[0] < len(facts.ids)])
         programs.entries.append(list(reader.where))
@@ -109,20 +114,30 @@ class _Reader:
     device: int
     findings: Findings
     where: dict[Entry, int] = field(default_factory=dict)
+    _named: dict[tuple[str, str], tuple[int, Slots] | str] = field(default_factory=dict)
 
     def read(self, index: int, text: str) -> None:
         """Take one entry, or say what is wrong with it."""
-        action = Action.parse(text)
-        if not action.is_compute and self.messages is None:
+        match = _ENTRY.fullmatch(text)
+        assert match is not None  # as files and plans require
+        before, microbatch, part, after = match.groups()
+        if "_" in before and self.messages is None:
             return
-        rule = "actions" if action.is_compute else "transfers"
-        found = self._operation(action) if action.is_compute else self._message(action)
+        rule = "transfers" if "_" in before else "actions"
+        named = before, after
+        if named not in self._named:
+            action = Action.parse(text)
+            self._named[named] = self._operation(action) if action.is_compute else self._message(action)
+        found = self._named[named]
         if isinstance(found, str):
             self.findings.add(rule, self._place(index, text), found)
             return
         number, slots = found
-        place = slots.number(action.microbatch, action.part)
+        place: int | None = int(microbatch)
+        if part is not None or not slots.plain or int(microbatch) >= slots.count:
+            place = slots.number(int(microbatch), None if part is None else int(part))
         if place is None:
+            action = Action.parse(text)
             self.findings.add(rule, self._place(index, text), _not_there(action, slots))
             return
         entry = (number, place)
@@ -169,10 +184,10 @@ def _not_there(action: Action, slots: Slots) -> str:
 
 
 def _require_all_actions(facts: Facts, programs: Programs, findings: Findings) -> None:
-    present = Counter((device, number) for device, entries in enumerate(programs.compute) for number, _ in entries)
+    present = [Counter(number for number, _ in entries) for entries in programs.compute]
     for operation, devices in enumerate(facts.devices):
         for device in devices:
-            missing = facts.counts[operation] - present[device, operation]
+            missing = facts.counts[operation] - present[device][operation]
             if missing:
                 first = next(m for m in itertools.count() if (operation, m) not in programs.where[device])
                 text = f"{facts.label(operation, first)} is missing{_and_more(missing)}"
@@ -181,11 +196,11 @@ def _require_all_actions(facts: Facts, programs: Programs, findings: Findings) -
 
 def _require_all_messages(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
     base = len(facts.ids)
-    present = Counter((device, number) for device, entries in enumerate(programs.entries) for number, _ in entries)
+    present = [Counter(number for number, _ in entries) for entries in programs.entries]
     for number, (*_, hop) in enumerate(messages.hops):
         count = len(messages.slots[number])
         for device, send in ((hop.source_device, True), (hop.target_device, False)):
-            missing = count - present[device, base + number]
+            missing = count - present[device][base + number]
             if missing:
                 first = next(m for m in itertools.count() if (base + number, m) not in programs.where[device])
                 text = f"{messages.text(number, first, send=send)} is missing{_and_more(missing)}"
@@ -211,7 +226,7 @@ def _check_sides(facts: Facts, messages: Messages, programs: Programs, findings:
     for number, (_, _, dependency, hop) in enumerate(messages.hops):
         source, target = facts.position[dependency.source], facts.position[dependency.target]
         sender, receiver = programs.where[hop.source_device], programs.where[hop.target_device]
-        for message in range(len(messages.slots[number])):
+        for message in checked(range(len(messages.slots[number])), 1024):
             samples = messages.slots[number].samples(message)
             sent, received = sender[base + number, message], receiver[base + number, message]
             for n in facts.slots[source].sharing(samples):
@@ -232,7 +247,7 @@ def _check_fifo(facts: Facts, messages: Messages, programs: Programs, findings: 
     sent: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)
     received: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)
     for device, entries in enumerate(programs.entries):
-        for entry in entries:
+        for entry in checked(entries, 1024):
             if entry[0] >= base:
                 hop = messages.hops[entry[0] - base][3]
                 lists = sent if hop.source_device == device else received
@@ -257,7 +272,11 @@ def _check_deadlock(facts: Facts, messages: Messages, programs: Programs, findin
     at = [0] * len(programs.entries)
     arrived: defaultdict[Entry, int] = defaultdict(int)
     moved = list(range(len(at)))
-    while moved:
+    for asked in itertools.count():
+        if not moved:
+            break
+        if not asked % 1024:
+            checkpoint()
         device = moved.pop()
         if at[device] == len(programs.entries[device]):
             continue

@@ -16,6 +16,7 @@ from fractions import Fraction
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Programs
 from pipeplan.checker.timeline import Links, Sent
+from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Repetend
 
 MAX_STEPS = 30_000_000
@@ -44,7 +45,9 @@ def check_repetend(facts: Facts, programs: Programs, links: Links | None, findin
     assert repetend is not None
     if _cannot_repeat(facts, repetend, findings):
         return None
-    orders = [_copy_order(facts, programs, repetend, device, findings) for device in range(len(programs.compute))]
+    orders = [
+        _copy_order(facts, programs, repetend, device, findings) for device in checked(range(len(programs.compute)), 1)
+    ]
     runs = {} if links is None else _link_runs(facts, links, repetend, findings)
     if findings.has("repetend"):
         return None
@@ -199,7 +202,7 @@ def _longer_cycle(copy: _Copy, rate: Fraction, steps: int) -> tuple[list[tuple[i
     cause = [-1] * len(latest)
     while steps > 0:
         changed = False
-        for number, source, target, weight in weighted:
+        for number, source, target, weight in checked(weighted, 16_384):
             if latest[source] + weight > latest[target]:
                 latest[target] = latest[source] + weight
                 cause[target] = number

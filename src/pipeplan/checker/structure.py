@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pipeplan.checker.facts import Findings, deliveries_of, goes_with, period_of, replicas_of, shares_evenly
 from pipeplan.files import Plan
 from pipeplan.files.placement import configuration_problem
+from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Operation
 from pipeplan.workload.kinds import BACKWARD_ROLES, COMPUTE_KINDS, PASSES, Role, in_order, role_of
 
@@ -56,7 +57,7 @@ def _check_dependencies(plan: Plan, findings: Findings) -> None:
     """None twice, each between operations that go together, its hops bringing what is needed."""
     seen: dict[tuple[str, str], int] = {}
     messages: _Seen = {}
-    for number, dependency in enumerate(plan.dependencies):
+    for number, dependency in checked(enumerate(plan.dependencies), 16):
         pair = dependency.source, dependency.target
         if pair in seen:
             text = f"repeats dependencies[{seen[pair]}], {pair[0]} -> {pair[1]}"

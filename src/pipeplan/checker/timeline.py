@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Entry, Messages, Programs
+from pipeplan.time_limit import checked
 from pipeplan.workload.elements import DeviceMemory, Hop
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes
 
@@ -46,7 +48,7 @@ class Links:
     def _send(self, facts: Facts, device: int, entries: list[Sent]) -> None:
         """Take the SENDs of one device."""
         free: defaultdict[int, int] = defaultdict(int)
-        for entry, message in entries:
+        for entry, message in checked(entries, 1024):
             number = entry - len(facts.ids)
             if number not in self.ends or self.messages.hops[number][3].source_device != device:
                 continue
@@ -110,7 +112,7 @@ def check_links(facts: Facts, links: Links, findings: Findings) -> None:
     Whether it would be there over a free link is another rule's (inputs).
     """
     for target, starts in enumerate(facts.starts if links.ends else []):
-        for action, start in enumerate(starts):
+        for action, start in checked(enumerate(starts), 1024):
             for sent in links.incoming(facts, target, action):
                 number, hop = sent[0], links.hop(*sent)
                 if links.made(facts, *sent) + hop.duration_ns <= start < links.arrival(*sent):
@@ -128,7 +130,7 @@ def check_inputs(facts: Facts, findings: Findings) -> None:
     ``start(target) >= end(source) + lag`` for each dependency, and each action of the source that shares samples.
     """
     for target, starts in enumerate(facts.starts):
-        for number, start in enumerate(starts):
+        for number, start in checked(enumerate(starts), 1024):
             for wait, n, lag in facts.inputs(target, number):
                 if start < facts.end(wait.source, n) + lag:
                     _add_too_early(facts, findings, (target, number), (wait.source, n), lag, wait.dependency)
@@ -155,7 +157,7 @@ def check_timeline(facts: Facts, programs: Programs, links: Links | None, findin
     for device, entries in enumerate(programs.compute):
         _check_device(facts, device, entries, findings)
         before: Entry | None = None
-        for entry in entries:
+        for entry in checked(entries, 1024):
             ready = 0 if before is None else facts.end(*before)
             free[entry] = max(free.get(entry, 0), ready)
             before = entry
@@ -184,7 +186,7 @@ def _check_device(facts: Facts, device: int, entries: list[Entry], findings: Fin
 
 def _check_earliest(facts: Facts, free: dict[Entry, int], links: Links | None, findings: Findings) -> None:
     for target, starts in enumerate(facts.starts):
-        for number, start in enumerate(starts):
+        for number, start in checked(enumerate(starts), 1024):
             ready = free[target, number]
             if links is not None:
                 ready = max(ready, links.last_arrival(facts, target, number))
@@ -208,7 +210,7 @@ def check_memory(facts: Facts, programs: Programs, findings: Findings) -> tuple[
     """
     state = _state(facts)
     peaks: list[int] = []
-    for device, entries in enumerate(programs.compute):
+    for device, entries in checked(enumerate(programs.compute), 1):
         kept = _kept(facts, device, entries)
         levels = [level + each.total for level, each in zip(_levels(facts, entries), kept, strict=True)]
         highest, workspace, beside = max(levels, default=0), 0, MemoryBytes()
@@ -231,11 +233,10 @@ def _state(facts: Facts) -> list[MemoryBytes]:
             state[device] += stage.state
     for each in facts.plan.tied:
         seen: set[int] = set()
-        for number in each.stages:
-            for device in facts.plan.stages[number].devices:
-                if device in seen:
-                    state[device] -= each.state
-                seen.add(device)
+        for device in itertools.chain.from_iterable(each.devices):
+            if device in seen:
+                state[device] -= each.state
+            seen.add(device)
     return state
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs
-from pipeplan.cli.shared import BYTES, COUNTS, DEVICE, DURATION, EXAMPLE, FILE
+from pipeplan.cli.shared import BYTES, COUNTS, DEVICE, DURATION, EXAMPLE, FILE, given_file
 from pipeplan.errors import UsageError
+
+if TYPE_CHECKING:
+    from pipeplan._api import Cluster, Profile
 
 _SHARED = ("shared_forward_ns", "shared_backward_ns")
 _Decorated = TypeVar("_Decorated", bound=Callable[..., Any])
@@ -99,19 +102,7 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
 @click.option("--cluster", type=FILE, metavar="FILE", help="Cluster whose links time the collectives of split blocks.")
 @click.option("-o", "--output", type=FILE, default="-", metavar="FILE", help="Where to write; - for stdout.")
 @click.pass_context
-def example_command(
-    ctx: click.Context,
-    /,
-    name: str,
-    devices: int,
-    chunks: int | None,
-    device: str | None,
-    microbatch: tuple[int, ...] | None,
-    shards: tuple[int, ...] | None,
-    cluster: str | None,
-    output: str,
-    **costs: int | None,
-) -> None:
+def example_command(ctx: click.Context, /, name: str, output: str, **_: Any) -> None:
     """Write a ready input, by NAME: a shape with its placement, a paper's model with estimated costs, or a paper's
     cluster.
 
@@ -121,24 +112,26 @@ def example_command(
     Models take only --device, --microbatch, --shards and --cluster. Testbeds are clusters; --devices cuts or extends
     them.
     """
+    with Outputs({"-o": output}) as outputs:
+        outputs.write(made_example(ctx), output)
+
+
+def made_example(ctx: click.Context) -> Profile | Cluster:
+    """What the flags ask for. Raises UsageError."""
+    given = dict(ctx.params)
+    name, devices, chunks = given.pop("name"), given.pop("devices"), given.pop("chunks")
+    device, cluster = given.pop("device"), given_file("cluster", given.pop("cluster"))
+    sizes, shards, _ = given.pop("microbatch"), given.pop("shards"), given.pop("output")
     kind = _api.example_kind(name)
     _refuse_others(ctx, name, kind)
-    with Outputs({"-o": output}) as outputs:
-        if kind == "testbeds":
-            asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
-            outputs.write(_api.make_cluster(name, asked), output)
-        elif kind == "models":
-            profile = _api.make_model(
-                name,
-                device=device or "a100-80gb",
-                microbatch_sizes=microbatch,
-                shards=shards or (1,),
-                cluster=None if cluster is None else _api.read_cluster(cluster),
-            )
-            outputs.write(profile, output)
-        else:
-            _require_shared(ctx, name, costs)
-            outputs.write(_api.make_shape(name, devices, chunks=chunks, **costs), output)
+    if kind == "testbeds":
+        asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
+        return _api.make_cluster(name, asked)
+    if kind == "models":
+        how = {"device": device or "a100-80gb", "microbatch_sizes": sizes, "shards": shards or (1,)}
+        return _api.make_model(name, **how, cluster=cluster)
+    _require_shared(ctx, name, given)
+    return _api.make_shape(name, devices, chunks=chunks, **given)
 
 
 def _require_shared(ctx: click.Context, name: str, costs: Mapping[str, int | None]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -21,14 +21,14 @@ from pipeplan.cli.shared import (
     OneOf,
     RenamedOption,
     Status,
+    given_file,
     limited,
     require_folder,
-    require_stdout_once,
 )
 from pipeplan.errors import PipeplanError, UsageError
 
 if TYPE_CHECKING:
-    from pipeplan._api import FrontierResult, Mode
+    from pipeplan._api import FrontierResult, Mode, Request
 
 _ONLY_SPLITS = {
     "split_level": "--split-level",
@@ -114,23 +114,14 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @click.pass_context
 def frontier_command(
     ctx: click.Context,
-    profile_path: str,
-    devices: tuple[int, ...] | None,
-    cluster_path: str | None,
-    memory: int | None,
+    /,
     mode: Mode,
-    plans: bool,
-    mini_batch: int | None,
-    split_level: str,
-    device: str | None,
-    data_parallel_loading: bool,
-    tolerance: float,
-    time_limit: int | None,
     point: int | None,
     svg: str | None,
     output: str | None,
     output_all: str | None,
     as_json: bool,
+    **_: Any,
 ) -> None:
     """Show what PROFILE gains from more memory and devices: all strategies that no other beats in memory and time.
 
@@ -139,35 +130,17 @@ def frontier_command(
     """
     from pipeplan.reporting.frontier import frontier_svg, print_frontier
 
-    _refuse_idle(ctx, plans)
-    if output is not None:
-        require_stdout_once(output, as_json)
     writes = "-o" if output is not None else "--output-all" if output_all is not None else None
-    if writes is not None and split_level == "operator" and not plans:
+    if writes is not None and ctx.params["split_level"] == "operator" and not ctx.params["plans"]:
         raise UsageError(
             f"{writes} writes plans, and these run whole blocks; leave out --split-level operator, or profile a model "
             "whose blocks are operators, as gpt2-124m-operators"
         )
-    splitting = _api.Splitting(
-        device=device,
-        whole_blocks=split_level == "block",
-        data_parallel_loading=data_parallel_loading,
-        within=tolerance,
-    )
-    outputs = Outputs({"-o": output, "--svg": svg})
-    request = _api.frontier_request(
-        _api.read_profile(profile_path),
-        devices=devices,
-        cluster=_api.read_cluster(cluster_path) if cluster_path is not None else None,
-        memory_bytes=memory,
-        mini_batch=mini_batch,
-        time_limit=None if time_limit is None else time_limit / 1e9,
-        mode=mode,
-        splitting=None if plans else splitting,
-    )
+    outputs = Outputs({"-o": output, "--svg": svg}, as_json=as_json)
+    request = frontier_request(ctx)
     if output_all is not None:
         require_folder(output_all, "point-*.json", "--output-all")
-    if as_json or output == "-":
+    if as_json or outputs.on_stdout:
         say_notes(_api.request_notes(request))
     with outputs:
         with Status() as progress, limited(request.time_limit) as limit:
@@ -176,33 +149,52 @@ def frontier_command(
             outputs.write_text(frontier_svg(found), svg)
         if as_json:
             say(json.dumps(found.figures()))
-        elif output != "-":
+        elif not outputs.on_stdout:
             print_frontier(found, file=sys.stdout)
         if output is not None:  # the table first: it says what there is even where a plan cannot be made
-            outputs.write(found.plan(), output)
+            outputs.write_plan(found.plan(), output)
             if outputs.has(output):
                 say(f"pipeplan: {found.written} is in {'stdout' if output == '-' else output}", err=True)
         if output_all is not None:
             _write_all(found, output_all, outputs)
 
 
+def frontier_request(ctx: click.Context) -> Request:
+    """The request that the flags make. Raises UsageError, also for those that would do nothing."""
+    flags = ctx.params
+    for parameter, flag in _ONLY_SPLITS.items() if flags["plans"] else ():
+        if ctx.get_parameter_source(parameter) is ParameterSource.COMMANDLINE:
+            raise UsageError(f"{flag} has no effect with --plans; leave out {flag} or --plans")
+    splitting = _api.Splitting(
+        device=flags["device"],
+        whole_blocks=flags["split_level"] == "block",
+        data_parallel_loading=flags["data_parallel_loading"],
+        within=flags["tolerance"],
+    )
+    return _api.frontier_request(
+        given_file("profile", flags["profile_path"]),
+        devices=flags["devices"],
+        cluster=given_file("cluster", flags["cluster_path"]),
+        memory_bytes=flags["memory"],
+        mini_batch=flags["mini_batch"],
+        time_limit=None if flags["time_limit"] is None else flags["time_limit"] / 1e9,
+        mode=flags["mode"],
+        splitting=None if flags["plans"] else splitting,
+    )
+
+
 def _write_all(found: FrontierResult, folder: str, outputs: Outputs) -> None:
     """Write the plans of all points that have one, by their numbers. Raises UsageError where some have none."""
-    refused, count = [], len(found.points)
+    refused, num_written, count = [], 0, len(found.points)
     for number in range(1, count + 1):
         try:
             plan = found.plan(number)
         except PipeplanError as error:
             refused.append(f"point {number}: {error}")
         else:
-            outputs.write(plan, f"{folder}/point-{number}.json")
-    say(f"pipeplan: {count - len(refused)} of {count} points are in {folder}", err=True)
+            path = f"{folder}/point-{number}.json"
+            outputs.write_plan(plan, path)
+            num_written += outputs.has(path)
+    say(f"pipeplan: {num_written} of {count} points are in {folder}", err=True)
     if refused:
         raise UsageError(f"{len(refused)} of {count} points cannot be written as plans, as {refused[0]}")
-
-
-def _refuse_idle(ctx: click.Context, plans: bool) -> None:
-    """Refuse flags that would have no effect. Raises UsageError."""
-    for parameter, flag in _ONLY_SPLITS.items() if plans else ():
-        if ctx.get_parameter_source(parameter) is ParameterSource.COMMANDLINE:
-            raise UsageError(f"{flag} has no effect with --plans; leave out {flag} or --plans")

@@ -16,7 +16,7 @@ import time
 import click
 
 from pipeplan._version import __version__
-from pipeplan.cli.output import say
+from pipeplan.cli.output import keep_command_line, say
 from pipeplan.errors import FileError, PipeplanError, UsageError, choose_from
 
 VERBS = {
@@ -36,6 +36,11 @@ INTERRUPTED = 130
 
 class LazyGroup(click.Group):
     """A group that imports a verb's module when the verb is used."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """The verb and what it gets; the whole is kept for the files that the verb writes."""
+        keep_command_line(ctx, args)
+        return super().parse_args(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Verbs in the order in which they are used."""

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import click
 
 from pipeplan import _api
-from pipeplan.errors import FileError
-from pipeplan.texts import printable, with_short_lines
+from pipeplan.errors import FileError, UsageError
+from pipeplan.texts import on_one_line, printable, shortened, with_short_lines
 
 if TYPE_CHECKING:
-    from pipeplan._api import FileModel
+    from pipeplan._api import FileModel, Plan
+
+_COMMAND = "pipeplan.command"
+
+
+def keep_command_line(ctx: click.Context, arguments: Sequence[str]) -> None:
+    """Remember what the command line is, for the files that are written."""
+    ctx.meta[_COMMAND] = shlex.join(["pipeplan", *arguments])
+
+
+def command_line() -> str:
+    """The command line of the verb that runs, as a user types it, on one line that a file may have."""
+    return shortened(on_one_line(click.get_current_context().meta.get(_COMMAND, "")), _LONGEST_COMMAND)
+
+
+_LONGEST_COMMAND = 8192
+"""Characters of a command line that are kept, which is what a text of a file may have."""
 
 
 def say(text: str, *, err: bool = False, wrap: bool = False) -> None:
@@ -51,17 +69,21 @@ class Outputs:
 
     Args:
         paths: option -> its file; None where it was not given.
+        as_json: whether figures are printed to stdout as JSON, so that no file can be.
 
     Raises:
+        UsageError: two of them are one file, or would both print to stdout.
         FileError: a file cannot be written; nothing has been done yet.
     """
 
-    def __init__(self, paths: Mapping[str, str | None]) -> None:
+    def __init__(self, paths: Mapping[str, str | None], *, as_json: bool = False) -> None:
         self._problems: dict[str, str] = {}
         self._kept: dict[str, str] = {}
-        for option, path in paths.items():
-            if path is not None:
-                _api.require_writable(path, option)
+        given = {option: path for option, path in paths.items() if path is not None}
+        self.on_stdout = "-" in given.values()
+        _require_different({**given, "--json": "-"} if as_json else given)
+        for option, path in given.items():
+            _api.require_writable(path, option)
 
     def __enter__(self) -> Self:
         return self
@@ -76,6 +98,11 @@ class Outputs:
             raise problem
         say(f"pipeplan: {problem}", err=True)  # beside what ended the work otherwise
 
+    def note(self, path: str, problem: str) -> None:
+        """What somebody else wrote, and why it is not there, if it is not."""
+        if problem:
+            self._problems[path] = problem
+
     def has(self, path: str) -> bool:
         """Whether a file was written without problems."""
         return path not in self._problems
@@ -89,6 +116,10 @@ class Outputs:
         """Write a file, or put it somewhere else if that fails."""
         self.write_text(_api.to_json(model), path)
 
+    def write_plan(self, plan: Plan, path: str) -> None:
+        """Write a plan with the command line that made it, so that it can be made again."""
+        self.write(plan.written_by(command_line()), path)
+
     def write_text(self, text: str, path: str) -> None:
         """The same with the text of a file."""
         try:
@@ -100,3 +131,14 @@ class Outputs:
             else:
                 self._kept[path] = kept
             self._problems[path] = f"{error}; what was to be there is in {kept or 'stdout'}"
+
+
+def _require_different(paths: Mapping[str, str]) -> None:
+    """Refuse files that one option would write over another's. Raises UsageError."""
+    taken: dict[str, str] = {}
+    for option, path in paths.items():
+        place = path if path == "-" else os.path.realpath(path)
+        if place in taken and (path == "-" or not os.path.exists(path) or os.path.isfile(path)):
+            both = "print to stdout" if path == "-" else f"write {path}"
+            raise UsageError(f"{taken[place]} and {option} would both {both}; give another file for one of them")
+        taken[place] = option

@@ -111,11 +111,8 @@ def simulate_command(
     and the iteration. PLAN may be - for stdin.
     """
     inputs = {"PLAN": plan_path, "--profile": profile_path, "--cluster": cluster_path, "--measured": measured_path}
-    _require_one_of_each("read from stdin", inputs)
-    _require_one_of_each(
-        "print to stdout", {"--json": "-" if as_json else None, "--svg": svg_path, "--trace": trace_path}
-    )
-    with Outputs({"--svg": svg_path, "--trace": trace_path}) as outputs:
+    _require_one_stdin(inputs)
+    with Outputs({"--svg": svg_path, "--trace": trace_path}, as_json=as_json) as outputs:
         simulation = _api.simulate(
             _api.read_plan(plan_path),
             microbatches,
@@ -131,15 +128,17 @@ def simulate_command(
 
             outputs.write_text(trace_text(simulation), trace_path)
         _warn(simulation)
-        if "-" not in (svg_path, trace_path):
-            _print(simulation, as_json, measured_path)
+        if measured_path is not None:
+            simulation = _api.with_measured(simulation, measured_path)
+        if not outputs.on_stdout:
+            _print(simulation, as_json)
 
 
-def _require_one_of_each(what: str, paths: dict[str, str | None]) -> None:
-    """Require that at most one of some options is ``-``."""
+def _require_one_stdin(paths: dict[str, str | None]) -> None:
+    """Require that at most one of some files is ``-``."""
     chosen = [name for name, path in paths.items() if path == "-"]
     if len(chosen) > 1:
-        raise UsageError(f"{' and '.join(chosen)} would both {what}; give a file for one of them")
+        raise UsageError(f"{' and '.join(chosen)} would both read from stdin; give a file for one of them")
 
 
 def _warn(simulation: Simulation) -> None:
@@ -155,23 +154,15 @@ def _warn(simulation: Simulation) -> None:
         )
 
 
-def _print(simulation: Simulation, as_json: bool, measured_path: str | None) -> None:
-    if measured_path is not None:
-        _print_compared(simulation, as_json, measured_path)
-    elif as_json:
+def _print(simulation: Simulation, as_json: bool) -> None:
+    if as_json:
         say(json.dumps(simulation.figures()))
+    elif simulation.measured is not None:
+        from pipeplan.reporting.tables import print_measured
+
+        print_measured(simulation, simulation.measured, sys.stdout)
     else:
         from pipeplan.reporting.terminal import print_simulation, print_stages
 
         print_simulation(simulation, sys.stdout)
         print_stages(simulation.workload, sys.stdout)
-
-
-def _print_compared(simulation: Simulation, as_json: bool, path: str) -> None:
-    comparison = _api.compare_measured(simulation, path)
-    if as_json:
-        say(json.dumps({**simulation.figures(), "measured": comparison.figures()}))
-    else:
-        from pipeplan.reporting.tables import print_measured
-
-        print_measured(simulation, comparison, sys.stdout)

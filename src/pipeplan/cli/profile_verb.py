@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,16 +25,16 @@ from pipeplan.cli.shared import (
     SEQUENCE,
     OneOf,
     Shown,
+    given_file,
     granularity,
     interrupt_on_sigterm,
-    require_stdout_once,
     warnings_shown,
 )
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
 from pipeplan.units import format_bytes
 
 if TYPE_CHECKING:
-    from pipeplan._api import Cluster, LinkPoint, LinkResult, Model, Profile, UnfinishedProfile
+    from pipeplan._api import Cluster, LinkOptions, LinkPoint, LinkResult, Model, Profile, UnfinishedProfile
 
 INTERRUPTED = 130
 
@@ -46,12 +46,7 @@ def measure_communication(ctx: click.Context, outputs: Outputs) -> None:
     """
     given = ctx.params
     output: str = given["output"]
-    options = _api.LinkOptions(
-        smallest_bytes=given["min_bytes"],
-        largest_bytes=given["max_bytes"],
-        **{name: given[name] for name in ("repeats", "warmup", "device")},
-    )
-    base = _api.read_cluster(given["cluster"]) if given["cluster"] else None
+    options, base = link_options(given), given_file("cluster", given["cluster"])
     written: list[Cluster] = []
 
     def keep(cluster: Cluster) -> None:
@@ -64,7 +59,7 @@ def measure_communication(ctx: click.Context, outputs: Outputs) -> None:
             interrupt_on_sigterm()
         else:
             _require_ranks()
-        found = _api.measure_links(options, given["processes"], base, on_point=_tell, keep=keep)
+        found = _api.measure_links(options, given["processes"], base, on_point=_tell_point, keep=keep)
     except KeyboardInterrupt:
         kept = f"{len(written[-1].measured)} curves are in {output}" if written and output != "-" else "nothing is kept"
         say(f"pipeplan: interrupted while measuring links; {kept}", err=True)
@@ -76,7 +71,16 @@ def measure_communication(ctx: click.Context, outputs: Outputs) -> None:
     _print_curves(found, outputs, output, as_json=given["as_json"])
 
 
-def _tell(point: LinkPoint) -> None:
+def link_options(given: Mapping[str, Any]) -> LinkOptions:
+    """Which messages are measured, and how often."""
+    return _api.LinkOptions(
+        smallest_bytes=given["min_bytes"],
+        largest_bytes=given["max_bytes"],
+        **{name: given[name] for name in ("repeats", "warmup", "device")},
+    )
+
+
+def _tell_point(point: LinkPoint) -> None:
     if sys.stderr.isatty():
         say(f"{point.operation} of {point.size} bytes: {point.ns / 1000:.1f} us", err=True)
 
@@ -91,11 +95,15 @@ def _require_ranks() -> None:
 
 def add_communication(given: Mapping[str, Any], outputs: Outputs) -> None:
     """Read measured link times, write the cluster with them, and print how well each curve predicts unseen times."""
-    cluster = _api.read_cluster(given["cluster"])
-    printed = {path: _read_text(path) for path in given["communication_from"]}
-    found = _api.add_links(cluster, printed, given["level"])
+    found = with_links(given)
     outputs.write(found.cluster, given["output"])
     _print_curves(found, outputs, given["output"], as_json=given["as_json"])
+
+
+def with_links(given: Mapping[str, Any]) -> LinkResult:
+    """The cluster with the times that nccl-tests' outputs have."""
+    printed = {path: _read_text(path) for path in given["communication_from"]}
+    return _api.add_links(given_file("cluster", given["cluster"]), printed, given["level"])
 
 
 def _print_curves(found: LinkResult, outputs: Outputs, output: str, *, as_json: bool) -> None:
@@ -203,10 +211,9 @@ def profile_command(ctx: click.Context, /, **_: Any) -> None:
     if use == "show":
         _show(given["show"], given["microbatch"] if _given(ctx, "microbatch") else (), given["as_json"])
         return
-    require_stdout_once(given["output"], given["as_json"])
-    if use != "communication_from":
-        _api.require_torch("profile")
-    with Outputs({"-o": given["output"]}) as outputs:
+    with Outputs({"-o": given["output"]}, as_json=given["as_json"]) as outputs:
+        if use != "communication_from":
+            _api.require_torch("profile")
         if use == "communication_from":
             add_communication(given, outputs)
         elif use == "communication":
@@ -272,15 +279,7 @@ def _measure(ctx: click.Context, outputs: Outputs) -> None:
     shown = Shown("measuring")
     try:
         with warnings_shown(), shown:
-            profile = _api.profile(
-                _model(given),
-                given["microbatch"],
-                dtype=given["dtype"] or "float32",
-                **{name: given[name] for name in _MEASURING},
-                cluster=_cluster(given),
-                progress=shown.update,
-                partial=partial,
-            )
+            profile = measured(given, _tell, progress=shown.update, partial=partial)
     except KeyboardInterrupt:
         say(f"pipeplan: interrupted while measuring {shown.what}; {_kept(partial)}", err=True)
         ctx.exit(INTERRUPTED)
@@ -300,40 +299,56 @@ _MEASURING = ("threads", "repeats", "warmup", "device", "seed", "shards", "recom
 def _estimate(given: Mapping[str, Any], outputs: Outputs) -> None:
     """Estimate a model for a device preset, calibrated by a measured profile if there is one, and write the profile."""
     begin = time.monotonic()
-    calibration = _api.read_profile(given["calibrate"]) if given["calibrate"] else None
     with warnings_shown(), Shown("estimating") as shown:
-        profile = _api.estimate(
-            _model(given, meta=True),
-            given["microbatch"],
-            device=given["device"],
-            dtype=given["dtype"],
-            shards=given["shards"],
-            recompute=given["recompute"],
-            calibration=calibration,
-            cluster=_cluster(given),
-            progress=shown.update,
-        )
+        profile = estimated(given, _tell, progress=shown.update)
     outputs.write(profile, given["output"])
     _print(profile, given, outputs, begin)
 
 
-def _model(given: Mapping[str, Any], *, meta: bool = False) -> Model:
-    """The model that the command line names."""
+def measured(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any) -> Profile:
+    """The profile of the model that the parameters name; ``tell`` gets what a reader must know of it."""
+    return _api.profile(
+        _model(given, tell),
+        given["microbatch"],
+        dtype=given["dtype"] or "float32",
+        **{name: given[name] for name in _MEASURING},
+        cluster=given_file("cluster", given["cluster"]),
+        **how,
+    )
+
+
+def estimated(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any) -> Profile:
+    """The same, estimated for a device preset, and calibrated by a measured profile if there is one."""
+    calibration = given_file("profile", given["calibrate"])
+    return _api.estimate(
+        _model(given, tell, meta=True),
+        given["microbatch"],
+        device=given["device"],
+        dtype=given["dtype"],
+        shards=given["shards"],
+        recompute=given["recompute"],
+        calibration=calibration,
+        cluster=given_file("cluster", given["cluster"]),
+        **how,
+    )
+
+
+def _model(given: Mapping[str, Any], tell: Callable[[str], None], *, meta: bool = False) -> Model:
+    """The model that is named."""
     how = {name: given[name] for name in ("sequence", "grain", "shared", "shards")}
     model = _api.load_model(given["name"], **how, meta=meta)
     if model.remark:
-        say(f"pipeplan: {model.remark}", err=True)
+        tell(model.remark)
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
-        say(
-            f"pipeplan: blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that "
-            "run come from search --shard-shared no",
-            err=True,
+        tell(
+            f"blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that run come "
+            "from search --shard-shared no"
         )
     return model
 
 
-def _cluster(given: Mapping[str, Any]) -> Cluster | None:
-    return _api.read_cluster(given["cluster"]) if given["cluster"] else None
+def _tell(remark: str) -> None:
+    say(f"pipeplan: {remark}", err=True)
 
 
 def _print(profile: Profile, given: Mapping[str, Any], outputs: Outputs, begin: float) -> None:
@@ -357,6 +372,8 @@ def _kept(partial: UnfinishedProfile, what: str = "the same command") -> str:
     """Where measurements are, and what resumes from them."""
     if partial.path is None or not partial.path.exists():
         return "nothing is written"
+    if partial.path != partial.asked:
+        return f"what was measured is kept in {partial.path}: move it to {partial.asked}, and {what} resumes from there"
     return f"what was measured is kept in {partial.path}, and {what} resumes from there"
 
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _Command = TypeVar("_Command", bound=Callable[..., object])
 
 _LEAST_TIMEOUT_NS = 1_000_000
-_OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "message_limit_bytes", "stretch")
+_OF_ALL_RUNS = ("num_steps", "device", "backend", "timeout_ns", "blocking", "message_limit_bytes", "stretch", "trace")
 """Parameters of every run; the others are those of training."""
 
 
@@ -84,7 +84,9 @@ class _Stretch(FiniteRange):
     "--instructions", metavar="pkg.mod", help="Module that registers the functions of the plan's instructions."
 )
 @granularity("Granularity of a captured model's blocks, as in the profile.")
-@click.option("--steps", "num_steps", type=click.IntRange(min=1), default=10, help="Mini-batches to train on.")
+@click.option(
+    "--steps", "num_steps", type=click.IntRange(min=0), default=10, help="Mini-batches to train on; 0 only to export."
+)
 @click.option("--local", is_flag=True, help="Start one process per device on this machine, without torchrun.")
 @SEED
 @click.option(
@@ -134,6 +136,15 @@ class _Stretch(FiniteRange):
 @click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2, help="Number of checkpoints to keep.")
 @click.option("--resume", is_flag=True, help="Resume from the last checkpoint; --steps is the total.")
 @click.option(
+    "--init", type=FILE, metavar="FILE", help="Start from the weights in this safetensors file, by the module's names."
+)
+@click.option(
+    "--export-weights",
+    type=FILE,
+    metavar="FILE",
+    help="Write the weights at the end: one safetensors file with the module's names, from any plan.",
+)
+@click.option(
     "--dtype", type=OneOf(["float32", "float64", "bfloat16"]), default="float32", help="Number format of the model."
 )
 @click.option("--device", type=OneOf(["cpu", "cuda"]), default="cpu", help="What ranks compute on.")
@@ -162,27 +173,25 @@ def run_command(
     end the predicted and the median time of an iteration are printed.
     """
     _api.require_torch("run")
-    if (model is None) != emulate:
-        raise UsageError("give --model to train, or --emulate to run without a model: one of the two")
     if local and "TORCHELASTIC_RUN_ID" in os.environ and (started := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
         raise UsageError(
             f"--local starts all ranks itself, and torchrun has started {started}; leave out one of the two"
         )
     if trace_path == "-":
         raise UsageError("--trace - would mix with the losses on stdout; give a file")
+    if (weights := how["export_weights"]) == "-":
+        raise UsageError("--export-weights - would mix with the losses on stdout; give a file")
     first = local or os.environ.get("RANK", "0") == "0"  # only rank 0 writes the trace
-    outputs = Outputs({"--trace": trace_path if first else None})
-    if how["timeout_ns"] < _LEAST_TIMEOUT_NS:
-        raise UsageError(f"--timeout {how['timeout_ns']}ns is too short to wait for anything; give at least 1ms")
-    options = _api.RunOptions(**{name: how.pop(name) for name in _OF_ALL_RUNS}, trace=trace_path is not None)
-    if model is not None:
-        options = _api.TrainOptions(model, **options.as_json(), **how)
-    options.require_consistent()
+    outputs = Outputs({"--trace": trace_path, "--export-weights": weights} if first else {})
+    options = run_options({**how, "model": model, "emulate": emulate, "trace": trace_path is not None})
     shown = Steps(options, quiet=as_json)
     outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown)
     if outcome is None:  # not rank 0
         return
     with outputs:
+        if weights is not None:
+            outputs.note(weights, outcome.result.unwritten)
+            outputs.say_written("weights", weights)
         if as_json:
             say(json.dumps(outcome.figures(), allow_nan=False))
         else:
@@ -191,6 +200,24 @@ def run_command(
                 say(f"trained {outcome.throughput.words}")
         if trace_path is not None:  # after the results, which are not lost with it
             outputs.write_text(_trace(outcome), trace_path)
+
+
+_ELSEWHERE = ("plan_path", "emulate", "local", "trace_path", "as_json")
+"""Parameters that do not say how a rank runs."""
+
+
+def run_options(given: Mapping[str, Any]) -> RunOptions:
+    """How to run, or to train where there is a ``model``, by the names of the flags' parameters. Raises UsageError."""
+    if (given["model"] is None) != given["emulate"]:
+        raise UsageError("give --model to train, or --emulate to run without a model: one of the two")
+    if given["timeout_ns"] < _LEAST_TIMEOUT_NS:
+        raise UsageError(f"--timeout {given['timeout_ns']}ns is too short to wait for anything; give at least 1ms")
+    options = _api.RunOptions(**{name: given[name] for name in _OF_ALL_RUNS})
+    if given["model"] is not None:
+        training = {name: value for name, value in given.items() if name not in (*_OF_ALL_RUNS, *_ELSEWHERE)}
+        options = _api.TrainOptions(**training, **options.as_json())
+    options.require_consistent()
+    return options
 
 
 def _run_here(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcome:
@@ -285,6 +312,8 @@ class Steps:
 
 def comparison_line(outcome: RunOutcome) -> str:
     """Predicted and measured time of an iteration."""
+    if not outcome.result.steps:
+        return "no step was asked for"
     median, predicted = outcome.warm_ns, outcome.predicted_ns
     left = "; first (warm-up) step excluded" if len(outcome.result.steps) > 1 else ""
     ratio = f" ({median / predicted - 1:+.1%})" if predicted else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -51,8 +52,6 @@ if TYPE_CHECKING:
 )
 @click.option("--details", is_flag=True, help="Print every device and stage, the critical path and what was proved.")
 def search_command(
-    scheduler: str,
-    rules_path: str | None,
     workers: int | None,
     cache: str | None,
     rules_output: str | None,
@@ -69,19 +68,14 @@ def search_command(
     press Ctrl-C; in every case the best plan is written. With --scheduler rules and no --rules it auto-tunes: all
     built-in rules are ranked on a grid of depths, replicas, sizes and placements.
     """
-    if output == "-" and as_json:
-        raise UsageError("-o - and --json would both print to stdout; write the plan to a file")
-    if rules_path is not None and scheduler not in ("auto", "rules"):
-        raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
-    rules = None if rules_path is None else _api.read_rules(rules_path)
-    request = read_request(flags, scheduler if rules is None else "rules", rules)
-    tunes = request.scheduler == "rules" and rules is None
+    request = search_request(flags)
+    tunes = request.tunes
     if not tunes and any(given is not None for given in (workers, cache, rules_output)):
         raise UsageError(
             "--workers, --cache and --rules-output are for --scheduler rules without --rules; leave them out"
         )
-    files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output}
-    with Outputs(files) as outputs:
+    files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output, "--cache": cache}
+    with Outputs(files, as_json=as_json) as outputs:
         tuning: Tuning | None = None
         with limited(request.time_limit) as limit, Status() as progress:
             if tunes:
@@ -90,21 +84,31 @@ def search_command(
             else:
                 result = _api.search(request, progress=progress, within=limit)
         if output is not None:
-            outputs.write(result.plan, output)
+            outputs.write_plan(result.plan, output)
         if rules_output is not None and tuning is not None:
             outputs.write_text(_api.to_toml(tuning.rules), rules_output)
         if placement_output is not None:
             outputs.write(result.plan.placed, placement_output)
-        written = output if output is not None and outputs.has(output) else None
         if result.interrupted:
             say("pipeplan: interrupted; this is the best plan so far", err=True)
-        if as_json or output == "-":
+        if as_json or outputs.on_stdout:
             say_notes(_api.link_notes(request))
         if as_json:
             say(json.dumps((tuning or result).figures()))
-        elif output != "-":
+        elif not outputs.on_stdout:
+            written = output if output is not None and outputs.has(output) else None
             _print_result(request, result, tuning, written, details=details)
         outputs.say_written("plan", None if as_json else output)
+
+
+def search_request(flags: Mapping[str, Any]) -> Request:
+    """The request that the flags of ``search`` make. Raises UsageError."""
+    scheduler, rules = flags["scheduler"], flags["rules_path"]
+    if rules is not None and scheduler not in ("auto", "rules"):
+        raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
+    if isinstance(rules, str):
+        rules = _api.read_rules(rules)
+    return read_request(flags, scheduler if rules is None else "rules", rules)
 
 
 def _print_result(

@@ -7,10 +7,10 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 from pipeplan import _api
 from pipeplan.cli.output import say
 from pipeplan.errors import FileError, UsageError, choose_from
-from pipeplan.units import parse_bytes, parse_ns
+from pipeplan.units import bytes_of, ns_of
 
 if TYPE_CHECKING:
     from pipeplan._api import Limit, Progress, Request, Rules
@@ -32,13 +32,11 @@ _Command = TypeVar("_Command", bound=Callable[..., object])
 class _Quantity(click.ParamType[int]):
     """A number with a unit: a duration as ns (``3.2ms``), a size as bytes (``80GB``, ``80GiB``)."""
 
-    def __init__(self, name: str, parse: Callable[[str], int]) -> None:
+    def __init__(self, name: str, parse: Callable[[Any], int]) -> None:
         self.name, self._parse = name, parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Nanoseconds, or bytes."""
-        if isinstance(value, int):
-            return value
+        """Nanoseconds, or bytes. A number that Python gives is of seconds, or of bytes."""
         try:
             return self._parse(value)
         except UsageError as error:
@@ -76,6 +74,19 @@ class OneOf(click.Choice[str]):
         return f"{value!r} is not known; {choose_from(str(value), list(map(str, self.choices)))}"
 
 
+class Switch(OneOf):
+    """What may be left open: some names, of which two mean yes and no, as True and False do in Python."""
+
+    def __init__(self, meanings: Mapping[str, bool | None]) -> None:
+        super().__init__(list(meanings))
+        self.meanings = meanings
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The name."""
+        names = [name for name, meaning in self.meanings.items() if meaning is value and value is not None]
+        return super().convert(names[0] if names else value, param, ctx)
+
+
 class _Counts(click.ParamType[tuple[int, ...]]):
     """Numbers from 1 on, ascending and each once: ``1,2,4``."""
 
@@ -83,12 +94,29 @@ class _Counts(click.ParamType[tuple[int, ...]]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
         """The numbers."""
-        if isinstance(value, tuple):
-            return value
-        parts = [part.strip() for part in value.split(",")]
+        text = (
+            value if isinstance(value, str) else ",".join(map(str, value if isinstance(value, Iterable) else [value]))
+        )
+        parts = [part.strip() for part in text.split(",")]
         if not all(part.isascii() and part.isdecimal() and 1 <= int(part) <= _MOST for part in parts):
             self.fail(f"{value!r} is not a list of numbers from 1 to {_MOST}; write them as 1,2,4", param, ctx)
         return tuple(sorted({int(part) for part in parts}))
+
+
+class AutoOr(click.ParamType[str | int]):
+    """``auto``, or a number from ``least`` to ``most``."""
+
+    name = "number"
+
+    def __init__(self, least: int, most: int) -> None:
+        self._least, self._most = least, most
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str | int:
+        """``auto``, or the number."""
+        text = str(value)
+        if text != "auto" and not (text.isdecimal() and self._least <= int(text) <= self._most):
+            self.fail(f"{text!r} is neither auto nor a number from {self._least} to {self._most}", param, ctx)
+        return "auto" if text == "auto" else int(text)
 
 
 class FiniteRange(click.FloatRange):
@@ -129,8 +157,8 @@ class RenamedOption(click.Option):
         self.opts = shown
 
 
-DURATION = _Quantity("duration", parse_ns)
-BYTES = _Quantity("size", parse_bytes)
+DURATION = _Quantity("duration", ns_of)
+BYTES = _Quantity("size", bytes_of)
 COUNTS = _Counts()
 FILE = click.Path(readable=False)  # which whoever reads it finds out, and says
 FOLDER = click.Path(file_okay=False, readable=False)
@@ -188,26 +216,27 @@ _OPTIONS = (
         *("--shard-shared", "spread"),
         cls=RenamedOption,
         was=("--spread",),
-        type=OneOf(list(_YES_NO)),
+        type=Switch(_YES_NO),
         default="auto",
         help="Split shared blocks over all devices of the pipeline.",
     ),
     click.option(
         "--slices",
+        type=AutoOr(0, 10_000),
         metavar="auto|M",
         help="Sliced micro-batches: leading ones whose warm-up forwards run in two halves.  "
         "[default: auto; 0 for a named schedule or --rules]",
     ),
     click.option(
         "--recompute",
-        type=OneOf(list(_RECOMPUTE)),
+        type=Switch(_RECOMPUTE),
         default="auto",
         help="Activation checkpointing: for stages that need it, for all or for none.",
     ),
-    click.option("--unroll", default="auto", metavar="auto|U", help="Micro-batches per repetend."),
+    click.option("--unroll", type=AutoOr(1, 64), default="auto", metavar="auto|U", help="Micro-batches per repetend."),
     click.option(
         "--split-backward",
-        type=OneOf(list(_YES_NO)),
+        type=Switch(_YES_NO),
         help="Run input and weight gradients separately.  [default: auto; as defined for a named schedule or --rules]",
     ),
     click.option(
@@ -232,18 +261,18 @@ def planning_options(command: _Command) -> _Command:
     return command
 
 
-def read_request(flags: dict[str, Any], scheduler: str = "auto", rules: Rules | None = None) -> Request:
+def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules | None = None) -> Request:
     """The request that the flags of :func:`planning_options` make, with the files that they name.
 
     Raises:
         UsageError: files that cannot be read, or flags that contradict each other.
     """
-    profile = _api.read_profile(flags["profile_path"])
-    cluster = _api.read_cluster(flags["cluster_path"]) if flags["cluster_path"] is not None else None
+    profile = given_file("profile", flags["profile_path"])
+    cluster = given_file("cluster", flags["cluster_path"])
     same = ("devices", "placement", "mini_batch", "microbatch_size", "chunks", "replicas", "seed", "deterministic")
     said: dict[str, Any] = {}
     if flags["slices"] is not None:
-        said["num_parted"] = _number(flags["slices"], "--slices", 0, 10_000)
+        said["num_parted"] = _number(flags["slices"])
     if flags["split_backward"] is not None:
         said["split_backward"] = _YES_NO[flags["split_backward"]]
     return _api.Request.of(
@@ -255,7 +284,7 @@ def read_request(flags: dict[str, Any], scheduler: str = "auto", rules: Rules | 
         memory_bytes=flags["memory"],
         scheduler=scheduler,
         rules=rules,
-        unroll=_number(flags["unroll"], "--unroll", 1, 64),
+        unroll=_number(flags["unroll"]),
         split_overhead_ns=flags["split_overhead"],
         recompute=_RECOMPUTE[flags["recompute"]],
         spread=_YES_NO[flags["spread"]],
@@ -263,22 +292,21 @@ def read_request(flags: dict[str, Any], scheduler: str = "auto", rules: Rules | 
     )
 
 
-def _number(text: str, flag: str, least: int, most: int) -> int | None:
-    """What a flag means that takes auto or a number."""
-    if text == "auto":
-        return None
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise click.BadParameter(f"{text!r} is neither auto nor a number from {least} to {most}", param_hint=flag)
-    return int(text)
+def given_file(kind: Literal["profile", "cluster", "plan"], given: Any) -> Any:
+    """A file that is named by its path, or that Python has already; None where there is none. Raises UsageError."""
+    if isinstance(given, str):
+        return getattr(_api, f"read_{kind}")(given)
+    if given is None or isinstance(given, getattr(_api, kind.capitalize())):
+        return given
+    raise UsageError(f"{kind} is a {kind.capitalize()} or the path of its file, not of type {type(given).__name__}")
+
+
+def _number(given: str | int) -> int | None:
+    """What :class:`AutoOr` means: None is left open."""
+    return None if given == "auto" else int(given)
 
 
 # What is said while work goes on, and where results go --------------------------------------------------------------
-
-
-def require_stdout_once(output: str, as_json: bool) -> None:
-    """Refuse to print both a file and JSON to stdout. Raises UsageError."""
-    if output == "-" and as_json:
-        raise UsageError("-o - and --json would both print to stdout; write the file somewhere else with -o FILE")
 
 
 def require_folder(path: str, pattern: str, option: str) -> None:
@@ -373,11 +401,14 @@ def _state(what: str, best_ns: int, bound_ns: int) -> str:
 
 @contextmanager
 def warnings_shown() -> Iterator[None]:
-    """Pipeplan's own warnings in the form of its other messages, on stderr when all is measured."""
-    with warnings.catch_warnings(record=True) as caught:
-        yield
-    for text in dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning):
-        say(f"pipeplan: warning: {text}", err=True)
+    """Pipeplan's own warnings in the form of its other messages, on stderr when all is measured, or has failed."""
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            yield
+    finally:
+        for text in dict.fromkeys(str(warning.message) for warning in caught if warning.category is UserWarning):
+            say(f"pipeplan: warning: {text}", err=True)
 
 
 class Shown:

@@ -4,9 +4,10 @@ Here: a profile and a placement become a workload. Not here: measuring (runtime.
 clusters (catalog), what follows from costs in time (workload).
 """
 
-from pipeplan.costs.blocks import UNLIMITED, StageCost, TiedShare, block_costs, state_of_total
+from pipeplan.costs.blocks import UNLIMITED, StageCost, TiedShare, block_costs, held_part, state_of_total
 from pipeplan.costs.communication import transfer_time
-from pipeplan.costs.stages import build_workload, can_split, group_costs, stage_costs, with_syncs
+from pipeplan.costs.shared import sum_time, with_syncs
+from pipeplan.costs.stages import build_workload, can_split, group_costs, stage_costs
 
 __all__ = [
     "UNLIMITED",
@@ -16,8 +17,10 @@ __all__ = [
     "build_workload",
     "can_split",
     "group_costs",
+    "held_part",
     "stage_costs",
     "state_of_total",
+    "sum_time",
     "transfer_time",
     "with_syncs",
 ]

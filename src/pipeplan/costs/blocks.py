@@ -14,6 +14,7 @@ from pipeplan.catalog import names, read_table, require_known
 from pipeplan.errors import UsageError, choose_from, unknown_key
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS, MemoryBytes, training_state
+from pipeplan.workload.mesh import HeldPart, Mesh
 
 
 def block_costs(
@@ -154,6 +155,25 @@ def state_of_total(total_bytes: int, parameter_bytes: int) -> MemoryBytes:
     return training_state(parameter_bytes, total_bytes - parameter_bytes * _PER_PARAMETER_BYTE)
 
 
+_CUT_DIMENSIONS = {"rows": "inputs", "columns": "outputs", "hidden": "hidden", "features": "hidden"}
+"""The dimension of a block that an axis of a mesh cuts."""
+
+
+def held_part(block: Block, mesh: Mesh, device: int) -> HeldPart:
+    """What a device of a mesh has of a block's parameters.
+
+    What is cut goes by its size, as blocks that share a parameter may call it otherwise; where sizes do not tell, and
+    of ``shards``, by the axis itself.
+    """
+    sizes = {axis: block.dimensions.get(dimension) for axis, dimension in _CUT_DIMENSIONS.items()}
+
+    def cut(axis: str) -> str:
+        size, other = sizes.get(axis), {"rows": "columns", "columns": "rows"}.get(axis)
+        return axis if size is None or (other and sizes[other] == size) else str(size)
+
+    return mesh.held_part(device, cut)
+
+
 UNLIMITED = 1 << 60
 """More micro-batches than there can be, and more ns."""
 
@@ -172,10 +192,9 @@ class StageCost:
 
     ``state`` is held all the time, activations from F to B or I, ``weight_grad_bytes`` from I to W, workspace by one
     action.
-    ``input_grad_ns`` and ``weight_grad_ns`` are None where a block of the stage has no split backward. ``sync_ns`` is
-    summing gradients among the devices of a replica, once per iteration. ``tied`` is what of the state others may
-    share. Two stages that become one have the sum of their costs, but for the workspace, since only one block runs at a
-    time, and for what both share, which is there once.
+    ``input_grad_ns`` and ``weight_grad_ns`` are None where a block of the stage has no split backward. ``tied`` is what
+    of the state others may share. Two stages that become one have the sum of their costs, but for the workspace, since
+    only one block runs at a time, and for what both share, which is there once.
     """
 
     forward_ns: int
@@ -186,7 +205,6 @@ class StageCost:
     weight_grad_bytes: int = 0
     workspace_bytes: int = 0
     state: MemoryBytes = field(default_factory=MemoryBytes)
-    sync_ns: int = 0
     tied: frozenset[TiedShare] = frozenset()
 
     @property
@@ -226,7 +244,6 @@ class StageCost:
             self.weight_grad_bytes + other.weight_grad_bytes,
             max(self.workspace_bytes, other.workspace_bytes),
             state,
-            self.sync_ns + other.sync_ns,
             self.tied | other.tied,
         )
 

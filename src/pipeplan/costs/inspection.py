@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from pipeplan.display import Displayed
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.units import format_ns
 
@@ -259,7 +260,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(Displayed):
     """A profile to inspect; ``asked`` are the micro-batch sizes to plan with."""
 
     profile: Profile

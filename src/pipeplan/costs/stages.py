@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from pipeplan.costs.blocks import StageCost, TiedShare, block_costs
-from pipeplan.costs.communication import all_reduce_time, transfer_time
+from pipeplan.costs.communication import transfer_time
+from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile
 from pipeplan.time_limit import checked
 from pipeplan.units import MAX_BYTES, MAX_NS, MAX_TOTAL, require_sum
 from pipeplan.workload.elements import MAX_COUNT, Dependency, Device, Hop, Operation, Stage, TiedState, slots_of
-from pipeplan.workload.kinds import BACKWARD_ROLES, GRADIENTS, STATE_KINDS, MemoryBytes, Role
+from pipeplan.workload.kinds import BACKWARD_ROLES, STATE_KINDS, MemoryBytes, Role
 from pipeplan.workload.samples import carried
 from pipeplan.workload.workload import Workload
 
@@ -145,7 +146,7 @@ def build_workload(
     ``microbatch_size`` and ``recompute`` are those of stages that do not say their own. ``memory_bytes`` has one entry
     per device and goes before the cluster's. With ``split_backward`` every stage whose blocks allow it runs I and W
     instead of B, each ``split_overhead_ns`` longer than the profile says: a split backward is two launches. ``given``
-    are costs of stages, by number, that are not the profile's: of those whose blocks have configurations.
+    are costs of actions of stages, by number, that are not the profile's: of those whose blocks have configurations.
 
     Raises:
         UsageError: a missing cost row, a stage with configurations whose costs are not given, a mini-batch that stages
@@ -162,10 +163,7 @@ def build_workload(
         _require_shared_out(stage, mini_batch, placement.num_routes)
     _require_one_size(placed, placement.num_routes)
     costs = _costs_of(profile, placed, given or {})
-    stages = [stage.with_state(cost.state) for stage, cost in zip(placed, costs, strict=True)]
-    tied = _tied(profile, stages)
-    stages, tied = with_syncs(stages, tied, cluster)
-    stages = [replace(stage, sync_ns=stage.sync_ns + cost.sync_ns) for stage, cost in zip(stages, costs, strict=True)]
+    stages, tied = _with_shared(profile, placed, costs, given or {}, cluster)
     operations = _operations(costs, split_backward, split_overhead_ns)
     operations = tuple(_with_parts(profile, stages[each.stage], each) for each in operations)
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
@@ -187,6 +185,28 @@ def build_workload(
     )
     _require_sums(profile.where, workload)
     return workload
+
+
+def _with_shared(
+    profile: Profile,
+    placed: Sequence[Stage],
+    costs: Sequence[StageCost],
+    given: Collection[int],
+    cluster: Cluster | None,
+) -> tuple[list[Stage], list[TiedState]]:
+    """Stages with what each keeps and how long it sums gradients, and what they share."""
+    shared = SharedState(profile)
+    stages = [
+        stage.with_state(shared.of_configured(stage) if number in given else cost.state)
+        for number, (stage, cost) in enumerate(zip(placed, costs, strict=True))
+    ]
+    stages, tied = with_syncs(stages, shared.tied(stages), cluster)
+    for number, stage in enumerate(stages):
+        if stage.configurations:
+            apart = {each.name for each in tied if number in each.stages}
+            inner = shared.inner_sums_ns(stage, apart, cluster)
+            stages[number] = replace(stage, sync_ns=stage.sync_ns + inner)
+    return stages, tied
 
 
 _LARGEST = {"ns": (MAX_NS, "have more devices share the work"), "bytes": (MAX_BYTES, "have more devices share them")}
@@ -270,38 +290,6 @@ def _split_ns(row: CostRow) -> int:
     return (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
 
 
-def _tied(profile: Profile, stages: Sequence[Stage]) -> list[TiedState]:
-    """What stages share, as :class:`TiedState` says; of stages with configurations, and of no bytes, it is not known.
-
-    Each stage joins the first entry in which no device has another shard.
-    """
-    found: list[TiedState] = []
-    for each in profile.tied:
-        if not each.state.total:
-            continue
-        users = [
-            number
-            for number, stage in enumerate(stages)
-            if not stage.configurations and not set(each.blocks).isdisjoint(stage.blocks)
-        ]
-        entries: list[tuple[int, dict[int, int], list[int]]] = []  # shards, the shard on each device, stages
-        for number in users if len(users) > 1 else ():
-            shards = stages[number].shards
-            places = {device: index % shards for index, device in enumerate(stages[number].devices)}
-            for count, known, joined in entries:
-                if count == shards and all(known.get(device, place) == place for device, place in places.items()):
-                    known.update(places)
-                    joined.append(number)
-                    break
-            else:
-                entries.append((shards, places, [number]))
-        found += [
-            TiedState(name=each.name, stages=tuple(joined), **(each.state // shards).keyed(STATE_KINDS))
-            for shards, _, joined in entries
-        ]
-    return found
-
-
 def _costs_of(profile: Profile, stages: Sequence[Stage], given: Mapping[int, StageCost]) -> list[StageCost]:
     """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
     found, alike = dict(given), defaultdict[tuple[int, int, bool], list[int]](list)
@@ -353,55 +341,6 @@ def _require_one_size(stages: Sequence[Stage], num_routes: int) -> None:
             f"a placement with {num_routes} routes needs one micro-batch size for all stages, not {sizes[0]} and "
             f"{sizes[-1]}; leave microbatch_size out of its stages"
         )
-
-
-def with_syncs(
-    stages: Sequence[Stage], tied: Sequence[TiedState], cluster: Cluster | None
-) -> tuple[list[Stage], list[TiedState]]:
-    """Stages and what they share with the times of summing their gradients over a cluster's links."""
-    again = [0] * len(stages)
-    for each in tied:
-        for number in each.stages:
-            again[number] += each.state[GRADIENTS]
-    stages_with: dict[str, list[int]] = defaultdict(list)
-    for number, stage in enumerate(stages):
-        for block in stage.blocks:
-            stages_with[block].append(number)
-    sharing = ({other for block in stage.blocks for other in stages_with[block]} for stage in stages)
-    return (
-        [
-            replace(
-                stage,
-                sync_ns=_gradient_sync(stage, [stages[n] for n in others], stage.state[GRADIENTS] - apart, cluster),
-            )
-            for stage, others, apart in checked(zip(stages, sharing, again, strict=True), 64)
-        ],
-        [replace(each, sync_ns=_tied_sync(stages, tied, each.name, cluster)) for each in tied],
-    )
-
-
-def _gradient_sync(stage: Stage, sharing: Iterable[Stage], size: int, cluster: Cluster | None) -> int:
-    """Ns to sum gradients of a stage over its replicas, and over the other routes' stages with some of its blocks.
-
-    Each shard sums its part with the shards that hold the same.
-    """
-    holders = {device for other in (stage, *sharing) for device in other.devices}
-    return all_reduce_time(cluster, sorted(holders)[:: stage.shards], size)
-
-
-def _tied_sync(stages: Sequence[Stage], tied: Iterable[TiedState], name: str, cluster: Cluster | None) -> int:
-    """Ns to sum the gradients of what is tied over all devices that have a copy, or a part.
-
-    Each shard with the shards that hold the same where all stages split it alike, else the whole, as the executor does.
-    """
-    parts = [(stages[number], each.state[GRADIENTS]) for each in tied if each.name == name for number in each.stages]
-    alike = len({stage.shards for stage, _ in parts}) == 1
-    holders: dict[int, set[int]] = defaultdict(set)
-    for stage, _ in parts:
-        for index, device in enumerate(stage.devices):
-            holders[index % stage.shards if alike else 0].add(device)
-    size = max(size if alike else size * stage.shards for stage, size in parts)
-    return max(all_reduce_time(cluster, sorted(devices), size) for devices in holders.values())
 
 
 def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operation:

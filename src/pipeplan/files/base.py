@@ -39,6 +39,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema, to_json
 
+from pipeplan.display import Displayed
 from pipeplan.workload.elements import Name, Printable, Text
 
 # Versions -----------------------------------------------------------------------------------------------------------
@@ -70,10 +71,13 @@ class FileModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class File(FileModel):
+class File(FileModel, Displayed):
     """Base of a whole file."""
 
     _read_sha256: str = PrivateAttr(default="")
+
+    def __str__(self) -> str:
+        return repr(self)
 
     @property
     def read_sha256(self) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from pipeplan.files.base import CurrentVersion, File, FileModel, Source, current_version
+from pipeplan.units import bytes_of, ns_of
 from pipeplan.workload.elements import MAX_DEVICES, Bytes, Count, DeviceCount, Items, Name, Nanoseconds, PositiveNs
 
 Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
@@ -80,6 +82,54 @@ class Cluster(File):
             if curve.level not in names:
                 raise ValueError(f"measured[{index}].level {curve.level!r} is not a level")
         return self
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        num_devices: int,
+        *,
+        memory: str | int | None = None,
+        levels: Iterable[tuple[str, int, str | float, str | int]] = (),
+        price_per_hour: float | None = None,
+        device: str = "device",
+    ) -> Cluster:
+        """Equal devices and their links, in a few lines of Python.
+
+        Example::
+
+            levels = [("node", 8, "3us", "300GB"), ("rack", 16, "10us", "25GB")]
+            cluster = Cluster.of("two-nodes", 16, memory="80GB", levels=levels)
+
+        Args:
+            name: of the cluster.
+            num_devices: how many there are.
+            memory: of each, as text with a unit or bytes; None is no limit.
+            levels: of links, innermost first: name, devices that it joins, latency (text with a unit, or seconds), and
+                bandwidth per second (text with a unit, or bytes). Without any, links cost nothing.
+            price_per_hour: of each, in any one currency.
+            device: what a device is called.
+
+        Raises:
+            UsageError: a time or a size is none.
+            ValueError: levels do not nest, or the outermost does not join all devices.
+        """
+        kind = DeviceKind(
+            name=device,
+            count=num_devices,
+            memory_bytes=None if memory is None else bytes_of(memory),
+            price_per_hour=price_per_hour,
+        )
+        links = tuple(
+            LinkLevel(name=level, group_size=size, latency_ns=ns_of(latency), bandwidth_bytes_per_s=bytes_of(bandwidth))
+            for level, size, latency, bandwidth in levels
+        )
+        source = Source(method="estimated", notes="Made in Python.")
+        return cls(name=name, source=source, devices=(kind,), levels=links)
+
+    def __repr__(self) -> str:
+        levels = ", ".join(level.name for level in self.levels) or "none"
+        return f"<Cluster {self.name!r}: {self.num_devices} devices, levels {levels}>"
 
     @property
     def num_devices(self) -> int:

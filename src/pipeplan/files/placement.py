@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -74,6 +75,34 @@ class Placement(File):
     num_devices: DeviceCount
     num_routes: Count = 1
     stages: Annotated[Items[PlacedStage], Field(min_length=1)]
+
+    @classmethod
+    def of(
+        cls, stages: Iterable[PlacedStage | Iterable[str]], *, devices: Iterable[int | Iterable[int]] | None = None
+    ) -> Placement:
+        """Stages on devices, in a line of Python.
+
+        Example::
+
+            Placement.of([["layer0", "layer1"], ["layer2"]], devices=[0, (1, 2)])
+
+        Args:
+            stages: the blocks of each, in the order they run; or :class:`PlacedStage`, which has its devices.
+            devices: of each stage: one, or several that split each block; by default stage 0 is on device 0, and so on.
+
+        Raises:
+            ValueError: a block is in two stages, or there are more or fewer devices than stages.
+        """
+        known = list(stages)
+        groups = [(each,) if isinstance(each, int) else tuple(each) for each in devices or range(len(known))]
+        placed = tuple(
+            stage
+            if isinstance(stage, PlacedStage)
+            else PlacedStage(blocks=tuple(stage), devices=group, shards=len(group))
+            for stage, group in zip(known, groups, strict=True)
+        )
+        count = 1 + max((device for stage in placed for device in stage.devices), default=0)
+        return cls(strategy="by-hand", num_devices=count, stages=placed)
 
     @property
     def whole(self) -> Placement:

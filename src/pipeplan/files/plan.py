@@ -18,6 +18,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, StringConstraints, mo
 from pipeplan.files.base import MIGRATIONS, CurrentVersion, File, FileModel, current_version
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.profile import FlopsPerSample, TokensPerSample
+from pipeplan.units import format_ns
 from pipeplan.workload.action import ACTION_PATTERN, Action, operation_of
 from pipeplan.workload.elements import (
     MAX_DEVICES,
@@ -78,6 +79,7 @@ class Provenance(FileModel):
     tokens_per_sample: TokensPerSample = None
     forward_flops_per_sample: FlopsPerSample = None
     scheduler: Text = ""
+    command: Annotated[Text, Field(description="the command line that wrote the plan")] = ""
     options: dict[Name, Text | Integer | float | bool | None] = {}
     seed: Integer = 0
     versions: dict[Name, Text] = {}
@@ -109,6 +111,14 @@ class Plan(File):
     loop: Annotated[Loop | None, Field(description="a round that runs more often than starts and programs say")] = None
     predicted: Predicted
     provenance: Provenance = Provenance()
+
+    def __repr__(self) -> str:
+        figures = f"{len(self.devices)} devices, {self.num_microbatches} micro-batches"
+        return f"<Plan {self.name!r}: {self.placement}, {figures}, iteration {format_ns(self.predicted.iteration_ns)}>"
+
+    def written_by(self, command: str) -> Plan:
+        """The same plan, whose provenance has the command line that writes it."""
+        return self.model_copy(update={"provenance": self.provenance.model_copy(update={"command": command})})
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -191,18 +201,23 @@ class Plan(File):
             raise ValueError(f"stages[{empty[0]}] has no blocks and stands before stages[{later[0]}], which has some")
 
     def _require_tied(self) -> None:
-        """What is tied is of stages that there are, each named once, which count as much."""
-        left = [stage.state for stage in self.stages]
+        """What is tied is of stages that there are and of their devices, each of which counts as much."""
+        left = [dict.fromkeys(stage.devices, stage.state) for stage in self.stages]
         for number, each in enumerate(self.tied):
-            for stage in each.stages:
+            if len(each.stages) != len(each.devices):
+                raise ValueError(f"tied[{number}] has {len(each.stages)} stages and devices of {len(each.devices)}")
+            for stage, devices in zip(each.stages, each.devices, strict=True):
                 if stage >= len(left):
                     raise ValueError(f"tied[{number}] names stage {stage}, but there are {len(left)} stages")
-                left[stage] -= each.state
-                if min(left[stage].values()) < 0 or each.stages.count(stage) > 1:
-                    raise ValueError(
-                        f"tied[{number}] names stage {stage} twice, or has more bytes than the stage keeps beside "
-                        "what is tied before"
-                    )
+                for device in devices:
+                    if device not in left[stage]:
+                        raise ValueError(f"tied[{number}] names device {device}, which is none of stage {stage}")
+                    left[stage][device] -= each.state
+                    if min(left[stage][device].values()) < 0:
+                        raise ValueError(
+                            f"tied[{number}] has more bytes than stage {stage} keeps on device {device} beside what "
+                            "is tied before"
+                        )
 
     def _require_parts(self, number: int) -> None:
         """Parts are halves of equal micro-batches, so that a part of one stage is a part of the next."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -9,6 +10,7 @@ from pydantic import Field, model_validator
 from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.files.placement import Placement
 from pipeplan.graphs import topological_order
+from pipeplan.units import bytes_of, ns_of
 from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
 from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryBytes, training_state
 
@@ -86,6 +88,52 @@ class Block(FileModel):
     optimizer_bytes: Annotated[Bytes, Field(description="optimizer state, unsplit")] = 0
     shared: Annotated[bool, Field(description="spread over all devices by placements that know shared blocks")] = False
     costs: Annotated[Items[CostRow], Field(min_length=1)]
+
+    @classmethod
+    def of(
+        cls,
+        id: str,
+        forward: str | float,
+        backward: str | float | None = None,
+        *,
+        input_grad: str | float | None = None,
+        weight_grad: str | float | None = None,
+        activation: str | int = 0,
+        weight_grad_bytes: str | int = 0,
+        workspace: str | int = 0,
+        parameters: str | int = 0,
+        optimizer: str | int = 0,
+        microbatch_size: int = 1,
+        operator: str = "block",
+        shared: bool = False,
+    ) -> Block:
+        """A block with costs for one micro-batch size, in a line of Python.
+
+        Times are text with a unit or seconds, sizes text with a unit or bytes: ``Block.of("layer0", "1ms", "2ms",
+        activation="64MB")``. For several sizes or shard counts make :class:`Block` of a :class:`CostRow` for each.
+
+        Raises:
+            UsageError: a time or a size is none.
+            ValueError: neither ``backward`` nor both of ``input_grad`` and ``weight_grad``.
+        """
+        row = CostRow(
+            microbatch_size=microbatch_size,
+            forward_ns=ns_of(forward),
+            backward_ns=None if backward is None else ns_of(backward),
+            input_grad_ns=None if input_grad is None else ns_of(input_grad),
+            weight_grad_ns=None if weight_grad is None else ns_of(weight_grad),
+            activation_bytes=bytes_of(activation),
+            weight_grad_bytes=bytes_of(weight_grad_bytes),
+            workspace_bytes=bytes_of(workspace),
+        )
+        return cls(
+            id=id,
+            operator=operator,
+            parameter_bytes=bytes_of(parameters),
+            optimizer_bytes=bytes_of(optimizer),
+            shared=shared,
+            costs=(row,),
+        )
 
     @staticmethod
     def kept(parameter_bytes: int, state: MemoryBytes) -> dict[str, Any]:
@@ -231,6 +279,50 @@ class Profile(File):
                         f"{each.optimizer_bytes} of optimizer state; with the parameters tied before it that is more "
                         f"than block {id_!r} counts, {block.parameter_bytes} and {block.optimizer_bytes}"
                     )
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        blocks: Iterable[Block],
+        *,
+        edges: Iterable[Edge | tuple[str, str]] | None = None,
+        bytes_per_sample: str | int = 0,
+        placement: Placement | None = None,
+        source: Source | None = None,
+    ) -> Profile:
+        """A profile of these blocks, in a few lines of Python.
+
+        Example::
+
+            layers = [Block.of(f"layer{n}", "1ms", "2ms", activation="64MB") for n in range(8)]
+            profile = Profile.of("my-model", layers, bytes_per_sample="4MB")
+
+        Args:
+            name: of the model.
+            blocks: in the order in which they run.
+            edges: what takes whose output, as :class:`Edge` or (source, target); by default each block that of the one
+                before.
+            bytes_per_sample: of the tensors on edges that are pairs, as text with a unit or bytes.
+            placement: used as it is unless another is asked for.
+            source: where the numbers came from; by default they are called estimated.
+
+        Raises:
+            UsageError: ``bytes_per_sample`` is no size.
+            ValueError: a block is there twice, an edge names none, or edges have a cycle.
+        """
+        known, size = tuple(blocks), bytes_of(bytes_per_sample)
+        pairs = zip([each.id for each in known], [each.id for each in known[1:]], strict=False)
+        made = tuple(
+            edge if isinstance(edge, Edge) else Edge(source=edge[0], target=edge[1], bytes_per_sample=size)
+            for edge in (pairs if edges is None else edges)
+        )
+        source = source or Source(method="estimated", notes="Made in Python.")
+        return cls(name=name, source=source, blocks=known, edges=made, placement=placement)
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(map(str, self.microbatch_sizes)) or "none in common"
+        return f"<Profile {self.name!r}: {len(self.blocks)} blocks, micro-batch sizes {sizes}>"
 
     def topological_order(self) -> tuple[str, ...]:
         """Block ids such that every edge points forward, keeping the file's order where it can.

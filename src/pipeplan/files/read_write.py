@@ -110,12 +110,14 @@ def _may_be_replaced(target: Path) -> bool:
 
 def write_elsewhere(text: str, path: str) -> str | None:
     """Write what could not go to ``path`` to a temporary file: its name, or None where there is no room for one."""
-    name = Path(path).name if path != "-" else "stdout"
+    name, kept = Path(path).name if path != "-" else "stdout", None
     try:
         handle, kept = tempfile.mkstemp(prefix="pipeplan-", suffix=f"-{name[-_LONGEST_NAME:]}")
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
     except OSError:
+        if kept is not None:  # half of it
+            os.unlink(kept)
         return None
     return kept
 
@@ -296,14 +298,16 @@ def _read(path: str, model: type[Model]) -> Model:
 def read_bytes(path: str) -> bytes:
     """All of a file, which may not be larger than :data:`MAX_FILE_BYTES`; ``-`` is stdin. Raises FileError."""
     try:
-        if path == "-":
-            return sys.stdin.buffer.read(MAX_FILE_BYTES)
-        size = Path(path).stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise FileError(f"{path}: {size} bytes is more than the {MAX_FILE_BYTES} a file may have")
-        return Path(path).read_bytes()
+        with contextlib.ExitStack() as stack:
+            file = sys.stdin.buffer if path == "-" else stack.enter_context(open(path, "rb"))
+            size = 0 if path == "-" else os.fstat(file.fileno()).st_size
+            content = file.read(MAX_FILE_BYTES + 1) if size <= MAX_FILE_BYTES else b""
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if max(size, len(content)) > MAX_FILE_BYTES:  # a device or pipe does not say beforehand how much it has
+        much = f"{size} bytes is" if size else "it has"
+        raise FileError(f"{path}: {much} more than the {MAX_FILE_BYTES} a file may have")
+    return content
 
 
 def _refusal(error: ValidationError, where: str, complaint: str, form: Form) -> FileError:

@@ -15,13 +15,14 @@ from pydantic import ValidationError
 from pipeplan._version import __version__
 from pipeplan.checker import check
 from pipeplan.costs.throughput import Throughput, Yardstick
+from pipeplan.display import Displayed
 from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, sha256_of
 from pipeplan.lower import programs
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
-from pipeplan.units import require_sum
+from pipeplan.units import format_ns, require_sum
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
@@ -195,7 +196,7 @@ class CandidateCounts:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Result(Displayed):
     """A plan and how it was found; ``seconds`` is the whole search, ``partition_seconds`` choosing the stages.
 
     No plan that the request leaves open has an iteration below ``lower_bound_ns``, no schedule of the plan's own
@@ -213,6 +214,10 @@ class Result:
     candidates: CandidateCounts
     timed_out: bool = False
     notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        bound = f"bound {format_ns(self.lower_bound_ns)}, gap {self.gap:.2%}"
+        return f"<Result {self.status}, {bound}: {self.plan!r}>"
 
     @property
     def status(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from pipeplan.costs.throughput import Throughput, Yardstick
+from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, InvalidPlanError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.partition.strategies import STRATEGIES
@@ -82,7 +83,7 @@ class NotThere:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Comparison(Displayed):
     """Rows best first, those that fit before those that do not; and what there is none for.
 
     An iteration has ``mini_batch`` samples. ``yardstick`` says what a sample is, ``notes`` what is free. Where no row
@@ -99,6 +100,9 @@ class Comparison:
     yardstick: Yardstick
     notes: tuple[str, ...] = ()
     shortage: PipeplanError | None = None
+
+    def __repr__(self) -> str:
+        return f"<Comparison {self.name!r}: {len(self.rows)} rows, {len(self.missing)} missing>"
 
     @property
     def batch(self) -> Batch | None:

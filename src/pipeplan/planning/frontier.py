@@ -17,6 +17,7 @@ from typing import Literal
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.throughput import Throughput, Yardstick
+from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, changes_that_do, plan_frontier
@@ -67,7 +68,7 @@ class FrontierPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class FrontierResult:
+class FrontierResult(Displayed):
     """A frontier, fewest devices and then least memory first, and how to make the ``plans`` of its points.
 
     ``exact`` says whether every strategy was covered; where it is not, ``notes`` say what was left out. ``factor`` is
@@ -95,6 +96,9 @@ class FrontierResult:
     tried: int | None = None
     untried: int | None = None
     yardstick: Yardstick = field(kw_only=True)
+
+    def __repr__(self) -> str:
+        return f"<FrontierResult {self.name!r}: {len(self.points)} points, {self.proved}>"
 
     def throughput(self, point: FrontierPoint) -> Throughput:
         """Of a point's iteration."""
@@ -563,7 +567,12 @@ def _chosen(found: FrontierResult, mode: Mode, number: int | None) -> FrontierRe
     shown, chosen = _of_mode(found.points, mode)
     if number is not None:
         if number > len(shown):
-            raise UsageError(f"--point {number}: there are {len(shown)} points; choose one of 1 to {len(shown)}")
+            there = (
+                f"are {len(shown)} points; choose one of 1 to {len(shown)}"
+                if len(shown) > 1
+                else "is one point; choose 1"
+            )
+            raise UsageError(f"--point {number}: there {there}")
         chosen = shown[number - 1]
     marked = [replace(found.points[index], chosen=index == chosen) for index in shown]
     plans = tuple(found.plans[index] for index in shown)

@@ -28,7 +28,7 @@ from pipeplan.planning.build_plan import planned
 from pipeplan.planning.candidates import PlacementCandidate, StageGraphs, open_sizes
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import Splits, split_frontier, split_stages
-from pipeplan.planning.trials import Trial, on_cluster
+from pipeplan.planning.trials import FIRST_SECONDS, Trial, on_cluster
 from pipeplan.schedule.state import Progress, Schedule
 from pipeplan.sharding.details import split_blocks
 from pipeplan.time_limit import Limit, TimeUpError
@@ -50,7 +50,7 @@ class _Constants:
     After a part ``one_stage`` strategies of one stage are only tracked to within ``rough`` of the frontier; after
     ``chains`` partitions of the chain make way for what else there is, after ``split`` split stages. What would do
     where nothing fits gets ``explaining`` seconds at least, counting what was not tried ``counting``, but no more than
-    ``most_counting`` seconds. However little time is left there are ``patience`` seconds for something to be found.
+    ``most_counting`` seconds.
     """
 
     step: float = 0.92
@@ -64,7 +64,6 @@ class _Constants:
     explaining: float = 1.0
     counting: float = 0.05
     most_counting: float = 2.0
-    patience: float = 0.5
 
 
 _HOW = _Constants()
@@ -232,7 +231,7 @@ def plan_frontier(
         SearchTimeoutError: time was up before there was anything.
     """
     limit = Limit(request.time_limit, whole=within)
-    limit.patience = max(0.0, _HOW.patience - limit.left())
+    limit.wait(0.0, FIRST_SECONDS)
     found = _searched(request, limit, quickest, progress)
     if not found.best:
         raise KeyboardInterrupt if limit.interrupted else _why(request, found)
@@ -369,7 +368,7 @@ class _FrontierSearch:
     def keep(self, found: PlanPoint) -> None:
         """Another point, if it belongs there; from now on there is something, and time for all that must follow."""
         self.best = _with(self.best, found)
-        self.limit.patience = 0.0
+        self.limit.wait_no_longer()
         self.limit.reserved = min(_HOW.counting * self.limit.seconds, _HOW.most_counting)
 
     def one_stage(self, request: Request) -> None:

@@ -164,7 +164,7 @@ class Request:
         profile: Profile,
         *,
         devices: int | None = None,
-        placement: str = "auto",
+        placement: Placement | str = "auto",
         cluster: Cluster | None = None,
         mini_batch: int | None = None,
         microbatch_size: int | None = None,
@@ -210,6 +210,11 @@ class Request:
             rules=rules,
             **(_as_defined(profile, scheduler, rules) | others),
         )
+
+    @property
+    def tunes(self) -> bool:
+        """Whether rules are asked for and not which: these are found by auto-tuning."""
+        return self.scheduler == "rules" and self.rules is None
 
     @property
     def memory(self) -> list[int | None]:
@@ -262,12 +267,12 @@ def _as_defined(profile: Profile, scheduler: str, rules: Rules | None) -> dict[s
 
 
 def choose_placement(
-    profile: Profile, wanted: str, num_devices: int | None, rules: Rules | None = None
+    profile: Profile, wanted: Placement | str, num_devices: int | None, rules: Rules | None = None
 ) -> tuple[Placement | str, int]:
     """What ``--placement`` and ``--devices`` mean: a placement that exists, or a strategy; and how many devices.
 
     ``wanted`` is ``auto`` (the profile's own placement, else the strategy of the rules, or :data:`SUBMODULES` where
-    they have one for each, else all strategies), a strategy, or a placement file.
+    they have one for each, else all strategies), a strategy, a placement file, or a placement.
 
     Raises:
         UsageError: ``num_devices`` contradicts the placement, is missing, or the strategy is not known; the rules are
@@ -281,24 +286,32 @@ def choose_placement(
             return ruled or wanted, _count(profile, num_devices)
         if rules is not None and not follows_rules(profile, given, rules):
             raise _other_placement(rules, given)
+    elif isinstance(wanted, Placement):
+        given = _placing(profile, wanted)
     elif wanted not in STRATEGIES:
         if not os.path.exists(wanted):
             meant = choose_from(wanted, ("auto", *STRATEGIES))
             raise UsageError(f"--placement {wanted!r} is neither a file nor a strategy; {meant}")
-        given = read_placement(wanted)
-        try:
-            profile.check_placement(given)
-        except ValueError as error:
-            raise UsageError(f"{wanted} does not place profile {profile.name!r}: {error}") from None
+        given = _placing(profile, read_placement(wanted))
     if given is not None:
         if num_devices not in (None, given.num_devices):
-            where = "the profile's placement" if wanted == "auto" else wanted
+            where = "the profile's placement" if wanted == "auto" else given.where
             raise UsageError(
                 f"--devices {num_devices} contradicts {where}, which stands on {given.num_devices}; leave --devices "
                 "out, or choose a --placement strategy"
             )
         return given, given.num_devices
+    assert isinstance(wanted, str)
     return wanted, _count(profile, num_devices)
+
+
+def _placing(profile: Profile, given: Placement) -> Placement:
+    """A placement that places the profile. Raises UsageError."""
+    try:
+        profile.check_placement(given)
+    except ValueError as error:
+        raise UsageError(f"{given.where} does not place profile {profile.name!r}: {error}") from None
+    return given
 
 
 def _other_placement(rules: Rules, own: Placement) -> UsageError:

@@ -31,14 +31,16 @@ from pipeplan.planning.trials import (
     Trial,
     iteration_of,
     on_cluster,
+    preferred,
     workloads,
 )
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget, load_solver
 from pipeplan.schedule.longer import ShorterRun
-from pipeplan.schedule.search import FirstLook
+from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FewerBytes, FirstLook
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
-from pipeplan.time_limit import Limit, checkpoint, shielded
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded
+from pipeplan.units import format_ns
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
@@ -85,6 +87,27 @@ def _ease(request: Request, trial: Trial, budget: Budget, progress: Progress | N
         if not budget.expired:
             with suppress(PipeplanError):  # there is a schedule
                 trial.search(request, budget, budget.remaining, progress)
+
+
+@dataclass(frozen=True)
+class LessMemoryOfBest(FewerBytes, PlanStep):
+    """The best plan, where it is proved, once more in less memory."""
+
+    def applies(self, search: PlanSearch) -> bool:
+        """Only what searches make may change, not a schedule that is asked for by name."""
+        return search.request.scheduler in SEARCHING and not search.budget.expired
+
+    def run(self, search: PlanSearch) -> None:
+        trial = search.best
+        if trial is None or trial.best is None or trial.parted is not None or not trial.settled.optimal:
+            return
+        if trial.best.loop is not None:
+            return
+        with search.budget.share(self.share * search.budget.seconds) as share:
+            found = self.lowered(trial.best, share)
+        if found is not None and preferred(found, trial.best):
+            trial.best = found
+            search.report(trial)
 
 
 @dataclass(frozen=True)
@@ -215,19 +238,36 @@ def _reason_against_parts(workload: Workload) -> str | None:
 class EvenCut(PlanStep):
     """A first plan of a large request: cut evenly, with 1F1B or GPipe; in ``seconds`` at most, or it is said.
 
-    In others the first candidate is as quick.
+    In others the first candidate is as quick; but where no more than ``hurry`` seconds are left they have one, too,
+    which takes so little that it is made however late it is. Pipelines so deep that such a plan runs group by group get
+    larger groups as long as making their plan takes no more than a ``growth`` of the time that is left.
     """
 
     least: int = 4_000
     seconds: float = 2.5
+    hurry: float = 1.0
+    growth: float = 0.2
     name = "even cut"
-    when = "first, once; more than {least} blocks x devices; --placement auto or one-to-one, --scheduler auto"
+    when = (
+        "first, once; more than {least} blocks x devices, or at most {hurry} s are left; --placement auto or "
+        "one-to-one, --scheduler auto"
+    )
     in_turn = True
 
     def run(self, search: PlanSearch) -> None:
-        if search.begun or not self._is_for(search.request):
+        request = search.request
+        plain = request.placement in ("auto", "one-to-one") and request.scheduler == "auto"
+        if search.begun or not plain or request.num_parted or request.spread:
             return
         search.begun = True
+        if request.num_devices * len(request.profile.blocks) > self.least:
+            self._large(search)
+        elif not search.budget.deterministic and search.budget.left() <= self.hurry:
+            with shielded():
+                self._look(search)
+                _secure(search)
+
+    def _large(self, search: PlanSearch) -> None:
         limit = Limit(math.inf if search.budget.deterministic else self.seconds)
         with limit.ended():
             self._look(search)
@@ -237,6 +277,17 @@ class EvenCut(PlanStep):
             if limit.over:
                 self._look(search)
         _secure(search)
+        entries = MOST_ENTRIES
+        while (
+            (made := search.made) is not None
+            and made.schedule.scheduler.endswith("+groups")
+            and _MORE * made.seconds < self.growth * search.budget.remaining
+        ):
+            entries *= _MORE
+            search.trials[0].look_plainly(entries)
+            _secure(search)
+            if search.made is made:
+                return
 
     def _look(self, search: PlanSearch) -> None:
         """The first that fits."""
@@ -249,10 +300,9 @@ class EvenCut(PlanStep):
                 search.report(trial)
                 return
 
-    def _is_for(self, request: Request) -> bool:
-        plain = request.placement in ("auto", "one-to-one") and request.scheduler == "auto"
-        large = request.num_devices * len(request.profile.blocks) > self.least
-        return plain and large and not (request.num_parted or request.spread)
+
+_MORE = 4
+"""Larger groups have so many times as many entries."""
 
 
 @dataclass(frozen=True)
@@ -359,6 +409,7 @@ STEPS: tuple[SearchStep, ...] = (
     *SCHEDULE_STEPS,
     EaseRecomputation(),
     SliceForwards(),
+    LessMemoryOfBest(),
     ExplainShortage(),
 )
 
@@ -411,11 +462,12 @@ def search_plan(
     best = search.best
     if best is None:
         raise _nothing(search)
-    schedule, plan = _plan_of(search, best)
+    last = _last_plan(search, best)
+    schedule, plan = last.schedule, last.plan
     chosen = None if isinstance(request.placement, Placement) else search.partition_seconds
     refuted = sum(trial.hopeless(best) for trial in search.trials if trial is not best)
     counts = CandidateCounts(search.looked_at, search.refuted + refuted, sum(1 for _ in search.open))
-    proved = min(best.bound_ns, plan.predicted.iteration_ns)
+    proved = min(last.bound_ns, plan.predicted.iteration_ns)
     return Result(
         plan,
         schedule,
@@ -444,18 +496,87 @@ def _nothing(search: PlanSearch) -> BaseException:
 def _secure(search: PlanSearch) -> None:
     """Make the first plan at once, so that nothing can lose it, and keep as long for making the last one.
 
-    How long that takes is taken to grow with the number of actions; it is found out again when there are many more.
+    How long that takes is taken to grow with the number of actions; it is found out again when there are many more. A
+    plan that takes long is also made again when there is a better one, as long as making plans takes little of the
+    time: after an interruption there are only moments for it.
     """
     best, made = search.best, search.made
     if search.budget.deterministic or best is None or best.best is None:
         return
-    if made is None or best.best.graph.num_tasks > 2 * made.schedule.graph.num_tasks:
-        begun = search.budget.elapsed
-        with shielded():
-            schedule, plan = _plan_of(search, best)
-        made = search.made = MadePlan(schedule, plan, search.budget.elapsed - begun)
-    search.budget.patience = 0.0
-    search.budget.reserved = made.seconds * best.best.graph.num_tasks / made.schedule.graph.num_tasks
+    size = best.best.graph.num_tasks
+    if made is None:
+        made = _first_made(search, best)
+    else:
+        expected = made.seconds * size / made.schedule.graph.num_tasks
+        larger = size > 2 * made.schedule.graph.num_tasks
+        value = best.value_ns
+        better = value is not None and value < made.plan.predicted.iteration_ns
+        cheap = search.making_seconds + expected <= _MAKING * search.budget.elapsed
+        if larger or (better and expected > _MOMENT / 2 and cheap):
+            made = _made(search, best)
+    search.budget.wait_no_longer()
+    expected = made.seconds * size / made.schedule.graph.num_tasks
+    search.budget.reserved = min(expected, max(0.0, search.budget.left() + search.budget.reserved) / 2)
+
+
+_FEW = 4_000
+"""Up to so many actions the first plan takes so little that it is made whatever the time, and whatever is heard."""
+
+_MOMENT = 0.5
+"""Seconds in which the best plan is made after an interruption; else it is the one that was made before."""
+
+_MAKING = 0.1
+"""The part of the time that making plans on the way may take, beside the first and those of many more actions."""
+
+
+def _made(search: PlanSearch, trial: Trial) -> MadePlan:
+    """The plan of a trial, made now."""
+    begun = search.budget.elapsed
+    schedule, plan = _plan_of(search, trial)
+    seconds = search.budget.elapsed - begun
+    search.making_seconds += seconds
+    search.made = MadePlan(schedule, plan, seconds, trial.bound_ns)
+    return search.made
+
+
+def _first_made(search: PlanSearch, trial: Trial) -> MadePlan:
+    """The first plan, made in any case where that takes little."""
+    assert trial.best is not None
+    with shielded() if trial.best.graph.num_tasks <= _FEW else search.budget.finishing(_MOMENT):
+        return _made(search, trial)
+
+
+def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
+    """The best plan; the one that was made before where there is no time to make it, which is noted.
+
+    Raises:
+        KeyboardInterrupt: interrupted while the first was made.
+        SearchTimeoutError: there was no time to make any.
+    """
+    budget, before = search.budget, search.made
+    if budget.deterministic:
+        return _made(search, best)
+    if before is None:
+        try:
+            return _first_made(search, best)
+        except TimeUpError:
+            if budget.interrupted:
+                raise KeyboardInterrupt from None
+            raise SearchTimeoutError(
+                f"a schedule was found in {budget.elapsed:.1f} s, but there was no time to make its plan; raise "
+                "--time-limit"
+            ) from None
+    budget.reserved, budget.patience = 0.0, search.lateness
+    try:
+        with budget.finishing(_MOMENT):
+            return _made(search, best)
+    except (KeyboardInterrupt, TimeUpError):
+        known, value = before.plan.predicted.iteration_ns, best.value_ns or 0
+        search.notes.append(
+            f"a schedule of {format_ns(value)} was found, and there was no time to make its plan; this one, of "
+            f"{format_ns(known)}, was made before: raise --time-limit"
+        )
+        return before
 
 
 def _plan_of(search: PlanSearch, trial: Trial) -> tuple[Schedule, Plan]:

@@ -25,7 +25,7 @@ from pipeplan.planning.request import Request
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
-from pipeplan.schedule.search import SEARCHING, FirstLook, first_look, plain_look, search_schedule
+from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FirstLook, first_look, plain_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, complexity, first_by, named, noted
 from pipeplan.schedule.steps import STEPS
 from pipeplan.time_limit import shielded
@@ -169,10 +169,10 @@ class Trial:
         self.ways = [self.best.workload if way == self.best.workload else way for way in ways]
         self.bounds = list(map(weak_makespan_bound, self.ways))
 
-    def look_plainly(self) -> None:
-        """Only GPipe and 1F1B, which takes a time linear in the actions."""
+    def look_plainly(self, most_entries: int = MOST_ENTRIES) -> None:
+        """Only GPipe and 1F1B, which takes a time linear in the actions; of programs no longer than so."""
         for workload in self.ways:
-            self._offer(plain_look(workload))
+            self._offer(plain_look(workload, most_entries))
 
     def look(self, *, thorough: bool = False) -> None:
         """Only known schedules, which takes no solver."""
@@ -285,17 +285,21 @@ class PlanStep(SearchStep, ABC):
         """Add to what is known."""
 
 
-_PATIENCE = 0.5
-"""Seconds that every search has for its first plan, however little is left when it begins."""
+FIRST_SECONDS = 1.0
+"""Seconds of work that every search has for its first plan, however little is left when it begins."""
+
+LATE, LATE_SHARE = 1.0, 0.1
+"""A command may be so many seconds late, or by so much of its limit: for its first plan, and to make its last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class MadePlan:
-    """The plan of a schedule, and in how many seconds it was made."""
+    """The plan of a schedule, in how many seconds it was made, and ns that no iteration of its placement is below."""
 
     schedule: Schedule
     plan: Plan
     seconds: float
+    bound_ns: int
 
 
 @dataclass(slots=True)
@@ -307,7 +311,8 @@ class PlanSearch:
     trials, since no schedule of theirs can be better. ``others`` {key: ns} are bounds of what is none of the trials: of
     all that the request leaves open (None), of candidates that are not tried or were given up. ``finalists`` are the
     trials with a schedule at the end, best first. ``notes`` say what went wrong, ``made`` is the plan that was made
-    last, by which it is known how long that takes: that much time is reserved for it.
+    last, by which it is known how long that takes: that much time is reserved for it. ``making_seconds`` is what making
+    plans has taken.
     """
 
     request: Request
@@ -326,6 +331,7 @@ class PlanSearch:
     partition_seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
     begun: bool = False
+    making_seconds: float = 0.0
     made: MadePlan | None = None
     _seen: set[Hashable] = field(default_factory=set)
     _said: tuple[int, str] | None = None
@@ -340,7 +346,7 @@ class PlanSearch:
         What is only a fallback comes if there is nothing else. Whatever runs ends when time is up, or at Ctrl-C.
         """
         steps = [step for step in self.steps if isinstance(step, PlanStep)]
-        self.budget.patience = max(0.0, _PATIENCE - self.budget.left())
+        self.budget.wait(self.lateness, FIRST_SECONDS)
         left = steps
         with self.budget.hearing_interrupts(), self.budget.ended():
             if not self._bounded:
@@ -360,6 +366,13 @@ class PlanSearch:
         for step in left:
             if step.after_all and step.applies(self):
                 step.run(self)
+
+    @property
+    def lateness(self) -> float:
+        """Seconds by which the search may be late: none where it is a part of something that goes on after it."""
+        whole = self.budget.whole
+        alone = whole is None or self.budget.seconds >= whole.seconds
+        return max(LATE, LATE_SHARE * self.budget.seconds) if alone else 0.0
 
     def _repeat(self, steps: Sequence[PlanStep]) -> None:
         while not self.all_seen:

@@ -19,6 +19,7 @@ from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from typing import Protocol, Self, TypeVar
 
+from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.planning.bounds import request_bound
@@ -26,6 +27,7 @@ from pipeplan.planning.build_plan import CandidateCounts, Result, planned
 from pipeplan.planning.candidates import Choice, PlacementCandidate, grid
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling, shortage
 from pipeplan.planning.request import Request
+from pipeplan.planning.trials import FIRST_SECONDS
 from pipeplan.planning.tuning_cells import Cache, Cell, CellRows, TuningRow, cell_of, rows_of, schedule_of, settled_cell
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Progress
@@ -72,8 +74,8 @@ class Workers:
 
     @property
     def stopped(self) -> bool:
-        """Whether no more work is to begin."""
-        return self._limit.expired
+        """Whether no more work is to begin: as long as nothing is found, not before all patience is over."""
+        return self._limit.over if self._limit.waiting else self._limit.expired
 
     def interrupt(self) -> None:
         """Let what is at work come to its end soon, and begin no more."""
@@ -93,8 +95,8 @@ class Workers:
                 yield self._here(work, item)
 
     def _begun(self, work: Work[Item, Found], items: Sequence[Item]) -> list[Future[Found] | None]:
-        """The items, given to the processes; None for those to be done here."""
-        if self._pool is None:
+        """The items, given to the processes; None for those to be done here, as the first are: processes take time."""
+        if self._pool is None or self._limit.waiting:
             return [None] * len(items)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited: processes begin deaf to it
         try:
@@ -147,7 +149,7 @@ _NO_RULES = "no built-in rules make a schedule that fits into the devices' memor
 
 
 @dataclass(frozen=True, slots=True)
-class Tuning:
+class Tuning(Displayed):
     """The best plan, the rules that make it, every row by rank, and how many cells there were.
 
     Of ``num_cells``, ``num_unfit`` fit under no rules, ``num_skipped`` have a bound that is not below the best
@@ -162,6 +164,9 @@ class Tuning:
     num_skipped: int
     num_known: int
     num_open: int
+
+    def __repr__(self) -> str:
+        return f"<Tuning {self.said}; best: {self.result.plan!r}>"
 
     @property
     def said(self) -> str:
@@ -259,6 +264,7 @@ class _Tuner:
     def run(self) -> Tuning:
         """All rounds."""
         waiting = self._points()
+        self.limit.wait(0.0, FIRST_SECONDS)
         try:
             with self.limit.ended():
                 self._look_into(waiting)
@@ -347,6 +353,8 @@ class _Tuner:
                 self.failures.append(InfeasibleError(_NO_RULES))
             self.num_done += rows.complete and not unfit
             self.found += [(point.cell, row) for row in rows.rows]
+        if self.found:
+            self.limit.wait_no_longer()
 
     def _live(self, points: Sequence[_GridPoint]) -> list[_GridPoint]:
         """Those that may become the best."""

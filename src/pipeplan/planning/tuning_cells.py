@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,10 +16,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeplan._version import __version__
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
-from pipeplan.files import sha256_of
+from pipeplan.files import sha256_of, write_elsewhere
+from pipeplan.files.read_write import read_bytes
 from pipeplan.planning.candidates import Choice, PlacementCandidate, placed
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import Trial, may_move, on_cluster, workloads
+from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, sweep
 from pipeplan.schedule.search import timed
@@ -40,7 +43,8 @@ Known = TypeVar("Known")
 class Cache:
     """What was found of cells, by what it follows from: profile, cluster, memory, options, version, and the cell.
 
-    Without a ``path`` it only remembers.
+    Without a ``path`` it only remembers. A file that can no longer be written goes on as a temporary one, with
+    a warning.
 
     Raises:
         UsageError: the file is something else, or cannot be read or written.
@@ -69,20 +73,22 @@ class Cache:
         """Keep what was found of a cell."""
         key = self._key(what, cell)
         self._known[key] = TypeAdapter(type(known)).dump_python(known, mode="json")
-        self._append({"key": key, "known": self._known[key]})
+        self._append(key)
 
     def _open(self, path: Path) -> None:
         try:
-            text = path.read_bytes() if path.exists() else b""
-            lines = text.splitlines(keepends=True)
-            if lines and not lines[-1].endswith(b"\n"):  # a process ended while it wrote
-                path.write_bytes(b"".join(lines[:-1]))
-                lines = lines[:-1]
+            lines = read_bytes(str(path)).splitlines(keepends=True) if path.exists() else []
+            with path.open("ab") as file:
+                if lines and not lines[-1].endswith(b"\n"):  # a process ended while it wrote
+                    file.truncate(sum(map(len, lines[:-1])))
+                    lines = lines[:-1]
+                if not lines:
+                    file.write(_line(_HEADER))
         except OSError as error:
-            raise UsageError(f"--cache {path} cannot be read: {error.strerror}") from None
-        if not lines:
-            self._append(_HEADER)
-        elif _read(path, 1, lines[0]) != _HEADER:
+            raise UsageError(
+                f"--cache {path} cannot be written: {error.strerror}; name a file that can be, or leave it out"
+            ) from None
+        if lines and _read(path, 1, lines[0]) != _HEADER:
             raise UsageError(f"--cache {path} is not a tuning cache; name another file, or a new one")
         for number, line in enumerate(lines[1:], 2):
             entry = _read(path, number, line)
@@ -92,14 +98,24 @@ class Cache:
                 )
             self._known[str(entry["key"])] = entry["known"]
 
-    def _append(self, entry: dict[str, object]) -> None:
+    def _append(self, key: str) -> None:
         if self.path is None:
             return
         try:
             with self.path.open("ab") as file:
-                file.write(json.dumps(entry).encode() + b"\n")
+                file.write(self._lines(key))
         except OSError as error:
-            raise UsageError(f"--cache {self.path} cannot be written: {error.strerror}") from None
+            self._move(self.path, error)
+
+    def _move(self, path: Path, error: OSError) -> None:
+        """Keep everything in a temporary file from now on, or only here where there is no room for one either."""
+        kept = write_elsewhere((_line(_HEADER) + self._lines(*self._known)).decode(), str(path))
+        self.path = None if kept is None else Path(kept)
+        where = f"is kept in {kept or 'no file'} from now on"
+        warnings.warn(f"--cache {path} cannot be written: {error.strerror}; what is found {where}", stacklevel=2)
+
+    def _lines(self, *keys: str) -> bytes:
+        return b"".join(_line({"key": key, "known": self._known[key]}) for key in keys)
 
     def _key(self, what: str, cell: str) -> str:
         return _sha256([self._request, what, cell])
@@ -121,6 +137,10 @@ def _digest(request: Request) -> str:
             request.split_overhead_ns,
         ]
     )
+
+
+def _line(entry: Mapping[str, object]) -> bytes:
+    return json.dumps(entry).encode() + b"\n"
 
 
 def _sha256(value: object) -> str:
@@ -253,7 +273,7 @@ def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> CellRo
     found = CellRows()
     with suppress(TimeUpError):
         for workload in workloads(request, cell.candidate):
-            problem = OneMicrobatch.of(workload)
+            problem = _problem(workload)
             rules = _rules(problem.workload)
             tried = itertools.takewhile(lambda _: not stopped(), rules)
             for swept in sweep(problem.workload, tried):
@@ -268,7 +288,7 @@ def schedule_of(request: Request, candidate: PlacementCandidate, row: TuningRow)
     """The rules of one of a cell's rows, and the schedule, made again."""
     for workload in workloads(request, candidate):
         if workload.splits_backward == row.split:
-            problem = OneMicrobatch.of(workload)
+            problem = _problem(workload)
             rules = next(rules for rules in _rules(problem.workload) if rules.name == row.rules)
             schedule = _schedule(problem, workload, run_rules(task_graph(problem.workload), rules))
             assert schedule is not None
@@ -286,8 +306,19 @@ def _rules(workload: Workload) -> list[Rules]:
     return built_in_rules(workload, limits=(None,), times=("unit",), separate=(True,))
 
 
+def _problem(workload: Workload) -> OneMicrobatch:
+    """What rules are tried on: of a very long run a shorter one."""
+    return OneMicrobatch.of(ShorterRun().shorter(workload) or workload)
+
+
 def _schedule(problem: OneMicrobatch, workload: Workload, swept: Swept) -> Schedule | None:
-    return timed(problem, task_graph(workload), swept.orders[: problem.num_devices], f"rules: {swept.rules.name}")
+    """What rules make of a problem, as a schedule of the whole workload; None if it does not fit."""
+    given = problem.workload if problem.reduction is None else problem.reduction.workload
+    graph = task_graph(given)
+    found = timed(problem, graph, swept.orders[: problem.num_devices], f"rules: {swept.rules.name}")
+    if found is None or given.num_microbatches == workload.num_microbatches:
+        return found
+    return ShorterRun().repeating(found, workload)
 
 
 def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> TuningRow:

@@ -26,7 +26,7 @@ from pipeplan.reporting.layout import (
     tables,
 )
 from pipeplan.reporting.timeline import kind_name
-from pipeplan.simulator.measured import DeviceTimes, MeasuredComparison
+from pipeplan.simulator.measured_times import DeviceTimes, MeasuredComparison
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.kinds import is_instruction

@@ -63,11 +63,16 @@ def print_stages(workload: Workload, file: TextIO | None = None) -> None:
 
 def _shared(workload: Workload) -> list[str]:
     """What stages share, a line each: the table counts it with each of them."""
-    return [
-        f"stages {number_ranges(each.stages)} share {each.name}, "
-        f"{format_bytes(each.state[PARAMETERS])} of parameters, kept once on a device of several of them"
-        for each in workload.tied
-    ]
+    found = []
+    for name in dict.fromkeys(each.name for each in workload.tied):
+        entries = [each for each in workload.tied if each.name == name]
+        stages = sorted({stage for each in entries for stage in each.stages})
+        size = format_bytes(max(each.state[PARAMETERS] * each.parts for each in entries))
+        found.append(
+            f"stages {number_ranges(stages)} share {name}, {size} of parameters: a device of "
+            "several of them keeps what is the same in these once"
+        )
+    return found
 
 
 @dataclass(frozen=True, slots=True)

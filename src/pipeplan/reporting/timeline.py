@@ -9,7 +9,7 @@ from itertools import groupby
 
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.trace import Trace, TraceEvent, trace_json
-from pipeplan.reporting.layout import xml_text
+from pipeplan.reporting.layout import counted, xml_text
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.action import Action
@@ -177,19 +177,46 @@ text { font: 11px sans-serif; fill: #222 }
 def timeline_svg(simulation: Simulation) -> str:
     """The text of an SVG file. Every second stage of a device is paler."""
     scale = _TimeScale.of(simulation)
-    height = _TOP + _ROW * len(simulation.orders) + _MARGIN
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{scale.width}" height="{height}" '
-        f'viewBox="0 0 {scale.width} {height}">',
+    height = _height(simulation)
+    return _svg(scale.width, height, [*_heading(simulation), *_run(simulation, scale, height)])
+
+
+def timelines_svg(runs: Mapping[str, Simulation]) -> str:
+    """The text of an SVG file with several runs below each other, each under its title, on one time scale.
+
+    It is as wide as a page, however short actions are then.
+    """
+    longest = max(simulation.written_ns for simulation in runs.values())
+    scale, top = _TimeScale(_MIN_WIDTH / longest, _LEFT + _MIN_WIDTH + _MARGIN), 0
+    parts: list[str] = []
+    for title, simulation in runs.items():
+        height = _height(simulation)
+        heading = [f'<text class="title" x="{_MARGIN}" y="20">{xml_text(title)}</text>']
+        heading += [f'<text x="{_MARGIN}" y="36">{xml_text(_in_figures(simulation))}</text>', *_legend(simulation)]
+        parts += [f'<g transform="translate(0,{top})">', *heading, *_run(simulation, scale, height), "</g>"]
+        top += height
+    return _svg(scale.width, top, parts)
+
+
+def _height(simulation: Simulation) -> int:
+    return _TOP + _ROW * len(simulation.orders) + _MARGIN
+
+
+def _svg(width: int, height: int, parts: Sequence[str]) -> str:
+    root = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
         f"<style>{_STYLE}</style>",
-        f'<rect width="{scale.width}" height="{height}" fill="#fff"/>',
-        *_heading(simulation),
-        *_axis(simulation, scale, height),
-    ]
+        f'<rect width="{width}" height="{height}" fill="#fff"/>',
+    )
+    return "\n".join([*root, *parts, "</svg>", ""])
+
+
+def _run(simulation: Simulation, scale: _TimeScale, height: int) -> Iterator[str]:
+    """The axis, a row for each device, and the repetend's frame."""
+    yield from _axis(simulation, scale, height)
     for device in range(len(simulation.orders)):
-        parts += _row(simulation, scale, device)
-    parts += _repetend(simulation, scale)
-    return "\n".join([*parts, "</svg>", ""])
+        yield from _row(simulation, scale, device)
+    yield from _repetend(simulation, scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +252,23 @@ def _heading(simulation: Simulation) -> Iterator[str]:
     if simulation.bubble_rate_steady is not None:
         figures.append(f"{simulation.bubble_rate_steady:.2%} steady")
     yield f'<text x="{_MARGIN}" y="36">{xml_text(", ".join(figures))}</text>'
+    yield from _legend(simulation)
+
+
+def _in_figures(simulation: Simulation) -> str:
+    """What a run takes, in a few words."""
+    count = simulation.workload.num_microbatches
+    rates = simulation.rates
+    return (
+        f"{counted(count, 'micro-batch', 'es')}, {format_ns(rates.makespan_ns)}, devices idle for "
+        f"{rates.bubble_rate:.1%} of it"
+    )
+
+
+def _legend(simulation: Simulation) -> Iterator[str]:
+    """A colour for each kind, and the repetend's frame."""
     x = _MARGIN
-    for kind in in_order(operation.kind for operation in workload.operations):
+    for kind in in_order(operation.kind for operation in simulation.workload.operations):
         name = f"{kind} (instruction)" if is_instruction(kind) else kind_name(kind)
         yield f'<rect class="{_class(kind)}" x="{x}" y="43" width="12" height="12"/>'
         yield f'<text x="{x + 17}" y="53">{name}</text>'

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.state import Schedule, SearchStep
+from pipeplan.time_limit import checked
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -68,6 +69,37 @@ class ShorterRun(SearchStep):
         if run is None or not fits(run.graph, run.orders):
             return None
         return found.running(run, workload)
+
+    def repeating(self, found: Schedule, workload: Workload, most_written: int = MAX_WRITTEN) -> Schedule | None:
+        """A schedule of a shorter run as one of the whole workload: a part that repeats, or all of it, is repeated.
+
+        Of so few micro-batches that no device has two of each in a pipeline, no part is looked for.
+        """
+        steady = found.graph.workload.num_microbatches >= 2 * len(workload.stages)
+        longer = self.lengthened(found, workload, most_written) if steady else None
+        return longer or self.in_groups(found, workload)
+
+    def in_groups(self, found: Schedule, workload: Workload) -> Schedule | None:
+        """The shorter run again and again: each device begins the next group of micro-batches after the one before.
+
+        Whether a part of the run repeats does not matter, and no more is held than in the run itself. What is left of
+        the micro-batches is a smaller group, and comes first. None where micro-batches do not begin anew together.
+        """
+        graph, group = found.graph, found.graph.workload.num_microbatches
+        rest = workload.num_microbatches % group
+        begins, counts = (counts_of(workload, number) for number in (rest, group))
+        if begins is None or counts is None or workload.num_microbatches < group:
+            return None
+        larger = task_graph(workload.with_microbatches(rest + group))
+        orders = []
+        for order in checked(graph.on_devices(found.orders), 4):
+            entries = [(item, task - graph.offsets[item]) for task in order for item in (graph.operation_of[task],)]
+            first = [larger.offsets[item] + number for item, number in entries if number < begins[item]]
+            orders.append([*first, *(larger.offsets[item] + begins[item] + number for item, number in entries)])
+        run = looped(larger, orders, begins, group, workload.num_microbatches, 4 * larger.num_tasks)
+        if run is None or not fits(run.graph, run.orders):
+            return None
+        return found.running(run, workload, "+groups")
 
     def repeated(
         self, given: TaskGraph, orders: Orders, num_microbatches: int, most_written: int = MAX_WRITTEN

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -12,7 +12,7 @@ from pipeplan.units import rounded_up
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.steady_state.rate import CutOrders, Entry, repeated, tasks_of_copy
+from pipeplan.workload.steady_state.rate import CutOrders, Entry, tasks_of_copy
 from pipeplan.workload.steady_state.repetend import extend
 from pipeplan.workload.task_graph import Orders, earliest_starts, task_graph
 
@@ -70,12 +70,24 @@ def compose(problem: OneMicrobatch, pattern: Pattern) -> list[list[int]]:
     :func:`~pipeplan.workload.task_graph.earliest_starts` they close up. Every device holds at most what it holds in
     the steady state, since the operations that are missing at the ends only free memory later than they take it.
     """
-    count, unroll = problem.num_microbatches, pattern.unroll
-    last = max(map(max, pattern.starts)) // pattern.repetend_ns + (count - 1) // unroll
     return [
-        [x * count + m for x, m in repeated(pattern.copy(operations), unroll, range(last + 1)) if 0 <= m < count]
+        _composed(pattern.copy(operations), pattern.unroll, problem.num_microbatches)
         for operations in problem.on_device
     ]
+
+
+def _composed(copy: Sequence[Entry], unroll: int, count: int) -> list[int]:
+    """Copies one after another, of those micro-batches that there are: where messages take long, that is from far on.
+
+    What runs first has by then run all of its micro-batches, so that hardly any copy is whole.
+    """
+    runs = [(k, place, x, m + k * unroll) for place, (x, m) in enumerate(copy) for k in _times(m, unroll, count)]
+    return [x * count + m for _, _, x, m in sorted(runs)]
+
+
+def _times(m: int, unroll: int, count: int) -> range:
+    """The copies in which the micro-batch that is ``m`` in the first one is there."""
+    return range(max(0, -(m // unroll)), -(-(count - m) // unroll))
 
 
 def middle_repetition(problem: OneMicrobatch, pattern: Pattern) -> frozenset[int]:

@@ -13,25 +13,30 @@ from operator import attrgetter
 
 from pipeplan.errors import InfeasibleError, UsageError, choose_from
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.cpsat.repetend import shortest_way_through, solve_pattern
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
+from pipeplan.schedule.cpsat.windows import Ramps, WholeHorizon, reschedule
 from pipeplan.schedule.longer import ShorterRun
-from pipeplan.schedule.pattern import microbatch_by_microbatch
+from pipeplan.schedule.modulo import modulo_schedule
+from pipeplan.schedule.pattern import Pattern, compose, microbatch_by_microbatch, middle_repetition
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.schedule.rules.sweep import schedule_of_rules
 from pipeplan.schedule.state import (
     Progress,
     Schedule,
+    ScheduleCandidate,
     ScheduleStep,
     SearchState,
     SearchStep,
     first_by,
     fitting,
     named,
+    origin_of,
 )
-from pipeplan.schedule.steps import STEPS
+from pipeplan.schedule.steps import STEPS, KnownSchedule
 from pipeplan.time_limit import TimeUpError, checked, checkpoint
 from pipeplan.units import format_bytes, rounded_up
-from pipeplan.workload.bounds import strong_makespan_bound, weak_makespan_bound
+from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -118,6 +123,8 @@ class _Search:
             if found and self.budget.expired:
                 break
             longer = shorter.lengthened(each, workload)
+            if longer is None and not found and self.scheduler in SEARCHING:
+                longer = shorter.in_groups(each, workload)
             found += [] if longer is None else [longer]
         best = _best(found)
         if self.scheduler == "auto" and known is not None and (best is None or not first_by(_SHORTER, best, known)):
@@ -132,8 +139,8 @@ class _Search:
 class FirstLook(SearchStep):
     """Known schedules that are quick to make; slower ones are for a thorough look.
 
-    Of a very long run, the ``lengthened`` best of a shorter one of which a part can be repeated after at most
-    ``most_written`` actions.
+    Of a very long run, the ``lengthened`` best of a shorter one: a part of it is repeated, where times come to repeat
+    within ``most_written`` actions, else all of it.
     """
 
     thorough_tasks: int = 5_000
@@ -144,11 +151,26 @@ class FirstLook(SearchStep):
     needed = True
 
 
-def plain_look(workload: Workload) -> Schedule | None:
+MOST_ENTRIES = 50_000
+"""A first plan's programs have no more entries, computing and messages, than this: one takes some microseconds."""
+
+
+def plain_look(workload: Workload, most_entries: int = MOST_ENTRIES) -> Schedule | None:
     """1F1B, and GPipe where that does not fit, of one stage per device: written down, in a time linear in the actions.
 
-    They are those of :func:`first_look`, which follows rules action by action. None where they do not apply or fit.
+    They are those of :func:`first_look`, which follows rules action by action. Of a run whose programs would have more
+    entries it is a part that is repeated. None where they do not apply or fit.
     """
+    each = sum(len(devices) for devices in workload.holders) + sum(2 * len(d.hops) for d in workload.dependencies)
+    fewer = max(1, most_entries // each)
+    if workload.num_microbatches <= 2 * fewer:
+        return _plain(workload)
+    short = _plain(workload.with_microbatches(fewer))
+    return None if short is None else ShorterRun().repeating(short, workload)
+
+
+def _plain(workload: Workload) -> Schedule | None:
+    """The same, everything written."""
     problem = OneMicrobatch.of(workload, require_room=False)
     if len(problem.workload.stages) > problem.num_devices or not problem.workload.is_uniform:
         return None
@@ -191,11 +213,19 @@ def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: b
     short = shorter.shorter(workload)
     if short is None:
         return _best(_looked(workload, look, thorough=thorough))
-    known = sorted(_looked(short, look, thorough=thorough), key=attrgetter("makespan_ns"))
-    longer = filter(None, (shorter.lengthened(each, workload, look.most_written) for each in known))
     simplest = islice(_looked(shorter.shortest(workload), look, thorough=False), 1)
-    last = filter(None, (shorter.lengthened(each, workload) for each in simplest))
-    return _best(chain(islice(longer, look.lengthened), last))
+    first = filter(None, (shorter.lengthened(each, workload) for each in simplest))
+    return _best(chain(first, islice(_of_shorter(shorter, short, workload, look, thorough=thorough), look.lengthened)))
+
+
+def _of_shorter(
+    shorter: ShorterRun, short: Workload, workload: Workload, look: FirstLook, *, thorough: bool
+) -> Iterator[Schedule]:
+    """The known schedules of a shorter run as ones of the whole workload, the shortest of them first."""
+    for each in sorted(_looked(short, look, thorough=thorough), key=attrgetter("makespan_ns")):
+        longer = shorter.repeating(each, workload, look.most_written)
+        if longer is not None:
+            yield longer
 
 
 def _best(schedules: Iterable[Schedule]) -> Schedule | None:
@@ -268,6 +298,105 @@ def _restored(problem: OneMicrobatch, found: Schedule) -> Schedule:
     starts = earliest_starts(graph, orders)
     makespan = graph.makespan(starts)
     return replace(found, workload=workload, graph=graph, orders=orders, starts=starts, makespan_ns=makespan)
+
+
+@dataclass(frozen=True)
+class FewerBytes(SearchStep):
+    """A schedule that is proved best once more in less memory: a pattern of the same period, or all actions anew.
+
+    The limit goes down by ``step`` of the peak, twice as far each time that something is found, and from the first
+    limit at which nothing is found half way back; it ends where less than ``least`` of the peak is open. Each question
+    gets ``part`` of the time that is left. Up to ``most_tasks`` actions are ordered as one where no pattern does.
+    """
+
+    share: float = 0.25
+    step: float = 0.02
+    least: float = 0.01
+    part: float = 0.5
+    most_tasks: int = WholeHorizon.most_tasks
+    name = "fewer bytes"
+    when = "the best plan is proved and written out; time is left"
+
+    def lowered(self, known: Schedule, budget: Budget) -> Schedule | None:
+        """A schedule as short whose fullest device holds less; None where none was found."""
+        problem = OneMicrobatch.of(known.workload)
+        state = SearchState.of(problem, budget, None)
+        state.known = known
+        KnownSchedule().run(state)
+        if state.best is None or state.best.makespan > known.makespan_ns:
+            return None
+        begun = high = state.best.most_bytes
+        low, step = 0, max(1, int(self.step * high))
+        while high - low > max(1, int(self.least * high)) and not budget.expired:
+            limit = (low + high) // 2 if low else max(0, high - step)
+            if self._fits(state, known.pattern, limit):
+                high, step = state.best.most_bytes, 2 * step
+            else:
+                low = max(1, limit)
+        if high == begun:
+            return None
+        state.pattern = state.pattern or known.pattern
+        found = _restored(problem, state.schedule)
+        return replace(
+            found,
+            bound_ns=known.bound_ns,
+            period_bound_ns=known.period_bound_ns,
+            repetend_seconds=known.repetend_seconds,
+        )
+
+    def _fits(self, state: SearchState, pattern: Pattern | None, limit: int) -> bool:
+        """Offer what is as short and holds at most ``limit`` bytes; whether something was found."""
+        assert state.best is not None
+        problem, static = state.problem, state.problem.workload.static_bytes
+        left = [limit - static(device) for device in range(problem.num_devices)]
+        if min(left) < 0:
+            return False
+        room = zip(left, problem.capacity, strict=False)
+        capacity = tuple(own if known is None else min(own, known) for own, known in room)
+        limited = replace(problem, capacity=(*capacity, *problem.capacity[len(capacity) :]))
+        found = self._repeating(state, limited, pattern) or self._anew(state, limited)
+        if found is None or found.makespan > state.best.makespan or found.most_bytes > limit:
+            return False
+        return state.offer(found)
+
+    def _repeating(
+        self, state: SearchState, limited: OneMicrobatch, pattern: Pattern | None
+    ) -> ScheduleCandidate | None:
+        """By a pattern of the same repetend time, with its shortest way through and ramps anew where that is needed."""
+        assert state.best is not None
+        if pattern is None or period_bound(limited) > pattern.period:
+            return None
+        budget, target = state.budget, state.best.makespan
+        found = modulo_schedule(limited, pattern.repetend_ns) if pattern.unroll == 1 else None
+        if found is None:
+            seconds = self.part * budget.remaining
+            _, found, _ = solve_pattern(limited, pattern.repetend_ns, budget, seconds, unroll=pattern.unroll)
+        if found is None:
+            return None
+        inner = replace(state, problem=limited, bound=target, best=None, steady=None, others=[], progress=None)
+        for shorter in (False, True):
+            if shorter:
+                found, _ = shortest_way_through(limited, found, budget, self.part * budget.remaining)
+            inner.offer(inner.candidate(compose(limited, found), "repetend", middle_repetition(limited, found)))
+            budget.charge(state.graph.num_tasks * SECONDS_PER_LOOK)
+            if inner.steady is not None and inner.steady.makespan <= target:
+                break
+        else:
+            if inner.steady is not None:
+                Ramps(share=self.part).run(inner)
+        if inner.steady is not None and inner.steady.makespan <= target:
+            state.pattern = found
+        return inner.steady
+
+    def _anew(self, state: SearchState, limited: OneMicrobatch) -> ScheduleCandidate | None:
+        """By ordering all actions as one problem."""
+        best = state.best
+        assert best is not None
+        if state.graph.num_tasks > self.most_tasks:
+            return None
+        given = limited, state.graph, best.orders, best.starts, state.budget, self.part * state.budget.remaining
+        found = reschedule(*given, most_ns=best.makespan)
+        return None if found.orders is None else state.candidate(found.orders, f"{origin_of(best.scheduler)}+horizon")
 
 
 def _one_classic(state: SearchState, name: str) -> Schedule:

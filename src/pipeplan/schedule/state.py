@@ -331,7 +331,7 @@ def first_by(keys: Sequence[Callable[[Schedule], int]], found: Schedule, best: S
 
 def complexity(scheduler: str) -> int:
     """How far from simple what made a schedule is: a known schedule 0, then rules, a pattern, anything optimised."""
-    whole = scheduler.removesuffix("+slices")
+    whole = _in_one(scheduler)
     if whole != origin_of(whole):
         return 3
     return 2 if whole == "repetend" else int(whole.startswith("rules"))
@@ -343,14 +343,20 @@ def scheduler_words(scheduler: str) -> str:
     Of what was found by solving parts anew (``+windows``, ``+horizon``) it says from which schedule. Names of classic
     schedules and of rules stay as they are, as do those of plans from elsewhere.
     """
-    whole = scheduler.removesuffix("+slices")
+    whole = _in_one(scheduler)
     origin = origin_of(whole)
     words = _ORIGINS.get(origin, f"rules {origin[7:]}" if origin.startswith("rules: ") else origin)
     if whole != origin:
         words = f"optimised, from {words}"
     elif origin == "repetend":
         words = "optimised repeating pattern"
-    return words if whole == scheduler else f"{words}, leading forwards sliced"
+    groups = ", group by group" if scheduler.removesuffix("+slices").endswith("+groups") else ""
+    return f"{words}{groups}{', leading forwards sliced' if scheduler.endswith('+slices') else ''}"
+
+
+def _in_one(scheduler: str) -> str:
+    """What made a schedule, of its micro-batches in one go and with whole forwards."""
+    return scheduler.removesuffix("+slices").removesuffix("+groups")
 
 
 _ORIGINS = {

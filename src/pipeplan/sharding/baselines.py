@@ -17,11 +17,11 @@ from math import prod
 
 import numpy as np
 
+from pipeplan.costs.layouts import MeshSplit
 from pipeplan.errors import UsageError
 from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.details import details_of
 from pipeplan.sharding.graph import CostGraph
-from pipeplan.sharding.layouts import MeshSplit
 from pipeplan.sharding.operators import Rule, Splits, Splittable, factorizations, splits_of
 from pipeplan.sharding.table import Table
 from pipeplan.sharding.tracking import track

@@ -20,12 +20,12 @@ import numpy.typing as npt
 
 from pipeplan.costs import UNLIMITED
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
+from pipeplan.costs.layouts import Layout, MeshSplit, Resharding, Tensor, sum_ns
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Profile
 from pipeplan.sharding.elimination import Reducing
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode, expand
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, CostTie, Strategy, TieUser
-from pipeplan.sharding.layouts import Layout, MeshSplit, Resharding, Tensor
 from pipeplan.sharding.operator_kinds import Data, WholeBlock, grows_steeply, profiled_sizes, row_for
 from pipeplan.sharding.operators import (
     MOST_DIMENSIONS,
@@ -38,7 +38,6 @@ from pipeplan.sharding.operators import (
     configurations,
     num_parts,
     recomputed,
-    sum_ns,
     sync_ns,
     way_of,
 )

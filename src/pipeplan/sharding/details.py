@@ -12,15 +12,14 @@ from functools import cached_property
 
 import numpy as np
 
-from pipeplan.costs import StageCost, state_of_total
+from pipeplan.costs import StageCost
+from pipeplan.costs.layouts import Move, Tensor
 from pipeplan.costs.operators import Operator
 from pipeplan.errors import UsageError
 from pipeplan.sharding.cost_model import VARIANTS, CostModel, Spared, held_bytes
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, CostTie, Strategy
-from pipeplan.sharding.layouts import Move, Tensor
 from pipeplan.sharding.operators import Configuration, Numbers, OperatorScale, Splittable
-from pipeplan.workload.kinds import training_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +153,9 @@ def split_blocks(model: CostModel, strategy: Strategy) -> SplitBlocks:
 
 
 def _stage_cost(details: Details, strategy: Strategy, microbatches: int) -> StageCost:
-    """What a stage takes; forward and backward together take what the strategy does, to the nanosecond."""
+    """What a stage takes, but for what it keeps and sums: forward and backward together as the strategy, to the ns."""
     chosen = [each.configuration for each in details.operators]
     spared = details.spared
-    state = sum(each.state_bytes for each in chosen) - spared.memory_bytes
-    parameters = sum(each.parameter_bytes for each in chosen) - spared.parameter_bytes
-    parameters = min(parameters, state // training_state(1).total)
     forward = sum(each.forward_ns for each in chosen) + sum(each.forward_ns for each in details.tensors)
     sums = sum(-(-each.sync_ns // microbatches) for each in chosen) - spared.time_ns
     backward, weights = strategy.time_ns - sums - forward, sum(each.weight_grad_ns for each in chosen)
@@ -174,8 +170,6 @@ def _stage_cost(details: Details, strategy: Strategy, microbatches: int) -> Stag
         + sum(each.held_bytes for each in details.tensors),
         weight_grad_bytes=sum(deferred) if parted else 0,
         workspace_bytes=max(each.workspace_bytes for each in chosen),
-        state=state_of_total(state, parameters),
-        sync_ns=sum(each.sync_ns for each in chosen) - spared.sync_ns,
     )
 
 

@@ -15,10 +15,10 @@ from typing import ClassVar
 from pipeplan.costs import operators as forms
 from pipeplan.costs.blocks import block_costs
 from pipeplan.costs.devices import DevicePreset, Kernel
+from pipeplan.costs.layouts import ANY, Tensor
 from pipeplan.costs.operators import Operator
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow
-from pipeplan.sharding.layouts import ANY, Tensor
 from pipeplan.sharding.operators import IMAGE, Axis, InnerExchange, Map, Numbers, Splits, Splittable, Times, tokens
 
 _FLOAT32 = 4

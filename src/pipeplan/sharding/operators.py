@@ -22,10 +22,11 @@ from itertools import combinations, permutations
 from math import prod
 from typing import ClassVar, Literal, NamedTuple
 
+from pipeplan.costs.blocks import state_of_total
 from pipeplan.costs.communication import Combining, Exchange, send_time, time_of_groups
 from pipeplan.costs.devices import DevicePreset, Kernel
+from pipeplan.costs.layouts import Layout, MeshSplit, Resharding, Tensor, groups_along, joined, sum_ns
 from pipeplan.costs.operators import Operator
-from pipeplan.sharding.layouts import ANY, Layout, MeshSplit, Resharding, Tensor, groups_along, joined
 from pipeplan.workload.mesh import SHARDS
 
 Map = tuple[str | None, str | None, str | None]
@@ -369,7 +370,7 @@ def _priced(
         deferred_bytes=deferred,
         sync_ns=sync_ns(operation, splits, parameters, resharding),
         parameter_bytes=parameters,
-        state_bytes=-(-scale.state_bytes // parts),
+        state_bytes=state_of_total(scale.state_bytes, scale.parameter_bytes).share(parts).total,
         inside_bytes=operation.inside_bytes(numbers),
         entry_bytes=operation.entry_bytes(numbers),
         workspace_bytes=operation.workspace_bytes(numbers),
@@ -429,14 +430,6 @@ def sync_ns(operation: Splittable, splits: Splits, size: int, resharding: Reshar
     """Time to add up gradients of ``size`` bytes on each device, along all that its parameters do not have."""
     summed = [split for name, split in splits.items() if name not in operation.weighted]
     return round(sum(sum_ns(size, split, resharding) for split in summed))
-
-
-def sum_ns(size: int, split: MeshSplit, resharding: Resharding) -> float:
-    """Time to add up gradients of ``size`` bytes along a split: the cheapest way from a sum to a whole tensor."""
-    if not size:
-        return 0.0
-    tensor = Tensor((ANY, ANY, ANY), size)
-    return float(resharding.times(tensor, [Layout(partial=split)], [Layout()])[0, 0])
 
 
 def _layout(taken: Map, splits: Splits) -> Layout:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.trace import MeasuredTrace, TimedText
+from pipeplan.simulator.measured_times import DeviceTimes, KindTimes, MeasuredComparison
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Stage
@@ -23,97 +24,6 @@ from pipeplan.workload.kinds import in_order
 from pipeplan.workload.task_graph import earliest_starts
 
 _Span = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class KindTimes:
-    """All actions of a kind: ``F``, ``B``, ``I`` or ``W``, or messages: ``SEND_F`` and so on.
-
-    ``count`` is of one step. Times are ns of one action: the predicted ones' mean, the measured ones' mean and median.
-    Of messages the prediction is of the transfer, while a SEND is measured as long as it is posted, and a RECV as long
-    as it is waited for.
-    """
-
-    kind: str
-    count: int
-    predicted_ns: float
-    measured_ns: float
-    median_ns: float
-
-    @property
-    def ratio(self) -> float | None:
-        """Measured by predicted; None of messages."""
-        return self.measured_ns / self.predicted_ns if "_" not in self.kind else None
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceTimes:
-    """A device's iteration in ns: computing, waiting for messages and for other devices, sending, and the rest.
-
-    ``outside_ns`` is before its first action and after its last one, ``other_ns`` between actions.
-    """
-
-    predicted_busy_ns: int
-    busy_ns: float
-    waiting_ns: float
-    sending_ns: float
-    outside_ns: float
-    other_ns: float
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredComparison:
-    """Predicted against measured.
-
-    ``iterations_ns`` are those of the steps that count, after ``num_left_out``. ``replayed_ns`` is the makespan when
-    every action lasts as measured and starts as soon as it can: what is missing to ``measured_ns`` is communication
-    that took longer than predicted, and the interpreter.
-    """
-
-    emulated: bool
-    num_left_out: int
-    predicted_ns: int
-    iterations_ns: tuple[int, ...]
-    replayed_ns: int
-    kinds: tuple[KindTimes, ...]
-    devices: tuple[DeviceTimes, ...]
-
-    @property
-    def measured_ns(self) -> float:
-        """Median over the steps."""
-        return statistics.median(self.iterations_ns)
-
-    @property
-    def ratio(self) -> float:
-        """Measured by predicted."""
-        return self.measured_ns / self.predicted_ns
-
-    @property
-    def predicted_bubble_rate(self) -> float:
-        """Of the iteration."""
-        return 1 - sum(device.predicted_busy_ns for device in self.devices) / (len(self.devices) * self.predicted_ns)
-
-    @property
-    def bubble_rate(self) -> float:
-        """Of the iteration, measured."""
-        return 1 - sum(device.busy_ns for device in self.devices) / (len(self.devices) * self.measured_ns)
-
-    def figures(self) -> dict[str, object]:
-        """What ``simulate --measured --json`` has under ``measured``; times of several steps are medians."""
-        return {
-            "emulated": self.emulated,
-            "num_steps": len(self.iterations_ns),
-            "num_steps_left_out": self.num_left_out,
-            "predicted_iteration_ns": self.predicted_ns,
-            "iteration_ns": self.measured_ns,
-            "iterations_ns": list(self.iterations_ns),
-            "ratio": self.ratio,
-            "replayed_ns": self.replayed_ns,
-            "predicted_bubble_rate": self.predicted_bubble_rate,
-            "bubble_rate": self.bubble_rate,
-            "kinds": [{**asdict(kind), "ratio": kind.ratio} for kind in self.kinds],
-            "devices": [asdict(device) for device in self.devices],
-        }
 
 
 def compared(simulation: Simulation, trace: MeasuredTrace) -> MeasuredComparison:

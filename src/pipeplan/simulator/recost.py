@@ -45,9 +45,10 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
     their times, others get the cluster's. With the profile, fixed latencies stay.
 
     Raises:
-        UsageError: the cluster has fewer devices than the plan.
+        UsageError: the cluster has fewer devices than the plan, or a stage has configurations.
     """
     _require_devices(plan, cluster)
+    _require_no_configurations(plan, "--cluster")
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
     memory = cluster.memory_bytes
     stages, tied = with_syncs(plan.stages, plan.tied, cluster)
@@ -90,13 +91,18 @@ def _placement(plan: Plan, profile: Profile) -> Placement:
             f"profile {profile.name!r} does not fit the plan: {text}; give the --profile of the model the plan "
             "was searched for, or search for a plan for this one"
         ) from None
+    _require_no_configurations(plan, "--profile")
+    return placement
+
+
+def _require_no_configurations(plan: Plan, flag: str) -> None:
+    """What devices exchange inside stages with configurations is in their times: neither is worked out anew."""
     for index, stage in enumerate(plan.stages):
         if used := stage.configuration or next(iter(stage.configurations), None):
             raise UsageError(
                 f"stages[{index}] of the plan has configuration {used!r}; plans with configurations "
-                "are simulated with their own costs: leave out --profile"
+                f"are simulated with their own costs: leave out {flag}"
             )
-    return placement
 
 
 class _Built:

@@ -8,10 +8,13 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 
 from pipeplan.costs.throughput import Throughput, Yardstick
+from pipeplan.display import Displayed
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
+from pipeplan.simulator.measured_times import MeasuredComparison
 from pipeplan.simulator.metrics import CriticalStep, IdleShares, Rates, critical_path, in_flight, iteration_time, rates
 from pipeplan.simulator.recost import recosted, relinked
+from pipeplan.units import format_ns
 from pipeplan.workload.action import operation_of
 from pipeplan.workload.bounds import weak_makespan_bound, work_bound
 from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
@@ -144,7 +147,7 @@ MAX_ACTIONS = 5_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Simulation:
+class Simulation(Displayed):
     """One iteration of a plan, replayed: when everything runs, and the figures that follow.
 
     ``orders`` [device] and ``starts`` [task] are of ``graph``; messages that may have to wait are tasks of it, too.
@@ -154,6 +157,7 @@ class Simulation:
     without one, or where that does not become periodic. ``copies`` [device] are the positions of the repetend's
     first copy in the orders. ``overflow`` is the device most short of memory, None if all have enough.
     ``as_planned`` says that number of micro-batches and costs are the plan's, ``yardstick`` what a sample is.
+    ``measured`` sets what a run took beside it, if it was asked for.
 
     With a ``loop`` its round runs more often than it is there: ``graph``, ``orders``, ``starts``, ``copies`` and
     ``critical_path`` are of what is written, everything else is of all.
@@ -178,6 +182,11 @@ class Simulation:
     as_planned: bool
     yardstick: Yardstick
     loop: LoopCut | None = None
+    measured: MeasuredComparison | None = None
+
+    def __repr__(self) -> str:
+        count = self.workload.num_microbatches
+        return f"<Simulation {self.plan.name!r}: {count} micro-batches, makespan {format_ns(self.rates.makespan_ns)}>"
 
     @property
     def written_ns(self) -> int:
@@ -283,6 +292,7 @@ class Simulation:
             "devices": [_device(self, device) for device in range(len(plan.devices))],
             "critical_path": _path(self),
             **({} if self.loop is None else {"loop": _loop(self.loop, self.graph.workload.num_microbatches)}),
+            **({} if self.measured is None else {"measured": self.measured.figures()}),
         }
 
 

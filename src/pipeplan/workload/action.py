@@ -20,7 +20,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pipeplan.workload.kinds import RECV, SEND, Resource, Role, kind_of, role_of
+from pipeplan.workload.kinds import RECV, SEND, Role, role_of
 
 KIND_PATTERN = "([FBIW]|[A-Z]{3,24})"
 """A compute kind, or an instruction's word; ``SEND`` and ``RECV`` are taken."""
@@ -94,7 +94,7 @@ class Action:
     @property
     def is_compute(self) -> bool:
         """Whether the action is an operation's: computing or an instruction; otherwise it sends or receives."""
-        return kind_of(self.kind).resource is not Resource.LINK
+        return "_" not in self.kind
 
     @property
     def sends(self) -> bool:

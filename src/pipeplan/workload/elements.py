@@ -203,16 +203,30 @@ class Stage(Element):
 @dataclass(frozen=True, slots=True, kw_only=True)
 @_with_bytes(STATE_KINDS, "on each device of the stages, which all count it")
 class TiedState(Element):
-    """What several stages share of their state: parameters that are tied, of which a device has one copy.
+    """A part of a parameter that stages share, and the devices that have it: whole, or one of equal ``parts``.
 
-    A device of several of ``stages`` has it once. No device has different shards of it in them: stages that are split
-    otherwise, or over the same devices in another order, are in another entry of the same name. Gradients are summed
-    over all devices of all entries of a name, which is no part of the stages' own ``sync_ns``.
+    Each of ``stages`` counts it in its state on those of its devices that ``devices`` list in the same place. A device
+    has it once. A stage is named once for each way in which its blocks split the parameter. Gradients of a part are
+    summed over all devices that have it. Where some stages split the parameter unlike others the whole is summed, over
+    all: for that there is an entry without bytes, and those of the parts say 0. None of it is in the stages' own
+    ``sync_ns``. On a device sums run one after another.
     """
 
     name: Name
     stages: Annotated[Items[Index], MinLen(1)]
-    sync_ns: Annotated[Nanoseconds, Meaning("summing its gradients over all devices with a copy, at the end")] = 0
+    devices: Annotated[Items[Items[Index]], MinLen(1), Meaning("for each of the stages, its devices that have it")]
+    parts: Annotated[Count, Meaning("into how many equal parts the parameter is split")] = 1
+    sync_ns: Annotated[Nanoseconds, Meaning("summing its gradients over all these devices, at the end")] = 0
+
+    @property
+    def all_devices(self) -> frozenset[int]:
+        """All that have it."""
+        return frozenset(device for devices in self.devices for device in devices)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether it is the sum of what is split unlike, and nothing that is kept."""
+        return not self.state.total
 
     @property
     def state(self) -> MemoryBytes:

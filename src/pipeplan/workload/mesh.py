@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SAMPLES = "samples"
 """The axis along which devices share the samples."""
@@ -51,6 +52,28 @@ class MeshAxis:
     def without(self, size: int) -> MeshAxis:
         """What is left of the axis after its first ``size``."""
         return MeshAxis(self.size // size, self.stride)
+
+
+class HeldPart(NamedTuple):
+    """What a device of a mesh has of a block's parameters: a slice along each axis that cuts them, else all.
+
+    ``slices`` are (what is cut, into how many, which of them). Of ``copies`` devices that do the same this is number
+    ``copy``; devices that share samples or places have the same.
+    """
+
+    slices: tuple[tuple[str, int, int], ...]
+    copies: int
+    copy: int
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What parts that are made by the same cuts have in common."""
+        return tuple((cut, count) for cut, count, _ in self.slices), self.copies
+
+    @property
+    def num_parts(self) -> int:
+        """Into how many equal parts the parameters are cut."""
+        return math.prod(count for _, count, _ in self.slices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +126,14 @@ class Mesh:
         rest = Mesh(tuple(each for each in self.axes if each[0] not in names))
         same = (each for each in range(self.size) if all(axis.place(each) == axis.place(device) for axis in fixed))
         return rest, tuple(same)
+
+    def held_part(self, device: int, cut: Callable[[str], str]) -> HeldPart:
+        """What a device has of parameters; ``cut`` names what an axis cuts of them."""
+        slices, copies, copy = [], 1, 0
+        for name, axis in self.named:
+            place = axis.place(device)
+            if name == COPIES:
+                copies, copy = copies * axis.size, copy * axis.size + place
+            elif name not in (SAMPLES, PLACES) and axis.size > 1:
+                slices.append((cut(name), axis.size, place))
+        return HeldPart(tuple(slices), copies, copy)

@@ -20,7 +20,7 @@ Nothing is taken away that a schedule could use, so what is proved about the red
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -320,10 +320,12 @@ def device_groups(workload: Workload) -> tuple[int, ...]:
 
 
 def _folded(workload: Workload, groups: Sequence[int]) -> Workload:
-    """One device for each group."""
+    """One device for each group, which keeps what the one does that keeps most."""
     memory: list[list[int]] = [[] for _ in set(groups)]
-    for group, device in zip(groups, workload.devices, strict=True):
-        memory[group] += [] if device.memory_bytes is None else [device.memory_bytes]
+    fullest: dict[int, int] = {}
+    for device, (group, each) in enumerate(zip(groups, workload.devices, strict=True)):
+        memory[group] += [] if each.memory_bytes is None else [each.memory_bytes]
+        fullest[group] = max(fullest.get(group, device), device, key=workload.static_bytes)
     return replace(
         workload,
         devices=tuple(Device(memory_bytes=min(limits, default=None)) for limits in memory),
@@ -332,7 +334,16 @@ def _folded(workload: Workload, groups: Sequence[int]) -> Workload:
             for stage in workload.stages
         ),
         dependencies=tuple(_folded_dependency(dependency, groups) for dependency in workload.dependencies),
+        tied=tuple(
+            replace(each, devices=tuple(_members(devices, groups, fullest) for devices in each.devices))
+            for each in workload.tied
+        ),
     )
+
+
+def _members(devices: Iterable[int], groups: Sequence[int], chosen: Mapping[int, int]) -> tuple[int, ...]:
+    """The groups of those devices that are chosen for theirs."""
+    return tuple(groups[device] for device in devices if chosen[groups[device]] == device)
 
 
 def _folded_dependency(dependency: Dependency, groups: Sequence[int]) -> Dependency:

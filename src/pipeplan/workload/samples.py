@@ -47,11 +47,18 @@ class Slots:
     run: int = 1
     first: int = 0
 
+    @property
+    def plain(self) -> bool:
+        """Whether actions are micro-batches: all of them, and whole."""
+        return self.run == self.every and not self.num_parted
+
     def __len__(self) -> int:
         return self._before(self.count) + self.num_parted
 
     def name(self, number: int) -> tuple[int, int | None]:
         """Micro-batch and part (0 or 1) of an action; no part where it runs the whole micro-batch."""
+        if self.run == self.every and not self.num_parted:
+            return number, None
         if number < 2 * self.num_parted:
             return number // 2, number % 2
         groups, place = divmod(number - self.num_parted, self.run)
@@ -70,6 +77,9 @@ class Slots:
 
     def samples(self, number: int) -> Range:
         """The samples of an action."""
+        if self.run == self.every and not self.num_parted:
+            begin = self.offset + number * self.stride
+            return begin, begin + self.size
         microbatch, part = self.name(number)
         begin = self.offset + microbatch * self.stride
         middle, end = begin + self.size // 2, begin + self.size
@@ -79,6 +89,8 @@ class Slots:
         """The actions that hold any of these samples."""
         first = max(0, (samples[0] - self.offset - self.size) // self.stride + 1)
         after = min(self.count, max(first, -(-(samples[1] - self.offset) // self.stride)))
+        if self.run == self.every and not self.num_parted:
+            return range(first, after)
         if first < self.num_parted:
             return self._sharing_parts(samples, first, after)
         return range(self._before(first) + self.num_parted, self._before(after) + self.num_parted)
@@ -91,6 +103,8 @@ class Slots:
 
     def _before(self, microbatch: int) -> int:
         """How many of the micro-batches before this one are meant."""
+        if self.run == self.every:
+            return max(0, microbatch)
         groups, rest = divmod(max(0, microbatch - self.first), self.every)
         return groups * self.run + min(rest, self.run)
 

@@ -135,25 +135,21 @@ class Workload:
                 found[device] += state
         for each in self.tied:
             state = each.state
-            for device, stages in Counter(self._devices_of(each)).items():
+            for device, stages in Counter(chain.from_iterable(each.devices)).items():
                 found[device] -= state * (stages - 1)
         return tuple(found)
 
     @cached_property
     def sums_ns(self) -> tuple[int, ...]:
-        """[device] ns in which it sums gradients, after its last action."""
+        """[device] ns in which it sums gradients, after its last action: one after another, as the executor does."""
         found = [0] * len(self.devices)
         for stage in self.stages:
             for device in stage.devices:
                 found[device] += stage.sync_ns
         for each in self.tied:
-            for device in set(self._devices_of(each)):
+            for device in each.all_devices:
                 found[device] += each.sync_ns
         return tuple(found)
-
-    def _devices_of(self, tied: TiedState) -> Iterator[int]:
-        """The devices of stages that share something, once for each of the stages."""
-        return (device for stage in tied.stages for device in self.stages[stage].devices)
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeplan.checker import check
-from pipeplan.costs import build_workload, stage_costs
+from pipeplan.costs import build_workload, held_part, stage_costs
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan, Profile
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorLayout
@@ -146,6 +146,7 @@ def test_ranks_hold_what_is_tied_as_often_as_a_frontier_says(name: str) -> None:
     model = load_model(name)
     built = cost_model(splittable(model), None, 4, SIZE, device="v100-16gb", options=CostOptions(blocks=True))
     (tie,), (holders,) = built.ties, model.tied
+    sizes = {block.id: block for block in splittable(model).blocks}
     whole = torch.empty(model.parameter_shapes()[holders[0]], device="meta")
 
     @functools.cache
@@ -162,11 +163,16 @@ def test_ranks_hold_what_is_tied_as_often_as_a_frontier_says(name: str) -> None:
     for chosen in product(*(range(len(user.ways)) for user in tie.users)):
         own = dict(zip((block for block, _ in holders), chosen, strict=True))
         texts = [built.configurations[block][k].name for block, k in own.items()]
-        ranks = zip(*(parts(*holder, text) for holder, text in zip(holders, texts, strict=True)), strict=True)
-        held = [[sum(part.within(whole).nbytes for part in each) for each in (both, set(both))] for both in ranks]
+        both = list(zip(*(parts(*holder, text) for holder, text in zip(holders, texts, strict=True)), strict=True))
+        held = [[sum(part.within(whole).nbytes for part in each) for each in (those, set(those))] for those in both]
         twice, once = map(max, zip(*held, strict=True))
         choice = Strategy(0, 0, dict.fromkeys(built.configurations, 0) | own, {}, ())
         assert twice - once == built.spared(choice).parameter_bytes, texts
+        known = [Mesh.parse(text) for text in texts]
+        said = [[held_part(sizes[id_], mesh, rank) for id_, mesh in zip(own, known, strict=True)] for rank in range(4)]
+        kinds = [len({part.kind for those in each for part in those}) for each in (said, both)]
+        assert kinds[0] == kinds[1], texts
+        assert [len(set(those)) for those in said] == [len(set(those)) for those in both], texts
         found.add(twice > once)
     assert found == {True, False}
 

@@ -1,17 +1,17 @@
-"""Ranks of ``--local`` listen on loopback alone, whatever the host's name leads to: no transport asks who connects."""
+"""Ranks of ``--local`` listen on loopback alone, whatever the host's name leads to, and meet where nobody else can."""
 
 from __future__ import annotations
 
 import ipaddress
-import socket
-from typing import Any
+import os
+from pathlib import Path
 
 import pytest
 
 from pipeplan.errors import ExecutionError
 from pipeplan.runtime.launch import loopback
 from pipeplan.runtime.launch.job import Report
-from pipeplan.runtime.launch.local import watch_local
+from pipeplan.runtime.launch.local import _Ranks, watch_local
 from runtime_support.listening_rank import COMMAND, HOST, listening, outward_address
 from runtime_support.warm import warm_ranks
 
@@ -38,24 +38,18 @@ def addresses_of_a_run(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 def test_ranks_and_their_parent_listen_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, parent = addresses_of_a_run(monkeypatch)
-    assert len(first) > len(second) > 0, "each listens for the others, and rank 0 keeps where they meet"
+    assert len(first) == len(second) > 0, "each listens for the others, and where they meet is no socket"
     assert all(ipaddress.ip_address(each).is_loopback for each in first + second + parent), (first, second, parent)
 
 
-def test_ranks_meet_where_there_is_no_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
-    create_server = socket.create_server
-
-    def refuse(address: tuple[str, int], **how: Any) -> socket.socket:
-        if how["family"] == socket.AF_INET:
-            raise OSError("Cannot assign requested address")
-        return create_server(address, **how)
-
-    monkeypatch.setattr(socket, "create_server", refuse)
-    try:
-        loopback.loopback_server(1).close()
-    except ExecutionError:
-        pytest.skip("there is no IPv6 here")
-    assert "::1" in addresses_of_a_run(monkeypatch)[0]
+def test_nobody_else_can_open_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _Ranks([()], 1) as ranks:
+        found = os.stat(ranks._path_of(ranks._unnamed_file(b"")))
+        assert (found.st_nlink, found.st_mode & 0o077) == (0, 0)
+        monkeypatch.setattr(Path, "exists", lambda _: False)  # as without /proc
+        folder = os.path.dirname(ranks._path_of(ranks._unnamed_file(b"")))
+        assert os.stat(folder).st_mode & 0o077 == 0
+    assert not os.path.exists(folder)
 
 
 def test_interfaces_that_the_user_names_are_kept() -> None:
@@ -71,6 +65,3 @@ def test_a_machine_without_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loopback.transport_interfaces(both) == {}
     with pytest.raises(ExecutionError, match="none is up; name another one in GLOO_SOCKET_IFNAME"):
         loopback.transport_interfaces({})
-    monkeypatch.setattr(socket, "create_server", lambda *_, **__: (_ for _ in ()).throw(OSError("not available")))
-    with pytest.raises(ExecutionError, match=r"cannot meet on 127\.0\.0\.1 or ::1: not available; is the loopback"):
-        loopback.loopback_server(1)

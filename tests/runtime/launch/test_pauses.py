@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 import uuid
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pipeplan.errors import ExecutionError
 from pipeplan.runtime.launch import local
 from pipeplan.runtime.launch.job import RankContext, Report, Reports
+from pipeplan.runtime.launch.output import RankOutput
 from runtime_support.faults import MARK, left_over
 from runtime_support.plain_rank import PARENT, RANK
 from runtime_support.warm import warm_ranks
@@ -62,6 +65,72 @@ def test_a_parent_that_ends_leaves_no_rank(number: signal.Signals, mark: str) ->
     parent.send_signal(number)
     parent.send_signal(signal.SIGCONT)
     assert (parent.communicate()[1], parent.returncode) == ("", -number)
+
+
+LETTERS = 1 << 20
+
+
+def test_ranks_go_on_while_nobody_reads_what_they_print(mark: str) -> None:
+    """More than pipes hold, while nothing may take longer than half a second: they end, and nothing of it is lost."""
+    job = {"lines": 1, "bytes": 0, "stay_s": 0.0, "timeout_ns": 500 * MILLISECOND, "stops": False, "prints": LETTERS}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    parent = subprocess.Popen([*PARENT, json.dumps(job)], text=True, **pipes)  # type: ignore[call-overload]
+    assert parent.stdout is not None
+    assert parent.stderr is not None
+    with parent:
+        err = parent.stderr.read(1)
+        assert err == "x", "they have begun"
+        while len(left_over(mark)) > 1:
+            time.sleep(0.01)
+        err += parent.stderr.read()
+        out = parent.stdout.read()
+    assert (parent.returncode, err.count("x"), err.replace("x", "").strip()) == (0, 4 * LETTERS, "")
+    assert "heard 2" in out
+
+
+def test_the_last_that_nobody_reads_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pipeplan.runtime.launch.output._MOST_BYTES", 1 << 20)
+    output = RankOutput()
+    rank = os.dup(output.written)
+    output.begin()
+    for letter in b"abc":
+        data = bytes([letter]) * (1 << 20)
+        while data:
+            data = data[os.write(rank, data) :]
+    os.close(rank)
+    with tempfile.TemporaryFile() as file:
+        output.pass_on(file.fileno())
+        output.close()
+        file.seek(0)
+        kept = file.read()
+    assert kept == b"c" * len(kept)
+    assert (1 << 19) < len(kept) <= 1 << 20
+    said = f"pipeplan: {(3 << 20) - len(kept)} bytes that ranks printed are left out: nobody read on for too long\n"
+    assert capsys.readouterr().err == said
+
+
+def test_what_is_printed_before_a_rank_is_killed_is_not_lost(
+    mark: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    job = {"lines": 0, "bytes": 0, "stay_s": 0.0, "prints": 7, "dies": True}
+    with pytest.raises(ExecutionError, match=r"rank \d was killed \(SIGKILL\) in 0F0"):
+        local.watch_local("", [("0F0",)], job, 3600 * 10**9, lambda *_: None, RANK)
+    assert "xxxxxxx\nxxxxxxx\n" in capfd.readouterr().err
+
+
+def test_who_reads_what_ranks_print_may_leave(mark: str) -> None:
+    job = {"lines": 1, "bytes": 0, "stay_s": 0.0, "timeout_ns": 3600 * 10**9, "stops": False, "prints": LETTERS}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    parent = subprocess.Popen([*PARENT, json.dumps(job)], text=True, **pipes)  # type: ignore[call-overload]
+    assert parent.stdout is not None
+    assert parent.stderr is not None
+    with parent:
+        parent.stderr.close()
+        assert "heard 2" in parent.stdout.read()
+    assert parent.returncode == 0
 
 
 def test_who_waits_can_see_where_rank_0_is(mark: str) -> None:

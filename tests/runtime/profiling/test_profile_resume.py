@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeplan.cli.main import main
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
-from pipeplan.files import Profile, read_profile
+from pipeplan.files import Profile, read_profile, write_text
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.profiling import rounds as partial_module
 from pipeplan.runtime.profiling.measure import profile_model
@@ -215,6 +216,82 @@ def test_it_is_written_while_measuring(path: Path, monkeypatch: pytest.MonkeyPat
     measure(path, model([]), progress=lambda *_: seen.append(sum(kept(path).values()) if path.exists() else 0))
     assert seen == sorted(seen)
     assert len(set(seen)) == 4  # nothing, and each timed round but the last
+
+
+def refuse_to_write(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk on which this file lies is full; temporary files go elsewhere."""
+
+    def refuse(text: str, where: str) -> None:
+        if where == str(path):
+            raise FileError(f"{where}: cannot be written: No space left on device")
+        write_text(text, where)
+
+    monkeypatch.setattr(partial_module, "write_text", refuse)
+    monkeypatch.setattr("tempfile.tempdir", str(path.parent))
+
+
+def test_a_disk_that_is_full_half_way_loses_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measurement goes on to its end; what it had when it was interrupted is in the file that is named."""
+    refuse_to_write(path, monkeypatch)
+    partial = UnfinishedProfile(path)
+    with (
+        pytest.warns(
+            UserWarning, match=r"p\.json\.partial: cannot be written: No space left on device; what is"
+        ) as told,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        profile_model(model([], KeyboardInterrupt(), at=19), (1, 2), **RUNS, partial=partial)
+    (there,) = path.parent.glob("pipeplan-*")
+    assert str(told[0].message).endswith(f"what is measured is kept in {there} from now on")
+    assert partial.path == there
+    runs = sum(kept(there).values())
+    assert runs > 0
+    monkeypatch.undo()
+    there.rename(path)
+    again: list[int] = []
+    measure(path, model(again))
+    assert len(again) < forwards_of_all()
+
+
+@pytest.mark.filterwarnings("default:.* what is measured:UserWarning")
+def test_a_profile_comes_out_on_a_disk_without_room_for_what_is_unfinished(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse_to_write(Path("p.json.partial"), monkeypatch)
+    monkeypatch.setattr("tempfile.tempdir", str(path.parent))
+    monkeypatch.chdir(path.parent)
+    options = ["--microbatch", "1", "--repeats", "1", "--warmup", "0", "--threads", "1", "-o", "p.json"]
+    monkeypatch.setattr(sys, "argv", ["pipeplan", "profile", "runtime_support.models:chain", *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert not ended.value.code, err
+    assert re.search(
+        r"^pipeplan: warning: p\.json\.partial: cannot be written: .*; what is measured is kept in \S+ from now on$",
+        err,
+        re.M,
+    )
+    assert "block" in out
+    assert [each.name for each in path.parent.iterdir()] == ["p.json"]
+
+
+@pytest.mark.filterwarnings("default:.* what is measured:UserWarning")
+def test_the_command_says_where_it_is_kept_instead(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refuse_to_write(Path("p.json.partial"), monkeypatch)
+    monkeypatch.setattr("tempfile.tempdir", str(path.parent))
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr("pipeplan.cli.profile_verb._model", lambda _: model([], KeyboardInterrupt(), at=19))
+    options = ["--microbatch", "1,2", "--repeats", "4", "--warmup", "1", "--threads", "1", "-o", "p.json"]
+    monkeypatch.setattr(sys, "argv", ["pipeplan", "profile", "counted", *options])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130
+    (there,) = path.parent.glob("pipeplan-*")
+    err = capsys.readouterr().err
+    assert f"what was measured is kept in {there}: move it to p.json.partial, and the same command resumes" in err
+    assert "pipeplan: warning: p.json.partial: cannot be written" in err
 
 
 def test_the_command_says_what_is_kept(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import re
@@ -16,111 +15,29 @@ from unittest.mock import MagicMock
 import pytest
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from pipeplan.errors import ExecutionError, UsageError
-from pipeplan.files import PlacedStage, Plan
+from pipeplan.errors import UsageError
+from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import StepResult
 from pipeplan.runtime.launch.local import watch_local
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.training import trainer as training
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
 from pipeplan.runtime.training.options import TrainOptions
-from runtime_support.plans import PLACEMENTS, TOLERANCE, TRAINING, four_devices, model_plan, placed_plan
+from runtime_support.pairs import CHAIN, TINY, chain_of, pairs
+from runtime_support.plans import TOLERANCE, TRAINING, four_devices, model_plan
 from runtime_support.warm import warm_ranks
 from support.marks import asked_for, slow_but
 
 RANK = (sys.executable, "-m", "runtime_support.checkpoint_rank")
 NUM_STEPS = 5
-OPERATORS = "gpt2-tiny-operators"
-TINY, DEEPER, ALL = "gpt2-tiny", "runtime_support.checkpoint_models:deeper", (0, 1, 2, 3)
-CHAIN, BRANCHES, WORDED = (f"runtime_support.models:{name}" for name in ("chain", "branches", "worded"))
+DEEPER = "runtime_support.checkpoint_models:deeper"
 
 Leg = tuple[Plan, TrainOptions, int]
 """A plan, how it trains, and up to which step."""
 
 
-def chain_of(*groups: tuple[int, ...]) -> Plan:
-    """The chain's stages on these devices, each of a group a replica; mini-batches of 12 samples."""
-    cuts = [("b0", "b1"), ("b2",), ("b3",), ("b4", "end")]
-    stages = [
-        PlacedStage(blocks=blocks, devices=devices, replicas=len(devices), microbatch_size=4)
-        for blocks, devices in zip(cuts, groups, strict=True)
-    ]
-    return placed_plan(load_model(CHAIN), stages, num_microbatches=3, microbatch_size=4)
-
-
-def worded_on(*groups: tuple[str, tuple[int, ...], int]) -> Plan:
-    """Blocks of the model of words, on devices of which so many split each block."""
-    stages = [
-        PlacedStage(
-            blocks=tuple(blocks.split()),
-            devices=devices,
-            shards=shards,
-            replicas=len(devices) // shards,
-            microbatch_size=2,
-        )
-        for blocks, devices, shards in groups
-    ]
-    return placed_plan(load_model(WORDED), stages, num_microbatches=4, microbatch_size=2)
-
-
-def operators_as(*turns: str) -> Plan:
-    """A model by operator on four devices: its blocks split as their kinds can, in turn."""
-    model = load_model(OPERATORS)
-    ways = {"product": turns, "embedding": ("hidden2-shards2", "samples2-copies2"), "norm": ("features4", "places4")}
-    found = [ways.get(block.operator, ("samples4", "copies4")) for block in model.blocks]
-    stage = PlacedStage(
-        blocks=tuple(block.id for block in model.blocks),
-        devices=(1, 3, 0, 2),
-        shards=4,
-        configurations=tuple(each[number % len(each)] for number, each in enumerate(found)),
-    )
-    return placed_plan(model, [stage], num_microbatches=3, microbatch_size=4)
-
-
 SLOW = ("tiles, then other tiles, then stages", "and the other way round", "whole, then split over three", "branches")
 """Of the pairs."""
-
-
-@functools.cache
-def pairs() -> dict[str, tuple[str, list[Plan]]]:
-    """Models, and the plans under which one training goes on."""
-    tiny, branches = load_model(TINY), load_model(BRANCHES)
-    return {
-        "four devices, then two, then one": (
-            TINY,
-            [
-                model_plan(tiny, PLACEMENTS["v-shape"], split=True),
-                model_plan(tiny, [0, 1], num_microbatches=3, microbatch_size=4),
-                model_plan(tiny, [0], num_microbatches=6),
-            ],
-        ),
-        "replicas come and go": (CHAIN, [chain_of((0,), (1,), (2,), (3,)), chain_of((0, 1), (2,), (3, 0), (1,))]),
-        "and the other way round": (CHAIN, [chain_of((3, 2, 1, 0), (2, 1), (3,), (1, 0)), chain_of(*[(1,)] * 4)]),
-        "split over four, over two twice, then whole": (
-            WORDED,
-            [
-                worded_on(("words", ALL, 4), ("shift b0", (0,), 1), ("b1 b2", (1, 3), 2), ("b3 head", (3,), 1)),
-                worded_on(("shift words b0", (0, 1, 2, 3), 2), ("b1 b2 b3 head", (3, 2, 1, 0), 2)),
-                worded_on(("shift words b0 b1", (1,), 1), ("b2 b3 head", (0,), 1)),
-            ],
-        ),
-        "whole, then split over three": (
-            WORDED,
-            [
-                worded_on(("shift words b0 b1", (1,), 1), ("b2 b3 head", (0,), 1)),
-                worded_on(("shift words b0", (0,), 1), ("b1", (2, 1), 2), ("b2 b3", (3,), 1), ("head", (3, 1, 0), 3)),
-            ],
-        ),
-        "tiles, then other tiles, then stages": (
-            OPERATORS,
-            [
-                operators_as("rows2-columns2", "columns4", "rows4"),
-                operators_as("columns2-places2", "copies2-rows2", "samples4"),
-                model_plan(load_model(OPERATORS), [0, 1], num_microbatches=3, microbatch_size=4),
-            ],
-        ),
-        "branches": (BRANCHES, [model_plan(branches, [0, 1, 2, 3]), model_plan(branches, [2, 0], split=True)]),
-    }
 
 
 def legs_of(model: str, plans: Sequence[Plan], folder: Path, **options: Any) -> list[Leg]:
@@ -134,7 +51,7 @@ def legs_of(model: str, plans: Sequence[Plan], folder: Path, **options: Any) -> 
     ]
 
 
-def told(cases: Mapping[str, list[Leg]], *, dies: bool = False) -> dict[str, list[list[dict[str, Any]]]]:
+def told(cases: Mapping[str, list[Leg]]) -> dict[str, list[list[dict[str, Any]]]]:
     """[case][rank][leg] what 4 real processes report."""
     found: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in cases}
     job = {
@@ -148,9 +65,8 @@ def told(cases: Mapping[str, list[Leg]], *, dies: bool = False) -> dict[str, lis
     def listen(rank: int, report: Mapping[str, Any]) -> None:
         found[report["name"]].append(report["legs"])
 
-    asked = {"cases": job, "dies": dies}
     with warm_ranks():
-        watch_local("runtime_support.checkpoint_rank:work", [()] * 4, asked, TRAINING.timeout_ns, listen, RANK)
+        watch_local("runtime_support.checkpoint_rank:work", [()] * 4, job, TRAINING.timeout_ns, listen, RANK)
     return found
 
 
@@ -240,22 +156,6 @@ def test_copies_are_written_once_and_old_checkpoints_removed(reports: Any, folde
 def test_what_does_not_fit_is_refused_by_all(name: str, reports: Any) -> None:
     for ((leg,),) in zip(reports[name], strict=True):
         assert re.search(TOLD[name], leg["refused"]), leg["refused"]
-
-
-@pytest.mark.slow
-def test_a_rank_killed_while_writing_leaves_the_last_one(folder: Path) -> None:
-    plan, where = model_plan(load_model(TINY), [0, 1, 2, 3]), CheckpointFolder(str(folder / "killed"))
-    base = replace(TRAINING, num_steps=NUM_STEPS, checkpoint=str(where.path))
-    again = replace(base, resume=True)
-    with pytest.raises(ExecutionError, match=r"^rank 1 was killed \(SIGKILL\) after step 3: writing a checkpoint"):
-        told({"killed": [(plan, base, 2), (plan, again, 4)]}, dies=True)
-    assert where.whole() == [2]
-    assert where.part(4).exists(), "it was at it"
-    (two,) = pairs()["four devices, then two, then one"][1][1:2]
-    reports = told({"again": [(four_devices(two), again, 5)]})
-    assert all(leg["first"] == 2 and leg["distance"] < TOLERANCE for (leg,) in reports["again"])
-    assert where.whole() == [2, 5]
-    assert not where.part(4).exists()
 
 
 def test_no_checkpoint_behind_numbers_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import random
@@ -28,6 +27,7 @@ from pipeplan.runtime.training.checkpoint_folder import (
     undamaged,
     write_checksums,
 )
+from runtime_support.killed_rank import killed_after
 
 # in one process there is no process group
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -254,24 +254,18 @@ def test_file_systems_without_locks(
 @pytest.mark.parametrize(
     "step",
     [
-        "hashlib.file_digest",
-        "os.fsync",
-        "pathlib.Path.rename",
-        "shutil.rmtree",
-        "json.dump",
-        "pipeplan.runtime.training.checkpoint_folder._sync",
+        "hashlib:file_digest",
+        "os:fsync",
+        "pathlib:Path.rename",
+        "shutil:rmtree",
+        "json:dump",
+        "pipeplan.runtime.training.checkpoint_folder:_sync",
     ],
 )
+@pytest.mark.parametrize("calls", [0, 1], ids=["instead", "behind"])
 @pytest.mark.parametrize("again", [False, True], ids=["new", "again"])
-def test_death_at_any_step_loses_nothing(
-    step: str, again: bool, folder: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Died(BaseException):
-        pass
-
-    def die(*_: object, **__: object) -> None:
-        raise Died
-
+def test_death_at_any_step_loses_nothing(step: str, calls: int, again: bool, folder: CheckpointFolder) -> None:
+    """By SIGKILL: in the first call, or behind it."""
     number = 20 if again else 30  # one of that name is replaced
     files = {entry.name: entry.read_bytes() for entry in folder.of(10).iterdir() if entry.name != "checksums.json"}
 
@@ -283,10 +277,12 @@ def test_death_at_any_step_loses_nothing(
         write_checksums(path, {})
         folder.publish(number)
 
-    monkeypatch.setattr(step, die)
-    with contextlib.suppress(Died):
-        write()
-    monkeypatch.undo()
+    process = os.fork()
+    if not process:
+        with killed_after(step, calls):
+            write()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
     for each in folder.whole():
         require_checksums(folder.of(each))
     assert 10 in folder.whole() or 20 in folder.whole()

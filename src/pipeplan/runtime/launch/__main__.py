@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import signal
@@ -16,6 +17,8 @@ _PR_SET_PDEATHSIG = 1
 
 def take_identity() -> dict[str, Any]:
     """Who this process is, which its parent has written on standard input; from now on it ends when its parent does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what it prints is seen, however it ends then
+        sys.stdout.reconfigure(line_buffering=True)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # sent to a single rank it ends it, as SIGTERM does
     line = sys.stdin.buffer.readline()
     if not line:  # the parent has ended before it said anything

@@ -2,8 +2,9 @@
 
 Needs no torch: the ranks import it, the parent only listens. A rank learns who it is from one line on its
 standard input, which then stays open (it ends when the parent dies), and reports on a pipe of its own, one JSON
-object a line. Its standard output goes to standard error, so that only what rank 0 reports reaches the user's. Ranks
-listen only on loopback, and never wait for the parent, which may be stopped, or wait for who reads its own output.
+object a line. What it prints goes through the parent to standard error, so that only what rank 0 reports reaches the
+user's standard output. Ranks meet in a file that nobody else can open, listen only on loopback, and never wait for the
+parent, which may be stopped, or wait for who reads its own output.
 
 torchrun starts ranks, too, and plans run under it. Importing it takes 1.9 s of CPU time before any rank starts, this
 module 0.3 s, and it knows exit codes, but not which action a rank was in.
@@ -16,13 +17,13 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO
 
 from pydantic import TypeAdapter
@@ -30,7 +31,8 @@ from pydantic import TypeAdapter
 from pipeplan.errors import ExecutionError, PipeplanError
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import OnLook, OnStep, Report, RunOptions, RunResult, StepResult, job_of
-from pipeplan.runtime.launch.loopback import loopback_server, transport_interfaces
+from pipeplan.runtime.launch.loopback import transport_interfaces
+from pipeplan.runtime.launch.output import RankOutput
 from pipeplan.runtime.launch.status import Board, Cause, Failure, Phase, death, first_failure, has_own_cause, verdict
 from pipeplan.texts import printable
 
@@ -164,6 +166,8 @@ class _Ranks:
         size = Board.size(len(self.programs))
         self.shared = self._unnamed_file(b"\0" * size)
         self.board = Board(self.shared.fileno(), len(self.programs))
+        self.output = RankOutput()
+        self.stack.callback(self.output.close)
         self.board.programs = self.programs
         for rank in range(len(self.programs)):
             self.board.write(rank, Phase.STARTING, 0, -1, -1)
@@ -178,6 +182,7 @@ class _Ranks:
                 while self.ranks:
                     self.ranks[-1].close()
                     self.ranks.pop()
+                self.output.pass_on(_STDERR)
             except KeyboardInterrupt:
                 interrupted = True
         self.stack.close()
@@ -192,42 +197,45 @@ class _Ranks:
         return file
 
     def start(self, work: str, job: Report, command: Sequence[str]) -> None:
-        """Start all ranks. Rank 0 inherits a listening socket, so that no port is chosen twice."""
-        job_file = self._unnamed_file(json.dumps(job).encode())
+        """Start all ranks."""
+        job_file, meeting = self._unnamed_file(json.dumps(job).encode()), self._unnamed_file(b"")
+        identity = {
+            "world_size": len(self.programs),
+            "meeting": self._path_of(meeting),
+            "work": work,
+            "job": job_file.fileno(),
+            "board": self.shared.fileno(),
+            "parent": os.getpid(),
+            "timeout_ns": self.timeout_ns,
+        }
+        inherited = [job_file.fileno(), meeting.fileno(), self.shared.fileno()]
         environment = {"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ, **transport_interfaces(os.environ)}
-        with loopback_server(len(self.programs)) as listener:
-            for rank in range(len(self.programs)):
-                self._start_one(rank, work, job_file, command, listener, environment)
+        for rank in range(len(self.programs)):
+            self._start_one(rank, identity, command, inherited, environment)
+        self.output.begin()
+
+    def _path_of(self, file: IO[bytes]) -> str:
+        """A name under which ranks may open an unnamed file anew, or of another that only this user may open."""
+        if Path(f"/proc/self/fd/{file.fileno()}").exists():
+            return f"/proc/self/fd/{file.fileno()}"
+        return os.path.join(self.stack.enter_context(tempfile.TemporaryDirectory()), "meeting")
 
     def _start_one(
         self,
         rank: int,
-        work: str,
-        job: IO[bytes],
+        identity: Report,
         command: Sequence[str],
-        listener: socket.socket,
+        inherited: Sequence[int],
         environment: dict[str, str],
     ) -> None:
         reports, written = os.pipe()
-        inherited = [written, job.fileno(), self.shared.fileno()] + ([listener.fileno()] if rank == 0 else [])
-        identity = {
-            "rank": rank,
-            "world_size": len(self.programs),
-            "meeting": listener.getsockname()[:2],
-            "listener": listener.fileno() if rank == 0 else None,
-            "work": work,
-            "job": job.fileno(),
-            "board": self.shared.fileno(),
-            "reports": written,
-            "parent": os.getpid(),
-            "timeout_ns": self.timeout_ns,
-        }
         try:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
-                stdout=_STDERR,
-                pass_fds=inherited,
+                stdout=self.output.written,
+                stderr=self.output.written,
+                pass_fds=[written, *inherited],
                 start_new_session=True,
                 env=environment | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(self.programs))},
             )
@@ -239,7 +247,7 @@ class _Ranks:
         self.ranks.append(_Rank(process, reports))
         assert process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # died at once: watch() sees and says it
-            process.stdin.write(json.dumps(identity).encode() + b"\n")
+            process.stdin.write(json.dumps({**identity, "rank": rank, "reports": written}).encode() + b"\n")
             process.stdin.flush()
 
     def watch(self, listen: Callable[[int, Report], None], on_look: OnLook) -> None:
@@ -258,7 +266,9 @@ class _Ranks:
         self._await_exits()
 
     def _receive(self, selector: selectors.BaseSelector, listen: Callable[[int, Report], None]) -> None:
-        for key, _ in selector.select(_POLL_S):
+        ready = selector.select(_POLL_S)
+        self.output.pass_on(_STDERR)
+        for key, _ in ready:
             rank: int = key.data
             for report in self.ranks[rank].read():
                 if report["event"] == "failure":
@@ -291,6 +301,7 @@ class _Ranks:
 
     def _verdict(self) -> PipeplanError:
         first = first_failure([*self.failures, *self._died()])
+        self.output.pass_on(_STDERR)
         sys.stderr.write(printable(first.details))
         return verdict(first, self.board, self.timeout_ns)
 

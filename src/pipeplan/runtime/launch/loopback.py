@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 from collections.abc import Mapping
 
 from pipeplan.errors import ExecutionError
@@ -20,17 +19,6 @@ class _Interface(ctypes.Structure):
 
 
 _Interface._fields_ = [("next", ctypes.POINTER(_Interface)), ("name", ctypes.c_char_p), ("flags", ctypes.c_uint)]
-
-
-def loopback_server(backlog: int) -> socket.socket:
-    """A socket that listens on a free port of 127.0.0.1, or of ::1 where there is no IPv4. Raises ExecutionError."""
-    error = None
-    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-        try:
-            return socket.create_server((host, 0), family=family, backlog=backlog)
-        except OSError as refused:
-            error = error or refused
-    raise ExecutionError(f"ranks cannot meet on 127.0.0.1 or ::1: {error}; is the loopback interface up?")
 
 
 def transport_interfaces(given: Mapping[str, str]) -> dict[str, str]:

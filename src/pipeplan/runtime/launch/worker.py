@@ -22,7 +22,7 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not listed
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]  # public, but not listed
 from torch.distributed.rendezvous import rendezvous
 
 from pipeplan.errors import PipeplanError, UsageError
@@ -60,7 +60,9 @@ def be_rank(identity: Mapping[str, Any]) -> None:
         work: Work = resolve_name(identity["work"])
         job = json.loads(_content(identity["job"]))
         timeout = _start_timeout(identity["timeout_ns"])
-        with _process_group(_local_store(identity, timeout), progress, world_size, timeout):
+        store = FileStore(identity["meeting"], world_size)
+        store.set_timeout(timeout)
+        with _process_group(store, progress, world_size, timeout):
             work(job, RankContext(rank, progress, report))
     except BaseException as error:
         failure = failure_of(error, progress)
@@ -161,20 +163,6 @@ def _process_group(store: Store, progress: Progress, world_size: int, timeout: t
     with lost_others(progress):
         dist.barrier()  # nobody leaves while others still talk to it
         dist.destroy_process_group()
-
-
-def _local_store(identity: Mapping[str, Any], timeout: timedelta) -> Store:
-    """Where local ranks meet; rank 0 keeps it, on the socket it has inherited, which listens only on loopback."""
-    host, port = identity["meeting"]
-    return TCPStore(
-        host,
-        port,
-        identity["world_size"],
-        is_master=identity["rank"] == 0,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=identity["listener"],
-    )
 
 
 def _common_board(store: Store, world_size: int) -> Board:

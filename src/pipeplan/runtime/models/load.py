@@ -24,7 +24,7 @@ _CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
 
 
 def load_model(
-    name: str,
+    name: object,
     *,
     sequence: int | None = None,
     grain: Grain | None = None,
@@ -39,7 +39,7 @@ def load_model(
         name: one of the zoo; a Hugging Face configuration, as the path of a ``config.json`` or as text such as
             ``LlamaConfig(num_hidden_layers=4)``; or ``pkg.mod:name``, which is, or is a function without arguments that
             returns: a Model; an ``nn.Sequential``, an example input, and for training targets and maybe a loss; or any
-            module and its example inputs, which is then captured.
+            module and its example inputs, which is then captured. Or, in Python, what such a function would return.
         sequence: length of the sequences, for the zoo and for configurations.
         grain: what a block is of a captured model; half a layer without it.
         shared: blocks that placements may spread over all devices, by id or operator, with ``*``.
@@ -50,6 +50,9 @@ def load_model(
     Raises:
         UsageError: an unknown name, an option that does not apply, or a model that cannot be made or captured.
     """
+    if not isinstance(name, str):
+        kind = type(name[0] if isinstance(name, tuple) and name else name).__name__
+        return _with_shared(_taken(name, kind, kind, grain, max(shards, default=1)), shared)
     if name in ZOO:
         _refuse_grain(name, grain)
         return _with_shared(zoo_model(name, sequence=sequence), shared)
@@ -81,7 +84,11 @@ def _made_by(name: str, grain: Grain | None, seed: int, most_shards: int) -> Mod
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = value_of(name, "model")
-    short = name.partition(":")[2]
+    return _taken(made, name, name.partition(":")[2], grain, most_shards)
+
+
+def _taken(made: object, name: str, short: str, grain: Grain | None, most_shards: int) -> Model:
+    """The model that is made of what a function returned, or of what Python has."""
     match made:
         case Model():
             _refuse_grain(name, grain)

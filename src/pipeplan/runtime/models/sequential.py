@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.shapes import shaped_blocks
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Model, batch_like, tied_groups
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Model, aliases_of, batch_like, tied_groups
 from pipeplan.runtime.parallel.sharding import Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, Tile, WordEmbedding
 from pipeplan.runtime.parallel.weight_grads import is_plain_embedding
@@ -58,6 +58,7 @@ def sequential_model(
                 partial(copy.deepcopy, parts[0] if len(parts) == 1 else nn.Sequential(*parts)),
                 sources=(before,) if before else (),
                 samples=() if before else ("input",),
+                names=_names(parts, children),
             ),
             parts,
         )
@@ -73,6 +74,7 @@ def sequential_model(
         partial(batch_like, {key: each.detach() for key, each in examples.items()}),
         _predictions,
         tied=tied_groups(_named_parameters(groups)),
+        aliases=aliases_of(children, blocks),
     )
     return model if targets is not None else _ending_in_loss(model)
 
@@ -90,6 +92,13 @@ def _groups(children: nn.Sequential) -> dict[str, list[nn.Module]]:
         else:
             leading.append(child)
     return groups or ({next(iter(_named(children)))[0]: leading} if leading else {})
+
+
+def _names(parts: Sequence[nn.Module], children: nn.Sequential) -> dict[str, str]:
+    """Of a block's parameters and buffers: their names in the whole chain, by those in the block."""
+    module = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
+    whole = {id(tensor): name for name, tensor in reversed(children.state_dict(keep_vars=True).items())}
+    return {name: whole[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}
 
 
 _OF_SINGLE_NUMBERS = (nn.ELU, nn.GELU, nn.Hardswish, nn.Identity, nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.SiLU, nn.Tanh)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.errors import FileError, InfeasibleError, UsageError
-from pipeplan.files import File, parse, write_text
+from pipeplan.files import File, parse, write_elsewhere, write_text
 from pipeplan.files.base import CurrentVersion, current_version
 from pipeplan.files.read_write import read_bytes
 from pipeplan.runtime.models.shapes import outputs_of
@@ -216,10 +217,13 @@ class _UnfinishedFile(File):
 
 
 class UnfinishedProfile:
-    """The rows so far, by what was measured; without a path they are in no file."""
+    """The rows so far, by what was measured; without a path they are in no file.
+
+    ``path`` is where they are: ``asked``, or a temporary file once that can no longer be written.
+    """
 
     def __init__(self, path: str | Path | None = None) -> None:
-        self.path = None if path is None else Path(path)
+        self.path = self.asked = None if path is None else Path(path)
         self._question: dict[str, str] = {}
         self._rows: dict[RowKey, KeptRow] = {}
         self._saved_s = time.monotonic()
@@ -264,14 +268,20 @@ class UnfinishedProfile:
         return self.path is not None and time.monotonic() - self._saved_s >= _SAVE_EVERY_S
 
     def save(self) -> None:
-        """Write the file atomically, if there is something to keep. Raises FileError."""
+        """Write the file atomically, if there is something to keep; elsewhere, with a warning, where that fails."""
         if self.path is not None and self._rows:
             file = _UnfinishedFile(question=self._question, rows=tuple(self._rows.values()))
-            write_text(file.model_dump_json() + "\n", str(self.path))
+            text = file.model_dump_json() + "\n"
+            try:
+                write_text(text, str(self.path))
+            except FileError as error:
+                kept = write_elsewhere(text, str(self.asked))
+                self.path = Path(kept) if kept else self.path
+                warnings.warn(f"{error}; what is measured is kept in {kept or 'no file'} from now on", stacklevel=2)
         self._saved_s = time.monotonic()
 
     def remove(self) -> None:
         """Delete the file: the profile has been written."""
-        if self.path is not None:
+        for path in filter(None, {self.asked, self.path}):
             with contextlib.suppress(OSError):
-                self.path.unlink()
+                path.unlink()

@@ -287,13 +287,21 @@ def whole_chunk(tensor: Tensor) -> ParameterChunk:
 
 @dataclass(frozen=True, slots=True)
 class OwnedParameter:
-    """A rank's part of a parameter of shape ``whole``; ``stored`` if this rank is the one to store it."""
+    """A rank's part of a parameter of shape ``whole``; ``stored`` if this rank is the one to store it.
 
-    name: str
+    ``holder`` is the first block that has it, and its name there.
+    """
+
+    holder: tuple[str, str]
     parameter: nn.Parameter
     whole: torch.Size
     part: ParameterPart
     stored: bool
+
+    @property
+    def name(self) -> str:
+        """``BLOCK.NAME``."""
+        return ".".join(self.holder)
 
     def pieces(self, tensor: Tensor) -> list[ParameterChunk]:
         """Where the parameter, or an optimizer's state for it, lies; anything else is whole."""

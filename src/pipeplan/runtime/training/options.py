@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -37,6 +38,9 @@ class TrainOptions(RunOptions):
     ``checkpoint`` is the folder of checkpoints, written every ``checkpoint_every`` steps and after the last one, but
     not where loss or norm of gradients are not finite; ``keep_checkpoints`` of them are left there. ``resume`` goes on
     from the last: ``num_steps`` counts from the training's beginning.
+
+    ``init`` is a safetensors file that parameters start from, ``export_weights`` one that they are written to in the
+    end; see :mod:`pipeplan.runtime.training.weights`.
     """
 
     model: str
@@ -58,6 +62,8 @@ class TrainOptions(RunOptions):
     checkpoint_every: int | None = None
     keep_checkpoints: int = 2
     resume: bool = False
+    init: str | None = None
+    export_weights: str | None = None
 
     job: ClassVar[str] = "pipeplan.runtime.training.trainer:train_job"
 
@@ -68,6 +74,15 @@ class TrainOptions(RunOptions):
         for flag, given in (("--resume", self.resume), ("--checkpoint-every", self.checkpoint_every)):
             if given and self.checkpoint is None:
                 raise UsageError(f"{flag} needs --checkpoint DIR, the folder of checkpoints")
+        if self.init is not None and self.resume:
+            raise UsageError("--init starts from a file and --resume from a checkpoint; leave out one of the two")
+        if self.init is not None and not os.path.isfile(self.init):
+            raise UsageError(f"--init {self.init}: there is no such file; give one that --export-weights wrote")
+        there = self.export_weights is not None and os.path.exists(self.export_weights)
+        if there and not os.path.isfile(str(self.export_weights)):
+            raise UsageError(f"--export-weights {self.export_weights}: it is no ordinary file; choose another")
+        if self.num_steps == 0 and self.export_weights is None:
+            raise UsageError("--steps 0 does nothing without --export-weights FILE; give at least 1")
 
     @property
     def schedule_steps(self) -> int:
@@ -128,7 +143,7 @@ class RunOutcome:
 
         Utilisation is not known where ranks may share a device, as they can without NCCL.
         """
-        if not isinstance(self.options, TrainOptions):
+        if not isinstance(self.options, TrainOptions) or not self.result.steps:
             return None
         where = self.result.versions.get("device", "") if self.options.transport == "nccl" else ""
         dtype = self.options.autocast or self.options.dtype
@@ -137,9 +152,9 @@ class RunOutcome:
 
     @property
     def warm_ns(self) -> int:
-        """The median iteration; of several steps the first, which warms up, is left out."""
+        """The median iteration; of several steps the first, which warms up, is left out. 0 without any."""
         times = [step.iteration_ns for step in self.result.steps]
-        return round(statistics.median(times[1:] or times))
+        return round(statistics.median(times[1:] or times or [0]))
 
     def figures(self) -> dict[str, object]:
         """The object of ``run --json``, in which what is not finite is None; ``iteration_ns`` is of all steps."""
@@ -178,7 +193,7 @@ class RunOutcome:
 
     def _times(self) -> dict[str, object]:
         return {
-            "iteration_ns": round(statistics.median(step.iteration_ns for step in self.result.steps)),
+            "iteration_ns": round(statistics.median([step.iteration_ns for step in self.result.steps] or [0])),
             "predicted_iteration_ns": self.predicted_ns,
         }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -45,7 +45,13 @@ from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.device import Autocast, gathered, rank_device
-from pipeplan.runtime.training.checkpoint import Checkpoints, OwnedParameter, TrainingState
+from pipeplan.runtime.training.checkpoint import (
+    Checkpoints,
+    OwnedParameter,
+    ParameterChunk,
+    TrainingState,
+    whole_chunk,
+)
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
 from pipeplan.runtime.training.compatibility import (
     identity_of,
@@ -55,6 +61,7 @@ from pipeplan.runtime.training.compatibility import (
 )
 from pipeplan.runtime.training.data import with_data
 from pipeplan.runtime.training.options import LR_SCHEDULES, OPTIMIZERS, TrainOptions
+from pipeplan.runtime.training.weights import Holder, WeightNames, read_weights, write_weights
 
 
 def train_job(job: Report, context: RankContext) -> None:
@@ -69,6 +76,8 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep
     UsageError, the same on every rank, where plan, model and options do not fit together.
     """
     trainer = Trainer(plan, with_summed_losses(model_of(options), options, progress), options, progress)
+    if options.init is not None:
+        trainer.read_weights(options.init)
     steps, timeline = [], []
     for step in range(trainer.resume(), options.num_steps):
         result, actions = trainer.step(step)
@@ -78,10 +87,11 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep
         on_step(result)
         if options.saves_after(step) and result.finite:  # what is lost must not push good checkpoints out
             trainer.save()
+    unwritten = "" if options.export_weights is None else trainer.write_weights(options.export_weights)
     peaks = trainer.all_ranks.gather(trainer.peak_memory_bytes())
     trainer.close()
     progress.begin(Phase.DONE)
-    return RunResult(tuple(steps), tuple(peaks), _versions(options), tuple(timeline))
+    return RunResult(tuple(steps), tuple(peaks), _versions(options), tuple(timeline), unwritten=unwritten)
 
 
 def model_of(options: TrainOptions) -> Model:
@@ -216,6 +226,19 @@ class Trainer:
         assert self.checkpoints is not None, "options name a folder"
         self.checkpoints.save(self.progress.step + 1)
 
+    def read_weights(self, path: str) -> None:
+        """Take the parameters from a file of weights. Raises UsageError, the same on every rank."""
+        self.progress.begin(Phase.RESUMING)
+        names = WeightNames.of(self.model, getattr(torch, self.options.dtype))
+        read_weights(path, names, self.model.name, self._weights(names, stored=False))
+
+    def write_weights(self, path: str) -> str:
+        """Write all ranks' parameters into one file; why it is not there, if it is not. Collective."""
+        self.progress.begin(Phase.SAVING)
+        names = WeightNames.of(self.model, getattr(torch, self.options.dtype))
+        held = list(self._weights(names, stored=True))
+        return write_weights(path, names, held, self.all_ranks, self.rank)
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters as ``block.name``, of a share ``block[0/4].name``; tied ones under each name."""
         return {
@@ -259,7 +282,8 @@ class Trainer:
         if options.checkpoint is None:
             return None
         identity = identity_of(self.model, options, self.program.mini_batch)
-        held = TrainingState(self._owned(), self._buffers(), self.updater.optimizer, self.updater.schedule, identity)
+        buffers = {".".join(holder): tensor for holder, tensor in self._buffers().items()}
+        held = TrainingState(self._owned(), buffers, self.updater.optimizer, self.updater.schedule, identity)
         folder = CheckpointFolder(options.checkpoint, options.keep_checkpoints)
         return Checkpoints(folder, held, self.all_ranks, self.progress)
 
@@ -273,14 +297,26 @@ class Trainer:
             for name, parameter in module.named_parameters():
                 holder = first.get((share.block, name), (share.block, name))
                 part, kept = self.model.part_of(share, name), id(parameter) in stored
-                owned = OwnedParameter(".".join(holder), parameter, torch.Size(shapes[holder]), part, kept)
+                owned = OwnedParameter(holder, parameter, torch.Size(shapes[holder]), part, kept)
                 found.setdefault(id(parameter), owned)
         return list(found.values())
 
-    def _buffers(self) -> dict[str, Tensor]:
-        """This rank's buffers that outlive the process, by ``block.name``."""
+    def _weights(self, names: WeightNames, *, stored: bool) -> Iterator[tuple[str, Sequence[ParameterChunk]]]:
+        """Where this rank's tensors lie in a file of weights: all, or those that it has to store."""
+        for owned in self._owned():
+            if owned.stored or not stored:
+                yield names.name_of[owned.holder], owned.pieces(owned.parameter.detach())
+        buffers = {holder: each for holder, each in self._buffers().items() if holder in names.name_of}
+        if stored:
+            everyones = self.all_ranks.gather(list(buffers))
+            elsewhere = {holder for others in everyones[: self.rank] for holder in others}
+            buffers = {holder: each for holder, each in buffers.items() if holder not in elsewhere}
+        yield from ((names.name_of[holder], [whole_chunk(tensor)]) for holder, tensor in buffers.items())
+
+    def _buffers(self) -> dict[Holder, Tensor]:
+        """This rank's buffers that outlive the process, by block and name."""
         return {
-            f"{share.block}.{name}": tensor
+            (share.block, name): tensor
             for share, module in self.modules.items()
             for name, tensor in module.state_dict().items()
             if name not in dict(module.named_parameters(remove_duplicate=False))

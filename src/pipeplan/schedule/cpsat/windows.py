@@ -60,20 +60,23 @@ def reschedule(
     *,
     begin_ns: int = 0,
     end_ns: int | None = None,
+    most_ns: int | None = None,
     on_solution: Callable[[int, int], None] | None = None,
 ) -> Rescheduled:
     """Find the best order of the actions that start from ``begin_ns`` on and before ``end_ns``.
 
     Only a shorter schedule counts; ``exhausted`` says that the best order of this window is known. The bound is
     for all schedules that keep the rest as it is: for every schedule, if the window is everything. ``on_solution``
-    hears (makespan, bound) in ns.
+    hears (makespan, bound) in ns. With ``most_ns`` any schedule counts that is no longer, and the first one is taken.
     """
-    makespan = graph.makespan(starts)
+    unit = problem.time_unit
+    makespan = graph.makespan(starts) if most_ns is None else most_ns + unit
     window = _cut(problem, graph, orders, starts, begin_ns, makespan if end_ns is None else end_ns)
     if not window.tasks or window.passing >= makespan:
         return Rescheduled(None, None, True)
     model = _WindowModel(problem, graph, window, makespan)
-    unit = problem.time_unit
+    if most_ns is None:
+        model.minimize()
     heard = None if on_solution is None else lambda value, bound: on_solution(value * unit, bound * unit)
     answer = solve(model.model, budget, limit, on_solution=heard)
     bound = answer.bound * unit if answer.bound is not None else None
@@ -172,7 +175,7 @@ class _WindowModel:
         self._recurrences()
         self._exclusive_devices()
         self._memory(makespan)
-        self._objective()
+        self._tails()
 
     def _dependencies(self) -> None:
         for task in checked(self._window.tasks, 64):
@@ -238,10 +241,13 @@ class _WindowModel:
             unit = math.gcd(*demands)
             self.model.add_cumulative(intervals, [demand // unit for demand in demands], capacity // unit)
 
-    def _objective(self) -> None:
+    def _tails(self) -> None:
         for task, start in self.start.items():
             rest = (self._graph.durations[task] + self._window.tail[task]) // self._unit
             self.model.add(self.makespan >= start + rest)
+
+    def minimize(self) -> None:
+        """Look for the shortest schedule, instead of any."""
         self.model.minimize(self.makespan)
 
 

@@ -21,7 +21,7 @@ from pipeplan.schedule.rules.separation import Joined, Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.schedule.rules.values import Limit
 from pipeplan.schedule.state import Schedule
-from pipeplan.time_limit import checked
+from pipeplan.time_limit import TimeUpError, checked
 from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.engine import with_links
@@ -105,14 +105,19 @@ class Swept:
 def sweep(workload: Workload, rules: Iterable[Rules] | None = None, *, graph: TaskGraph | None = None) -> list[Swept]:
     """What the built-in rules (or those given) make of a workload, the shortest first; of equals, the simpler one.
 
-    Rules that get stuck, or whose schedule does not fit into memory, are left out.
+    Rules that get stuck, or whose schedule does not fit into memory, are left out. Where the time of a limit that is
+    enforced is up, there are those until then.
     """
     graph = graph or task_graph(workload)
     best: dict[Rules, Swept] = {}
-    for swept in sweeping(graph, built_in_rules(workload) if rules is None else rules):
-        known = best.get(swept.rules)
-        if known is None or swept.makespan_ns < known.makespan_ns:
-            best[swept.rules] = swept
+    try:
+        for swept in sweeping(graph, built_in_rules(workload) if rules is None else rules):
+            known = best.get(swept.rules)
+            if known is None or swept.makespan_ns < known.makespan_ns:
+                best[swept.rules] = swept
+    except TimeUpError:
+        if not best:
+            raise
     return sorted(best.values(), key=lambda swept: swept.makespan_ns)
 
 

@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.texts import shown, shown_key
 
-BY_NAME = ConfigDict(populate_by_name=True)
+BY_NAME = ConfigDict(extra="forbid", populate_by_name=True)
 """Python names fields as they are; files have their alias, where there is one."""
 
 _Class = TypeVar("_Class", bound=type)

@@ -10,11 +10,12 @@ by their time, and is otherwise what it was.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from pipeplan.errors import InvalidPlanError
+from pipeplan.time_limit import checked
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -79,11 +80,14 @@ def counts_of(workload: Workload, microbatches: int) -> tuple[int, ...] | None:
     return tuple(found)
 
 
-def find_loop(graph: TaskGraph, orders: Orders, starts: Sequence[int], microbatches: int) -> tuple[LoopCut, int] | None:
+def find_loop(
+    graph: TaskGraph, orders: Orders, starts: Sequence[int], microbatches: int, likely: Iterable[int] = ()
+) -> tuple[LoopCut, int] | None:
     """The first round of that many micro-batches that can be repeated as it is, and how often it is there in a row.
 
-    None if there is none. It begins with an action of the first operation. ``orders`` [device, link] and ``starts``
-    [task] as in :func:`~pipeplan.workload.task_graph.earliest_starts`.
+    None if there is none. It begins with an action of the first operation: if none is found, ``likely`` ones are tried,
+    too. ``orders`` [device, link] and ``starts`` [task] as in
+    :func:`~pipeplan.workload.task_graph.earliest_starts`.
     """
     counts = counts_of(graph.workload, microbatches)
     if counts is None:
@@ -92,7 +96,7 @@ def find_loop(graph: TaskGraph, orders: Orders, starts: Sequence[int], microbatc
     if search is None:
         return None
     low, high = 2 * graph.workload.slots[0].num_parted, len(search.starts[0]) - counts[0]
-    number = next(filter(search.repeats, _places(low, high)), None)
+    number = next(filter(search.repeats, checked(chain(_places(low, high), likely), 16)), None)
     if number is None:
         return None
     cut = search.cut(search.first(low, number), microbatches)
@@ -256,14 +260,16 @@ def looped(
         InvalidPlanError: the orders do not have such a round.
     """
     wanted, rest = divmod(num_microbatches - graph.workload.num_microbatches, microbatches)
-    if rest or wanted < 0:
+    counts = counts_of(graph.workload, microbatches)
+    if rest or wanted < 0 or counts is None:
         return None
     copies = 0
     while True:
         larger, extended = longer(graph, orders, begins, microbatches, copies)
         extended = with_links(larger, extended)
         starts = earliest_starts(larger, extended)
-        found = None if copies == wanted else find_loop(larger, extended, starts, microbatches)
+        likely = range(begins[0], begins[0] + copies * counts[0], counts[0])
+        found = None if copies == wanted else find_loop(larger, extended, starts, microbatches, likely)
         if found is not None:
             cut, there = found
             larger, extended = _shorter(larger, extended, cut, there - 1)
@@ -272,5 +278,5 @@ def looped(
         if copies == wanted:
             return LoopedOrders(larger, extended, starts, None)
         copies = min(wanted, 2 * copies + 1)
-        if graph.num_tasks + copies * sum(counts_of(graph.workload, microbatches) or ()) > max_written:
+        if graph.num_tasks + copies * sum(counts) > max_written:
             return None

@@ -192,7 +192,7 @@ class _RepetendFinder:
         """None if some operation does not run its micro-batches in turn."""
         n = graph.workload.num_microbatches
         lines = []
-        for order in orders:
+        for order in checked(orders, 1):
             line = _Line.of([divmod(task, n) for task in order], [starts[task] for task in order])
             if line is None:
                 return None
@@ -208,7 +208,7 @@ class _RepetendFinder:
         shown = set(range(1, min(limit, _SWEPT_UNROLL) + 1))
         stride = max(1, len(self.steps) // _SAMPLES)
         positions = [0] * len(self.lines)
-        for index, (_, devices) in enumerate(self.steps):
+        for index, (_, devices) in checked(enumerate(self.steps), 256):
             if index % stride == 0:
                 shown.update(self._unrolls_at(positions, limit))
             for device in devices:

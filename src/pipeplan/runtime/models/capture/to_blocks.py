@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -23,7 +23,16 @@ from pipeplan.runtime.models.capture.grouping import (
     made_from,
     taken_by,
 )
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Grain, Model, Output, batch_like, tied_groups
+from pipeplan.runtime.models.spec import (
+    Batch,
+    BlockSpec,
+    Grain,
+    Model,
+    Output,
+    aliases_of,
+    batch_like,
+    tied_groups,
+)
 
 
 def capture(
@@ -53,7 +62,8 @@ def capture(
     if not groups:
         raise UsageError(f"model {name!r} does no work that needs parameters; there is nothing to cut into blocks")
     recipes = _recipes(traced, groups, free, name)
-    blocks = _blocks(groups, recipes, traced, grain)
+    kept = module.state_dict(keep_vars=True)
+    blocks = _blocks(groups, recipes, traced, grain, kept)
     return Model(
         name,
         blocks,
@@ -65,6 +75,7 @@ def capture(
             for own, name in recipe.parameters.items()
         ),
         switched_off=_switched_off(module, traced.num_dropouts),
+        aliases=aliases_of(module, blocks),
     )
 
 
@@ -109,7 +120,7 @@ def _require_travelling(op: OpNode, name: str) -> None:
 
 
 def _blocks(
-    groups: Sequence[OpGroup], recipes: Sequence[Recipe], traced: CapturedGraph, grain: Grain
+    groups: Sequence[OpGroup], recipes: Sequence[Recipe], traced: CapturedGraph, grain: Grain, kept: Container[str]
 ) -> tuple[BlockSpec, ...]:
     operators = [operator_of(group, recipe.crossing, grain) for group, recipe in zip(groups, recipes, strict=True)]
     ids = block_ids(groups, operators, grain)
@@ -126,6 +137,7 @@ def _blocks(
             samples=tuple(op.name for op in recipe.inputs),
             loss=traced.output in recipe.outputs and traced.output.shape == (),
             dimensions=dimensions_of(group, operator),
+            names={own: name for own, name in {**recipe.parameters, **recipe.buffers}.items() if name in kept},
         )
         for id_, operator, group, recipe in zip(ids, operators, groups, recipes, strict=True)
     )

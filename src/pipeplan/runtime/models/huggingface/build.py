@@ -300,7 +300,21 @@ def load_configuration(
     settings = {key: value for key, value in whole.config.to_dict().items() if key != "transformers_version"}
     model, sharded = _captured(whole, grain), partial(_share, whole, grain)
     loss_of: Literal["samples", "micro-batches"] = "micro-batches" if isinstance(whole.module, Pairs) else "samples"
-    return replace(model, sharded=sharded, texts=texts_of(whole.contents), settings=settings, loss_of=loss_of)
+    model = replace(model, sharded=sharded, texts=texts_of(whole.contents), settings=settings, loss_of=loss_of)
+    return _named_as_in_transformers(model)
+
+
+def _named_as_in_transformers(model: Model) -> Model:
+    """The model, whose parameters are called as in the state of transformers' module, not as in the one around it."""
+
+    def own(name: str) -> str:
+        return name.removeprefix("model.")
+
+    blocks = (
+        replace(block, names={key: own(name) for key, name in (block.names or {}).items()}) for block in model.blocks
+    )
+    aliases = {own(alias): own(name) for alias, name in model.aliases.items()}
+    return replace(model, blocks=tuple(blocks), aliases=aliases)
 
 
 def _captured(whole: LoadedModel, grain: Grain) -> Model:

@@ -1,0 +1,876 @@
+"""The functions of ``import pipeplan``: what the command line does, with its flags as keyword arguments.
+
+Each parses its arguments as the verb does (:mod:`pipeplan.cli.from_python`), makes the same request by the same
+function, and calls :mod:`pipeplan._api`. Nothing is imported until a function is called.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
+
+from pipeplan import _api
+from pipeplan.errors import ExecutionError, FileError, PipeplanError, SearchTimeoutError, UsageError
+
+if TYPE_CHECKING:
+    from pipeplan._api import (
+        Cluster,
+        Comparison,
+        FrontierResult,
+        Inspection,
+        Limit,
+        LinkPoint,
+        LinkResult,
+        Model,
+        Placement,
+        Plan,
+        Profile,
+        Report,
+        Result,
+        Rules,
+        RunOutcome,
+        Simulation,
+        StepResult,
+        Tuning,
+    )
+
+Path = str | os.PathLike[str]
+Duration = str | float
+"""Text with a unit, such as ``"3.2ms"``, or seconds."""
+Size = str | int
+"""Text with a unit, such as ``"16GB"`` or ``"16GiB"``, or bytes."""
+Counts = str | int | Iterable[int]
+"""One number, several, or ``"1,2,4"``."""
+Switch = bool | Literal["auto", "yes", "no"]
+Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+Granularity = Literal["layer", "half", "operator"]
+SearchProgress = Callable[[str, int, int, float], None]
+"""Called with what found the best plan, its time, the bound, both in ns, and the seconds so far."""
+RunProgress = Callable[[int, int, str], None]
+"""Called with the runs done, all runs, and what runs now."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _public(function: Callable[P, R]) -> Callable[P, R]:
+    """A function whose errors name its arguments, and which off the main thread raises no KeyboardInterrupt."""
+
+    @wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except PipeplanError as error:
+            error.for_python()
+            raise
+        except KeyboardInterrupt:
+            if threading.current_thread() is threading.main_thread():
+                raise
+            raise SearchTimeoutError("interrupted before anything was found") from None
+
+    return called
+
+
+def _asked(verb: str, given: Mapping[str, Any]) -> Any:
+    """The verb's context with these arguments."""
+    from pipeplan.cli.from_python import context_of
+
+    return context_of(verb, given)
+
+
+# Files ------------------------------------------------------------------------------------------------------------
+
+
+@_public
+def read_profile(path: Path) -> Profile:
+    """Read and validate a profile file of any version; ``"-"`` is stdin.
+
+    Raises:
+        FileError: it cannot be read, or is no valid profile; one problem a line, with its place.
+
+    Example:
+        >>> pipeplan.read_profile("profiles/tessel-v.json").microbatch_sizes
+        (1,)
+    """
+    return _api.read_profile(os.fspath(path))
+
+
+@_public
+def read_cluster(path: Path) -> Cluster:
+    """Read and validate a cluster file; as :func:`read_profile`.
+
+    Example:
+        >>> pipeplan.read_cluster("cluster.json").num_devices
+    """
+    return _api.read_cluster(os.fspath(path))
+
+
+@_public
+def read_placement(path: Path) -> Placement:
+    """Read and validate a placement file; as :func:`read_profile`.
+
+    Example:
+        >>> pipeplan.read_placement("placement.json").stages[0].blocks
+    """
+    return _api.read_placement(os.fspath(path))
+
+
+@_public
+def read_plan(path: Path) -> Plan:
+    """Read and validate a plan file; as :func:`read_profile`. Whether it is right :func:`check` says.
+
+    Example:
+        >>> pipeplan.read_plan("plan.json").predicted.iteration_ns
+    """
+    return _api.read_plan(os.fspath(path))
+
+
+@_public
+def write(file: Profile | Cluster | Placement | Plan, path: Path) -> None:
+    """Write a profile, a cluster, a placement or a plan, atomically; ``"-"`` is stdout.
+
+    Raises:
+        FileError: it cannot be written; an old file stays as it is.
+
+    Example:
+        >>> pipeplan.write(result.plan, "plan.json")
+    """
+    _api.write_file(file, os.fspath(path))
+
+
+# Planning ---------------------------------------------------------------------------------------------------------
+
+
+@_public
+def search(
+    profile: Profile | Path,
+    *,
+    devices: int | None = None,
+    cluster: Cluster | Path | None = None,
+    memory: Size | None = None,
+    mini_batch: int | None = None,
+    microbatch_size: int | None = None,
+    microbatches: int | None = None,
+    placement: Placement | Path = "auto",
+    chunks: int | None = None,
+    replicas: int | None = None,
+    shard_shared: Switch = "auto",
+    slices: int | Literal["auto"] | None = None,
+    recompute: bool | Literal["auto", "all", "none"] = "auto",
+    unroll: int | Literal["auto"] = "auto",
+    split_backward: Switch | None = None,
+    split_overhead: Duration = 0,
+    time_limit: Duration = 30,
+    seed: int = 0,
+    deterministic: bool = False,
+    scheduler: str = "auto",
+    rules: Rules | Path | None = None,
+    workers: int | None = None,
+    cache: Path | None = None,
+    progress: SearchProgress | None = None,
+    within: Limit | None = None,
+) -> Result:
+    """Search for the best plan: stages, replicas, micro-batch sizes and schedule, or what of it is left open.
+
+    The search finds a valid plan early and improves it until it is proved optimal or time is up. On the main thread
+    Ctrl-C ends it with the best plan so far; on any thread ``within.interrupt()`` does. Several searches may run at
+    once on threads of their own, and with ``deterministic`` each gives what it gives alone.
+
+    Args:
+        profile: the model's blocks and what each costs, or the path of its file.
+        devices: number of devices; by default those of the profile's placement, else the cluster's.
+        cluster: devices, memory and links, or the path of its file; without one, links are free.
+        memory: of each device, as ``"16GB"``, ``"16GiB"`` or bytes; by default the cluster's, else unlimited.
+        mini_batch: samples per iteration (the global batch size).
+        microbatch_size: samples per micro-batch; by default searched among the profiled sizes.
+        microbatches: micro-batches per iteration; by default four per device.
+        placement: ``"auto"``, a strategy such as ``"circular"``, a :class:`Placement`, or the path of its file.
+        chunks: virtual stages: stages per device, where the strategy has several.
+        replicas: data-parallel size: copies of the whole pipeline; by default searched.
+        shard_shared: whether shared blocks are split over all devices of the pipeline.
+        slices: leading micro-batches whose warm-up forwards run in two halves.
+        recompute: activation checkpointing of all stages (True, ``"all"``), of none (False, ``"none"``), or searched.
+        unroll: micro-batches per repetend, from 1 to 64.
+        split_backward: whether input and weight gradients run separately.
+        split_overhead: extra time of each input and weight gradient for being launched separately, as ``"20us"`` or in
+            seconds.
+        time_limit: as ``"30s"`` or in seconds.
+        seed: of the solver and of local search.
+        deterministic: count solver steps instead of seconds: the same seed gives the same plan on any machine.
+        scheduler: ``"auto"``, ``"repetend"``, ``"rules"`` or a classic schedule such as ``"1f1b"``.
+        rules: for the scheduler ``"rules"``: :class:`Rules`, the name of a built-in set, or the path of a TOML file.
+        workers: processes of an auto-tuning (``scheduler="rules"`` without ``rules``); by default one per core.
+        cache: file that keeps what an auto-tuning finds; see :func:`tune`.
+        progress: called when something better is found, with what found it, its time and the bound in ns, and the
+            seconds so far; on the thread that searches.
+        within: a limit that this search shares with others, or that another thread may interrupt.
+
+    Returns:
+        The plan (``.plan``) with ``.lower_bound_ns``, ``.gap`` (0 is optimal), ``.status`` ("optimal" or "feasible"),
+        ``.interrupted`` and ``.timed_out``.
+
+    Raises:
+        InfeasibleError: nothing fits; the text says what to change.
+        SearchTimeoutError: time was up, or the search interrupted, before there was a plan.
+        UsageError: an argument makes no sense, or contradicts another or the profile; the text names it.
+        FileError: a file cannot be read.
+        KeyboardInterrupt: on the main thread, Ctrl-C before there was a plan.
+
+    Example:
+        >>> result = pipeplan.search("profiles/tessel-v.json", time_limit=5)
+        >>> result.status, result.gap
+        ('optimal', 0.0)
+        >>> pipeplan.write(result.plan, "plan.json")
+    """
+    from pipeplan.cli.search_verbs import search_request
+
+    request = search_request(_asked("search", locals()).params)
+    if request.tunes:
+        return _api.tune(request, workers=workers, cache=_text(cache), progress=progress, within=within).result
+    if workers is not None or cache is not None:
+        raise UsageError("--workers and --cache are for --scheduler 'rules' without --rules; leave them out")
+    return _api.search(request, progress=progress, within=within)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else os.fspath(path)
+
+
+@_public
+def tune(
+    profile: Profile | Path,
+    *,
+    devices: int | None = None,
+    cluster: Cluster | Path | None = None,
+    memory: Size | None = None,
+    mini_batch: int | None = None,
+    microbatch_size: int | None = None,
+    microbatches: int | None = None,
+    placement: Placement | Path = "auto",
+    chunks: int | None = None,
+    replicas: int | None = None,
+    shard_shared: Switch = "auto",
+    slices: int | Literal["auto"] | None = None,
+    recompute: bool | Literal["auto", "all", "none"] = "auto",
+    unroll: int | Literal["auto"] = "auto",
+    split_backward: Switch | None = None,
+    split_overhead: Duration = 0,
+    time_limit: Duration = 30,
+    seed: int = 0,
+    deterministic: bool = False,
+    workers: int | None = None,
+    cache: Path | None = None,
+    progress: SearchProgress | None = None,
+    within: Limit | None = None,
+) -> Tuning:
+    """Rank all built-in scheduling rules on a grid of depths, replicas, sizes and placements.
+
+    What ``pipeplan search --scheduler rules`` does, with the whole ranking.
+
+    Args:
+        profile: as all arguments that are not named here, see :func:`search`.
+        workers: processes that share the work; by default one per core, 1 for none beside this one.
+        cache: file that keeps what is found, from which a tuning that was interrupted goes on.
+
+    Returns:
+        The best plan (``.result``), the rules that make it (``.rules``) and all rows by rank (``.rows``).
+
+    Raises:
+        InfeasibleError: no cell of the grid fits.
+        SearchTimeoutError: time was up before there was a row.
+        UsageError: an argument makes no sense, or the cache is none.
+
+    Example:
+        >>> tuning = pipeplan.tune("profiles/tessel-v.json", workers=1, time_limit=5)
+        >>> tuning.rows[0].rules
+    """
+    from pipeplan.cli.search_verbs import search_request
+
+    request = search_request(_asked("search", {**locals(), "scheduler": "rules"}).params)
+    return _api.tune(request, workers=workers, cache=_text(cache), progress=progress, within=within)
+
+
+@_public
+def compare(
+    profile: Profile | Path,
+    *,
+    devices: int | None = None,
+    cluster: Cluster | Path | None = None,
+    memory: Size | None = None,
+    mini_batch: int | None = None,
+    microbatch_size: int | None = None,
+    microbatches: int | None = None,
+    placement: Placement | Path = "auto",
+    chunks: int | None = None,
+    replicas: int | None = None,
+    shard_shared: Switch = "auto",
+    slices: int | Literal["auto"] | None = None,
+    recompute: bool | Literal["auto", "all", "none"] = "auto",
+    unroll: int | Literal["auto"] = "auto",
+    split_backward: Switch | None = None,
+    split_overhead: Duration = 0,
+    time_limit: Duration = 30,
+    seed: int = 0,
+    deterministic: bool = False,
+    progress: SearchProgress | None = None,
+    within: Limit | None = None,
+) -> Comparison:
+    """Time every classic schedule that applies, and search for a better one.
+
+    Args:
+        profile: as all other arguments, see :func:`search`.
+
+    Returns:
+        ``.rows`` best first, those that do not fit into memory last, and ``.missing`` schedules with the reason.
+        Where no row fits, ``.shortage`` says what would do.
+
+    Raises:
+        SearchTimeoutError: time was up before there was a row.
+        UsageError: an argument makes no sense, or no placement is possible.
+
+    Example:
+        >>> comparison = pipeplan.compare("profiles/tessel-v.json", time_limit=5)
+        >>> [(row.schedule, row.iteration_ns) for row in comparison.rows]
+    """
+    from pipeplan.cli.shared import read_request
+
+    request = read_request(_asked("compare", locals()).params)
+    return _api.compare(request, progress=progress, within=within)
+
+
+@_public
+def frontier(
+    profile: Profile | Path,
+    *,
+    devices: Counts | None = None,
+    cluster: Cluster | Path | None = None,
+    memory: Size | None = None,
+    mode: Literal["all", "min-time", "min-devices", "profile"] = "all",
+    plans: bool = False,
+    mini_batch: int | None = None,
+    split_level: Literal["block", "operator"] = "block",
+    device: str | None = None,
+    data_parallel_loading: bool = False,
+    tolerance: float = 0.0,
+    time_limit: Duration | None = None,
+    point: int | None = None,
+    within: Limit | None = None,
+) -> FrontierResult:
+    """Time against memory against devices: all strategies that no other beats in all of them.
+
+    Args:
+        profile: the model's blocks and what each costs, or the path of its file.
+        devices: numbers of devices to consider, as ``8``, ``[1, 2, 4]`` or ``"1,2,4"``; by default the cluster's.
+        cluster: devices, memory, links and prices, or the path of its file.
+        memory: most memory of each device, as ``"16GB"`` or bytes; by default the cluster's.
+        mode: of what fits: all points; all, with the quickest chosen; those on fewest devices; or the quickest for each
+            number of devices.
+        plans: whole plans with pipelines, instead of one stage on all devices whose blocks are split.
+        mini_batch: samples per iteration, on any number of devices.
+        split_level: what is split in one way: whole blocks, as plans run them, or every operator inside.
+        device: preset whose times splits are estimated with, as ``"a100-80gb"``; by default the profile's.
+        data_parallel_loading: inputs come split by samples over all devices.
+        tolerance: how far points may be from the frontier, as 0.01 for 1 % of memory and time; 0 is exact.
+        time_limit: as ``"60s"`` or in seconds; by default 60 with ``plans``, otherwise none.
+        point: number of the point to choose for :meth:`FrontierResult.plan`, counted from 1.
+        within: a limit that is shared with others, or that another thread may interrupt.
+
+    Returns:
+        ``.points`` by devices and memory; ``.plan()`` makes the chosen one's plan, ``.plan(2)`` that of the second.
+
+    Raises:
+        InfeasibleError: nothing fits.
+        SearchTimeoutError: time was up, or the search interrupted, before there was a point.
+        UsageError: an argument makes no sense.
+
+    Example:
+        >>> found = pipeplan.frontier("profiles/tessel-v.json", devices=[1, 2], plans=True, time_limit=5)
+        >>> [(point.num_devices, point.memory_bytes, point.time_ns) for point in found.points]
+    """
+    from pipeplan.cli.frontier_verb import frontier_request
+
+    context = _asked("frontier", locals())
+    return _api.frontier(frontier_request(context), mode=context.params["mode"], point=point, within=within)
+
+
+# Plans ------------------------------------------------------------------------------------------------------------
+
+
+@_public
+def check(plan: Plan | Path, *, profile: Profile | Path | None = None, cluster: Cluster | Path | None = None) -> Report:
+    """Recompute everything that a plan says, independently of what made it.
+
+    Args:
+        plan: the plan, or the path of its file.
+        profile: check costs and dependencies against it, too.
+        cluster: check memory and transfer times against it, too.
+
+    Returns:
+        ``.valid``, ``.problems`` with their places, and ``.recomputed`` figures; ``.require()`` raises
+        InvalidPlanError unless all is right.
+
+    Raises:
+        FileError: a file cannot be read.
+
+    Example:
+        >>> pipeplan.check("plan.json", profile="profiles/tessel-v.json").valid
+        True
+    """
+    from pipeplan.cli.shared import given_file
+
+    given = _asked("check", locals()).params
+    files = [given_file(kind, given[f"{kind}_path"]) for kind in ("plan", "profile", "cluster")]
+    return _api.check(*files)
+
+
+@_public
+def simulate(
+    plan: Plan | Path,
+    *,
+    microbatches: int | None = None,
+    profile: Profile | Path | None = None,
+    cluster: Cluster | Path | None = None,
+    measured: Path | None = None,
+) -> Simulation:
+    """Replay a plan: when every action runs if each starts as soon as it can.
+
+    Args:
+        plan: the plan, or the path of its file.
+        microbatches: repeat the plan's repetend up to this number of micro-batches.
+        profile: take times and sizes from this profile.
+        cluster: take devices and links from this cluster.
+        measured: trace that a run of the plan wrote, to compare with (``.measured``).
+
+    Returns:
+        Starts of all actions, ``.rates``, ``.memory`` of each device and ``.critical_path``; times in ns, sizes in
+        bytes. In a notebook it is shown as a timeline.
+
+    Raises:
+        InvalidPlanError: the plan's programs cannot run.
+        UsageError: number of micro-batches, profile, cluster or trace are not for the plan.
+
+    Example:
+        >>> pipeplan.simulate("plan.json", microbatches=64).rates.bubble_rate
+    """
+    from pipeplan.cli.shared import given_file
+
+    given = _asked("simulate", locals()).params
+    files = {kind: given_file(kind, given[f"{kind}_path"]) for kind in ("plan", "profile", "cluster")}
+    found = _api.simulate(files["plan"], given["microbatches"], files["profile"], files["cluster"])
+    return found if measured is None else _api.with_measured(found, given["measured_path"])
+
+
+# Profiles ---------------------------------------------------------------------------------------------------------
+
+
+@_public
+def profile(
+    model: str | Model | object,
+    *,
+    microbatch: Counts = (1, 2, 4),
+    sequence: int | None = None,
+    granularity: Granularity | None = None,
+    shared: str | Sequence[str] = (),
+    shards: Counts = 1,
+    recompute: bool = False,
+    dtype: Dtype | None = None,
+    device: Literal["cpu", "cuda"] = "cpu",
+    threads: int | None = None,
+    repeats: int = 10,
+    warmup: int = 3,
+    seed: int = 0,
+    cluster: Cluster | Path | None = None,
+    progress: RunProgress | None = None,
+    within: Limit | None = None,
+) -> Profile:
+    """Measure a model block by block: times of forward and backward, and what memory they hold. Needs torch.
+
+    Use an idle machine, and one measurement at a time in a process: every number is a median.
+
+    Args:
+        model: a name of the zoo, a Hugging Face configuration (``"config.json"``, ``"LlamaConfig(...)"``),
+            ``"pkg.mod:factory"``; or what such a factory returns: a module and example inputs,
+            ``(module, {"input_ids": tensor})``.
+        microbatch: samples per run, as ``4``, ``[1, 2, 4]`` or ``"1,2,4"``.
+        sequence: length of sequences, for the zoo and configurations.
+        granularity: what a block of a captured model is; by default half a layer.
+        shared: blocks for all devices, by id or operator; ``*`` matches.
+        shards: numbers of devices that split each block.
+        recompute: costs with activation checkpointing, too.
+        dtype: number format; by default float32.
+        device: where to measure.
+        threads: of CPU operators; by default torch's choice.
+        repeats: timed runs of each block and size.
+        warmup: runs before them.
+        seed: of parameters and samples.
+        cluster: whose links the collectives of split blocks take.
+        progress: called before every run with the runs done, all runs, and what runs now.
+        within: a limit at whose end, or interruption, measuring ends with ExecutionError.
+
+    Returns:
+        The profile, for :func:`search`; ``write(profile, "profile.json")`` keeps it.
+
+    Raises:
+        UsageError: an argument makes no sense, or the model cannot be made or captured.
+        ExecutionError: a block failed, or the limit was over.
+        InfeasibleError: memory ran out at the smallest size.
+
+    Example:
+        >>> measured = pipeplan.profile("gpt2-tiny", microbatch=1, repeats=3)
+    """
+    from pipeplan.cli.profile_verb import measured
+
+    given = _asked("profile", locals()).params
+    _api.require_torch("profile")
+    return measured(given, _warn, progress=_watched(progress, within))
+
+
+@_public
+def estimate(
+    model: str | Model | object,
+    *,
+    device: str,
+    microbatch: Counts = (1, 2, 4),
+    sequence: int | None = None,
+    granularity: Granularity | None = None,
+    shared: str | Sequence[str] = (),
+    shards: Counts = 1,
+    recompute: bool = False,
+    dtype: Dtype | None = None,
+    calibrate: Profile | Path | None = None,
+    cluster: Cluster | Path | None = None,
+    progress: RunProgress | None = None,
+    within: Limit | None = None,
+) -> Profile:
+    """Estimate a model for a device that is not here: bytes and work are counted, nothing runs. Needs torch.
+
+    Args:
+        model: as all arguments that are not named here, see :func:`profile`.
+        device: preset whose rates are taken, as ``"a100-80gb"``.
+        dtype: number format; by default the preset's.
+        calibrate: measured profile to fit times to, or the path of its file.
+
+    Returns:
+        The profile, for :func:`search`.
+
+    Raises:
+        UsageError: an argument makes no sense, or the model cannot be made or captured.
+        ExecutionError: a block failed, or the limit was over.
+
+    Example:
+        >>> estimated = pipeplan.estimate("gpt2-124m", device="a100-80gb", microbatch=[1, 2])
+    """
+    from pipeplan.cli.profile_verb import estimated
+
+    given = _asked("profile", locals()).params
+    _api.require_torch("profile")
+    return estimated(given, _warn, progress=_watched(progress, within))
+
+
+def _warn(remark: str) -> None:
+    from pipeplan.errors import in_python
+
+    warnings.warn(in_python(remark), stacklevel=5)
+
+
+def _watched(progress: RunProgress | None, within: Limit | None) -> RunProgress:
+    """What is called before every run; it ends the work when the limit is over."""
+
+    def called(done: int, total: int, what: str) -> None:
+        _require_time(within, f"before {what}, after {done} of {total} runs")
+        if progress is not None:
+            progress(done, total, what)
+
+    return called
+
+
+def _require_time(within: Limit | None, where: str) -> None:
+    if within is not None and within.over:
+        how = "interrupted" if within.interrupted else f"the limit of {within.seconds:g} s was over"
+        raise ExecutionError(f"{how} {where}")
+
+
+@_public
+def inspect(profile: Profile | Path, *, microbatch: Counts | None = None) -> Inspection:
+    """Look a profile over: its sums, its blocks by kind, and what makes plans from it wrong.
+
+    Args:
+        profile: the profile, or the path of its file.
+        microbatch: sizes to look at; by default the profiled ones.
+
+    Returns:
+        The inspection; its ``.figures()`` are those of ``pipeplan profile --show --json``.
+
+    Raises:
+        FileError: the file cannot be read.
+        UsageError: a size was not profiled.
+
+    Example:
+        >>> pipeplan.inspect("profiles/tessel-v.json").figures()["problems"]
+    """
+    from pipeplan.cli.shared import given_file
+
+    given = _asked("profile", {"show": profile, "microbatch": microbatch}).params
+    return _api.Inspection(given_file("profile", given["show"]), () if microbatch is None else given["microbatch"])
+
+
+@_public
+def measure_links(
+    processes: int,
+    *,
+    cluster: Cluster | Path | None = None,
+    min_bytes: Size = "1KiB",
+    max_bytes: Size = "64MiB",
+    repeats: int = 10,
+    warmup: int = 3,
+    device: Literal["cpu", "cuda"] = "cpu",
+    on_point: Callable[[LinkPoint], None] = lambda point: None,
+) -> LinkResult:
+    """Measure links between processes that are started here. Needs torch; under torchrun use the command line.
+
+    Args:
+        processes: how many to start.
+        cluster: where the times are put; by default one is made.
+        min_bytes: smallest message.
+        max_bytes: largest message.
+        repeats: timed runs of each size.
+        warmup: runs before them.
+        device: where tensors are.
+        on_point: called with each point of a curve.
+
+    Returns:
+        The ``.cluster`` with the times.
+
+    Raises:
+        UsageError: the cluster does not fit.
+        ExecutionError: a rank failed, died or hung.
+
+    Example:
+        >>> pipeplan.write(pipeplan.measure_links(2, max_bytes="1MiB").cluster, "cluster.json")
+    """
+    from pipeplan.cli.profile_verb import link_options
+    from pipeplan.cli.shared import given_file
+
+    given = _asked("profile", locals()).params
+    _api.require_torch("profile")
+    base = given_file("cluster", given["cluster"])
+    found = _api.measure_links(link_options(given), processes, base, on_point=on_point, keep=lambda cluster: None)
+    assert found is not None, "this is rank 0's parent"
+    return found
+
+
+@_public
+def add_links(
+    cluster: Cluster | Path, communication_from: Path | Sequence[Path], *, level: str | None = None
+) -> LinkResult:
+    """Put what nccl-tests printed into a cluster.
+
+    Args:
+        cluster: the cluster, or the path of its file.
+        communication_from: files with what was printed, as text or JSON.
+        level: the cluster's level that was measured; by default the one that its devices span.
+
+    Returns:
+        The ``.cluster`` with the times.
+
+    Raises:
+        FileError: a file cannot be read, or says nothing that is known.
+        UsageError: the cluster has no such level.
+
+    Example:
+        >>> pipeplan.write(pipeplan.add_links("cluster.json", ["all_reduce.txt"]).cluster, "measured.json")
+    """
+    from pipeplan.cli.profile_verb import with_links
+
+    return with_links(_asked("profile", locals()).params)
+
+
+# Runs -------------------------------------------------------------------------------------------------------------
+
+
+@_public
+def run(
+    plan: Plan | Path,
+    *,
+    model: str | None = None,
+    emulate: bool = False,
+    blocking: bool = False,
+    message_limit: Size = "1MiB",
+    stretch: float | Literal["auto"] = "auto",
+    sequence: int | None = None,
+    instructions: str | None = None,
+    granularity: Granularity | None = None,
+    steps: int = 10,
+    seed: int = 0,
+    data: Path | None = None,
+    optimizer: str = "adamw",
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    lr_schedule: str = "constant",
+    warmup_steps: int = 0,
+    lr_steps: int | None = None,
+    clip_norm: float | None = None,
+    autocast: Literal["bfloat16"] | None = None,
+    checkpoint: Path | None = None,
+    checkpoint_every: int | None = None,
+    keep_checkpoints: int = 2,
+    resume: bool = False,
+    init: Path | None = None,
+    export_weights: Path | None = None,
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32",
+    device: Literal["cpu", "cuda"] = "cpu",
+    backend: Literal["auto", "gloo", "nccl"] = "auto",
+    timeout: Duration = 60,
+    on_step: Callable[[StepResult], None] = lambda step: None,
+    within: Limit | None = None,
+) -> RunOutcome:
+    """Train with a plan, or emulate it, with one process per device started here. Needs torch.
+
+    Args:
+        plan: the plan, or the path of its file.
+        model: a name of the zoo, a Hugging Face configuration, or ``"pkg.mod:factory"``; other processes import it.
+        emulate: run without a model: actions only take their predicted time.
+        blocking: for comparison: every transfer blocks the devices at both ends.
+        message_limit: with ``emulate``, largest message; smaller ones have the plan's bytes.
+        stretch: with ``emulate``, all times are this many times the plan's.
+        sequence: length of sequences, for the zoo and configurations.
+        instructions: module that registers what the plan's instructions do.
+        granularity: what a block of a captured model is, as for the profile.
+        steps: mini-batches to train on.
+        seed: of parameters and samples.
+        data: a text, tokens as .npy or .bin, ``"builtin"`` or ``"pkg.mod:factory"``.
+        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` or ``"pkg.mod:factory"``.
+        lr: learning rate; by default the optimizer's.
+        weight_decay: by default the optimizer's.
+        lr_schedule: ``"constant"``, ``"cosine"``, ``"linear"`` or ``"pkg.mod:factory"``.
+        warmup_steps: steps over which the learning rate grows.
+        lr_steps: steps of the schedule; by default all.
+        clip_norm: clip the norm of all gradients together to this; inf only reports it.
+        autocast: compute in it, with parameters and optimizer in float32.
+        checkpoint: folder for checkpoints, from which any plan of the model can resume.
+        checkpoint_every: write one every so many steps; by default at the end.
+        keep_checkpoints: how many are kept.
+        resume: resume from the last checkpoint; ``steps`` is the total.
+        init: safetensors file to take the parameters from, by the names that they have in the module.
+        export_weights: where to write them in the end; one file, whatever the plan.
+        dtype: of parameters and activations.
+        device: where to run.
+        backend: what carries tensors.
+        timeout: longest time to wait, and longest action, as ``"60s"`` or in seconds.
+        on_step: called with each step's result as it ends.
+        within: a limit at whose end, or interruption, the run ends with ExecutionError.
+
+    Returns:
+        ``.result`` with the steps' losses and times, ``.warm_ns`` beside ``.predicted_ns``, and ``.throughput``.
+
+    Raises:
+        InvalidPlanError: the plan is not right.
+        UsageError: an argument makes no sense, or the ranks refused the model.
+        ExecutionError: a rank failed, died or hung, or the limit was over.
+        FileError: weights cannot be written.
+
+    Example:
+        >>> outcome = pipeplan.run("plan.json", emulate=True, steps=2)
+        >>> outcome.warm_ns, outcome.predicted_ns
+    """
+    from pipeplan.cli.run_verb import run_options
+    from pipeplan.cli.shared import given_file
+
+    given = _asked("run", locals()).params
+    _api.require_torch("run")
+    options = run_options({**given, "trace": False})
+    asked = given_file("plan", given["plan_path"])
+    if export_weights is not None:
+        _api.require_writable(os.fspath(export_weights), "--export-weights")
+    outcome = _api.run(asked, options, on_step, on_look=lambda where: _require_time(within, where), where=asked.where)
+    if outcome.result.unwritten:
+        raise FileError(outcome.result.unwritten)
+    return outcome
+
+
+# Examples ---------------------------------------------------------------------------------------------------------
+
+
+@_public
+def example(
+    name: str,
+    *,
+    devices: int = 4,
+    chunks: int | None = None,
+    forward: Duration = "1ms",
+    backward: Duration | None = None,
+    input_grad: Duration | None = None,
+    weight_grad: Duration | None = None,
+    shared_forward: Duration | None = None,
+    shared_backward: Duration | None = None,
+    comm: Duration = 0,
+    activation_bytes: Size = "1GB",
+    weight_grad_bytes: Size = 0,
+    device: str | None = None,
+    microbatch: Counts | None = None,
+    shards: Counts | None = None,
+    cluster: Cluster | Path | None = None,
+) -> Profile:
+    """A ready profile: a literature shape with its placement, or a paper's model with estimated costs.
+
+    Args:
+        name: a shape such as ``"shape-v"``, or a model such as ``"gpt2-124m"``; ``pipeplan example --help`` has all.
+        devices: of a shape.
+        chunks: stages per device of shape-circular.
+        forward: of a chain block, as ``"1ms"`` or in seconds.
+        backward: of a chain block; by default 3 ms.
+        input_grad: of a chain block, instead of ``backward``.
+        weight_grad: of a chain block, with ``input_grad``.
+        shared_forward: of a block on all devices.
+        shared_backward: of a block on all devices.
+        comm: latency between chain blocks.
+        activation_bytes: held by each chain block.
+        weight_grad_bytes: held from the input gradient to the weight gradient.
+        device: preset that a model's costs are for; by default ``"a100-80gb"``.
+        microbatch: samples per micro-batch that a model has costs for.
+        shards: numbers of devices that split a model's block.
+        cluster: whose links time the collectives of split blocks.
+
+    Returns:
+        The profile, for :func:`search`.
+
+    Raises:
+        UsageError: there is no such example, or an argument does not apply to it.
+
+    Example:
+        >>> pipeplan.search(pipeplan.example("shape-v"), time_limit=5).status
+        'optimal'
+    """
+    from pipeplan.cli.example_verb import made_example
+
+    found = made_example(_asked("example", locals()))
+    if not isinstance(found, _api.Profile):
+        raise UsageError(f"{name!r} is a cluster; example_cluster({name!r}) makes it")
+    return found
+
+
+@_public
+def example_cluster(name: str, *, devices: int | None = None) -> Cluster:
+    """A paper's cluster, cut or extended.
+
+    Args:
+        name: such as ``"testbed-tessel"``.
+        devices: how many; by default the paper's.
+
+    Returns:
+        The cluster, for :func:`search`.
+
+    Raises:
+        UsageError: there is no such testbed.
+
+    Example:
+        >>> pipeplan.example_cluster("testbed-tessel", devices=8).num_devices
+        8
+    """
+    if devices is not None:
+        devices = _asked("example", {"devices": devices}).params["devices"]
+    return _api.make_cluster(name, devices)

@@ -1,0 +1,214 @@
+"""What stages keep of shared parameters, and how long their gradients are summed: inside stages and between them.
+
+On a device sums run one after another, as the executor runs them. Of a tied parameter that stages share, devices with
+equal parts sum these; where some stages split it otherwise than others, all sum the whole.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from pipeplan.costs.blocks import held_part
+from pipeplan.costs.communication import all_reduce_time
+from pipeplan.files import Block, Cluster, Profile, TiedParameter
+from pipeplan.time_limit import checked
+from pipeplan.workload.elements import Stage, TiedState
+from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
+from pipeplan.workload.mesh import PLACES, SAMPLES, HeldPart, Mesh
+
+if TYPE_CHECKING:
+    from pipeplan.costs.layouts import Resharding
+
+Parts = tuple[HeldPart, ...]
+"""What each device of a replica has of a parameter."""
+
+
+@dataclass(slots=True)
+class SharedState:
+    """What stages of a profile keep of parameters that blocks share, and what summing their gradients takes."""
+
+    profile: Profile
+    blocks: Mapping[str, Block] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.blocks = {block.id: block for block in self.profile.blocks}
+
+    def of_configured(self, stage: Stage) -> MemoryBytes:
+        """What a device keeps of a stage whose blocks have configurations: tied parts once for each way to split."""
+        state = MemoryBytes()
+        for index, block in enumerate(stage.blocks):
+            state += self.blocks[block].state.share(self._parts(stage, index)[0].num_parts)
+        for tied in self.profile.tied:
+            ways = self.ways(stage, tied.blocks)
+            for parts, users in ways.items():
+                state -= tied.state // parts[0].num_parts * (len(users) - 1)
+        return state
+
+    def ways(self, stage: Stage, blocks: Collection[str]) -> dict[Parts, list[int]]:
+        """The ways in which a stage splits a parameter of some blocks, and by place the blocks that do."""
+        found: dict[Parts, list[int]] = defaultdict(list)
+        for index, block in enumerate(stage.blocks):
+            if block in blocks:
+                found[self._parts(stage, index)].append(index)
+        return found
+
+    def _parts(self, stage: Stage, index: int) -> Parts:
+        mesh, block = stage.mesh_of(index), self.blocks[stage.blocks[index]]
+        return tuple(held_part(block, mesh, place) for place in range(stage.shards))
+
+    def tied(self, stages: Sequence[Stage]) -> list[TiedState]:
+        """What stages share, without the times of sums; of no bytes it is not known."""
+        return [entry for each in self.profile.tied if each.state.total for entry in self._entries(each, stages)]
+
+    def _entries(self, tied: TiedParameter, stages: Sequence[Stage]) -> Iterator[TiedState]:
+        """One for each part, and one for the sum of the whole where the parts are unlike; none of one stage alone."""
+        holders: dict[HeldPart, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
+        users = [n for n, stage in enumerate(stages) if not set(tied.blocks).isdisjoint(stage.blocks)]
+        for number in users if len(users) > 1 else ():
+            stage = stages[number]
+            for parts in self.ways(stage, tied.blocks):
+                places: dict[HeldPart, list[int]] = defaultdict(list)
+                for index, device in enumerate(stage.devices):
+                    places[parts[index % stage.shards]].append(device)
+                for part, own in places.items():
+                    holders[part].append((number, tuple(own)))
+        for part, those in holders.items():
+            numbers, devices = zip(*those, strict=True)
+            bytes_ = (tied.state // part.num_parts).keyed(STATE_KINDS)
+            yield TiedState(name=tied.name, stages=numbers, devices=devices, parts=part.num_parts, **bytes_)
+        if len({part.kind for part in holders}) > 1:
+            yield TiedState(name=tied.name, stages=tuple(users), devices=tuple(stages[n].devices for n in users))
+
+    def inner_sums_ns(self, stage: Stage, apart: Collection[str], cluster: Cluster | None) -> int:
+        """Ns in which devices of a replica with configurations sum gradients, but for tied parameters that are apart.
+
+        What its blocks alone share is summed with the first one's where all split it alike, else whole (TensorOpt
+        section 4.2: along all that parameters do not have).
+        """
+        if cluster is None:
+            return 0
+        before = [0] * len(stage.blocks)
+        cuts = [self._parts(stage, index)[0].num_parts for index in range(len(stage.blocks))]
+        sizes = [-(-self.blocks[id_].parameter_bytes // cut) for id_, cut in zip(stage.blocks, cuts, strict=True)]
+
+        def spent(index: int) -> int:
+            size = sizes[index] - before[index] // cuts[index]
+            return sum_time(cluster, stage.shards, stage.mesh_of(index), size)
+
+        for tied in self.profile.tied:
+            if tied.name in apart:
+                for index, block in enumerate(stage.blocks):
+                    before[index] += tied.parameter_bytes * (block in tied.blocks)
+        total = sum(spent(index) for index in range(len(stage.blocks)))
+        for names, users, size in _tables(self.profile, stage.blocks):
+            if not names.isdisjoint(apart):
+                continue
+            times = []
+            for index in users:
+                with_it = spent(index)
+                before[index] += size
+                times.append(with_it - spent(index))
+            alike = len({self._parts(stage, index) for index in users}) == 1
+            whole = sum_time(cluster, stage.shards, Mesh(((SAMPLES, stage.shards),)), size)
+            total -= sum(times) - (min(times[0], whole) if alike else whole)
+        return total
+
+
+def _tables(profile: Profile, blocks: Sequence[str]) -> list[tuple[set[str], list[int], int]]:
+    """What some blocks of a stage share, the most first: names, the places of the blocks, and bytes of parameters.
+
+    What the same blocks share is one.
+    """
+    found: dict[tuple[str, ...], list[TiedParameter]] = defaultdict(list)
+    for each in sorted(profile.tied, key=lambda tied: -tied.state.total):
+        if each.state.total:
+            found[each.blocks].append(each)
+    tables = []
+    for users, those in found.items():
+        places = [blocks.index(block) for block in users if block in blocks]
+        if len(places) > 1:
+            tables.append(({each.name for each in those}, places, sum(each.parameter_bytes for each in those)))
+    return tables
+
+
+def sum_time(cluster: Cluster | None, devices: int, mesh: Mesh, size: int) -> int:
+    """Ns in which devices of a mesh, the first of a cluster, sum ``size`` bytes each over samples and places.
+
+    Along each axis in the cheapest way from a sum to a whole tensor.
+    """
+    axes = [axis for name, axis in mesh.named if name in (SAMPLES, PLACES) and axis.size > 1]
+    if cluster is None or not size or not axes:
+        return 0
+    from pipeplan.costs.layouts import MeshSplit, sum_ns
+
+    moves = _moves(_SameCluster(cluster), devices)
+    return round(sum(sum_ns(size, MeshSplit(axis.size, axis.stride), moves) for axis in axes))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SameCluster:
+    """A cluster to remember things by: itself, and no other that is equal."""
+
+    cluster: Cluster
+
+    def __hash__(self) -> int:
+        return id(self.cluster)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameCluster) and self.cluster is other.cluster
+
+
+@lru_cache(maxsize=16)
+def _moves(same: _SameCluster, devices: int) -> Resharding:
+    from pipeplan.costs.layouts import Resharding
+
+    return Resharding(same.cluster, devices)
+
+
+def with_syncs(
+    stages: Sequence[Stage], tied: Sequence[TiedState], cluster: Cluster | None
+) -> tuple[list[Stage], list[TiedState]]:
+    """Stages and what they share with the times of summing their gradients over a cluster's links.
+
+    Sums inside a replica, of blocks with configurations, are not among them.
+    """
+    apart = [0] * len(stages)
+    for each in tied:
+        for number, devices in zip(each.stages, each.devices, strict=True):
+            apart[number] += each.state[GRADIENTS] * (stages[number].devices[0] in devices)
+    stages_with: dict[str, list[int]] = defaultdict(list)
+    for number, stage in enumerate(stages):
+        for block in stage.blocks:
+            stages_with[block].append(number)
+    sharing = ({other for block in stage.blocks for other in stages_with[block]} for stage in stages)
+    return (
+        [
+            replace(
+                stage,
+                sync_ns=_gradient_sync(stage, [stages[n] for n in others], stage.state[GRADIENTS] - less, cluster),
+            )
+            for stage, others, less in checked(zip(stages, sharing, apart, strict=True), 64)
+        ],
+        [replace(each, sync_ns=_tied_sync(each, tied, cluster)) for each in tied],
+    )
+
+
+def _gradient_sync(stage: Stage, sharing: Iterable[Stage], size: int, cluster: Cluster | None) -> int:
+    """Ns to sum gradients of a stage over its replicas, and over the other routes' stages with some of its blocks.
+
+    Each shard sums its part with the shards that hold the same.
+    """
+    holders = {device for other in (stage, *sharing) for device in other.devices}
+    return all_reduce_time(cluster, sorted(holders)[:: stage.shards], size)
+
+
+def _tied_sync(entry: TiedState, tied: Iterable[TiedState], cluster: Cluster | None) -> int:
+    """Ns to sum a part over all devices that have it; where parts are unlike, the whole over all, and nothing else."""
+    family = [each for each in tied if each.name == entry.name]
+    whole = any(each.is_sum for each in family)
+    size = max(each.state[GRADIENTS] * each.parts for each in family) if entry.is_sum else entry.state[GRADIENTS]
+    return all_reduce_time(cluster, sorted(entry.all_devices), size) if entry.is_sum == whole else 0

@@ -1,0 +1,105 @@
+"""Every command, script and example of the README and of the pages runs as it stands, and prints what is shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from runtime_support.warm import warm_ranks
+from support.pages import PAGES, agrees, blocks, page_runs, run_page
+from support.paths import ROOT
+
+
+def _named(pages: list[Path]) -> list[object]:
+    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
+
+
+def _run(page: Path, folder: Path, *, slow: bool) -> None:
+    for block, command, shown, printed in run_page(page, folder, slow=slow):
+        assert agrees(command, shown, printed), f"{page}:{block.line}: {command}\nprints\n{printed}\nnot\n{shown}"
+
+
+@pytest.mark.parametrize("page", _named([page for page in PAGES if page_runs(page, slow=False)]))
+def test_page(page: Path, tmp_path: Path) -> None:
+    _run(page, tmp_path, slow=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", _named([page for page in PAGES if page_runs(page, slow=True)]))
+def test_whole_page(page: Path, tmp_path: Path) -> None:
+    with warm_ranks():
+        _run(page, tmp_path, slow=True)
+
+
+def test_nothing_is_run_that_is_not_marked() -> None:
+    """Blocks of no language are pictures, or what a file or a message looks like: no command stands in them."""
+    for page in PAGES:
+        fences = re.findall(r"^```(.*?)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+        for body in (body for language, body in fences if not language):
+            assert not re.search(r"^(\$ |pipeplan |python )", body, re.MULTILINE), f"{page}: {body}"
+        run = [block for block in blocks(page) if block.language in ("console", "bash")]
+        assert len(run) == sum(language in ("console", "bash") for language, _ in fences), page
+
+
+@pytest.mark.parametrize(
+    ("command", "shown", "printed", "same"),
+    [
+        ("pipeplan check p.json", "valid\n", "valid\n", True),
+        ("pipeplan check p.json", "valid\n", "broken\n", False),
+        ("pipeplan check p.json", "", "anything\n", True),
+        ("pipeplan simulate p.json", "makespan 5ms\n", "makespan 6ms\n", False),
+        ("pipeplan simulate p.json", "first\n...\nlast\n", "first\nsecond\nthird\nlast\n", True),
+        ("pipeplan simulate p.json", "first\n...\n", "other\nsecond\n", False),
+        ("pipeplan run p.json", "step 0  loss 4.1  iteration 24.1ms\n", "step 0  loss 4.1  iteration 9.5s\n", True),
+        ("pipeplan run p.json", "step 0  loss 4.1  iteration 24.1ms\n", "step 0  loss 4.2  iteration 24.1ms\n", False),
+    ],
+)
+def test_what_is_shown_is_compared(command: str, shown: str, printed: str, same: bool) -> None:
+    assert agrees(command, shown, printed) is same
+
+
+# Links --------------------------------------------------------------------------------------------------------------
+
+
+def _links(text: str) -> list[str]:
+    without_code = re.sub(r"^```.*?^```$|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"\]\(([^)\s]+)\)", without_code)
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as repositories and the site make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in titles]
+    slugs = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in plain]
+    again = {f"{slug}-{number}" for slug in slugs for number in range(1, slugs.count(slug))}
+    return {*slugs, *again}
+
+
+@pytest.mark.parametrize("page", _named([*PAGES, ROOT / "CHANGELOG.md", ROOT / "plans" / "README.md"]))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Internal ones to a file and a heading that are there; external ones have the form of one."""
+    for link in _links(page.read_text(encoding="utf-8")):
+        path, _, heading = link.partition("#")
+        if "://" in path:
+            parts = urlsplit(link)
+            assert parts.scheme == "https", link
+            assert re.fullmatch(r"[a-z0-9-]+(\.[a-z0-9-]+)+", parts.netloc), link
+            continue
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert target.is_relative_to(ROOT), link
+        assert not heading or heading in _anchors(target), f"{page.name}: {link}"
+
+
+def test_every_page_is_in_the_contents() -> None:
+    named = set()
+    for contents in (ROOT / "docs" / "index.md", ROOT / "docs" / "benchmarks" / "index.md"):
+        for tree in re.findall(r"^```{toctree}\n(.*?)^```$", contents.read_text(), re.MULTILINE | re.DOTALL):
+            lines = [line for line in tree.splitlines() if line and not line.startswith(":")]
+            named |= {(contents.parent / f"{line}.md").resolve() for line in lines}
+    pages = {page for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    assert named == pages - {ROOT / "docs" / "index.md"}

@@ -1,0 +1,94 @@
+"""Models with several plans each, under which one training goes on or is repeated; all train in float64."""
+
+from __future__ import annotations
+
+import functools
+
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.models.load import load_model
+from runtime_support.plans import PLACEMENTS, model_plan, placed_plan
+
+OPERATORS = "gpt2-tiny-operators"
+TINY, ALL = "gpt2-tiny", (0, 1, 2, 3)
+CHAIN, BRANCHES, WORDED = (f"runtime_support.models:{name}" for name in ("chain", "branches", "worded"))
+
+
+def chain_of(*groups: tuple[int, ...]) -> Plan:
+    """The chain's stages on these devices, each of a group a replica; mini-batches of 12 samples."""
+    cuts = [("b0", "b1"), ("b2",), ("b3",), ("b4", "end")]
+    stages = [
+        PlacedStage(blocks=blocks, devices=devices, replicas=len(devices), microbatch_size=4)
+        for blocks, devices in zip(cuts, groups, strict=True)
+    ]
+    return placed_plan(load_model(CHAIN), stages, num_microbatches=3, microbatch_size=4)
+
+
+def worded_on(*groups: tuple[str, tuple[int, ...], int]) -> Plan:
+    """Blocks of the model of words, on devices of which so many split each block."""
+    stages = [
+        PlacedStage(
+            blocks=tuple(blocks.split()),
+            devices=devices,
+            shards=shards,
+            replicas=len(devices) // shards,
+            microbatch_size=2,
+        )
+        for blocks, devices, shards in groups
+    ]
+    return placed_plan(load_model(WORDED), stages, num_microbatches=4, microbatch_size=2)
+
+
+def operators_as(*turns: str) -> Plan:
+    """A model by operator on four devices: its blocks split as their kinds can, in turn."""
+    model = load_model(OPERATORS)
+    ways = {"product": turns, "embedding": ("hidden2-shards2", "samples2-copies2"), "norm": ("features4", "places4")}
+    found = [ways.get(block.operator, ("samples4", "copies4")) for block in model.blocks]
+    stage = PlacedStage(
+        blocks=tuple(block.id for block in model.blocks),
+        devices=(1, 3, 0, 2),
+        shards=4,
+        configurations=tuple(each[number % len(each)] for number, each in enumerate(found)),
+    )
+    return placed_plan(model, [stage], num_microbatches=3, microbatch_size=4)
+
+
+@functools.cache
+def pairs() -> dict[str, tuple[str, list[Plan]]]:
+    """Models, and the plans under which one training goes on."""
+    tiny, branches = load_model(TINY), load_model(BRANCHES)
+    return {
+        "four devices, then two, then one": (
+            TINY,
+            [
+                model_plan(tiny, PLACEMENTS["v-shape"], split=True),
+                model_plan(tiny, [0, 1], num_microbatches=3, microbatch_size=4),
+                model_plan(tiny, [0], num_microbatches=6),
+            ],
+        ),
+        "replicas come and go": (CHAIN, [chain_of((0,), (1,), (2,), (3,)), chain_of((0, 1), (2,), (3, 0), (1,))]),
+        "and the other way round": (CHAIN, [chain_of((3, 2, 1, 0), (2, 1), (3,), (1, 0)), chain_of(*[(1,)] * 4)]),
+        "split over four, over two twice, then whole": (
+            WORDED,
+            [
+                worded_on(("words", ALL, 4), ("shift b0", (0,), 1), ("b1 b2", (1, 3), 2), ("b3 head", (3,), 1)),
+                worded_on(("shift words b0", (0, 1, 2, 3), 2), ("b1 b2 b3 head", (3, 2, 1, 0), 2)),
+                worded_on(("shift words b0 b1", (1,), 1), ("b2 b3 head", (0,), 1)),
+            ],
+        ),
+        "whole, then split over three": (
+            WORDED,
+            [
+                worded_on(("shift words b0 b1", (1,), 1), ("b2 b3 head", (0,), 1)),
+                worded_on(("shift words b0", (0,), 1), ("b1", (2, 1), 2), ("b2 b3", (3,), 1), ("head", (3, 1, 0), 3)),
+            ],
+        ),
+        "tiles, then other tiles, then stages": (
+            OPERATORS,
+            [
+                operators_as("rows2-columns2", "columns4", "rows4"),
+                operators_as("columns2-places2", "copies2-rows2", "samples4"),
+                model_plan(load_model(OPERATORS), [0, 1], num_microbatches=3, microbatch_size=4),
+            ],
+        ),
+        "branches": (BRANCHES, [model_plan(branches, [0, 1, 2, 3]), model_plan(branches, [2, 0], split=True)]),
+    }

@@ -1,0 +1,35 @@
+"""Sizes and durations as people write them: one number and one unit, or nothing is taken for anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeplan.errors import UsageError
+from pipeplan.units import parse_bytes, parse_ns
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("3GB", 3 * 10**9), (" 1.5 MB ", 1_500_000), ("80GiB", 80 * 2**30), ("80G", 80 * 10**9), ("512B", 512), ("0", 0)],
+)
+def test_a_size(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "ns"),
+    [("3.2ms", 3_200_000), ("10µs", 10_000), ("1e-3s", 10**6), ("1.5h", 5400 * 10**9), (".5 min", 30 * 10**9)],
+)
+def test_a_duration(text: str, ns: int) -> None:
+    assert parse_ns(text) == ns
+
+
+@pytest.mark.parametrize(
+    "number", ["3,5{}", "3.5.2{}", "1/2{}", "3{};", "3{} x", "3{}\n4", "3,4", "3.", "+3", "1_000", "٣{}", "{}", ""]
+)
+def test_what_is_not_one_number_and_one_unit_is_refused(number: str) -> None:
+    """``3,5GB`` was 3 bytes, and ``3,5ms`` 35 ms."""
+    with pytest.raises(UsageError, match="is not a size; write a number and a unit"):
+        parse_bytes(number.format("GB"))
+    with pytest.raises(UsageError, match="is not a duration; write a number and a unit"):
+        parse_ns(number.format("ms"))
