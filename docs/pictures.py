@@ -17,12 +17,13 @@ from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
+from rich.console import Console
+from rich.text import Text
+
 from pipeplan.cli.main import main
 from pipeplan.files import PlacedStage, Placement, read_plan, write_file
 from pipeplan.reporting.timeline import timelines_svg
 from pipeplan.simulator.simulation import Simulation, simulate
-from rich.console import Console
-from rich.text import Text
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
@@ -36,7 +37,9 @@ def pipeplan(*arguments: str) -> str:
         try:
             main()
         except SystemExit as ended:
-            assert not ended.code, err.getvalue()
+            code = ended.code
+    if code:
+        raise RuntimeError(err.getvalue())
     return out.getvalue()
 
 

@@ -28,6 +28,7 @@ def test_page(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # a page with many searches and runs, on a machine that is busy
 @pytest.mark.parametrize("page", _named([page for page in PAGES if page_runs(page, slow=True)]))
 def test_whole_page(page: Path, tmp_path: Path) -> None:
     with warm_ranks():

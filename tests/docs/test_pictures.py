@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from types import ModuleType
 
 import pytest
@@ -35,3 +36,15 @@ def test_is_drawn_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_picture_is_drawn() -> None:
     assert {path.stem for path in PICTURES.FOLDER.glob("*.svg")} == set(PICTURES.PICTURES)
+
+
+def test_pages_say_what_their_pictures_show() -> None:
+    """Seconds of both runs in the README, and bubbles of all schedules in the introduction."""
+    texts = {name: (PICTURES.FOLDER / f"{name}.svg").read_text(encoding="utf-8") for name in PICTURES.PICTURES}
+    readme, introduction = (ROOT / "README.md").read_text(), (ROOT / "docs" / "introduction.md").read_text()
+    seconds = re.findall(r"micro-batches, ([\d.]+)s,", texts["before-after"])
+    assert len(seconds) == 2
+    assert all(f"{float(each):.1f} s" in readme for each in seconds)
+    bubbles = re.findall(r"idle for ([\d.]+)% of it", texts["known-schedules"] + texts["zero-bubble"])
+    assert len(bubbles) == 6
+    assert all(f"{float(each):g} %" in introduction for each in bubbles)

@@ -16,7 +16,8 @@ are masked: all of ``run`` and ``profile``, and after ``in`` elsewhere.
 
 A comment before a block says what it needs, ``<!-- needs: cuda -->``, and is not shown. There are
 
-* ``slow``: it takes more than five seconds, and runs with the slow tests; so do blocks after it, which may need its files;
+* ``slow``: it takes more than five seconds, and runs with the slow tests; so do blocks after it, which may need its
+  files;
 * ``cuda``, ``8 devices``, ``network``, ``checkout``: what this machine may not have. It does not run;
 * ``minutes``: it takes that long on a few cores, and what it shows runs elsewhere in small;
 * ``nothing``: a fragment, or a command of a shell's start-up file, that is not to run by itself;
@@ -133,8 +134,8 @@ def run_page(page: Path, folder: Path, *, slow: bool) -> Iterator[tuple[Block, s
         elif block.language == "bash":
             yield block, block.body, "", run_command(block.body, folder, _code(block))
         else:
-            after = next((each for each in known if each.start > block.start), None)
-            shown = after.body if after is not None and after.language == "text" else ""
+            below = block.start + len(block.body) + len("```\n\n```text\n")
+            shown = next((each.body for each in known if (each.language, each.start) == ("text", below)), "")
             yield block, block.body, shown, _run_python(block, names, folder)
 
 
@@ -164,7 +165,11 @@ def run_command(text: str, folder: Path, code: int = 0) -> str:
             check=False,
         )
     assert done.returncode == code, f"{text}\nended with {done.returncode}, not {code}\n{done.stdout}{done.stderr}"
-    return str(done.stdout) + str(done.stderr)
+    return _SO_FAR.sub("", f"{done.stdout}{done.stderr}")
+
+
+_SO_FAR = re.compile(r"^pipeplan: after [^:]*: .*\n", re.MULTILINE)
+"""What is said on the way where it takes long, which depends on the machine."""
 
 
 def _run_python(block: Block, names: dict[str, object], folder: Path) -> str:
@@ -181,7 +186,8 @@ def _run_python(block: Block, names: dict[str, object], folder: Path) -> str:
 # What is shown ------------------------------------------------------------------------------------------------------
 
 _DURATION = r"\d+(?:\.\d+)?(?:ns|us|ms|s|min|h)\b"
-_OF_A_MACHINE = re.compile(rf"{_DURATION}|\(?[-+]\d+(?:\.\d+)?%\)?|\b\d+(?:\.\d+)? times\b|\b\d+(?:\.\d+)? samples/s|\bon \d+ cores\b|\d+(?:\.\d+)?%")
+_PERCENT = r"\(?[-+]\d+(?:\.\d+)?%\)?|\d+(?:\.\d+)?%"
+_OF_A_MACHINE = re.compile(rf"{_DURATION}|{_PERCENT}|\b\d+(?:\.\d+)? (?:times\b|samples/s)|\bon \d+ cores\b")
 _AFTER_IN = re.compile(rf"\b(in|after) (?:{_DURATION}|\d+(?:\.\d+)? s\b)")
 
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import stat
 import sys
 import tempfile
@@ -131,14 +132,15 @@ def _temporary_prefix(target: Path) -> str:
 
 def _replace(target: Path, text: str) -> None:
     """Write beside the file and rename; its mode stays. Raises OSError."""
-    mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
-    handle, temporary = tempfile.mkstemp(prefix=_temporary_prefix(target), dir=target.parent)
+    mode = target.stat().st_mode & 0o777 if target.exists() else None
+    handle, temporary = temporary_beside(target)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, mode)
+        if mode is not None:
+            os.chmod(temporary, mode)
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -146,10 +148,15 @@ def _replace(target: Path, text: str) -> None:
         raise
 
 
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+def temporary_beside(target: Path) -> tuple[int, str]:
+    """A new file beside another, open, with the mode that new files have. Raises OSError.
+
+    ``tempfile`` gives its files another mode, and to ask for the umask is to change it, for all threads.
+    """
+    while True:
+        temporary = target.with_name(f"{_temporary_prefix(target)}{secrets.token_hex(4)}")
+        with contextlib.suppress(FileExistsError):
+            return os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), str(temporary)
 
 
 def _layout(value: object, depth: int) -> str:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from pipeplan.errors import FileError, did_you_mean
 from pipeplan.files.read_write import read_bytes
+from pipeplan.texts import escaped
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Index, Name
 
@@ -76,10 +77,10 @@ class Trace:
 
 
 def trace_json(events: Iterable[TraceEvent], about: Mapping[str, object] | None = None) -> str:
-    """The text of a trace file, one event a line; ``about`` goes into its ``otherData``."""
+    """The text of a trace file, one event a line; ``about``, also of the command line, goes into its ``otherData``."""
     encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
     rows = ",\n".join(map(encode, events))
-    other = json.dumps(dict(about or {}), ensure_ascii=False)
+    other = json.dumps(escaped(dict(about or {})), ensure_ascii=False)
     return f'{{"displayTimeUnit":"ns","otherData":{other},"traceEvents":[\n{rows}\n]}}\n'
 
 

@@ -151,7 +151,7 @@ class FirstLook(SearchStep):
     needed = True
 
 
-MOST_ENTRIES = 50_000
+MOST_ENTRIES = 30_000
 """A first plan's programs have no more entries, computing and messages, than this: one takes some microseconds."""
 
 
