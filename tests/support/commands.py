@@ -28,12 +28,16 @@ main()
 """
 
 
-def pipeplan(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the command in this process, from ``cwd``; an error that it does not handle is raised."""
+def pipeplan(*arguments: object, cwd: Path | None = None, together: bool = False) -> subprocess.CompletedProcess[str]:
+    """Run the command in this process, from ``cwd``; an error that it does not handle is raised.
+
+    With ``together`` what it says on stderr is part of its output, in its place.
+    """
     from pipeplan.cli.main import main
 
     command = ["pipeplan", *map(str, arguments)]
-    with _text() as out, _text() as err, contextlib.chdir(cwd or "."):
+    with _text() as out, _text() as apart, contextlib.chdir(cwd or "."):
+        err = out if together else apart
         with (
             mock.patch.object(sys, "argv", command),
             contextlib.redirect_stdout(out),
@@ -43,7 +47,7 @@ def pipeplan(*arguments: object, cwd: Path | None = None) -> subprocess.Complete
                 main()
             except SystemExit as ended:
                 code = int(ended.code or 0)
-        return subprocess.CompletedProcess(command, code, _said(out), _said(err))
+        return subprocess.CompletedProcess(command, code, _said(out), _said(apart))
 
 
 def _text() -> io.TextIOWrapper:

@@ -148,7 +148,7 @@ def run_command(text: str, folder: Path, code: int = 0) -> str:
     arguments = shlex.split(text.replace("\\\n", " "), comments=True)
     if arguments[0] == "pipeplan" and not set(arguments) & {"|", ">", "<", "&&", "$"}:
         with mock.patch.dict(os.environ, COLUMNS="100"), mock.patch.object(sys, "path", [str(folder), *sys.path]):
-            done = pipeplan(*arguments[1:], cwd=folder)
+            done = pipeplan(*arguments[1:], cwd=folder, together=True)
         for name in [*sys.modules]:  # a page's own modules, which another page may have, too
             if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
                 del sys.modules[name]
@@ -159,13 +159,14 @@ def run_command(text: str, folder: Path, code: int = 0) -> str:
             ["bash", "-euo", "pipefail", "-c", text],
             cwd=folder,
             env=environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
             timeout=250,
             check=False,
         )
-    assert done.returncode == code, f"{text}\nended with {done.returncode}, not {code}\n{done.stdout}{done.stderr}"
-    return _SO_FAR.sub("", f"{done.stdout}{done.stderr}")
+    assert done.returncode == code, f"{text}\nended with {done.returncode}, not {code}\n{done.stdout}"
+    return _SO_FAR.sub("", str(done.stdout))
 
 
 _SO_FAR = re.compile(r"^pipeplan: after [^:]*: .*\n", re.MULTILINE)
@@ -228,7 +229,9 @@ def _with(text: str, block: Block, command: str, shown: str, printed: str) -> st
 if __name__ == "__main__":
     import tempfile
 
+    from runtime_support.warm import warm_ranks
+
     for page_ in PAGES:
         if any(each in str(page_) for each in sys.argv[1:] or [""]):
-            with tempfile.TemporaryDirectory() as folder_:
+            with tempfile.TemporaryDirectory() as folder_, warm_ranks():
                 page_.write_text(_rewritten(page_, Path(folder_)), encoding="utf-8")
