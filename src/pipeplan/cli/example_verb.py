@@ -20,7 +20,7 @@ _WITH_SHARED = ("m", "mllm", "nn", "k")
 _OF_ALL = ("name", "output")
 _TAKERS = {
     **dict.fromkeys(("device", "microbatch", "shards", "cluster"), ("models",)),
-    "devices": ("shapes", "testbeds"),
+    "devices": ("shapes", "clusters"),
 }
 """Parameter -> the kinds of examples that take it; all others are of shapes."""
 
@@ -29,7 +29,7 @@ class _Command(click.Command):
     """Its help names what the catalog has."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The text, and lists of all models and testbeds."""
+        """The text, and lists of all models, clusters and testbeds."""
         super().format_help_text(ctx, formatter)
         for kind, listed in _api.example_names().items():
             formatter.write_paragraph()
@@ -103,18 +103,18 @@ def example_command(
     output: str,
     **costs: int | None,
 ) -> None:
-    """Write the file NAME: a shape with its placement, a paper's model with estimated costs, or a paper's cluster.
+    """Write the file NAME: a shape with its placement, a paper's model with estimated costs, or a cluster.
 
     Shapes: shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular, shape-zbv. Costs are for one
     micro-batch on one device; shape-circular and shape-zbv divide them among the device's chunks.
 
-    Models take --device, --microbatch, --shards and --cluster alone. Testbeds are clusters; --devices cuts or extends
-    them.
+    Models take --device, --microbatch, --shards and --cluster alone. Clusters are nodes of a maker's devices by their
+    data sheets, testbeds those of papers; --devices cuts or extends them.
     """
     kind = _api.example_kind(name)
     _refuse_others(ctx, name, kind)
     with Outputs({"-o": output}) as outputs:
-        if kind == "testbeds":
+        if kind == "clusters":
             asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
             outputs.write(_api.make_cluster(name, asked), output)
         elif kind == "models":

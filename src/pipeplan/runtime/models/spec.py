@@ -6,7 +6,7 @@ Of made-up samples, number i of a step is the same however many are asked for.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -54,7 +54,8 @@ class BlockSpec:
     ``shared`` (spread over all devices by some placements) go into the profile, as :attr:`described`. ``collectives``
     are of a block that is one device's share of a larger one. ``split`` says how a stage of several devices runs it;
     None if only whole. ``splits`` are other ways, by the name of an axis of a mesh; those of one ``build`` may be used
-    together.
+    together. ``form`` is equal for blocks that ``build`` makes the same modules of, but for the numbers in their
+    parameters; None if that is not known before they are built.
     """
 
     id: str
@@ -68,6 +69,7 @@ class BlockSpec:
     collectives: tuple[Collective, ...] = ()
     split: Split | None = None
     splits: Mapping[str, Split] = field(default_factory=dict)
+    form: Hashable = None
 
     @property
     def described(self) -> dict[str, Any]:

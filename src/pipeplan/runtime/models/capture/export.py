@@ -267,8 +267,8 @@ class _ExportReader:
         if node.op == "get_attr":
             found[node] = getattr(owner, str(node.target))
         elif target == BEGINS:
-            given = self._tensors_of(node, found)
-            self.layers[_number_of(node)] = _TracedLayer(given, len(self.operations), self.num_dropouts, _turns_of(node))
+            so_far = len(self.operations), self.num_dropouts
+            self.layers[_number_of(node)] = _TracedLayer(self._tensors_of(node, found), *so_far, _turns_of(node))
         elif target == ENDS:
             self.layers[_number_of(node)].end(self)
             self.layers[_number_of(node)].made = self._tensors_of(node, found)

@@ -17,11 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-_LIBRARY = torch.library.Library("pipeplan", "FRAGMENT")
-_LIBRARY.define("layer_begins(Tensor[] given, int call) -> ()")
-_LIBRARY.define("layer_ends(Tensor[] made, int call) -> ()")
-_LIBRARY.define("layer_again(Tensor[] given, int call) -> Tensor[]")
-
 BEGINS, ENDS, AGAIN = "layer_begins", "layer_ends", "layer_again"
 """Operators that mark where the first of some layers began and ended, and what stands for another one."""
 
@@ -186,7 +181,7 @@ class Tracing:
         }
 
     def watch(self, replica: nn.Module, module: nn.Module) -> None:
-        """In a copy of the module, mark where the first of each kind begins and ends, and notice when it reads its place."""
+        """Let the first of each kind, in a copy of the module, say where it begins and ends; its place it may not read."""
         for first in dict.fromkeys(self.alike.values()):
             layers = module.get_submodule(first.rpartition(".")[0])
             assert isinstance(layers, nn.ModuleList), "layers are elements of lists"
@@ -314,17 +309,28 @@ def _no_gradient(ctx: object, *gradients: object) -> Any:
     raise AssertionError("marks stand in traces, which have no backward")
 
 
-for _name, _function in ((BEGINS, _ignore), (ENDS, _ignore), (AGAIN, _made_again)):
-    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"pipeplan::{_name}", _function, lib=_LIBRARY)
+_LIBRARY = torch.library.Library("pipeplan", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
+
+
+def _register(name: str, schema: str, function: Callable[..., Any]) -> None:
+    _LIBRARY.define(f"{name}{schema}")  # type: ignore[no-untyped-call]  # the same
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # the same
+    torch.library.register_fake(f"pipeplan::{name}", function, lib=_LIBRARY)
+
+
+_register(BEGINS, "(Tensor[] given, int call) -> ()", _ignore)
+_register(ENDS, "(Tensor[] made, int call) -> ()", _ignore)
+_register(AGAIN, "(Tensor[] given, int call) -> Tensor[]", _made_again)
 torch.library.register_autograd(f"pipeplan::{AGAIN}", _no_gradient, lib=_LIBRARY)
-for _name in (BEGINS, ENDS):
-    torch.fx.node.has_side_effect(getattr(torch.ops.pipeplan, _name).default)
+for _mark in (BEGINS, ENDS):  # nobody takes what they give, and still they are not to be left out of a trace
+    torch.fx.node.has_side_effect(getattr(torch.ops.pipeplan, _mark).default)
+
 
 def renamed(first: str, other: str) -> Callable[[str], str]:
     """Turns names that begin with one layer's into names that begin with another's."""
 
     def replace(name: str) -> str:
-        return other + name[len(first) :] if name.startswith(first) and name[len(first) :][:1] in ("", ".", "_") else name
+        rest = name.removeprefix(first)
+        return other + rest if name.startswith(first) and rest[:1] in ("", ".", "_") else name
 
     return replace
