@@ -315,7 +315,7 @@ def last_checkpoint(folder: str) -> int | None:
 
 def known_names(kind: Literal["schedulers", "placements", "models", "examples", "devices", "rules"]) -> list[str]:
     """What the command line completes: names of one kind, from the catalog and the planner's tables, without torch."""
-    from pipeplan.catalog import RUNNING_FAMILIES, model_sizes, names
+    from pipeplan.catalog import RUNNING_FAMILIES, configurations, model_sizes, names
     from pipeplan.examples import SHAPES
     from pipeplan.partition.strategies import STRATEGIES
     from pipeplan.schedule.classic import CLASSIC
@@ -323,7 +323,10 @@ def known_names(kind: Literal["schedulers", "placements", "models", "examples", 
     tables: dict[str, list[str]] = {
         "schedulers": ["auto", "repetend", "rules", *CLASSIC],
         "placements": ["auto", *STRATEGIES],
-        "models": [name for name, size in model_sizes().items() if size.family in RUNNING_FAMILIES],
+        "models": [
+            *(name for name, size in model_sizes().items() if size.family in RUNNING_FAMILIES),
+            *configurations(),
+        ],
         "examples": [*(f"shape-{name}" for name in SHAPES), *chain.from_iterable(example_names().values())],
     }
     return tables.get(kind) or list(names(kind))

@@ -9,7 +9,16 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from pipeplan import catalog
-from pipeplan.catalog import ExportTarget, ModelSize, export_target, model_sizes, names, read_table
+from pipeplan.catalog import (
+    ExportTarget,
+    ModelSize,
+    NamedConfiguration,
+    configurations,
+    export_target,
+    model_sizes,
+    names,
+    read_table,
+)
 from pipeplan.costs.blocks import RECIPES, StateRecipe, state_recipe
 from pipeplan.costs.clusters import CLUSTERS, named_cluster
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
@@ -90,6 +99,14 @@ def test_models_are_read(size: ModelSize) -> None:
     if size.reference:
         family = family_of(size.name)
         assert all(getattr(family, key) == value for key, value in size.dimensions.items() if isinstance(value, int))
+
+
+@pytest.mark.parametrize("name", configurations())
+def test_configurations_are_read(name: str) -> None:
+    checked = TypeAdapter(NamedConfiguration).validate_python(configurations()[name])
+    assert checked.text.startswith(f"{checked.config}(")
+    assert "config.json of" in checked.source
+    assert name not in model_sizes()
 
 
 def test_what_no_reader_knows_is_refused() -> None:

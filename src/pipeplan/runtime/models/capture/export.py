@@ -44,6 +44,7 @@ from pipeplan.runtime.models.capture.repeats import (
     Alike,
     Tracing,
     UnlikeLayers,
+    again_of,
     alike_layers,
     is_inside,
     renamed,
@@ -273,7 +274,9 @@ class _ExportReader:
             self.layers[_number_of(node)].end(self)
             self.layers[_number_of(node)].made = self._tensors_of(node, found)
         elif target == AGAIN:
-            found[node] = self._repeat(self.layers[_number_of(node)], self._tensors_of(node, found), _turns_of(node))
+            again = again_of(_number_of(node))
+            other = dict(zip(again.places, self._tensors_of(node, found), strict=True))
+            found[node] = self._repeat(self.layers[again.call], other, _turns_of(node))
         elif target in _SKIPPED:
             return
         elif target in _REGIONS:
@@ -318,11 +321,11 @@ class _ExportReader:
         assert isinstance(listed, (list, tuple)), "a mark takes a list of tensors"
         return [self.changes.newest(found[_node(each)]) for each in listed]
 
-    def _repeat(self, layer: _TracedLayer, given: Sequence[OpNode], turns: _Turns) -> list[OpNode]:
+    def _repeat(self, layer: _TracedLayer, other: Mapping[int, OpNode], turns: _Turns) -> list[OpNode]:
         """Append the operators of a layer that is like the one that was traced; what it makes. Raises UnlikeLayers."""
         (before, key), (own, own_key) = layer.turns[-1], turns[-1]
         place, turn = renamed(before, own), renamed(key, own_key)
-        known = dict(zip(layer.given, given, strict=True))
+        known = {op: other.get(place, op) for place, op in enumerate(layer.given)}
 
         def copied(value: Any) -> Any:
             if not isinstance(value, OpNode):

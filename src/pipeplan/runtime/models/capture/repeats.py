@@ -181,7 +181,7 @@ class Tracing:
         }
 
     def watch(self, replica: nn.Module, module: nn.Module) -> None:
-        """Let the first of each kind, in a copy of the module, say where it begins and ends; its place it may not read."""
+        """In a copy of the module, let the first of each kind mark where it begins and ends, and not read its place."""
         for first in dict.fromkeys(self.alike.values()):
             layers = module.get_submodule(first.rpartition(".")[0])
             assert isinstance(layers, nn.ModuleList), "layers are elements of lists"
@@ -218,11 +218,14 @@ class Tracing:
         (call,) = calls
         if not _are_alike(call.given, given):
             raise UnlikeLayers(first)
-        number = _number(first)
-        _SHAPES[number] = call.new
-        made = torch.ops.pipeplan.layer_again([each for each in given if isinstance(each, Tensor)], number)
-        fresh = iter(made)
-        known = {id(each): next(fresh) for each in call.new}
+        pairs = zip(call.tensors, (each for each in given if isinstance(each, Tensor)), strict=True)
+        other = {place: two for place, (one, two) in enumerate(pairs) if one is not two}
+        number = len(_AGAIN)
+        _AGAIN.append(Again(_number(first), tuple(other), call.new))
+        made = torch.ops.pipeplan.layer_again(list(other.values()), number)
+        if [each.requires_grad for each in made] != [each.requires_grad for each in call.new]:
+            raise UnlikeLayers(first)
+        known = {id(like): fresh for fresh, like in zip(made, call.new, strict=True)}
         return tree_unflatten([self._passed(each, call, given, known) for each in call.made], call.made_structure)
 
     @staticmethod
@@ -288,8 +291,23 @@ class _StandIn(nn.Module):
 # Operators that mark ----------------------------------------------------------------------------------------------
 
 _NUMBERS: dict[str, int] = {}
-_SHAPES: dict[int, list[Tensor]] = {}
-"""What the layer that a mark is about made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """What a layer stands for that is not traced: ``call`` of its first one, but for the tensors at ``places``."""
+
+    call: int
+    places: tuple[int, ...]
+    made: list[Tensor]
+
+
+_AGAIN: list[Again] = []
+
+
+def again_of(number: int) -> Again:
+    """What a mark stands for."""
+    return _AGAIN[number]
 
 
 def _number(path: str) -> int:
@@ -297,16 +315,12 @@ def _number(path: str) -> int:
 
 
 def _made_again(given: Sequence[Tensor], call: int) -> list[Tensor]:
-    like = _SHAPES[call]
+    like = _AGAIN[call].made
     return [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device) for each in like]
 
 
 def _ignore(*_: object) -> None:
     return None
-
-
-def _no_gradient(ctx: object, *gradients: object) -> Any:
-    raise AssertionError("marks stand in traces, which have no backward")
 
 
 _LIBRARY = torch.library.Library("pipeplan", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
@@ -321,7 +335,6 @@ def _register(name: str, schema: str, function: Callable[..., Any]) -> None:
 _register(BEGINS, "(Tensor[] given, int call) -> ()", _ignore)
 _register(ENDS, "(Tensor[] made, int call) -> ()", _ignore)
 _register(AGAIN, "(Tensor[] given, int call) -> Tensor[]", _made_again)
-torch.library.register_autograd(f"pipeplan::{AGAIN}", _no_gradient, lib=_LIBRARY)
 for _mark in (BEGINS, ENDS):  # nobody takes what they give, and still they are not to be left out of a trace
     torch.fx.node.has_side_effect(getattr(torch.ops.pipeplan, _mark).default)
 
