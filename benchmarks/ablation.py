@@ -31,7 +31,7 @@ from shared_shapes import COSTS
 from tables import machine, markdown, note
 
 from pipeplan.costs import build_workload
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import PipeplanError
 from pipeplan.examples import shape
 from pipeplan.files import read_profile
@@ -120,7 +120,7 @@ def _planned(name: str, devices: int, limit: float, steps: Steps) -> Found:
         devices,
         Batch(8 * devices, sizes[-1]),
         "auto",
-        cluster=cluster_of_paper("graphpipe", devices),
+        cluster=named_cluster("graphpipe", devices),
         memory_bytes=planning.MEMORY[name],
         sizes=sizes,
         time_limit=limit,

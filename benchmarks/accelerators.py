@@ -28,7 +28,7 @@ import stage_frontiers
 from tables import machine, markdown, note
 
 import partition as partitions
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import PipeplanError
 from pipeplan.examples import model
 from pipeplan.files import read_profile
@@ -97,7 +97,7 @@ def frontier_cells() -> Iterator[tuple[str, Cell]]:
 def _frontier(name: str, devices: int, dimensions: int, within: float) -> Measured:
     """The value is the factor that was proved."""
     options = CostOptions(mesh_dimensions=dimensions)
-    profile, cluster = frontiers.profile_of(name), cluster_of_paper("tensoropt", devices)
+    profile, cluster = frontiers.profile_of(name), named_cluster("tensoropt", devices)
     graph = cost_model(profile, cluster, devices, frontiers.BATCH, options=options).graph
     merged = None if dimensions == 2 else frontiers.MERGED
     return timed(lambda: max(1 + within, track(graph, within=within, merged=merged).factor))
@@ -105,7 +105,7 @@ def _frontier(name: str, devices: int, dimensions: int, within: float) -> Measur
 
 def _stages(name: str) -> Measured:
     """The value is the sum of what is promised under five memory limits."""
-    cluster, profile = cluster_of_paper("tensoropt", stage_frontiers.DEVICES), model(name, shards=(1, 2, 4))
+    cluster, profile = named_cluster("tensoropt", stage_frontiers.DEVICES), model(name, shards=(1, 2, 4))
 
     def call() -> float:
         sizes = stage_frontiers.SIZE, stage_frontiers.NUMBER, stage_frontiers.DEVICES

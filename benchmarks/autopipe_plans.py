@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from statistics import pstdev
 
 from pipeplan.costs import StageCost, group_costs, transfer_time
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.communication import Exchange, prices_in
 from pipeplan.costs.devices import device_preset
 from pipeplan.examples import model
@@ -57,7 +57,7 @@ def estimated(name: str, samples: int) -> tuple[StageCost, ...]:
 @cache
 def cluster(num_devices: int) -> Cluster:
     """Some of the paper's testbed."""
-    return cluster_of_paper("autopipe", num_devices)
+    return named_cluster("autopipe", num_devices)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 from tables import machine, markdown, note
 
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.examples import model
 from pipeplan.files import Plan, Profile
@@ -72,7 +72,7 @@ class Rival:
 @cache
 def profile_of(name: str) -> Profile:
     """The model's estimated costs on an A800, its vocabulary split over 1 to 32 devices of a node or more."""
-    cluster = cluster_of_paper("flexpipe")
+    cluster = named_cluster("flexpipe")
     shards = (1, 2, 4, 8, 16, 32)
     return model(name, device="a800-80gb", microbatch_sizes=SIZES, shards=shards, cluster=cluster)
 
@@ -80,7 +80,7 @@ def profile_of(name: str) -> Profile:
 def request_of(profile: Profile, devices: int, options: dict[str, Any], sizes: Sequence[int] = SIZES) -> Request:
     """So many of the paper's GPUs, and as many samples for each as in the paper."""
     batch = Batch(MINI_BATCH * devices // GPUS, 1)
-    cluster = cluster_of_paper("flexpipe", devices)
+    cluster = named_cluster("flexpipe", devices)
     return Request(profile, devices, batch, sizes=tuple(sizes), cluster=cluster, **options)
 
 

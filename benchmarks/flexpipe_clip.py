@@ -17,7 +17,7 @@ from itertools import product
 from flexpipe import described, speedup
 from tables import markdown, note
 
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
 from pipeplan.files import Plan
@@ -70,7 +70,7 @@ def candidates(request: Request, rules: Rules) -> Iterator[PlacementCandidate]:
 def best_plan(name: str, rules: Rules) -> Plan | None:
     """The shortest iteration; None where nothing fits."""
     profile = model(f"flexpipe-clip-{name}", device="a800-80gb", microbatch_sizes=SIZES)
-    cluster = cluster_of_paper("flexpipe", GPUS)
+    cluster = named_cluster("flexpipe", GPUS)
     request = Request(
         profile,
         GPUS,

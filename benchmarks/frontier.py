@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from tables import machine, markdown, note
 
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.devices import device_preset
 from pipeplan.errors import PipeplanError
 from pipeplan.examples.layout import ModelLayout
@@ -115,7 +115,7 @@ def run(
 @cache
 def run_of(name: str, devices: int = DEVICES, *, dimensions: int = 3, within: float = WITHIN) -> Run:
     note(f"{name} on {devices} devices, meshes of {dimensions}, within {within:.0%}")
-    cluster = cluster_of_paper("tensoropt", devices)
+    cluster = named_cluster("tensoropt", devices)
     return run(profile_of(name), cluster, devices, dimensions=dimensions, within=within)
 
 
@@ -178,7 +178,7 @@ def kind_of(frontier: Tracked) -> str:
 
 
 def _eliminated(name: str, sender: multiprocessing.Queue[float]) -> None:
-    graph = cost_model(profile_of(name), cluster_of_paper("tensoropt"), DEVICES, BATCH, options=TWO).graph
+    graph = cost_model(profile_of(name), named_cluster("tensoropt"), DEVICES, BATCH, options=TWO).graph
     start = perf_counter()
     track(graph, linear=False, within=0.0 if name in EXACT else WITHIN)
     sender.put(perf_counter() - start)
@@ -212,7 +212,7 @@ def growth_part(limit: float) -> None:
     rows, sizes, seconds = [], [], []
     for layers in (4, 8, 16, 32, 64):
         profile = decoder(layers)
-        graph = cost_model(profile, cluster_of_paper("tensoropt", 8), 8, BATCH, options=TWO).graph
+        graph = cost_model(profile, named_cluster("tensoropt", 8), 8, BATCH, options=TWO).graph
         start = process_time()
         frontier = track(graph, within=WITHIN)
         spent = process_time() - start
@@ -289,7 +289,7 @@ def hidden_part(limit: float) -> None:
     runs = []
     for hidden in (1920, 3840, 7680):
         note(f"hidden {hidden}")
-        runs.append((str(hidden), run(transformer(hidden, 6), cluster_of_paper("tensoropt"), dimensions=2)))
+        runs.append((str(hidden), run(transformer(hidden, 6), named_cluster("tensoropt"), dimensions=2)))
     compared("hidden size of the Transformer", runs)
     turns = [int(done.frontier.memory_bytes[done.turn]) for _, done in runs]
     assert turns == sorted(turns), turns
@@ -300,7 +300,7 @@ def network_part(limit: float) -> None:
     for name, factor in (("no RDMA (0.5 x)", 0.5), ("RDMA", 1.0), ("4 x RDMA", 4.0)):
         note(name)
         runs.append(
-            (name, run(profile_of("transformer"), with_rate(cluster_of_paper("tensoropt"), -1, factor), dimensions=2))
+            (name, run(profile_of("transformer"), with_rate(named_cluster("tensoropt"), -1, factor), dimensions=2))
         )
     compared("between nodes, Transformer", runs)
     times = [int(done.frontier.time_ns[-1]) for _, done in runs]
@@ -308,7 +308,7 @@ def network_part(limit: float) -> None:
 
 
 def intra_part(limit: float) -> None:
-    cluster = cluster_of_paper("tensoropt", 8)
+    cluster = named_cluster("tensoropt", 8)
     runs = [
         (name, run(profile_of("transformer"), with_rate(cluster, 0, factor), 8, dimensions=2))
         for name, factor in (("NVLink", 1.0), ("PCI Express (1/20)", 1 / 20))

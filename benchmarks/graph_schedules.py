@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from tables import machine, markdown, note
 
 from pipeplan.costs import build_workload
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.examples import model
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source
@@ -143,7 +143,7 @@ def rows(devices: Sequence[int]) -> Iterator[list[str]]:
         profile = model(name, device="v100-16gb")
         for count in devices:
             note(f"{name} on {count} devices")
-            cluster = cluster_of_paper("graphpipe", count)
+            cluster = named_cluster("graphpipe", count)
             yield row(f"{name} on {count}", planned(profile, count, each * count, 16 << 30, cluster, None))
 
 

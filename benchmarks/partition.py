@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from tables import machine, markdown, note
 
 from pipeplan.costs import StageCost, build_workload
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.costs.devices import device_preset
 from pipeplan.errors import InfeasibleError, UsageError
@@ -59,7 +59,7 @@ Found = TypeVar("Found")
 
 @cache
 def links() -> Cluster:
-    return cluster_of_paper("graphpipe")
+    return named_cluster("graphpipe")
 
 
 @cache
@@ -211,7 +211,7 @@ def iteration_ns(task: Task, plan: Stages, in_line: bool, links: bool) -> int:
         first += replicas
     profile = _in_line(task.profile, stages) if in_line else task.profile
     placement = Placement(strategy="stage graph", num_devices=first, stages=tuple(stages))
-    cluster = cluster_of_paper("graphpipe", first) if links else None
+    cluster = named_cluster("graphpipe", first) if links else None
     workload = build_workload(profile, placement, num_microbatches=task.mini_batch, microbatch_size=1, cluster=cluster)
     graph = task_graph(workload)
     starts = earliest_starts(graph, with_links(graph, kfkb_orders(workload, graph)))

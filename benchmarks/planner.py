@@ -11,7 +11,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import read_profile
 from pipeplan.partition.strategies import STRATEGIES
@@ -44,7 +44,7 @@ def searched(name: str, placement: str, devices: int, limit: float, replicas: in
                 devices,
                 Batch(8 * devices, sizes[-1]),
                 placement,
-                cluster=cluster_of_paper("graphpipe", devices),
+                cluster=named_cluster("graphpipe", devices),
                 memory_bytes=MEMORY[name],
                 sizes=sizes,
                 time_limit=limit,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import median
 
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.examples import model
 from pipeplan.partition.per_block_sharding import BlockSplits, GroupSplits
 from pipeplan.partition.stage_frontier import StageFrontiers
@@ -32,7 +32,7 @@ def promised(stages: StageFrontiers, limit: int) -> int | None:
 
 
 def main() -> None:
-    cluster = cluster_of_paper("tensoropt", DEVICES)
+    cluster = named_cluster("tensoropt", DEVICES)
     print("| profile | memory limits | shorter with splits: at how many | median | most |")
     print("|---|---|---|---|---|")
     for name in MODELS:

@@ -331,7 +331,7 @@ def last_checkpoint(folder: str) -> int | None:
 
 def known_names(kind: Literal["schedulers", "placements", "models", "examples", "devices", "rules"]) -> list[str]:
     """What the command line completes: names of one kind, from the catalog and the planner's tables, without torch."""
-    from pipeplan.catalog import RUNNING_FAMILIES, model_sizes, names
+    from pipeplan.catalog import RUNNING_FAMILIES, configurations, model_sizes, names
     from pipeplan.examples import SHAPES
     from pipeplan.partition.strategies import STRATEGIES
     from pipeplan.schedule.classic import CLASSIC
@@ -339,7 +339,10 @@ def known_names(kind: Literal["schedulers", "placements", "models", "examples", 
     tables: dict[str, list[str]] = {
         "schedulers": ["auto", "repetend", "rules", *CLASSIC],
         "placements": ["auto", *STRATEGIES],
-        "models": [name for name, size in model_sizes().items() if size.family in RUNNING_FAMILIES],
+        "models": [
+            *(name for name, size in model_sizes().items() if size.family in RUNNING_FAMILIES),
+            *configurations(),
+        ],
         "examples": [*(f"shape-{name}" for name in SHAPES), *chain.from_iterable(example_names().values())],
     }
     return tables.get(kind) or list(names(kind))
@@ -349,26 +352,28 @@ def known_names(kind: Literal["schedulers", "placements", "models", "examples", 
 
 
 def example_names() -> dict[str, list[str]]:
-    """The names of models and testbeds, read from the catalog only."""
+    """The names of models, clusters and testbeds, read from the catalog only."""
     from pipeplan.catalog import model_sizes, names
 
     models = [name for name, size in model_sizes().items() if size.reference]
-    return {"models": models, "testbeds": [f"testbed-{name}" for name in names("clusters")]}
+    clusters = [name for name in names("clusters") if name.startswith("cluster-")]
+    testbeds = [f"testbed-{name}" for name in names("clusters") if name not in clusters]
+    return {"models": models, "clusters": clusters, "testbeds": testbeds}
 
 
-def example_kind(name: str) -> Literal["shapes", "models", "testbeds"]:
+def example_kind(name: str) -> Literal["shapes", "models", "clusters"]:
     """What kind of ready input a name is. Raises UsageError."""
-    from pipeplan.costs.clusters import TESTBEDS
     from pipeplan.errors import UsageError, choose_from
     from pipeplan.examples import MODELS, SHAPES
 
-    shapes, testbeds = [f"shape-{each}" for each in SHAPES], [f"testbed-{each}" for each in TESTBEDS]
-    if name in testbeds:
-        return "testbeds"
+    shapes, known = [f"shape-{each}" for each in SHAPES], example_names()
+    clusters = [*known["clusters"], *known["testbeds"]]
+    if name in clusters:
+        return "clusters"
     if name in MODELS:
         return "models"
     if name not in shapes:
-        raise UsageError(f"there is no example {name!r}; {choose_from(name, [*shapes, *MODELS, *testbeds])}")
+        raise UsageError(f"there is no example {name!r}; {choose_from(name, [*shapes, *MODELS, *clusters])}")
     return "shapes"
 
 
@@ -388,7 +393,7 @@ def make_model(name: str, **how: Any) -> Profile:
 
 
 def make_cluster(name: str, num_devices: int | None = None) -> Cluster:
-    """A paper's testbed, cut or extended; see :func:`pipeplan.costs.clusters.cluster_of_paper`. Raises UsageError."""
-    from pipeplan.costs.clusters import cluster_of_paper
+    """A cluster of the catalog, cut or extended: :func:`pipeplan.costs.clusters.named_cluster`. Raises UsageError."""
+    from pipeplan.costs.clusters import named_cluster
 
-    return cluster_of_paper(name.removeprefix("testbed-"), num_devices)
+    return named_cluster(name.removeprefix("testbed-"), num_devices)

@@ -9,9 +9,18 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from pipeplan import catalog
-from pipeplan.catalog import ExportTarget, ModelSize, export_target, model_sizes, names, read_table
+from pipeplan.catalog import (
+    ExportTarget,
+    ModelSize,
+    NamedConfiguration,
+    configurations,
+    export_target,
+    model_sizes,
+    names,
+    read_table,
+)
 from pipeplan.costs.blocks import RECIPES, StateRecipe, state_recipe
-from pipeplan.costs.clusters import TESTBEDS, cluster_of_paper
+from pipeplan.costs.clusters import CLUSTERS, named_cluster
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
@@ -37,7 +46,7 @@ def test_every_folder_has_a_reader_and_no_code() -> None:
 
 
 def test_lists_are_the_folders() -> None:
-    assert (names("devices"), names("clusters"), names("recipes")) == (PRESETS, TESTBEDS, RECIPES)
+    assert (names("devices"), names("clusters"), names("recipes")) == (PRESETS, CLUSTERS, RECIPES)
     assert tuple(shipped_rules()) == names("rules")
 
 
@@ -48,7 +57,7 @@ def test_devices_are_read(name: str) -> None:
 
 @pytest.mark.parametrize("name", names("clusters"))
 def test_clusters_are_read(name: str) -> None:
-    assert cluster_of_paper(name).name == name
+    assert named_cluster(name).name == name
 
 
 @pytest.mark.parametrize("name", names("rules"))
@@ -90,6 +99,14 @@ def test_models_are_read(size: ModelSize) -> None:
     if size.reference:
         family = family_of(size.name)
         assert all(getattr(family, key) == value for key, value in size.dimensions.items() if isinstance(value, int))
+
+
+@pytest.mark.parametrize("name", configurations())
+def test_configurations_are_read(name: str) -> None:
+    checked = TypeAdapter(NamedConfiguration).validate_python(configurations()[name])
+    assert checked.text.startswith(f"{checked.config}(")
+    assert "config.json of" in checked.source
+    assert name not in model_sizes()
 
 
 def test_what_no_reader_knows_is_refused() -> None:

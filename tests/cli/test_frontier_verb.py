@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from pipeplan.checker import check
 from pipeplan.cli.main import cli
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import FileError, InfeasibleError, UsageError
 from pipeplan.examples import model, shape
 from pipeplan.files import CostRow, Profile, read_plan, read_profile, sha256_of, write_file
@@ -91,7 +91,7 @@ def test_modes_choose(profile_path: Path) -> None:
 
 
 def test_plans_are_written_and_prices_shown(profile_path: Path, tmp_path: Path) -> None:
-    cluster = cluster_of_paper("tensoropt", 2)
+    cluster = named_cluster("tensoropt", 2)
     priced = cluster.model_copy(
         update={"devices": tuple(kind.model_copy(update={"price_per_hour": 2.5}) for kind in cluster.devices)}
     )
@@ -119,7 +119,7 @@ def test_a_device_that_changes_nothing_is_noted(profile_path: Path) -> None:
 def test_plans_on_fewer_devices_are_for_the_cluster_that_was_given(
     profile_path: Path, tmp_path: Path, kind: tuple[str, ...]
 ) -> None:
-    cluster = cluster_of_paper("tensoropt", 4)
+    cluster = named_cluster("tensoropt", 4)
     cluster_path, plan_path = tmp_path / "cluster.json", tmp_path / "plan.json"
     write_file(cluster, str(cluster_path))
     asked = (*kind, "--cluster", cluster_path, "--devices", 2, "--mini-batch", 4)
@@ -182,7 +182,7 @@ def test_what_is_taken_for_granted_is_said(profile_path: Path, tmp_path: Path) -
     assert "links are free" in uneven.stderr
     assert any("4 samples cannot be split evenly" in note for note in summary["notes"])
     assert 0.6 < summary["points"][-1]["repeated"] <= 2 / 3  # all but the embedding, whose width has a third
-    cluster = cluster_of_paper("tensoropt", 2)
+    cluster = named_cluster("tensoropt", 2)
     (kind,) = cluster.devices
     kinds = (
         kind.model_copy(update={"count": 1, "price_per_hour": 2.5}),
@@ -327,7 +327,7 @@ def test_near_points_are_as_near_in_peak_memory_as_they_say(
 def test_grains_that_cannot_be_compared_are_noted(profile_path: Path, tmp_path: Path) -> None:
     """A block's gradients are summed at once, those of its operators one by one."""
     path = tmp_path / "cluster.json"
-    write_file(cluster_of_paper("tensoropt", 2), str(path))
+    write_file(named_cluster("tensoropt", 2), str(path))
     asked = (profile_path, "--cluster", path, "--mini-batch", 2, "--tolerance", 0.1, "--json")
     assert "operators here, for each of 5 blocks there" in run(*asked, "--split-level", "operator").stdout
     assert "not comparable" not in run(*asked).stdout

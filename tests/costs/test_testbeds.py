@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from builders.requests import request_of
-from pipeplan.costs.clusters import TESTBEDS
-from pipeplan.costs.clusters import cluster_of_paper as cluster_of
-from pipeplan.costs.communication import transfer_time
+from pipeplan.costs.clusters import CLUSTERS, TESTBEDS
+from pipeplan.costs.clusters import named_cluster as cluster_of
+from pipeplan.costs.communication import Exchange, send_time, time_of_groups, transfer_time
+from pipeplan.costs.devices import PRESETS, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import model
 from pipeplan.files import Cluster, parse, to_json
@@ -41,8 +42,39 @@ def test_has_the_papers_numbers_and_says_what_is_assumed(name: str) -> None:
     assert "nominal" in cluster.source.notes
 
 
+@pytest.mark.parametrize("name", [name for name in CLUSTERS if name not in TESTBEDS])
+def test_a_makers_cluster_has_an_adapter_for_each_device(name: str) -> None:
+    cluster = cluster_of(name, 144)
+    preset = next(each for each in map(device_preset, PRESETS) if each.title == cluster.devices[0].name)
+    inside, outside = cluster.levels
+    assert cluster.memory_bytes == (preset.memory_bytes,) * 144
+    assert inside.bandwidth_bytes_per_s == preset.link_bytes_per_s
+    assert inside.group_size == (72 if name == "cluster-gb200" else 8)
+    assert outside.bandwidth_bytes_per_s == {"cluster-a100": 25, "cluster-h100": 50}.get(name, 50) * 10**9
+    size, exchange, per = 10**9, Exchange("all_reduce", 10**9), inside.group_size
+    pairs = [(device, device + per) for device in range(per)]
+    assert send_time(cluster, pairs, size) == send_time(cluster, pairs[:1], size)
+    assert time_of_groups(cluster, exchange, pairs) == time_of_groups(cluster, exchange, pairs[:1])
+
+
+@pytest.mark.parametrize(("gigabytes", "times"), [(None, 8), (400, 1), (100, 4), (25, 16)])
+def test_what_a_node_has_is_shared_by_its_devices(gigabytes: int | None, times: int) -> None:
+    """Eight devices of 50 GB/s each, whose node has so much for all of them; by default what one has."""
+    whole = cluster_of("cluster-h100", 16)
+    limit = None if gigabytes is None else gigabytes * 10**9
+    inside, outside = whole.levels
+    outside = outside.model_copy(update={"node_bandwidth_bytes_per_s": limit, "latency_ns": 0})
+    cluster = whole.model_copy(update={"levels": (inside, outside)})
+    pairs = [(device, device + 8) for device in range(8)]
+    alone = 10**9 / 50e9 * 1e9
+    assert send_time(cluster, pairs, 10**9) == pytest.approx(times * alone)
+    assert time_of_groups(cluster, Exchange("all_reduce", 10**9), pairs) == pytest.approx(times * alone)
+    assert send_time(cluster, pairs[:1], 10**9) == pytest.approx(max(1, times / 8) * alone)
+    assert parse(to_json(cluster), Cluster) == cluster
+
+
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 6, 8, 12, 16, 64, 100])
-@pytest.mark.parametrize("name", TESTBEDS)
+@pytest.mark.parametrize("name", CLUSTERS)
 def test_any_number_of_devices_keeps_the_links(name: str, num_devices: int) -> None:
     paper, cluster = cluster_of(name), cluster_of(name, num_devices)
     assert parse(to_json(cluster), Cluster) == cluster
@@ -56,7 +88,7 @@ def test_any_number_of_devices_keeps_the_links(name: str, num_devices: int) -> N
 
 
 def test_refuses_what_is_not_there() -> None:
-    with pytest.raises(UsageError, match=r"no testbed 'dgx'; choose from autopipe, .*tessel"):
+    with pytest.raises(UsageError, match=r"no testbed 'dgx'; choose from autopipe, cluster-a100, .*tessel"):
         cluster_of("dgx")
     with pytest.raises(UsageError, match="0 devices are no cluster"):
         cluster_of("tessel", 0)

@@ -34,7 +34,7 @@ def profile(name: str) -> Profile:
 
 
 def cluster_of(num_devices: int) -> Cluster:
-    return testbeds.cluster_of_paper("graphpipe", num_devices)
+    return testbeds.named_cluster("graphpipe", num_devices)
 
 
 def iteration(result: Result) -> int:

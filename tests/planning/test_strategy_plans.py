@@ -10,7 +10,7 @@ import pytest
 
 from pipeplan.checker import check
 from pipeplan.costs import stage_costs
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.examples import model as paper_model
 from pipeplan.files import Profile, parse, to_json
@@ -25,7 +25,7 @@ from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.kinds import MemoryBytes
 from pipeplan.workload.mesh import Mesh
 
-CLUSTER = cluster_of_paper("tensoropt", 4)
+CLUSTER = named_cluster("tensoropt", 4)
 SAMPLES = 8
 
 

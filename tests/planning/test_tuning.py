@@ -249,7 +249,7 @@ def test_no_time_and_no_memory_are_said() -> None:
 
 def test_devices_of_a_cluster_are_chosen() -> None:
     """A cluster of two levels: the best plan is one for it, with its memory and links."""
-    cluster = testbeds.cluster_of_paper("graphpipe", 8)
+    cluster = testbeds.named_cluster("graphpipe", 8)
     asked = replace(request(devices=8, mini_batch=8, replicas=2), placement="one-to-one", cluster=cluster, sizes=(2,))
     found = tune(asked)
     assert check(found.result.plan, asked.profile, cluster).valid

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.layouts import Layout, MeshSplit, Resharding
 from pipeplan.errors import UsageError
@@ -53,7 +53,7 @@ SPLIT_OPERATORS: list[tuple[Splittable, int]] = [
 @pytest.mark.parametrize(("operation", "count"), SPLIT_OPERATORS, ids=lambda each: type(each).__name__)
 def test_sizes_of_configuration_sets_on_16_devices(operation: Splittable, count: int) -> None:
     """Three axes 121, four 257: all meshes of up to three dimensions, copies allowed, where everything divides."""
-    found = configurations(operation, OperatorScale(), V100, Resharding(cluster_of_paper("tensoropt"), 16))
+    found = configurations(operation, OperatorScale(), V100, Resharding(named_cluster("tensoropt"), 16))
     assert len(found) == count
     assert len({each.name for each in found}) == count
 
@@ -74,7 +74,7 @@ def test_a_product_split_by_rows_is_a_sum_and_by_columns_gives_one_back() -> Non
     product = ops.Product(axes(samples=64, places=1, rows=64, columns=64), 2)
     scale = OperatorScale(parameter_bytes=8192, state_bytes=65536)
     found = {
-        each.name: each for each in configurations(product, scale, V100, Resharding(cluster_of_paper("tensoropt"), 16))
+        each.name: each for each in configurations(product, scale, V100, Resharding(named_cluster("tensoropt"), 16))
     }
     rows, columns = MeshSplit(16, 1), MeshSplit(16, 1)
     assert found["rows16"].output == Layout(partial=rows)
@@ -119,7 +119,7 @@ def test_every_model_is_cut_into_operators_that_add_up(name: str) -> None:
 
 def speech(devices: int, options: CostOptions = PLAIN) -> CostModel:
     profile = model("tensoropt-rnn", device="v100-16gb")
-    return cost_model(profile, cluster_of_paper("tensoropt", devices), devices, 64, options=options)
+    return cost_model(profile, named_cluster("tensoropt", devices), devices, 64, options=options)
 
 
 def test_one_device_holds_and_takes_what_the_profile_says() -> None:
@@ -184,7 +184,7 @@ def opaque(shards: tuple[int, ...] = (1, 2)) -> Profile:
 
 
 def test_unknown_blocks_are_split_by_samples_and_by_their_rows() -> None:
-    built = cost_model(opaque(), cluster_of_paper("tensoropt", 4), 4, 8)
+    built = cost_model(opaque(), named_cluster("tensoropt", 4), 4, 8)
     names = {each.name for each in built.configurations["a"]}
     assert names == {
         "copies4", "copies2-samples2", "samples2-copies2", "samples4", "copies2-shards2", "shards2-copies2",
@@ -198,7 +198,7 @@ def test_unknown_blocks_are_split_by_samples_and_by_their_rows() -> None:
 
 def test_whole_blocks_are_asked_for() -> None:
     profile = model("gpt2-124m", device="v100-16gb", microbatch_sizes=[4], shards=(1, 2, 4))
-    built = cost_model(profile, cluster_of_paper("tensoropt", 4), 4, 4, options=CostOptions(blocks=True))
+    built = cost_model(profile, named_cluster("tensoropt", 4), 4, 4, options=CostOptions(blocks=True))
     assert [node.name for node in built.graph.nodes] == [block.id for block in profile.blocks]
     assert {"shards4", "samples2-shards2"} <= {each.name for each in built.configurations["layer0.attention"]}
 
@@ -206,7 +206,7 @@ def test_whole_blocks_are_asked_for() -> None:
 def test_more_micro_batches_share_the_sum_of_gradients_and_hold_more() -> None:
     profile = model("tensoropt-rnn", device="v100-16gb")
     once, often = (
-        cost_model(profile, cluster_of_paper("tensoropt", 4), 4, 64, options=CostOptions(microbatches=n, in_flight=n))
+        cost_model(profile, named_cluster("tensoropt", 4), 4, 64, options=CostOptions(microbatches=n, in_flight=n))
         for n in (1, 4)
     )
     one, four = (built.configurations["layer0/cell"] for built in (once, often))
@@ -230,7 +230,7 @@ def test_more_devices_never_need_more_memory() -> None:
 
 @pytest.mark.parametrize("name", ["tensoropt-rnn", "tensoropt-vgg16", "candle-uno-8"])
 def test_details_of_strategies_add_up(name: str) -> None:
-    built = cost_model(model(name, device="v100-16gb"), cluster_of_paper("tensoropt", 4), 4, 8)
+    built = cost_model(model(name, device="v100-16gb"), named_cluster("tensoropt", 4), 4, 8)
     found = track(built.graph)
     for point in (0, len(found.memory_bytes) // 2, -1):
         strategy = found.strategy(range(len(found.memory_bytes))[point])

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.examples.models import model
 from pipeplan.sharding.baselines import BaselinePoint, data_parallel, fastest, one_mesh_for_all, split_everything
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
@@ -16,7 +16,7 @@ from pipeplan.sharding.tracking import Tracked, track
 @pytest.fixture(scope="module", params=["tensoropt-rnn", "tensoropt-vgg16"])
 def split(request: pytest.FixtureRequest) -> tuple[CostModel, Tracked]:
     profile = model(request.param, device="v100-16gb")
-    built = cost_model(profile, cluster_of_paper("tensoropt", 4), 4, 64)
+    built = cost_model(profile, named_cluster("tensoropt", 4), 4, 64)
     return built, track(built.graph)
 
 
@@ -51,7 +51,7 @@ def test_one_mesh_includes_data_parallelism_and_needs_more_memory(split: tuple[C
 
 def test_data_parallelism_holds_all_parameters_on_every_device() -> None:
     profile = model("tensoropt-rnn", device="v100-16gb")
-    built = cost_model(profile, cluster_of_paper("tensoropt", 4), 4, 64, options=CostOptions())
+    built = cost_model(profile, named_cluster("tensoropt", 4), 4, 64, options=CostOptions())
     states = sum(2 * block.parameter_bytes + block.optimizer_bytes for block in profile.blocks)
     assert data_parallel(built).memory_bytes >= states
     assert split_everything(built).memory_bytes <= states // 4 * 1.1

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.communication import Exchange, send_time, time_of_groups
 from pipeplan.costs.layouts import (
     Layout,
@@ -112,7 +112,7 @@ def test_shortest_paths_are_the_best_of_all_sequences(devices: int, num_bytes: i
 
 
 def test_paths_join_up_and_cost_what_is_said() -> None:
-    resharding = Resharding(cluster_of_paper("tensoropt"), 16)
+    resharding = Resharding(named_cluster("tensoropt"), 16)
     tensor = Tensor((256, 64, 3840), 256 * 64 * 3840 * 2)
     layouts = [layout for layout in resharding.layouts if tensor.fits(layout)][::29]
     times = resharding.times(tensor, layouts, layouts)
@@ -142,7 +142,7 @@ def test_only_sums_stand_between_layouts() -> None:
 
 def test_a_sum_over_two_nodes_is_taken_within_them_first() -> None:
     """Only an eighth of the tensor per device crosses the slow link, as in a hierarchical all-reduce."""
-    resharding = Resharding(cluster_of_paper("tensoropt"), 16)
+    resharding = Resharding(named_cluster("tensoropt"), 16)
     tensor = Tensor((256, 1, 4096), 2**27)
     path = resharding.path(tensor, Layout(partial=MeshSplit(16, 1)), Layout())
     assert (path[0].how, path[-1].how) == ("scatter", "gather")

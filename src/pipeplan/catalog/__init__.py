@@ -1,4 +1,4 @@
-"""Data: devices, clusters, sizes of models, scheduling rules, recipes of training state, targets; and reading it.
+"""Data: devices, clusters, models, scheduling rules, recipes of training state, targets; and reading it.
 
 Here: one file per member, in a folder per kind, listed and read with only the standard library and ``errors``, so
 that every room can use them. Not here: what the data means, and code of any other kind; that lives in the rooms that
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.resources import files
@@ -23,6 +23,8 @@ __all__ = [
     "RUNNING_FAMILIES",
     "ExportTarget",
     "ModelSize",
+    "NamedConfiguration",
+    "configurations",
     "export_target",
     "model_sizes",
     "names",
@@ -91,13 +93,17 @@ RUNNING_FAMILIES = ("gpt", "encoder-decoder", "flava", "mmt", "dlrm", "candle-un
 
 @cache
 def model_sizes() -> Mapping[str, ModelSize]:
-    """Every model by name. In a file, each table is a model, and what stands before the first holds for all of them."""
-    found: dict[str, ModelSize] = {}
-    for file in names("models"):
-        table = read_table("models", file)
-        common = {key: value for key, value in table.items() if not isinstance(value, dict)}
-        models = {name: common | own for name, own in table.items() if isinstance(own, dict)}
-        found |= {name: _model_size(name, keys) for name, keys in models.items()}
+    """Every model by name."""
+    tables = _tables(read_table("models", file) for file in names("models"))
+    return {name: _model_size(name, keys) for name, keys in tables.items()}
+
+
+def _tables(files: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The tables of some files by name. What stands before the first in a file holds for all of them."""
+    found: dict[str, dict[str, Any]] = {}
+    for file in files:
+        common = {key: value for key, value in file.items() if not isinstance(value, dict)}
+        found |= {name: common | own for name, own in file.items() if isinstance(own, dict)}
     return found
 
 
@@ -105,6 +111,34 @@ def _model_size(name: str, keys: Mapping[str, Any]) -> ModelSize:
     known = {each.name for each in fields(ModelSize)}
     dimensions = {key: value for key, value in keys.items() if key not in known}
     return ModelSize(name, dimensions=dimensions, **{key: value for key, value in keys.items() if key in known})
+
+
+@dataclass(frozen=True, slots=True)
+class NamedConfiguration:
+    """A well-known model: its configuration's class in transformers with ``arguments``, and where they are published.
+
+    ``parameters`` are as many as it is published with.
+    """
+
+    config: str
+    arguments: Mapping[str, Any]
+    parameters: int
+    source: str
+
+    @property
+    def text(self) -> str:
+        """As it stands on a command line."""
+        return f"{self.config}({', '.join(f'{key}={value!r}' for key, value in self.arguments.items())})"
+
+
+@cache
+def configurations() -> Mapping[str, NamedConfiguration]:
+    """Every well-known model that has a configuration, by name. Raises FileError."""
+    found = {}
+    for name, keys in _tables(read_table("configurations", file) for file in names("configurations")).items():
+        require_known(keys, NamedConfiguration, f"configurations: {name}")
+        found[name] = NamedConfiguration(**keys)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

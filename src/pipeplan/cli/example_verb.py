@@ -23,7 +23,7 @@ _WITH_SHARED = ("m", "mllm", "nn", "k")
 _OF_ALL = ("name", "output")
 _TAKERS = {
     **dict.fromkeys(("device", "microbatch", "shards", "cluster"), ("models",)),
-    "devices": ("shapes", "testbeds"),
+    "devices": ("shapes", "clusters"),
 }
 """Parameter -> the kinds of examples that take it; all others are of shapes."""
 
@@ -32,7 +32,7 @@ class _Command(click.Command):
     """Its help lists what the catalog has."""
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The text, and lists of all models and testbeds."""
+        """The text, and lists of all models, clusters and testbeds."""
         super().format_help_text(ctx, formatter)
         for kind, listed in _api.example_names().items():
             formatter.write_paragraph()
@@ -103,14 +103,13 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
 @click.option("-o", "--output", type=FILE, default="-", metavar="FILE", help="Where to write; - for stdout.")
 @click.pass_context
 def example_command(ctx: click.Context, /, name: str, output: str, **_: Any) -> None:
-    """Write a ready input, by NAME: a shape with its placement, a paper's model with estimated costs, or a paper's
-    cluster.
+    """Write a ready input, by NAME: a shape with its placement, a paper's model with estimated costs, or a cluster.
 
     Shapes: shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular, shape-zbv. Costs are for one
     micro-batch on one device; shape-circular and shape-zbv divide them among the device's chunks.
 
-    Models take only --device, --microbatch, --shards and --cluster. Testbeds are clusters; --devices cuts or extends
-    them.
+    Models take only --device, --microbatch, --shards and --cluster. Clusters are nodes of a maker's devices by their
+    data sheets, testbeds those of papers; --devices cuts or extends them.
     """
     with Outputs({"-o": output}) as outputs:
         outputs.write(made_example(ctx), output)
@@ -124,7 +123,7 @@ def made_example(ctx: click.Context) -> Profile | Cluster:
     sizes, shards, _ = given.pop("microbatch"), given.pop("shards"), given.pop("output")
     kind = _api.example_kind(name)
     _refuse_others(ctx, name, kind)
-    if kind == "testbeds":
+    if kind == "clusters":
         asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
         return _api.make_cluster(name, asked)
     if kind == "models":

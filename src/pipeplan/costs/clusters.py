@@ -1,7 +1,7 @@
-"""Clusters: the papers' testbeds, and link times that nccl-tests measured.
+"""Clusters: what their maker sells, those that the papers measured on, and link times that nccl-tests measured.
 
-A paper gives number and kind of devices and at most the names of links. What is nominal or assumed beyond that is
-said in the notes of each file's source.
+A maker's has nodes with an adapter for each device, by data sheets. A paper gives number and kind of devices and at
+most the names of links. What is nominal or assumed beyond that is said in the notes of each file's source.
 
 Of nccl-tests curves are read from ``sendrecv_perf``, ``all_reduce_perf`` and the like.
 
@@ -28,18 +28,21 @@ from pipeplan.files import Cluster, MeasuredCurve, parse
 from pipeplan.files.cluster import Operation
 from pipeplan.units import MAX_NS
 
-TESTBEDS = names("clusters")
+CLUSTERS = names("clusters")
+"""Every cluster by name: those of a maker, ``cluster-h100`` and the like, and the papers' testbeds."""
+
+TESTBEDS = tuple(name for name in CLUSTERS if not name.startswith("cluster-"))
 """Every testbed by name."""
 
 
-def cluster_of_paper(name: str, num_devices: int | None = None) -> Cluster:
-    """The cluster of a paper; with ``num_devices`` nodes are left out or added, and the last one may be partly used.
+def named_cluster(name: str, num_devices: int | None = None) -> Cluster:
+    """A cluster of the catalog; with ``num_devices`` nodes are left out or added, and the last one may be partly used.
 
     Raises:
-        UsageError: there is no testbed of this name, or the number of devices is not one.
+        UsageError: there is none of this name, or the number of devices is not one.
     """
-    if name not in TESTBEDS:
-        raise UsageError(f"there is no testbed {name!r}; {choose_from(name, TESTBEDS)}")
+    if name not in CLUSTERS:
+        raise UsageError(f"there is no testbed {name!r}; {choose_from(name, CLUSTERS)}")
     cluster = parse(read_text("clusters", name), Cluster, f"{name}.json")
     return cluster if num_devices in (None, cluster.num_devices) else _resized(cluster, num_devices)
 
@@ -53,7 +56,8 @@ def _resized(cluster: Cluster, num_devices: int) -> Cluster:
     last = outermost if len(levels) == len(inner) else inner[len(levels)]
     size = levels[-1].group_size if levels else 1
     levels.append(last.model_copy(update={"group_size": -(-num_devices // size) * size}))
-    notes = f"{num_devices} devices instead of the paper's {cluster.num_devices}. {cluster.source.notes}"
+    whose = "the paper's" if cluster.name in TESTBEDS else "the catalog's"
+    notes = f"{num_devices} devices instead of {whose} {cluster.num_devices}. {cluster.source.notes}"
     resized = cluster.model_copy(
         update={
             "name": f"{cluster.name}-{num_devices}",

@@ -2,7 +2,8 @@
 
 The groups along one dimension of a mesh are alike, and every one of them runs the collective at the same time. A link
 inside the innermost level is a device's own; those of levels above join nodes, and everything that leaves a node at
-once goes through one (TensorOpt section 4.2 measures per partition of the devices what we derive from this).
+once shares what the node has, one link unless the level says more (TensorOpt section 4.2 measures per partition of the
+devices what we derive from this).
 """
 
 from __future__ import annotations
@@ -222,15 +223,15 @@ def send_time(cluster: Cluster | None, pairs: Sequence[tuple[int, int]], size: i
 
 @dataclass(frozen=True, slots=True)
 class BusiestPair:
-    """Of pairs of devices that all send at once: one that takes longest, and how many share its link."""
+    """Of pairs of devices that all send at once: one that takes longest, and how many share a link like its own."""
 
     source: int
     target: int
-    crowd: int
+    crowd: float
 
     def send_time(self, cluster: Cluster, size: int) -> int:
         """Time in ns when each pair sends ``size`` bytes."""
-        return sum(transfer_time(cluster, self.source, self.target, size * self.crowd)) if size else 0
+        return sum(transfer_time(cluster, self.source, self.target, round(size * self.crowd))) if size else 0
 
 
 def busiest_pair(cluster: Cluster | None, pairs: Sequence[tuple[int, int]]) -> BusiestPair | None:
@@ -244,11 +245,11 @@ def busiest_pair(cluster: Cluster | None, pairs: Sequence[tuple[int, int]]) -> B
     node = _node_size(cluster, level)
     leaving = Counter(source // node for source, target in moved if source // node != target // node)
     source, target = next(pair for pair in moved if cluster.level_between(*pair) == level)
-    return BusiestPair(source, target, max(leaving.values(), default=1) if node > 1 else 1)
+    return BusiestPair(source, target, _crowd(level, max(leaving.values(), default=1)) if node > 1 else 1)
 
 
 def crowding(cluster: Cluster, level: LinkLevel, exchange: Exchange, groups: Sequence[Sequence[int]]) -> float:
-    """How many times the traffic of one ring the busiest link between nodes of a level carries.
+    """How many times the traffic of one ring a link of the level's bandwidth carries between the busiest nodes.
 
     A ring that leaves a node crosses its link once in every step; all-to-all sends from each of k devices in the node
     to each of the others, k * (n - k) messages of which a ring over n devices would count n - 1.
@@ -265,7 +266,14 @@ def crowding(cluster: Cluster, level: LinkLevel, exchange: Exchange, groups: Seq
             others = len(group) - count
             crossing = count * others / (len(group) - 1) if exchange.operation == "all_to_all" else float(others > 0)
             carried[place] = carried.get(place, 0.0) + crossing
-    return max(carried.values())
+    return _crowd(level, max(carried.values()))
+
+
+def _crowd(level: LinkLevel, leaving: float) -> float:
+    """How many of those that leave a node at once share a link of the level's bandwidth, by what the node has."""
+    if level.node_bandwidth_bytes_per_s is None:
+        return leaving  # less than one where an all-to-all sends less than a ring
+    return max(1.0, leaving * level.bandwidth_bytes_per_s / level.node_bandwidth_bytes_per_s)
 
 
 def _outermost(cluster: Cluster, pairs: Sequence[tuple[int, int]]) -> LinkLevel | None:

@@ -11,6 +11,7 @@ of the very block where it was measured, else of its kind of operator, else 1.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,15 +49,20 @@ class DevicePreset:
     """What a device can do at most. Sizes in bytes, decimal as its maker states them; rates per second.
 
     ``dtype`` is the 16-bit format of its matrix units, ``matrix_flops_per_s`` their peak in it without sparsity,
-    ``float32_flops_per_s`` the peak of everything else. ``link_bytes_per_s`` is what its link to the devices of its
+    ``fp8_flops_per_s`` that in FP8, None if they have none, ``float32_flops_per_s`` the peak of everything else.
+    ``multiprocessors`` share a kernel's work among them. ``link_bytes_per_s`` is what its link to the devices of its
     machine carries each way. ``reported`` are the names that its driver gives it. ``matrix_efficiency`` is over the
     FLOPs of a matrix product, ``memory_efficiency`` over the bytes that a kernel moves.
+
+    By the others people mean it: ``family`` (empty: never), ``forms`` it is built in, ``memory_kind`` where that sets
+    it apart, and whether it is the ``usual`` one of several of its family and form.
     """
 
     name: str
     title: str
     memory_bytes: int
     bandwidth_bytes_per_s: int
+    multiprocessors: int
     dtype: str
     matrix_flops_per_s: int
     float32_flops_per_s: int
@@ -66,6 +72,11 @@ class DevicePreset:
     source: str
     efficiency_source: str
     reported: tuple[str, ...] = ()
+    fp8_flops_per_s: int | None = None
+    family: str = ""
+    forms: tuple[str, ...] = ()
+    memory_kind: str = ""
+    usual: bool = False
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
@@ -110,14 +121,50 @@ def device_preset(name: str) -> DevicePreset:
 def peak_flops_per_s(device: str, dtype: str) -> int | None:
     """The maker's peak for a number format, without sparsity, of a device as profiles name it; None if not known.
 
-    Known only for 16-bit formats: whether float32 products run as such or as TF32 is a setting, which profiles do not
-    say. Matrix units that take bfloat16 are as fast in float16.
+    Known only for formats of 8 and 16 bits: whether float32 products run as such or as TF32 is a setting, which
+    profiles do not say. Matrix units that take bfloat16 are as fast in float16.
     """
     for preset in map(device_preset, PRESETS):
-        named = preset.reported and device in (preset.name, preset.title, *preset.reported)
-        if named and dtype in {preset.dtype, "float16"}:
-            return preset.matrix_flops_per_s
+        if preset.reported and device in (preset.name, preset.title, *preset.reported):
+            if dtype.startswith("float8"):
+                return preset.fp8_flops_per_s
+            if dtype in {preset.dtype, "float16"}:
+                return preset.matrix_flops_per_s
     return None
+
+
+_REMARK = re.compile(r"\([^()]*\)|\[[^\[\]]*\]")
+_WORD = re.compile(r"[a-z]+\d+[a-z]*|\d+[a-z]*|[a-z]+")
+_JOINED = re.compile(r"(sxm\d?|pcie|rtx|geforce)")
+_GIGABYTES = re.compile(r"(\d+)gi?b")
+_OTHERS = {"ti", "super", "laptop", "mobile", "max", "d"}
+"""Words that make a card of the same number another one."""
+
+
+def device_meant(text: str, memory_gb: float | None = None) -> DevicePreset | None:
+    """The preset that free text means by its family and form; None for a family that has none.
+
+    What stands in brackets is a remark, of which the kind of memory alone counts. ``A100-class (...)`` is the usual
+    A100, ``V100 SXM2`` a V100, any H100 with HBM2e the one of 96 GB. Of several the one counts whose memory is nearest
+    to ``memory_gb``, or to what the text says; where neither says, the usual one.
+    """
+    words = _WORD.findall(_JOINED.sub(r" \1 ", _REMARK.sub(" ", text).lower()))
+    family = [each for each in map(device_preset, PRESETS) if each.family and each.family in words]
+    if not family or (family[0].family.isdecimal() and _OTHERS & set(words)):
+        return None
+    kinds = set(_WORD.findall(text.lower()))
+    found = [each for each in family if each.memory_kind in kinds]
+    if not found:
+        plain = [each for each in family if not each.memory_kind]
+        found = [each for each in plain if set(each.forms) & set(words)] or plain
+    stated = [int(size) for word in words if (size := "".join(_GIGABYTES.findall(word)))]
+    gigabytes = memory_gb if memory_gb is not None else next(iter(stated), None)
+
+    def unlike(preset: DevicePreset) -> tuple[float, bool]:
+        missing = 0.0 if gigabytes is None else abs(preset.memory_bytes / 1e9 - gigabytes)
+        return missing, not preset.usual
+
+    return min(found, key=unlike)
 
 
 # Calibration --------------------------------------------------------------------------------------------------------

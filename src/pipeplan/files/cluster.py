@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeplan.files.base import CurrentVersion, File, FileModel, Source, current_version
+from pipeplan.files.base import MIGRATIONS, CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.units import bytes_of, ns_of
 from pipeplan.workload.elements import MAX_DEVICES, Bytes, Count, DeviceCount, Items, Name, Nanoseconds, PositiveNs
 
@@ -23,16 +23,23 @@ class DeviceKind(FileModel):
     price_per_hour: Annotated[float | None, Field(ge=0, description="price of each, in any one currency")] = None
 
 
+Bandwidth = Annotated[int, Field(ge=1, le=10**15)]
+
+
 class LinkLevel(FileModel):
     """How two devices of one group talk, when no inner level holds both.
 
-    Device ``d`` is in group ``d // group_size`` of the level.
+    Device ``d`` is in group ``d // group_size`` of the level. The bandwidth is that of one device.
     """
 
     name: Name
     group_size: Count
     latency_ns: Nanoseconds
-    bandwidth_bytes_per_s: Annotated[int, Field(ge=1, le=10**15)]
+    bandwidth_bytes_per_s: Bandwidth
+    node_bandwidth_bytes_per_s: Annotated[
+        Bandwidth | None,
+        Field(description="for all together that leaves one group of the level inside; none given is the bandwidth"),
+    ] = None
 
 
 class MeasuredCurve(FileModel):
@@ -52,6 +59,9 @@ class MeasuredCurve(FileModel):
         if any(after <= before for before, after in zip(sizes, sizes[1:], strict=False)):
             raise ValueError("points must have ascending bytes")
         return self
+
+
+MIGRATIONS["cluster", 1] = lambda cluster: cluster
 
 
 class Cluster(File):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeplan.checker import check
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.devices import device_preset
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage
@@ -233,7 +233,7 @@ def by_operator() -> Case:
 @functools.cache
 def middle_of_frontier(name: str) -> Case:
     """The plan of the strategy in the middle of a model's frontier, for two micro-batches in flight."""
-    cluster = cluster_of_paper("tensoropt", 4)
+    cluster = named_cluster("tensoropt", 4)
     preset = device_preset("v100-16gb")
     model = load_model(name)
     shards = (1,) if model.sharded is None else (1, 2, 4)

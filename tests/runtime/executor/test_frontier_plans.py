@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 import torch
 
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.devices import device_preset
 from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
@@ -29,7 +29,7 @@ def pipelines(model: Model, num_devices: int) -> Iterator[Plan]:
     """Plans of partitions in which some stage has blocks that are split differently."""
     shards = (1,) if model.sharded is None else (1, 2)
     profile = estimate_model(model, (1, 2, 4), device=device_preset("v100-16gb"), dtype=torch.float32, shards=shards)
-    cluster = cluster_of_paper("tensoropt", num_devices)
+    cluster = named_cluster("tensoropt", num_devices)
     batch, options = Batch(4, 4), {}
     request = Request(profile, num_devices, batch, sizes=(4,), cluster=cluster, **options)
     for asked in chains(request, GroupSplits(profile, cluster)):

@@ -13,7 +13,7 @@ import torch
 from builders.orders import gpipe_orders
 from builders.plans import plan_of
 from pipeplan.costs import build_workload
-from pipeplan.costs.clusters import cluster_of_paper
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.devices import device_preset
 from pipeplan.files import CostRow, PlacedStage, Placement, Plan, Source
 from pipeplan.planning.sharding_frontier import plan_of_strategy
@@ -103,7 +103,7 @@ def test_a_table_that_blocks_of_a_stage_share_counts_once_or_with_each(known: bo
 @pytest.mark.parametrize("name", ["gpt2-tiny-operators", "candle-uno-tiny"])
 def test_nothing_is_told_of_a_strategy_either(name: str) -> None:
     """Parameters are cut along some of a mesh's axes; devices that share samples, or do the same, have all."""
-    model, cluster = load_model(name), cluster_of_paper("tensoropt", 4)
+    model, cluster = load_model(name), named_cluster("tensoropt", 4)
     profile = estimate_model(model, (4,), device=device_preset("v100-16gb"), dtype=torch.float32)
     built = cost_model(profile, cluster, 4, 4, options=CostOptions(blocks=True))
     found = track(built.graph)

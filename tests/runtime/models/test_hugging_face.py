@@ -13,11 +13,23 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor
 
+from pipeplan.catalog import NamedConfiguration, configurations
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.huggingface import load, load_configuration
 from pipeplan.runtime.models.huggingface.families import FAMILIES
+from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.build_profile import block_graph_of
-from runtime_support.hugging_face import ARGUMENTS, NAMES, SEQUENCE, batch_for, eager_experts, size, text, whole
+from runtime_support.hugging_face import (
+    ARGUMENTS,
+    NAMES,
+    SEQUENCE,
+    batch_for,
+    captured,
+    eager_experts,
+    size,
+    text,
+    whole,
+)
 
 
 def test_every_family_is_tested() -> None:
@@ -172,3 +184,42 @@ def test_sequences_out_of_range_are_refused() -> None:
     for asked in (0, 17):
         with pytest.raises(UsageError, match=f"--sequence {asked}.*1 to 16"):
             load(text("gpt2"), sequence=asked, meta=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_key_value_heads": 3}, "num_attention_heads=4 .* not divisible by num_key_value_heads=3"),
+        ({"hidden_size": 30, "head_dim": None}, "hidden_size=30|hidden size"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 .* more than its 4 experts"),
+        ({"max_position_embeddings": 8}, "--sequence 12: .* 1 to 8"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_built(
+    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeplan.runtime.models.huggingface.build._module", None)
+    with pytest.raises(UsageError, match=said):
+        load(text("mixtral", **changes), sequence=SEQUENCE, meta=True)
+
+
+def test_heads_that_do_not_divide_are_refused_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeplan.runtime.models.huggingface.build._module", None)
+    with pytest.raises(UsageError, match=r"--shards 3: .* heads"):
+        load(text("llama"), sequence=SEQUENCE, meta=True, shards=[1, 3])
+
+
+@pytest.mark.parametrize("name", configurations())
+def test_well_known_models_have_as_many_parameters_as_published(name: str) -> None:
+    known = configurations()[name]
+    found = load(known.text, meta=True)
+    assert sum(parameter.numel() for parameter in found.module.parameters()) == known.parameters
+
+
+def test_a_well_known_model_is_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = NamedConfiguration("LlamaConfig", ARGUMENTS["llama"], 0, "")
+    monkeypatch.setattr("pipeplan.runtime.models.load.configurations", lambda: {"llama3-tiny": small})
+    model = load_model("llama3-tiny", sequence=SEQUENCE, meta=True)
+    assert [block.id for block in model.blocks] == [block.id for block in captured("llama", "half").blocks]
+    with pytest.raises(UsageError, match="did you mean llama3-tiny"):
+        load_model("llama3-tinny")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeplan.costs.clusters import cluster_of_paper as cluster_of
+from pipeplan.costs.clusters import named_cluster as cluster_of
 from pipeplan.costs.communication import transfer_time
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.files import (

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeplan.catalog import configurations
 from pipeplan.errors import UsageError, did_you_mean
 from pipeplan.files import Profile
 from pipeplan.runtime.models.sequential import is_plain, sequential_model
@@ -36,10 +37,11 @@ def load_model(
     """The model that a name means.
 
     Args:
-        name: one of the zoo; a Hugging Face configuration, as the path of a ``config.json`` or as text such as
-            ``LlamaConfig(num_hidden_layers=4)``; or ``pkg.mod:name``, which is, or is a function without arguments that
-            returns: a Model; an ``nn.Sequential``, an example input, and for training targets and maybe a loss; or any
-            module and its example inputs, which is then captured. Or, in Python, what such a function would return.
+        name: one of the zoo; a Hugging Face configuration, as the path of a ``config.json``, as text such as
+            ``LlamaConfig(num_hidden_layers=4)``, or by the catalog's name of a well-known one, ``llama3-70b``; or
+            ``pkg.mod:name``, which is, or is a function without arguments that returns: a Model; an ``nn.Sequential``,
+            an example input, and for training targets and maybe a loss; or any module and its example inputs, which is
+            then captured. Or, in Python, what such a function would return.
         sequence: length of the sequences, for the zoo and for configurations.
         grain: what a block is of a captured model; half a layer without it.
         shared: blocks that placements may spread over all devices, by id or operator, with ``*``.
@@ -56,6 +58,8 @@ def load_model(
     if name in ZOO:
         _refuse_grain(name, grain)
         return _with_shared(zoo_model(name, sequence=sequence), shared)
+    if name in configurations():
+        name = configurations()[name].text
     if name.endswith(".json") or _CONFIGURATION.fullmatch(name):
         from pipeplan.runtime.models.huggingface import load_configuration
 
@@ -65,7 +69,8 @@ def load_model(
         )
     if ":" not in name:
         raise UsageError(
-            f"model {name!r} is neither in the zoo{_near(name)}, nor a Hugging Face config.json or SomeConfig(...), "
+            f"model {name!r} is neither in the zoo nor well known{_near(name)}, nor a Hugging Face config.json or "
+            "SomeConfig(...), "
             f"nor of the form pkg.mod:factory; docs/models.md lists the zoo's {len(ZOO)} models"
         )
     if sequence is not None:
@@ -74,8 +79,8 @@ def load_model(
 
 
 def _near(name: str) -> str:
-    """Names of the zoo that may have been meant, for errors."""
-    question = did_you_mean(name, list(ZOO))
+    """Names that may have been meant, for errors."""
+    question = did_you_mean(name, [*ZOO, *configurations()])
     return f" ({question})" if question else ""
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -22,7 +22,8 @@ _Call = Callable[[nn.Module, Sequence[Tensor]], object]
 class ShapedBlock:
     """One block's turn in :func:`shaped_blocks`: everything is on the meta device, and has shapes but no data.
 
-    ``inputs`` are the tensors of its sources, as the leaves of a graph of the block's own.
+    ``inputs`` are the tensors of its sources, as the leaves of a graph of the block's own. Blocks of one form that take
+    the same forms of inputs have one ``module``, which has run for the first of them alone.
     """
 
     spec: BlockSpec
@@ -42,9 +43,16 @@ def shaped_blocks(
     batch = model.mini_batch(num_samples, 0, 0, dtype=dtype, device="meta")
     call: _Call = (lambda module, arguments: module(*arguments)) if autocast is None else _OnItsDevice(autocast)
     values: dict[str, tuple[Tensor, ...]] = {}
+    known: dict[Hashable, ShapedBlock] = {}
     for block in model.blocks:
+        inputs = tuple(values[source][index] for source, index in block.inputs)
+        like = (block.form, block.samples, tuple(map(_form, inputs)), tuple(map(block.inputs.index, block.inputs)))
+        if block.form is not None and like in known:
+            step = known[like]
+            yield ShapedBlock(block, step.module, inputs, step.outputs)
+            values[block.id] = _leaves(step.outputs)
+            continue
         try:
-            inputs = tuple(values[source][index] for source, index in block.inputs)
             with torch.device("meta"):
                 module = block.build().to("meta", dtype)
             with torch.enable_grad():
@@ -60,8 +68,18 @@ def shaped_blocks(
                 f"model {model.name!r}: block {block.id!r} returned {type(made).__name__}; "
                 "a block returns one tensor, or a tuple of tensors"
             )
-        yield ShapedBlock(block, module, inputs, outputs)
-        values[block.id] = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
+        known[like] = ShapedBlock(block, module, inputs, outputs)
+        yield known[like]
+        values[block.id] = _leaves(outputs)
+
+
+def _form(tensor: Tensor) -> Hashable:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.requires_grad
+
+
+def _leaves(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """What a block made, as others take it."""
+    return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
 
 
 def output_shapes(

@@ -6,7 +6,7 @@ Of made-up samples, number i of a step is the same however many are asked for.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,6 +55,8 @@ class BlockSpec:
     are of a block that is one device's share of a larger one. ``split`` says how a stage of several devices runs it;
     None if only whole. ``splits`` are other ways, by the name of an axis of a mesh; those of one ``build`` may be used
     together. ``names`` are those of its parameters and kept buffers in the module it is of; without, ``ID.NAME``.
+    ``form`` is equal for blocks that ``build`` makes the same modules of, but for the numbers in their parameters; None
+    if that is not known before they are built.
     """
 
     id: str
@@ -69,6 +71,7 @@ class BlockSpec:
     split: Split | None = None
     splits: Mapping[str, Split] = field(default_factory=dict)
     names: Mapping[str, str] | None = None
+    form: Hashable = None
 
     @property
     def described(self) -> dict[str, Any]:

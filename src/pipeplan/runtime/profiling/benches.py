@@ -186,26 +186,38 @@ class Bench:
         with blamed(self.key.label):
             given = self._measure_held()
             usage = self._measure_usage()
-        self.workspace_bytes = self._workspace(usage, given)
+        self.workspace_bytes = self.workspace(usage, given)
 
     def _measure_held(self) -> int:
-        """Fill in what waits for B, or for W; returns how much of the former the block was given.
-
-        Held after F are the tensors that autograd saved and the inputs that get a gradient, or with recomputation all
-        that the block was given; less what belongs to the module. Outputs count as inputs of those who take them.
-        """
-        own = storages([*self.module.parameters(), *self.module.buffers()])
+        """Fill in what waits for B, or for W; returns how much of the former the block was given."""
         with saved_tensors() as saved:
             roots = self.forward()
-        held = _without(storages([*saved(), *self._kept_inputs()]) if roots else {}, own)
+        given = self.note_activations(roots, saved)
         with WeightGradQueue() as queue:
             self.backward(roots)
-        warn_if_compiled(queue, self.module, f"block {self.key.block!r}")
-        self.activation_bytes = sum(held.values())
-        self.weight_grad_bytes = sum(_without(storages(queue.held), own).values())
+        self.note_weight_grads(queue)
         queue.run()
+        return given
+
+    def note_activations(self, roots: _Roots, saved: Callable[[], list[Tensor]]) -> int:
+        """Fill in what waits for B after F; returns how much of it the block was given.
+
+        Held are the tensors that autograd saved and the inputs that get a gradient, or with recomputation all that the
+        block was given; less what belongs to the module. Outputs count as inputs of those who take them.
+        """
+        held = _without(storages([*saved(), *self._kept_inputs()]) if roots else {}, self._own)
+        self.activation_bytes = sum(held.values())
         given = storages([*self.inputs, *self.samples])
         return sum(size for address, size in held.items() if address in given)
+
+    def note_weight_grads(self, queue: WeightGradQueue) -> None:
+        """Fill in what waits for W after I."""
+        warn_if_compiled(queue, self.module, f"block {self.key.block!r}")
+        self.weight_grad_bytes = sum(_without(storages(queue.held), self._own).values())
+
+    @property
+    def _own(self) -> dict[int, int]:
+        return storages([*self.module.parameters(), *self.module.buffers()])
 
     def _kept_inputs(self) -> list[Tensor]:
         if self.key.recompute:
@@ -229,7 +241,7 @@ class Bench:
                 queue.run()
         return meter.usage
 
-    def _workspace(self, usage: dict[str, Usage], given: int) -> int:
+    def workspace(self, usage: dict[str, Usage], given: int) -> int:
         """The most that F, B, I or W takes beyond what the row counts as held while it runs, its outputs included.
 
         ``given`` bytes of the inputs, and the gradients of the outputs, were there before anything was counted; I

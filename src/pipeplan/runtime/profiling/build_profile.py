@@ -106,8 +106,7 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
     parameters with others counts them as its own. Raises UsageError where a block cannot be built or called.
     """
     read = {each for block in model.blocks for each in block.inputs}
-    with ProductCounter() as few:
-        steps = tuple(shaped_blocks(model, _NUM_SAMPLES, dtype))
+    few, steps = _counted(shaped_blocks(model, _NUM_SAMPLES, dtype))
     kinds: dict[Hashable, str] = {}
     blocks: list[BlockNode] = []
     for step in steps:
@@ -128,12 +127,22 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
             )
         )
     readers = Counter(each for block in model.blocks for each in set(block.inputs))
-    with ProductCounter() as more:
-        pairs = zip(steps, shaped_blocks(model, _MORE_SAMPLES, dtype), strict=True)
-        edges = tuple(edge for pair in pairs for edge in _edges(*pair, readers))
-    flops = (more.flops - few.flops) // (_MORE_SAMPLES - _NUM_SAMPLES)
+    more, larger = _counted(shaped_blocks(model, _MORE_SAMPLES, dtype))
+    edges = tuple(edge for pair in zip(steps, larger, strict=True) for edge in _edges(*pair, readers))
+    flops = (more - few) // (_MORE_SAMPLES - _NUM_SAMPLES)
     tied = tuple(_tied(model, {step.spec.id: step.module for step in steps}))
     return BlockGraph(tuple(blocks), edges, tied, _tokens(model, steps, dtype), flops or None)
+
+
+def _counted(steps: Iterator[ShapedBlock]) -> tuple[int, tuple[ShapedBlock, ...]]:
+    """Blocks in their turn, and the FLOPs of all their products: of those with one module, that of the first each."""
+    total, found, of_module = 0, list[ShapedBlock](), dict[int, int]()
+    with ProductCounter() as counter:
+        for step in steps:
+            total += of_module.setdefault(id(step.module), counter.flops)
+            counter.flops = 0
+            found.append(step)
+    return total, tuple(found)
 
 
 def _own_parameters(step: ShapedBlock, model: Model) -> list[nn.Parameter]:

@@ -23,7 +23,7 @@ from pipeplan.costs.devices import Calibration, DevicePreset, Kernel, KnownRow, 
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
+from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
 from pipeplan.runtime.profiling.benches import Bench
 from pipeplan.runtime.profiling.build_profile import (
     STATE_NOTES,
@@ -36,7 +36,7 @@ from pipeplan.runtime.profiling.build_profile import (
     unsplit_of,
 )
 from pipeplan.runtime.profiling.flops import product_flops
-from pipeplan.runtime.profiling.instruments import Meter, Usage
+from pipeplan.runtime.profiling.instruments import Meter, Usage, blamed, saved_tensors
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
 
 _CPU = torch.device("cpu")
@@ -157,13 +157,40 @@ def counted(
         tallies.append(_Tally())
         return tallies[-1]
 
-    benches = Benches(fake, recompute, dtype, _CPU, 0, UnfinishedProfile(), (), tally)
+    benches = Benches(fake, recompute, dtype, _CPU, 0, UnfinishedProfile(), (), tally, _FakeBench)
     with mode:
         benches.fill(sizes, RunCounter(progress, benches.num_of_size * len(sizes)))
     for bench, found in zip(benches.all, tallies, strict=True):
         bench.times = [(0, 0, 0, 0)]
         kernels = found.kernels
         yield bench, {"forward_ns": kernels["F"], "input_grad_ns": kernels["I"], "weight_grad_ns": kernels["W"]}
+
+
+class _FakeBench(Bench):
+    """A block that runs as seldom as can be: what F and I hold is noted while allocations are counted."""
+
+    def measure_memory(self) -> None:
+        """As measured, on parameters that have their gradients from the start, where measuring runs once before."""
+        for parameter in self.module.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        queue = WeightGradQueue()
+        with blamed(self.key.label):
+            with self.meter(self.device) as meter:
+                with meter.phase("F"):
+                    roots = self.forward()
+                with meter.phase("B"):
+                    self.backward(roots)
+                del roots
+                with meter.phase("F"), saved_tensors() as saved:
+                    roots = self.forward()
+                given = self.note_activations(roots, saved)
+                with queue, meter.phase("I"):
+                    self.backward(roots)
+                self.note_weight_grads(queue)
+                del roots
+                with meter.phase("W"):
+                    queue.run()
+            self.workspace_bytes = self.workspace(meter.usage, given)
 
 
 class _FakeModel(Model):

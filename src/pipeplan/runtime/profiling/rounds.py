@@ -67,6 +67,7 @@ class Benches:
     partial: UnfinishedProfile
     beside: Sequence[Callable[[bool], None]] = ()
     meter: Callable[[torch.device], Meter] = meter_for
+    bench: type[Bench] = Bench
     all: list[Bench] = field(default_factory=list)
     kinds: Mapping[Hashable, Kind] = field(init=False)
     _modules: dict[Kind, nn.Module] = field(default_factory=dict)
@@ -166,7 +167,7 @@ class Benches:
                     gradients = self._gradients(block, outputs[kind])
                 own = (inputs, block.input_needs_grad, samples, gradients, self.device, self.meter)
                 for each in (key, replace(key, recompute=True))[: 1 + self.recompute]:
-                    yield Bench(each, self._modules[kind], *own)
+                    yield self.bench(each, self._modules[kind], *own)
 
     def _outputs(self, split: ModelShare, block: BlockNode, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
         kind, id_ = (split.shards, block.spec.id), block.spec.id

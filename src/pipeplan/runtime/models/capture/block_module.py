@@ -9,8 +9,8 @@ would only save finding what a block takes and gives: about 20 lines of this mod
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from pipeplan.runtime.models.capture.functionalize import DTYPE, LEAST, WIDER, Marker, OpNode, SampleCount, leaves_of
-from pipeplan.runtime.models.capture.grouping import OpGroup, needed_by, taken_by
+from pipeplan.runtime.models.capture.grouping import OpGroup, crossing_of
 from pipeplan.runtime.parallel.weight_grads import addmm, embedding, linear
 
 _INITIAL_STD = 0.02
@@ -45,6 +45,13 @@ class Recipe:
     has_constants: bool
     deferred: tuple[str, ...]
 
+    def form(self, tensors: Mapping[str, Tensor]) -> Hashable:
+        """Equal for recipes that make the same modules, but for the numbers in their parameters."""
+        parts = (self.parameters, self.buffers)
+        looks = tuple(tuple((own, *_look(tensors[name])) for own, name in names.items()) for names in parts)
+        shared = len(set(self.parameters.values())) == len(self.parameters)
+        return self.code, looks, self.counted, self.deferred, shared
+
     def build(self, tensors: Mapping[str, Tensor]) -> CapturedBlock:
         """The module, with copies of the tensors, or made-up numbers where those have no data."""
         block = CapturedBlock(self)
@@ -53,6 +60,10 @@ class Recipe:
         for own, name in self.buffers.items():
             block.register_buffer(own, _copy(tensors[name], own))
         return block
+
+
+def _look(tensor: Tensor) -> tuple[Hashable, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
 class CapturedBlock(nn.Module):
@@ -129,19 +140,63 @@ def _made_up(tensor: Tensor, name: str) -> Tensor:
 class BlockWriter:
     """Writes a group that hands on these ``outputs`` as two functions: one for constants, one for the rest.
 
+    ``wanted`` are its operations and the free ones they need; groups with equal ``text`` are written the same.
     ``fallback`` is an input of the batch that shows how many samples there are, where a block takes no other samples.
     """
 
-    def __init__(self, group: OpGroup, outputs: tuple[OpNode, ...], free: set[OpNode], fallback: OpNode | None) -> None:
-        self.group, self.outputs, self.free, self.fallback = group, outputs, free, fallback
+    def __init__(
+        self, group: OpGroup, wanted: list[OpNode], outputs: tuple[OpNode, ...], fallback: OpNode | None
+    ) -> None:
+        self.group, self.wanted, self.outputs, self.fallback = group, wanted, outputs, fallback
         self.own = set(group.operations)
-        self.wanted = needed_by(group, free)
-        self.of_inputs = self._depending_on_inputs()
+        self.crossing = tuple(crossing_of(wanted))
+        self.places: dict[OpNode, int] = {}
+        self.text = self._text()
         self.parameters: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
-        self.deferred = {
-            source.name for op in self.wanted if _deferring(op) for source in op.sources if source.kind == "parameter"
-        }
+
+    def _text(self) -> Hashable:
+        """All that is written, with operations and tensors by when they first occur: kept as ``places``."""
+        lines = [self._named(op) for op in self.crossing]
+        lines += [(self._named(op), op in self.own, self._line(op)) for op in self.wanted]
+        return (*lines, *map(self._named, self.outputs))
+
+    def _line(self, op: OpNode) -> Hashable:
+        return op.target, self._spelled(op.arguments), self._spelled(op.keywords)
+
+    def _spelled(self, value: Any) -> Hashable:
+        """A value of arguments, so that 1, 1.0 and True differ."""
+        if isinstance(value, OpNode):
+            return self._named(value)
+        if isinstance(value, (tuple, list)):
+            return (type(value), *map(self._spelled, value))
+        if isinstance(value, dict):
+            return tuple((key, self._spelled(each)) for key, each in value.items())
+        return type(value), repr(value)
+
+    def _named(self, op: OpNode) -> Hashable:
+        if op in self.places:
+            return self.places[op]
+        self.places[op] = len(self.places)
+        shown = (op.name.removeprefix(f"{self.group.path}."), op.needs_grad) if op.kind != "call" else ()
+        return (self.places[op], op.kind, op.per_sample, op.shape, *shown)
+
+    def like(self, other: BlockWriter, recipe: Recipe) -> Recipe:
+        """The recipe of a group with the same text, by that of the other one."""
+        own = list(self.places)
+        named = {(op.kind, op.name): own[place] for op, place in other.places.items() if op.kind != "call"}
+        return replace(
+            recipe,
+            crossing=self.crossing,
+            inputs=tuple(own[other.places[op]] if op in other.places else op for op in recipe.inputs),
+            outputs=self.outputs,
+            parameters={key: named["parameter", name].name for key, name in recipe.parameters.items()},
+            buffers={key: self._held(named, name).name for key, name in recipe.buffers.items()},
+        )
+
+    @staticmethod
+    def _held(named: Mapping[tuple[str, str], OpNode], name: str) -> OpNode:
+        return named["buffer", name] if ("buffer", name) in named else named["constant", name]
 
     def _depending_on_inputs(self) -> set[OpNode]:
         known = set(self.wanted)
@@ -158,7 +213,11 @@ class BlockWriter:
 
     def recipe(self) -> Recipe:
         """What a block is made from."""
-        crossing = tuple(taken_by(self.group, self.free))
+        self.of_inputs = self._depending_on_inputs()
+        self.deferred = {
+            source.name for op in self.wanted if _deferring(op) for source in op.sources if source.kind == "parameter"
+        }
+        crossing = self.crossing
         inputs = [op for op in self.wanted if op.kind == "input"]
         counts = self._counts()
         counted = self._counter([*crossing, *inputs]) if counts else None

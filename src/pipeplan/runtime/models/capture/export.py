@@ -1,7 +1,8 @@
 """A module as a list of operators that hold for any number of samples and any floating-point format.
 
 ``torch.export`` writes sizes and formats into its graph as constants. So the module is exported twice, with different
-numbers of samples and in different formats, and what differs between the two is what depends on them.
+numbers of samples and in different formats, and what differs between the two is what depends on them. Of layers that
+are alike the first is exported, and its operators are repeated for the others.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from operator import getitem
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch._subclasses import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import config as tracing
+from torch.fx.node import map_aggregate
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture.functionalize import (
@@ -33,6 +36,19 @@ from pipeplan.runtime.models.capture.functionalize import (
     SampleCount,
     is_in_place,
     name_of_target,
+)
+from pipeplan.runtime.models.capture.repeats import (
+    AGAIN,
+    BEGINS,
+    ENDS,
+    Alike,
+    Tracing,
+    UnlikeLayers,
+    again_of,
+    alike_layers,
+    is_inside,
+    renamed,
+    without,
 )
 
 _SAMPLES = (2, 3)
@@ -54,8 +70,18 @@ def trace(module: nn.Module, inputs: Mapping[str, Tensor], name: str) -> Capture
             f"model {name!r}: {f'input {odd[0]!r} is not a tensor with samples' if odd else 'no example input'}; give "
             "at least one example input, each a tensor with samples in its first dimension"
         )
+    alike = alike_layers(module)
+    while True:
+        try:
+            return _traced(module, inputs, name, alike)
+        except UnlikeLayers as found:
+            alike = without(alike, found.first)
+
+
+def _traced(module: nn.Module, inputs: Mapping[str, Tensor], name: str, alike: Alike) -> CapturedGraph:
+    """As :func:`trace`, for layers that are known to be alike. Raises UnlikeLayers."""
     exports = zip(_SAMPLES, _FORMATS, strict=True)
-    readers = [_ExportReader(_export(module, inputs, count, dtype, name), name) for count, dtype in exports]
+    readers = [_ExportReader(_export(module, inputs, count, dtype, name, alike), name) for count, dtype in exports]
     (first, output), (second, _) = (reader.read() for reader in readers)
     pairs = _paired(first, second)
     if pairs is None:
@@ -75,7 +101,7 @@ _REMEDY = "write a function that returns a pipeplan.runtime.models.spec.Model wi
 
 
 def _export(
-    module: nn.Module, inputs: Mapping[str, Tensor], count: int, dtype: torch.dtype, name: str
+    module: nn.Module, inputs: Mapping[str, Tensor], count: int, dtype: torch.dtype, name: str, alike: Alike
 ) -> ExportedProgram:
     """The module's forward in evaluation mode, with gradients, for ``count`` samples; nothing is computed."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
@@ -83,7 +109,9 @@ def _export(
     try:
         with torch.enable_grad(), _untold(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The tensor attribute")  # set in forward; the copy is thrown away
-            return torch.export.export(_replica(module, fakes, dtype), (), examples, strict=False)
+            return torch.export.export(_replica(module, fakes, dtype, alike), (), examples, strict=False)
+    except UnlikeLayers:
+        raise
     except Exception as error:
         reason = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])[:500]
         shapes = {key: list(value.shape) for key, value in examples.items()}
@@ -107,15 +135,23 @@ def _untold() -> Iterator[None]:
         log.disabled, config["do_not_emit_stack_traces"] = before
 
 
-def _replica(module: nn.Module, fakes: FakeTensorMode, dtype: torch.dtype) -> nn.Module:
-    """A copy of the module in evaluation mode whose tensors have no data, floating-point ones in the format."""
-    stand_ins: dict[int, Any] = {id(tensor): _stand_in(tensor, fakes, dtype) for _, tensor in _named_tensors(module)}
+def _replica(module: nn.Module, fakes: FakeTensorMode, dtype: torch.dtype, alike: Alike) -> nn.Module:
+    """A copy of the module in evaluation mode whose tensors have no data, floating-point ones in the format.
+
+    Something else stands for the layers that are ``alike`` to one that is traced.
+    """
+    tracing = Tracing(alike)
+    stand_ins: dict[int, Any] = tracing.stand_ins(module)
+    for name, tensor in _named_tensors(module):
+        if not is_inside(name, alike):
+            stand_ins[id(tensor)] = _stand_in(tensor, fakes, dtype)
     replica = copy.deepcopy(module, stand_ins)
     for each in replica.modules():
         for name in _unregistered(each):
             tensor = each.__dict__.pop(name)
             each.register_buffer(name, tensor)
-    return replica.eval()
+    tracing.watch(replica.eval(), module)
+    return replica
 
 
 def _stand_in(tensor: Tensor, fakes: FakeTensorMode, dtype: torch.dtype) -> Tensor:
@@ -156,6 +192,25 @@ _KINDS = {
 _Turns = tuple[tuple[str, str], ...]
 
 
+@dataclass(slots=True)
+class _TracedLayer:
+    """The operators of a layer that others are like: what it was ``given``, and ``made``."""
+
+    given: list[OpNode]
+    begin: int
+    num_dropouts: int
+    turns: _Turns
+    operations: list[OpNode] = field(default_factory=list)
+    made: list[OpNode] = field(default_factory=list)
+
+    def end(self, reader: _ExportReader) -> None:
+        """Note what ran. Raises UnlikeLayers where something that it was given is changed."""
+        if any(reader.changes.newest(op) is not op for op in self.given):
+            raise UnlikeLayers(self.turns[-1][0])
+        self.operations = [op for op in reader.operations[self.begin :] if op.kind == "call"]
+        self.num_dropouts = reader.num_dropouts - self.num_dropouts
+
+
 class _ExportReader:
     """Turns an exported program into operations: regions inlined, dropout left out, changes in place renamed."""
 
@@ -163,6 +218,8 @@ class _ExportReader:
         self.program, self.name = program, name
         self.operations: list[OpNode] = []
         self.num_dropouts = 0
+        self.layers: dict[int, _TracedLayer] = {}
+        self.tensors: dict[tuple[str, str], OpNode] = {}
         self.changes = Changes(f"model {name!r}", self._like)
 
     def read(self) -> tuple[list[OpNode], OpNode]:
@@ -191,6 +248,7 @@ class _ExportReader:
         if kind == "constant":
             op.value = self.program.constants[spec.target]
         self.operations.append(op)
+        self.tensors[kind, op.name] = op
         return op
 
     def _returned(self, node: fx.Node, found: dict[fx.Node, Any]) -> OpNode:
@@ -209,6 +267,16 @@ class _ExportReader:
         target = name_of_target(node.target)
         if node.op == "get_attr":
             found[node] = getattr(owner, str(node.target))
+        elif target == BEGINS:
+            so_far = len(self.operations), self.num_dropouts
+            self.layers[_number_of(node)] = _TracedLayer(self._tensors_of(node, found), *so_far, _turns_of(node))
+        elif target == ENDS:
+            self.layers[_number_of(node)].end(self)
+            self.layers[_number_of(node)].made = self._tensors_of(node, found)
+        elif target == AGAIN:
+            again = again_of(_number_of(node))
+            other = dict(zip(again.places, self._tensors_of(node, found), strict=True))
+            found[node] = self._repeat(self.layers[again.call], other, _turns_of(node))
         elif target in _SKIPPED:
             return
         elif target in _REGIONS:
@@ -246,6 +314,43 @@ class _ExportReader:
         self.operations.append(op)
         self.changes.note_view(op)
         return op
+
+    def _tensors_of(self, node: fx.Node, found: Mapping[fx.Node, Any]) -> list[OpNode]:
+        """What a mark is given."""
+        (listed, _) = node.args
+        assert isinstance(listed, (list, tuple)), "a mark takes a list of tensors"
+        return [self.changes.newest(found[_node(each)]) for each in listed]
+
+    def _repeat(self, layer: _TracedLayer, other: Mapping[int, OpNode], turns: _Turns) -> list[OpNode]:
+        """Append the operators of a layer that is like the one that was traced; what it makes. Raises UnlikeLayers."""
+        (before, key), (own, own_key) = layer.turns[-1], turns[-1]
+        place, turn = renamed(before, own), renamed(key, own_key)
+        known = {op: other.get(place, op) for place, op in enumerate(layer.given)}
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, OpNode):
+                return value
+            if value not in known:
+                if value.kind in ("call", "input"):  # of the model around it, and not among its arguments
+                    raise UnlikeLayers(before)
+                known[value] = self._tensor(value, place(value.name))
+            return known[value]
+
+        for op in layer.operations:
+            inner = tuple((place(path), turn(called)) for path, called in op.turns[len(layer.turns) :])
+            like = OpNode("call", "", op.target, turns=(*turns, *inner), value=op.value)
+            arguments, keywords = map_aggregate(op.arguments, copied), map_aggregate(op.keywords, copied)
+            known[op] = self._like(op.target, arguments, keywords, like)
+        self.num_dropouts += layer.num_dropouts
+        return [copied(op) for op in layer.made]
+
+    def _tensor(self, like: OpNode, name: str) -> OpNode:
+        """The parameter, buffer or constant of this name, which looks like another one."""
+        if (like.kind, name) not in self.tensors:
+            op = OpNode(like.kind, name, value=like.value, needs_grad=like.needs_grad)
+            self.operations.append(op)
+            self.tensors[like.kind, name] = op
+        return self.tensors[like.kind, name]
 
     def _inline(self, node: fx.Node, found: dict[fx.Node, Any], autocast: bool) -> None:
         """The operators of a region; without gradients, its results are cut off."""
@@ -377,6 +482,12 @@ class _Merge:
             f"model {self.name!r} cannot be captured: {op.target} in module {op.path or 'at the top'!r} takes {one!r} "
             f"for {_SAMPLES[0]} samples and {other!r} for {_SAMPLES[1]}, not a multiple of them; {_REMEDY}"
         )
+
+
+def _number_of(mark: fx.Node) -> int:
+    _, number = mark.args
+    assert isinstance(number, int), "a mark says which layer it is about"
+    return number
 
 
 def _node(argument: object) -> fx.Node:

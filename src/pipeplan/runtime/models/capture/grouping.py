@@ -124,7 +124,11 @@ def needed_by(group: OpGroup, free: set[OpNode]) -> list[OpNode]:
 
 def taken_by(group: OpGroup, free: set[OpNode]) -> list[OpNode]:
     """The results of other groups that it takes, each once."""
-    wanted = needed_by(group, free)
+    return crossing_of(needed_by(group, free))
+
+
+def crossing_of(wanted: Sequence[OpNode]) -> list[OpNode]:
+    """The results of other groups that some operations take which are needed together, each once."""
     known = set(wanted)
     return list(dict.fromkeys(s for op in wanted for s in op.sources if s.kind == "call" and s not in known))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -18,10 +18,11 @@ from pipeplan.runtime.models.capture.grouping import (
     HEAVY,
     VIEWS,
     OpGroup,
+    crossing_of,
     group_operations,
     joined_path,
     made_from,
-    taken_by,
+    needed_by,
 )
 from pipeplan.runtime.models.names import aliases_of, first_names
 from pipeplan.runtime.models.spec import (
@@ -95,15 +96,25 @@ _DROPPING = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)
 def _recipes(traced: CapturedGraph, groups: Sequence[OpGroup], free: set[OpNode], name: str) -> list[Recipe]:
     owner = {op: index for index, group in enumerate(groups) for op in group.operations}
     given: list[dict[OpNode, None]] = [{} for _ in groups]
-    for group in groups:
-        for source in taken_by(group, free):
+    needs = [needed_by(group, free) for group in groups]
+    for wanted in needs:
+        for source in crossing_of(wanted):
             _require_travelling(source, name)
             given[owner[source]][source] = None
     if traced.output not in owner:
         raise UsageError(f"model {name!r}: its output does not depend on its parameters")
     given[owner[traced.output]][traced.output] = None
     counting = next((op for op in traced.operations if op.kind == "input" and op.per_sample), None)
-    return [BlockWriter(group, tuple(out), free, counting).recipe() for group, out in zip(groups, given, strict=True)]
+    known: dict[Hashable, tuple[BlockWriter, Recipe]] = {}
+    found: list[Recipe] = []
+    for group, wanted, out in zip(groups, needs, given, strict=True):
+        writer = BlockWriter(group, wanted, tuple(out), counting)
+        if writer.text in known:
+            found.append(writer.like(*known[writer.text]))
+        else:
+            found.append(writer.recipe())
+            known[writer.text] = writer, found[-1]
+    return found
 
 
 def _require_travelling(op: OpNode, name: str) -> None:
@@ -137,6 +148,7 @@ def _blocks(
             loss=traced.output in recipe.outputs and traced.output.shape == (),
             dimensions=dimensions_of(group, operator),
             names={own: kept[name] for own, name in {**recipe.parameters, **recipe.buffers}.items() if name in kept},
+            form=recipe.form(traced.tensors),
         )
         for id_, operator, group, recipe in zip(ids, operators, groups, recipes, strict=True)
     )

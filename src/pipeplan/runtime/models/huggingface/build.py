@@ -194,19 +194,63 @@ def load(
     with _quiet():
         config = _configuration(family, keywords, strict, text_or_path)
         length = _sequence(family, config, sequence, text_or_path)
-        if any(count > 1 for count in shards):
-            _require_shards(family, config, text_or_path, shards)
-        module = _module(family, config, text_or_path, meta, seed)
+        _require_fitting(config, text_or_path)
+        _require_even(_counts(config), text_or_path, shards)
+        shapes = _module(family, config, text_or_path, True, 0) if meta or max(shards, default=1) > 1 else None
+        if shapes is not None:
+            _require_even(even_widths(shapes, split_weights(shapes, _plan(family, config))), text_or_path, shards)
+        module = shapes if meta and shapes is not None else _module(family, config, text_or_path, meta, seed)
     name = f"{config.model_type}-{_signature(module)}"
     return LoadedModel(name, family, config, module, length, split_weights(module, _plan(family, config)))
 
 
-def _require_shards(family: ModelFamily, config: Any, where: str, shards: Sequence[int]) -> None:
-    shapes = _module(family, config, where, True, 0)
-    counts = _counts(config) | even_widths(shapes, split_weights(shapes, _plan(family, config)))
+def _require_even(counts: Mapping[str, int], where: str, shards: Sequence[int]) -> None:
     for count in shards:
-        with shards_named(count, where):
-            require_even(counts, count)
+        if count > 1:
+            with shards_named(count, where):
+                require_even(counts, count)
+
+
+def _require_fitting(config: Any, where: str) -> None:
+    """Refuse heads and experts that do not go together, of a configuration or one in it, before anything is built."""
+    for each in _nested(config):
+        hidden, heads = _count_of(each, "hidden_size"), _count_of(each, "num_attention_heads")
+        groups, experts = _count_of(each, "num_key_value_heads"), _experts_of(each)
+        chosen, kind = _count_of(each, "num_experts_per_tok"), type(each).__name__
+        if hidden and heads and hidden % heads and not _has_own_head_size(each):
+            raise UsageError(
+                f"configuration {where}: hidden_size={hidden} of {kind} is not divisible by "
+                f"num_attention_heads={heads}; change one of them, or give head_dim where the class has it"
+            )
+        if heads and groups and heads % groups:
+            raise UsageError(
+                f"configuration {where}: num_attention_heads={heads} of {kind} is not divisible by "
+                f"num_key_value_heads={groups}, which share keys and values among them; change one of them"
+            )
+        if experts and chosen and chosen > experts:
+            raise UsageError(
+                f"configuration {where}: num_experts_per_tok={chosen} of {kind} is more than its {experts} experts; "
+                "choose fewer for each word"
+            )
+
+
+def _nested(config: Any) -> list[Any]:
+    """A configuration and those in it."""
+    return [config, *(each for key in config.sub_configs if (each := getattr(config, key, None)) is not None)]
+
+
+def _count_of(config: Any, name: str) -> int | None:
+    count = getattr(config, name, None)
+    return count if isinstance(count, int) else None
+
+
+def _experts_of(config: Any) -> int | None:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return next((count for name in names if (count := _count_of(config, name))), None)
+
+
+def _has_own_head_size(config: Any) -> bool:
+    return any(getattr(config, name, None) for name in ("head_dim", "qk_head_dim", "qk_nope_head_dim", "d_kv"))
 
 
 def _transformers() -> Any:
@@ -254,9 +298,9 @@ def _counts(config: Any) -> dict[str, int]:
     """What must divide by the number of devices, of a configuration and those nested in it: heads."""
     names = {"num_attention_heads": "heads", "num_key_value_heads": "key-value heads"}
     found = {}
-    for each in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+    for each in _nested(config):
         for key, what in names.items():
-            if isinstance(count := getattr(each, key, None), int):
+            if (count := _count_of(each, key)) is not None:
                 found[f"{what} in {type(each).__name__}"] = count
     return found
 
