@@ -7,11 +7,11 @@ makes all of them again, or those whose name contains one of the given texts, in
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
 
-from pipeplan.files import read_plan
 from support.commands import pipeplan
 from support.paths import ROOT
 
@@ -19,8 +19,9 @@ SHIPPED = {path.stem: path for path in sorted((ROOT / "plans").glob("*.json"))}
 
 
 def remake(name: str, folder: Path) -> None:
-    """Run the command of a plan in a folder that has ``profiles`` and ``plans``."""
-    _, *arguments = shlex.split(read_plan(str(SHIPPED[name])).provenance.command)
+    """Run the command of a plan, which may be of a form that is no longer read, in a folder with ``profiles``."""
+    plan = json.loads(SHIPPED[name].read_text(encoding="utf-8"))
+    _, *arguments = shlex.split(plan["provenance"]["command"])
     done = pipeplan(*arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
 
