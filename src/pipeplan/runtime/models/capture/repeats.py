@@ -146,7 +146,7 @@ def _setting(value: object) -> Hashable:
 
 
 @dataclass(slots=True)
-class _Call:
+class _LayerCall:
     """One call of a layer: what it was given, and what it made, as leaves of nested arguments."""
 
     structure: Any
@@ -170,7 +170,7 @@ class Tracing:
 
     def __init__(self, alike: Alike) -> None:
         self.alike = alike
-        self._calls: dict[str, list[_Call]] = defaultdict(list)
+        self._calls: dict[str, list[_LayerCall]] = defaultdict(list)
 
     def stand_ins(self, module: nn.Module) -> dict[int, Any]:
         """For a copy of the module: what stands for each layer that is not traced, by the layer's identity."""
@@ -199,7 +199,7 @@ class Tracing:
         calls = self._calls[first]
         if calls:
             raise UnlikeLayers(first)  # called twice: which call is another layer's like?
-        calls.append(_Call(structure, given))
+        calls.append(_LayerCall(structure, given))
         torch.ops.pipeplan.layer_begins(calls[0].tensors, _number(first))
 
     def _end(self, first: str, _: nn.Module, args: object, kwargs: object, made: object) -> None:
@@ -229,7 +229,7 @@ class Tracing:
         return tree_unflatten([self._passed(each, call, given, known) for each in call.made], call.made_structure)
 
     @staticmethod
-    def _passed(leaf: Any, call: _Call, given: Sequence[Any], known: Mapping[int, Tensor]) -> Any:
+    def _passed(leaf: Any, call: _LayerCall, given: Sequence[Any], known: Mapping[int, Tensor]) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         place = _place_of(leaf, call.given)
