@@ -282,6 +282,12 @@ def drawn(rng: Random) -> Fault:
     )
 
 
+def drawn_faults(name: str, seed: int, index: int) -> list[Fault]:
+    """Faults of which the first counts that does not come when all is over."""
+    rng = drawn_for(name, seed, index)
+    return [drawn(rng) for _ in range(4)]
+
+
 # One attack --------------------------------------------------------------------------------------------------------
 
 
@@ -323,8 +329,17 @@ class Faults:
     def attack(self, index: int, seed: int, folder: Path) -> Ended:
         """One command, one fault, and what is left."""
         ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # whoever is left over becomes a child of this process
-        fault = drawn(drawn_for(self.name, seed, index))
-        self._write(folder)
+        ended = Ended("over before")
+        for number, fault in enumerate(drawn_faults(self.name, seed, index)):
+            own = folder / str(number)
+            own.mkdir()
+            self._write(own)
+            ended = self._attacked_alone(fault, own)
+            if ended.how != "over before":
+                break
+        return ended
+
+    def _attacked_alone(self, fault: Fault, folder: Path) -> Ended:
         try:
             return self._attacked(fault, folder)
         finally:
@@ -337,9 +352,9 @@ class Faults:
 
     def show(self, index: int, seed: int, folder: Path) -> str:
         """The fault and its command, with its files."""
-        fault = drawn(drawn_for(self.name, seed, index))
         self._write(folder)
-        return f"pipeplan {COMMANDS[fault.verb]}\n{fault}"
+        faults = drawn_faults(self.name, seed, index)
+        return "\nor, where that came when all was over:\n".join(f"pipeplan {COMMANDS[f.verb]}\n{f}" for f in faults)
 
     def _attacked(self, fault: Fault, folder: Path) -> Ended:
         pid = start(COMMANDS[fault.verb], folder)

@@ -523,7 +523,9 @@ _REMARKS = ("warning: ", "interrupted", "too little memory: ", "the plan states"
 
 def _messages(ran: Ran) -> int:
     """How many errors are said: remarks, which go before some, are not."""
-    said = [line.partition(": ")[2] for line in ran.stderr.splitlines() if line.startswith("pipeplan: ")]
+    said = [
+        line[9:].strip() for line in ran.stderr.splitlines() if line.startswith("pipeplan:")
+    ]  # then a word or a break
     errors = [text for text in said if not text.startswith(_REMARKS)]
     return len(errors) + len(re.findall(r"^Error: ", ran.stderr, re.MULTILINE))
 

@@ -1,15 +1,22 @@
 """Whether time limits hold, when there is a first plan, and how soon a signal ends a search: one process for each row.
 
-``wall`` is from the start of the process until the plan, or the table, begins to be written: its first output on stdout
-or the plan's file. ``first plan`` is when the search first knew one, after the profile was read; ``stop`` is from a
-SIGTERM, sent at half of the limit, until the same output begins. A row without a plan says how it ended.
+``until known`` is from the start of the process until all that is written is known. ``first plan`` is when the search
+first knew a schedule, and by which all of it is a plan, after the profile was read; ``stop`` is from a SIGTERM, sent at
+half of the limit, until what is written is known. A row without a plan says how it ended; one that takes ``--most``
+seconds beyond its limit is killed.
 
-    python benchmarks/limits.py [--only PART] [--quick] [--list]
+    python benchmarks/limits.py [--only PART] [--quick] [--list] [--llama PROFILE] [--state FILE]
+    python benchmarks/limits.py --source OTHER/CHECKOUT --state before.json
+    python benchmarks/limits.py --state now.json --before before.json
+
+With ``--state`` rows are kept as they are measured, and those that are there are not measured again. ``--source``
+measures another checkout, of whatever version; ``--before`` has its rows in the table.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -19,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tables import machine, markdown, note
@@ -71,8 +78,19 @@ def watched(verb):
 for verb in ("search", "compare", "frontier", "tune"):
     if hasattr(_api, verb):
         watched(verb)
+import pipeplan.planning.steps as steps
+planned = steps.planned
+def made(*given):
+    found = planned(*given)
+    mark("made")
+    return found
+steps.planned = made
 sys.argv = ["pipeplan", *sys.argv[1:]]
-__main__.main()
+if hasattr(__main__, "main"):
+    __main__.main()
+else:  # older
+    from pipeplan.cli.main import main
+    main()
 """
 """Runs the command line and says on stderr when something happened. ``done`` is when what is written is known."""
 
@@ -122,6 +140,7 @@ def cluster(num_devices: int, memory_bytes: int) -> Cluster:
 
 
 INPUTS: dict[str, Callable[[], Profile | Cluster]] = {
+    "v4": lambda: shape("v", 4),
     "nn32": lambda: shape("nn", 32),
     "mllm64": lambda: shape("mllm", 64),
     "gpt2-1.3b": lambda: model("gpt2-1.3b"),
@@ -132,73 +151,132 @@ INPUTS: dict[str, Callable[[], Profile | Cluster]] = {
 }
 
 ROWS = (
-    Row("shared blocks, 32 devices", "search nn32.json --microbatches 64", 2, quick=True),
-    Row("shared blocks, 64 devices", "search mllm64.json --microbatches 128", 60),
-    Row("frontier of plans", "frontier gpt2-1.3b.json --devices 2,4,8,16 --memory 40GB --plans", 120),
+    Row("shared blocks (NN), 32 devices", "search nn32.json --microbatches 64", 2, quick=True),
+    Row("shared blocks (MLLM), 64 devices", "search mllm64.json --microbatches 128", 60),
+    Row("frontier of plans", "frontier gpt2-1.3b.json --devices 2,4,8,16 --memory 40GB --plans", 30),
     Row("nearly infeasible memory", "search gpt2-1.3b.json --devices 16 --memory 6GB", 30),
     Row("compare, 16 devices", "compare gpt2-1.3b.json --devices 16", 10, quick=True),
     Row("tune, 16 devices", "search gpt2-1.3b.json --devices 16 --scheduler rules", 10, quick=True),
+    Row("100,000 micro-batches", "search v4.json --microbatches 100000", 10, quick=True),
+    Row("20,000 micro-batches", "search v4.json --microbatches 20000", 10, quick=True),
+    Row("compare, 100,000 micro-batches", "compare v4.json --microbatches 100000", 10, quick=True),
+    Row(
+        "frontier of plans, 100,000 samples", "frontier v4.json --devices 4 --plans --mini-batch 100000", 10, quick=True
+    ),
+    Row("tune, 100,000 micro-batches", "search v4.json --microbatches 100000 --scheduler rules", 10, quick=True),
+    Row("GPipe, 100,000 micro-batches", "search v4.json --microbatches 100000 --scheduler gpipe", 10, quick=True),
+    Row("4 devices, 1 s", "search v4.json", 1, quick=True),
     Row("2,000 blocks, 1,024 devices of 80 GB", "search chain2000.json --cluster large.json", 10, quick=True),
     Row("2,000 blocks, 1,024 devices of 0.3 GB", "search chain2000.json --cluster small.json", 30),
     Row("10,000 blocks, 8 devices", "search chain10000.json --devices 8", 10, quick=True),
     Row("10,000 blocks, 1,024 devices of 80 GB", "search chain10000.json --cluster large.json", 30),
+    Row("Llama 70B, estimated, 64 devices", "search llama.json --devices 64 --memory 80GB --mini-batch 512", 30),
 )
 
 
-def llama(folder: Path) -> Row | None:
-    """Llama 70B, estimated; None where torch or transformers is missing."""
+def llama(folder: Path, given: str | None) -> str | None:
+    """The profile of Llama 70B: one that is given, or one estimated here; None if it is there, else why it is not."""
+    if given is not None:
+        (folder / "llama.json").write_bytes(Path(given).read_bytes())
+        return None
     shape_of_it = (
         "LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, "
         "num_key_value_heads=8)"
     )
     how = [*["profile"], shape_of_it, *["--estimate", "--device", "h100-80gb", "--microbatch", "1", "-o", "llama.json"]]
     done = subprocess.run([sys.executable, "-m", "pipeplan", *how], cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        note(f"no row for Llama 70B: {done.stderr.strip()[-200:]}")
-        return None
-    return Row("Llama 70B, estimated, 64 devices", "search llama.json --devices 64 --memory 80GB", 30)
+    return done.stderr.strip()[-200:] if done.returncode else None
 
 
-def timed(row: Row, folder: Path, signal_after: float | None = None) -> tuple[dict[str, float], float, str]:
-    """When what was marked happened, the seconds from the signal until what is written is known, and how it ended."""
-    output = [] if row.arguments.startswith("compare") else ["-o", "out.json"]
-    command = [sys.executable, "-c", CHILD, *row.arguments.split(), "--time-limit", f"{row.limit}s", *output]
-    begun = time.monotonic()
-    process = subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=os.environ
-    )
-    sent = None
-    if signal_after is not None:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds until what is written is known, until a schedule and a plan are known, and to stop; nan is none."""
+
+    known: float
+    first: float
+    made: float
+    stop: float
+    ended: str
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """As a table has them."""
+        first = "" if math.isnan(self.first) else f"{self.first:.1f} / {self.made:.1f}"
+        stop = "" if math.isnan(self.stop) else f"{self.stop:.2f}"
+        return f"{self.known:.1f}", first, stop, self.ended
+
+
+class Rows:
+    """What was measured of a checkout, by the row's name, kept in a file if there is one."""
+
+    def __init__(self, path: str | None) -> None:
+        self._path = None if path is None else Path(path)
+        there = json.loads(self._path.read_text()) if self._path is not None and self._path.exists() else {}
+        self.found = {name: Measured(**row) for name, row in there.items()}
+
+    def keep(self, row: Row, measured: Measured) -> None:
+        """Add a row."""
+        self.found[row.name] = measured
+        if self._path is not None:
+            new = self._path.with_suffix(".new")
+            new.write_text(json.dumps({name: asdict(each) for name, each in self.found.items()}, indent=1))
+            new.replace(self._path)
+
+
+class Bench:
+    """Runs rows in a folder that has their inputs, from the sources of a checkout."""
+
+    def __init__(self, folder: Path, source: str | None, most: float) -> None:
+        self._folder, self._most = folder, most
+        self._environment = dict(os.environ)
+        if source is not None:
+            self._environment["PYTHONPATH"] = str(Path(source).resolve() / "src")
+
+    def measured(self, row: Row) -> Measured:
+        """A row, run to its end, and, where it takes long enough, interrupted."""
+        marks, _, ended = self._timed(row)
+        stop = math.nan if row.limit < 10 else self._timed(row, row.limit / 2)[1]  # it may not have begun by then
+        read = marks.get("read", math.nan)
+        if "none" in marks:
+            ended = f"none known after {marks['none'] - read:.1f}{'; ' if ended else ''}{ended}"
+        known, first, made = (marks.get(what, math.nan) for what in ("done", "first", "made"))
+        found = Measured(known, first - read, made - read, stop, ended)
+        note(" | ".join((row.name, *found.cells)))
+        return found
+
+    def _timed(self, row: Row, signal_after: float | None = None) -> tuple[dict[str, float], float, str]:
+        """When what was marked happened, the seconds from the signal until what is written is known, how it ended."""
+        output = [] if row.arguments.startswith("compare") else ["-o", "out.json"]
+        command = [sys.executable, "-c", CHILD, *row.arguments.split(), "--time-limit", f"{row.limit}s", *output]
+        begun = time.monotonic()
+        process = subprocess.Popen(
+            command,
+            cwd=self._folder,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self._environment,
+        )
+        sent = math.nan
+        if signal_after is not None:
+            try:
+                process.wait(signal_after)
+            except subprocess.TimeoutExpired:
+                sent = time.monotonic() - begun
+                process.send_signal(signal.SIGTERM)
         try:
-            process.wait(signal_after)
+            _, errors = process.communicate(timeout=row.limit + self._most)
         except subprocess.TimeoutExpired:
-            sent = time.monotonic() - begun
-            process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate()
-    marks: dict[str, float] = {}
-    for what, when in MARK.findall(errors):
-        marks.setdefault(what, float(when) - begun)
-    left = [line for line in errors.splitlines() if not MARK.match(line)]
-    ended = "" if process.returncode == 0 else f"exit {process.returncode}: {' '.join(left)[-80:]}"
-    return marks, math.nan if sent is None else marks.get("done", math.nan) - sent, ended
-
-
-def measured(row: Row, folder: Path) -> tuple[str, ...]:
-    marks, _, ended = timed(row, folder)
-    stop = math.nan if row.limit < 10 else timed(row, folder, row.limit / 2)[1]  # it may not have begun by then
-    read = marks.get("read", math.nan)
-    first = marks.get("first", math.nan) - read
-    none = f"none known after {marks['none'] - read:.1f}" if "none" in marks else ""
-    cells = (
-        row.name,
-        f"{row.limit}",
-        f"{marks.get('done', math.nan):.1f}",
-        f"{first:.1f}{f' ({none})' if none else ''}",
-        f"{stop:.2f}",
-        ended,
-    )
-    note(" | ".join(cells))
-    return cells
+            process.kill()
+            _, errors = process.communicate()
+        marks: dict[str, float] = {}
+        for what, when in MARK.findall(errors):
+            marks.setdefault(what, float(when) - begun)
+        left = [line for line in errors.splitlines() if not MARK.match(line)]
+        ended = "" if process.returncode == 0 else f"exit {process.returncode}: {' '.join(left)[-80:]}"
+        if process.returncode == -signal.SIGKILL:
+            ended = f"killed {self._most:g} s after its limit"
+        return marks, marks.get("done", math.nan) - sent, ended
 
 
 def main() -> None:
@@ -206,22 +284,48 @@ def main() -> None:
     parser.add_argument("--only", default="", help="a part of a row's name")
     parser.add_argument("--quick", action="store_true", help="rows of at most 10 seconds alone")
     parser.add_argument("--list", action="store_true", help="name the rows, measure nothing")
+    parser.add_argument("--llama", metavar="PROFILE", help="of Llama 70B  [default: estimated, where torch is there]")
+    parser.add_argument("--source", metavar="PATH", help="another checkout to measure")
+    parser.add_argument("--state", metavar="FILE", help="where rows are kept, to go on from")
+    parser.add_argument("--before", metavar="FILE", help="the state of another checkout, for the table")
+    parser.add_argument("--most", type=float, default=200.0, help="kill what takes so many seconds beyond its limit")
     options = parser.parse_args()
+    wanted = [row for row in ROWS if options.only in row.name and (row.quick or not options.quick)]
+    if options.list:
+        print("\n".join(f"{row.limit:4} s  {row.name}: {row.arguments}" for row in wanted))
+        total = sum(row.limit + 3 + (row.limit / 2 + 3 if row.limit >= 10 else 0) for row in wanted)
+        print(f"about {total / 60:.0f} minutes where limits hold")
+        return
+    rows, before = Rows(options.state), Rows(options.before)
+    missing = [row for row in wanted if row.name not in rows.found]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        wanted = [row for row in ROWS if options.only in row.name and (row.quick or not options.quick)]
-        if options.list:
-            print("\n".join(f"{row.limit:4} s  {row.name}: {row.arguments}" for row in wanted))
-            return
         for stem, make in INPUTS.items():
-            if any(f"{stem}.json" in row.arguments for row in wanted):
+            if any(f"{stem}.json" in row.arguments for row in missing):
                 write_file(make(), str(folder / f"{stem}.json"))
-        if not options.quick and options.only in "Llama 70B, estimated, 64 devices" and (row := llama(folder)):
-            wanted.append(row)
-        rows = [measured(row, folder) for row in wanted]
-    header = ("request", "limit, s", "wall, s", "first plan, s after reading", "stop, s", "ended")
-    print(markdown(header, rows))
+        bench = Bench(folder, options.source, options.most)
+        for row in missing:
+            if "llama.json" in row.arguments and (why := llama(folder, options.llama)):
+                note(f"no row for Llama 70B: {why}")
+                continue
+            rows.keep(row, bench.measured(row))
+    shown = [row for row in wanted if row.name in rows.found]
+    header: tuple[str, ...] = ("request", "limit", "until known", "first schedule / plan", "stop", "ended")
+    table: list[tuple[str, ...]] = [(row.name, f"{row.limit}", *rows.found[row.name].cells) for row in shown]
+    if options.before:
+        header = *header[:2], "before", *header[2:]
+        olds = [_before(before.found.get(row.name)) for row in shown]
+        table = [(*cells[:2], old, *cells[2:]) for old, cells in zip(olds, table, strict=True)]
+    print(markdown(header, table))
     print(f"\n{machine()}.")
+
+
+def _before(measured: Measured | None) -> str:
+    """What another checkout did, in one cell."""
+    if measured is None:
+        return ""
+    known = measured.ended if math.isnan(measured.known) else f"{measured.known:.1f}"
+    return known if math.isnan(measured.stop) else f"{known} (stop: {measured.stop:.1f})"
 
 
 if __name__ == "__main__":

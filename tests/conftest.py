@@ -32,6 +32,12 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m slow`` files that do not speak of slow tests are not imported, which is half of collecting."""
+    slow_alone = config.getoption("markexpr") == "slow" and collection_path.suffix == ".py"
+    return True if slow_alone and "slow" not in collection_path.read_text(encoding="utf-8") else None
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What was made before a module's first two tests, the second's imports too, is not looked at in any other."""
     _begun[item.path] += 1

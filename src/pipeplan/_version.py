@@ -1,3 +1,3 @@
-"""The version, apart from what it is the version of."""
+"""The version, in a module that imports nothing."""
 
 __version__ = "0.1.0"

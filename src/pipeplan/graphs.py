@@ -1,4 +1,4 @@
-"""Graphs of few nodes: orders that edges allow, circles named, longest paths, connected parts.
+"""Small graphs: topological orders, naming a cycle, longest paths, connected parts.
 
 What runs for every action of a workload, or for every candidate of a search, has loops of its own: timing
 (``workload.task_graph``), copies of a repetend (``workload.steady_state.rate``), bounds, windows, and series-parallel

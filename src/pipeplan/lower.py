@@ -1,4 +1,4 @@
-"""From a schedule to one program per device, communication put in and ordered so that it cannot deadlock."""
+"""From a schedule to one program per device, with messages inserted and ordered so that they cannot deadlock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text that somebody else wrote: which characters a file's texts may have, and how any text is shown.
+"""Text from files and users: which characters a file's texts may have, and how any text is shown.
 
 A terminal obeys control characters, and shows text in another order than it has where overrides of its direction say
 so. So no text of a file may have them, and whatever else is printed, such as a file's name or what an error says, is
@@ -25,6 +25,7 @@ _CONTROLS = re.compile(f"[{REFUSED}]".replace(r"\u0000-\u001f", r"\u0000-\u0009\
 
 _LONGEST_SHOWN = 80
 _LONGEST_LINE = 2000
+_LONGEST_END = 400
 
 
 def problem_of(text: str) -> str | None:
@@ -104,5 +105,10 @@ def shortened(text: str, most: int = _LONGEST_SHOWN) -> str:
 
 
 def with_short_lines(text: str) -> str:
-    """A message none of whose lines is endless, whatever it quotes."""
-    return "\n".join(shortened(line, _LONGEST_LINE) for line in text.split("\n")) if len(text) > _LONGEST_LINE else text
+    """A message none of whose lines is endless, whatever it quotes; what it says behind that stays."""
+    if len(text) <= _LONGEST_LINE:
+        return text
+    return "\n".join(
+        line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - _LONGEST_END - 3]}...{line[-_LONGEST_END:]}"
+        for line in text.split("\n")
+    )

@@ -1,4 +1,4 @@
-"""Time limits: how long work may take, asked by the loops that take long, on any thread.
+"""Time limits: how long work may take, checked by every loop that may run long, on any thread.
 
 A search holds a :class:`Limit` and asks it. Loops far below, which know of no search, call :func:`checkpoint`: it ends
 them when the time of a limit that is enforced around them, on their own thread, is up.
@@ -132,7 +132,7 @@ class Limit:
 
     @contextmanager
     def ended(self) -> Iterator[None]:
-        """The same, and that is no error: what comes after this goes on with what there is. So it does at Ctrl-C."""
+        """The same, but running out of time is no error: what follows continues with what was found, as at Ctrl-C."""
         try:
             with self.enforced():
                 yield

@@ -1,4 +1,4 @@
-"""What people type (``3.2ms``, ``80GB``, ``80GiB``) to integers (``_ns``, ``_bytes``), and back."""
+"""Conversion between what people type (``3.2ms``, ``80GB``, ``80GiB``) and integers (``_ns``, ``_bytes``)."""
 
 from __future__ import annotations
 

@@ -654,7 +654,7 @@ def test_many_problems_are_counted_and_some_listed() -> None:
     report = check(parse(json.dumps(data), Plan))
     assert report.num_problems == 8 + 12 + 600
     assert len(report.problems) == 100 + 12
-    with pytest.raises(InvalidPlanError, match=r"plan.json: not a valid plan, 620 problems:(.|\n)*and 600 more$"):
+    with pytest.raises(InvalidPlanError, match=r"plan.json: not a valid plan, 620 problems:(.|\n)*and 508 more$"):
         report.require("plan.json")
 
 
@@ -894,3 +894,19 @@ def calls_of(work: Callable[[Plan], object], plan: Plan) -> int:
     finally:
         sys.setprofile(None)
     return calls
+
+
+def test_alike_problems_of_many_devices_share_a_line() -> None:
+    data = json.loads(to_json(chain_plan(24, 2, activation_bytes=1000)))
+    for memory in data["predicted"]["memory"]:
+        memory["parameter_bytes"] += 5
+    report = check(parse(json.dumps(data), Plan))
+    with pytest.raises(InvalidPlanError) as caught:
+        report.require("plan.json")
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"plan.json: not a valid plan, {report.num_problems} problems:"
+    assert len(lines) < report.num_problems >= 24
+    counts = [int(count) for count in re.findall(r"\((\d+) alike\)", str(caught.value))]
+    single = len(lines) - 1 - len(counts)
+    assert sum(counts) + single == report.num_problems, "every problem is in one line"
+    assert any("memory[0]" in line and "memory[23]" in line for line in lines)

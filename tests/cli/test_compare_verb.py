@@ -15,7 +15,7 @@ from pipeplan.schedule.classic import CLASSIC
 from support.commands import interrupted, pipeplan
 
 GB = 10**9
-QUICK = ("--deterministic", "--time-limit", "1s")
+QUICK = ("--deterministic", "--time-limit", "300ms")
 
 
 def compared(*arguments: str | Path) -> dict[str, Any]:

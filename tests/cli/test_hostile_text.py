@@ -20,10 +20,12 @@ from pipeplan.files import (
     DeviceKind,
     Profile,
     Source,
+    read_cluster,
     read_plan,
     read_profile,
     write_file,
 )
+from pipeplan.files.trace import trace_json
 from pipeplan.texts import REFUSED
 from support.commands import pipeplan
 
@@ -74,7 +76,10 @@ VERBS: dict[str, tuple[tuple[object, ...], tuple[str, ...]]] = {
         ("[/model]", MARKUP[0]),
     ),
     "rules": (("search", "profile.json", *QUICK, "--rules", "rules.toml"), ("[/nope]rules",)),
-    "tuning": (("search", "profile.json", *QUICK, "--scheduler", "rules", "--workers", 1), ("[/model]",)),
+    "tuning": (
+        ("search", "profile.json", *QUICK, "--scheduler", "rules", "--workers", 1, "--time-limit", "60s"),
+        ("[/model]",),
+    ),
     "compare": (("compare", "profile.json", *QUICK), ("[/model]",)),
     "frontier": (
         ("frontier", "profile.json", "--devices", "1,2", "--device", "cpu", "--svg", "frontier.svg"),
@@ -108,6 +113,17 @@ def test_drawings_are_xml(folder: Path) -> None:
     for name in ("timeline.svg", "frontier.svg"):
         assert "[/model]" in "".join(ElementTree.parse(folder / name).getroot().itertext())
 
+
+def test_notebooks_show_text_as_text(folder: Path) -> None:
+    """Their HTML has no element that a file's text makes."""
+    plan, profile = read_plan(str(folder / "plan.json")), read_profile(str(folder / "profile.json"))
+    for shown in (plan, profile, read_cluster(str(folder / "cluster.json"))):
+        page = ElementTree.fromstring(f"<div>{shown._repr_html_()}</div>")
+        assert {each.tag.rpartition("}")[2] for each in page.iter()} <= SHOWN_IN
+        assert "[/" in "".join(page.itertext())
+
+
+SHOWN_IN = {"div", "pre", "svg", "style", "g", "rect", "text", "title", "path", "circle", "line", "polyline"}
 
 HOSTILE = {"ESC": "\x1b[2J", "CSI": "\x9b2J", "override": "\u202e", "line": "\u2028", "bell": "\x07"}
 
@@ -168,6 +184,13 @@ def test_names_of_files_are_written_out(name: str, folder: Path, tmp_path: Path)
     read_plan(str(tmp_path / f"o{name}"))
 
 
+def test_names_of_the_command_line_are_written_out_in_traces() -> None:
+    """The model that was trained may be a file of any name."""
+    text = trace_json([], {"model": "x\x1b\x9b2J\u202e\u2028.json"})
+    assert not re.search(f"[{REFUSED}]", text.replace("\n", ""))
+    assert json.loads(text)["otherData"] == {"model": r"x\x1b\x9b2J\u202e\u2028.json"}
+
+
 def test_what_printed_programs_say(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "run\x1b.txt").write_text("# all_reduce_perf\x1b[2J\n# size count type\n1 2 \x1b\n")
     done = pipeplan(
@@ -181,10 +204,18 @@ def test_what_printed_programs_say(folder: Path, tmp_path: Path) -> None:
 def test_a_long_text_is_not_printed_whole(folder: Path, tmp_path: Path) -> None:
     plan = json.loads((folder / "plan.json").read_text())
     for place in ("name", "schema_version", "devices", "nonsense"):
-        (tmp_path / "bad.json").write_text(json.dumps(plan | {place: "x" * 10**7}))
+        (tmp_path / "bad.json").write_text(json.dumps(plan | {place: "x" * 10**5}))
         done = pipeplan("check", "bad.json", cwd=tmp_path)
         assert done.returncode == 2
         assert len(done.stderr) < 2000
+
+
+def test_what_is_wrong_with_a_long_name_is_said() -> None:
+    done = pipeplan("check", "x" * 5000)
+    assert done.returncode == 2
+    assert len(done.stderr) < 2100
+    assert "x...x" in done.stderr
+    assert done.stderr.endswith("cannot be read: File name too long\n")
 
 
 def test_rich_is_asked_in_one_place() -> None:

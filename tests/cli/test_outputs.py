@@ -100,6 +100,7 @@ TOGETHER = {
         "--svg and --trace",
     ),
     "a cache": ((*RULES, "--cache", "both", "-o", "both"), "-o and --cache would both write both; give another file"),
+    "a cache nowhere": ((*RULES, "--cache", "-"), "--cache is read and written, which neither stdin nor stdout can be"),
     "stdout": ((*SEARCH, "-o", "-", "--placement-output", "-"), "-o and --placement-output would both print to stdout"),
     "stdout and figures": ((*RULES, "--rules-output", "-", "--json"), "--rules-output and --json would both print"),
     "two drawings": ((*FRONTIER, "--svg", "-", "-o", "-"), "-o and --svg would both print to stdout"),
@@ -257,6 +258,32 @@ def test_stdout_without_room(arguments: tuple[str, ...], folder: Path, tmp_path:
     assert re.match("pipeplan: stdout:? cannot be written: No space left", done.stderr), done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr
+
+
+def ended(arguments: tuple[object, ...], stdout: int, folder: Path) -> tuple[int, str]:
+    """Exit code and standard error of a command in a process of its own."""
+    command = [sys.executable, "-m", "pipeplan", *map(str, arguments)]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=folder, check=False)
+    return done.returncode, done.stderr
+
+
+def test_a_reader_that_leaves_ends_nothing(folder: Path) -> None:
+    """What is to be written is, and the exit code is that of what was done."""
+    read, write = os.pipe()
+    os.close(read)
+    assert ended(("check", "plan.json"), write, folder) == (0, "")
+    code, said = ended((*FRONTIER, "-o", "unread.json"), write, folder)
+    os.close(write)
+    assert (code, said.count("\n")) == (0, 1), said
+    assert said.endswith("is in unread.json\n")
+    assert read_plan(str(folder / "unread.json"))
+
+
+def test_figures_without_room_do_not_take_the_plan_along(folder: Path) -> None:
+    with open("/dev/full", "w") as full:
+        code, said = ended((*FRONTIER, "-o", "figureless.json"), full.fileno(), folder)
+    assert (code, said.count("stdout cannot be written")) == (2, 1)
+    assert read_plan(str(folder / "figureless.json"))
 
 
 def test_a_name_too_long_for_a_temporary_one_beside_it(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ from pipeplan.errors import FileError, InvalidPlanError, UsageError
 from pipeplan.files import Plan, write_file
 from pipeplan.runtime.launch.job import RunResult, StepResult
 from pipeplan.runtime.training.options import TrainOptions
-from support.marks import slow_but
+from runtime_support.warm import warm_ranks
+from support.commands import pipeplan
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
@@ -206,19 +207,17 @@ def test_local_prints_one_object(local: tuple[dict[str, Any], str, Path]) -> Non
 
 
 @needs_torch
-@slow_but("blocking", [[], ["--blocking"]], lambda blocking: not blocking)
-def test_emulates_without_a_model(blocking: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocking", [[], ["--blocking"]])
+def test_emulates_without_a_model(blocking: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     shared = shared_workload(2, 2, lag=1000)
     path, trace = written(plan_of(shared, gpipe_orders(shared)), tmp_path), tmp_path / "trace.json"
     arguments = [path, "--emulate", "--steps", "2", "--local", "--json", "--trace", str(trace), *blocking]
-    done = subprocess.run(
-        [sys.executable, "-m", "pipeplan", "run", *arguments], capture_output=True, text=True, timeout=120, check=False
-    )
+    with warm_ranks():
+        done = pipeplan("run", *arguments)
     assert done.returncode == 0
     summary = json.loads(done.stdout)
-    assert re.fullmatch(
-        r"pipeplan: 2 processes on .* all times are stretched [\d.]+ times \(--stretch\)\n", done.stderr
-    )
+    said = r"pipeplan: 2 processes on .* all times are stretched [\d.]+ times \(--stretch\)\n"
+    assert re.fullmatch(said, done.stderr + capfd.readouterr().err)
     assert summary["blocking"] == bool(blocking)
     assert summary["stretch"] > 1, "actions of nanoseconds"
     times = [step["iteration_ns"] for step in summary["steps"]]

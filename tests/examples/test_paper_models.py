@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache, partial
 from pathlib import Path
 
 import networkx as nx
@@ -19,7 +20,6 @@ from pipeplan.files import Cluster, PlacedStage, Placement, Profile, Source, par
 from pipeplan.files.cluster import DeviceKind, LinkLevel
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
-from support.marks import slow_but
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "models.md"
@@ -93,6 +93,9 @@ INPUTS = {
 }
 """{family: blocks without a source}, of each branch where it has several."""
 
+single = cache(partial(model, microbatch_sizes=[1]))
+"""What does not depend on sizes of micro-batches is read off one."""
+
 
 def parameters(profile: Profile) -> int:
     """From the file alone: bytes of 16-bit numbers, a tied table once."""
@@ -152,12 +155,12 @@ def test_graphpipes_branches_in_3_7_2_are_those_of_3_10_3(name: str, other: str,
 
 @pytest.mark.parametrize("name", STATED)
 def test_parameters_are_the_papers_within_its_rounding(name: str) -> None:
-    assert rounded(parameters(model(name)), STATED[name]) == STATED[name]
+    assert rounded(parameters(single(name)), STATED[name]) == STATED[name]
 
 
 def test_the_page_has_every_models_parameters() -> None:
     shown = {name: row[0] for name, row in ROWS.items()}
-    assert shown == {name: f"{parameters(model(name, microbatch_sizes=[1])):,}" for name in MODELS}
+    assert shown == {name: f"{parameters(single(name)):,}" for name in MODELS}
 
 
 def test_the_page_has_every_preset() -> None:
@@ -173,19 +176,19 @@ def test_the_page_has_every_preset() -> None:
 def test_differences_are_those_explained(name: str) -> None:
     stated, difference = EXPLAINED[name]
     count = float(stated[:-1]) * {"M": MILLION, "B": BILLION}[stated[-1]]
-    assert parameters(model(name)) / count - 1 == pytest.approx(difference, abs=5e-4)
+    assert parameters(single(name)) / count - 1 == pytest.approx(difference, abs=5e-4)
 
 
 @pytest.mark.parametrize(("name", "tower"), SUBMODULES)
 def test_layers_of_flexpipes_submodules(name: str, tower: str) -> None:
-    layers = [block for block in model(name).blocks if block.id.startswith(f"{tower}.layer")]
+    layers = [block for block in single(name).blocks if block.id.startswith(f"{tower}.layer")]
     assert sum(block.parameter_bytes for block in layers) / 2 == pytest.approx(SUBMODULES[name, tower], rel=0.02)
 
 
 @pytest.mark.parametrize(("size", "layers", "total"), [("5b", 64, 5.0e9), ("16b", 80, 16.1e9)])
 def test_flexpipes_gpt_without_embeddings(size: str, layers: int, total: float) -> None:
     name = "flexpipe-gpt-5b-64k" if size == "5b" else "flexpipe-gpt-16b-256k"
-    halves = [block for block in model(name).blocks if block.operator in ("attention", "ffn")]
+    halves = [block for block in single(name).blocks if block.operator in ("attention", "ffn")]
     assert len(halves) == 2 * layers
     assert abs(sum(block.parameter_bytes for block in halves) / 2 - total) <= 0.05e9
 
@@ -200,7 +203,7 @@ def test_flexpipes_gpt_without_embeddings(size: str, layers: int, total: float) 
     ],
 )
 def test_tessels_table_3(name: str, layers: int, hidden: int, heads: int, vocabulary: int) -> None:
-    profile = model(name)
+    profile = single(name)
     attention = [block.dimensions for block in profile.blocks if block.operator == "attention"]
     shared = [block.dimensions for block in profile.blocks if block.shared]
     assert len(attention) == layers
@@ -211,7 +214,7 @@ def test_tessels_table_3(name: str, layers: int, hidden: int, heads: int, vocabu
 
 @pytest.mark.parametrize("name", MODELS)
 def test_graphs_are_whole_and_end_in_one_block(name: str) -> None:
-    profile = model(name, microbatch_sizes=[1])
+    profile = single(name)
     graph = nx.DiGraph([(edge.source, edge.target) for edge in profile.edges])
     assert set(graph) == {block.id for block in profile.blocks}
     assert nx.is_weakly_connected(graph)
@@ -221,14 +224,14 @@ def test_graphs_are_whole_and_end_in_one_block(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name].family in INPUTS])
 def test_graphs_begin_with_their_inputs(name: str) -> None:
-    profile, size = model(name, microbatch_sizes=[1]), MODELS[name]
+    profile, size = single(name), MODELS[name]
     targets = {edge.target for edge in profile.edges}
     begins = sum(block.id not in targets for block in profile.blocks)
     assert begins == INPUTS[size.family] * size.dimensions.get("branches", 1)
 
 
 def test_encoder_output_travels_with_the_decoder() -> None:
-    profile = model("tessel-mt5-1.8b", microbatch_sizes=[1])
+    profile = single("tessel-mt5-1.8b")
     unit = 512 * 1024 * 2
     sizes = {(edge.source, edge.target): edge.bytes_per_sample for edge in profile.edges}
     assert sizes["encoder.norm", "decoder.layer0.attention"] == unit
@@ -305,7 +308,7 @@ def test_stages_of_split_blocks_can_be_planned() -> None:
 
 @pytest.mark.parametrize("name", SMALLEST)
 def test_optimizer_state_is_mixed_precision_adams(name: str) -> None:
-    assert all(block.optimizer_bytes == 6 * block.parameter_bytes for block in model(name).blocks)
+    assert all(block.optimizer_bytes == 6 * block.parameter_bytes for block in single(name).blocks)
 
 
 def test_faster_devices_take_less_time() -> None:
@@ -318,7 +321,7 @@ def test_faster_devices_take_less_time() -> None:
     assert times["v100-16gb"] == times["v100-32gb"] < times["rtx3090-24gb"]
 
 
-@slow_but("name", MODELS, SMALLEST.__contains__)
+@pytest.mark.parametrize("name", SMALLEST)
 def test_the_same_name_gives_the_same_file(name: str) -> None:
     made = model(name)
     text = to_json(made)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import subprocess
 import sys
@@ -79,12 +81,29 @@ def test_bounds(piece: int, parts: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_faults_of_processes_and_going_on_where_it_stopped(tmp_path: Path) -> None:
     state = tmp_path / "state.jsonl"
-    for count in (1, 4):
+    for count in (1, 2):
         command = [sys.executable, str(ROOT / "benchmarks/attack.py"), "--only", "faults", "--state", str(state)]
         done = subprocess.run([*command, "--count", str(count)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert f"| faults | {count} | 0 | 0 |" in done.stdout
-    assert sorted(each.index for each in read(state)) == [0, 1, 2, 3]
+    assert sorted(each.index for each in read(state)) == [0, 1]
+
+
+@pytest.mark.slow
+def test_ranks_of_an_input_are_forked_interrupted_and_judged(
+    parts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in attack_inputs.PRELOADED:
+        importlib.import_module(module)
+    (tmp_path / "plan.json").write_text(json.dumps(parts["plans"].known[0].plan))
+    asked = attack_inputs.Input(["run", "plan.json", "--emulate", "--local", "--steps"])
+    for steps, how, patience in (("1", "exit 0", 100.0), ("1000000", "interrupted", 1.0)):
+        monkeypatch.setattr(attack_inputs, "_PATIENCE_S", patience)
+        given = replace(asked, arguments=[*asked.arguments, steps])
+        ended = attack_inputs.judged(given, attack_inputs.run(given, tmp_path))
+        assert (ended.how, ended.wrong) == (how, ""), ended.what
+    assert attack_inputs.judged(given, attack_inputs.Ran(0, "", "", left=[7])).wrong == "orphan"
+    assert attack_inputs.judged(given, attack_inputs.Ran(0, "", "", interrupted=True)).wrong == "exit"
 
 
 # That it notices ----------------------------------------------------------------------------------------------------

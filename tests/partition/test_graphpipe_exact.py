@@ -212,7 +212,7 @@ def test_the_bottleneck_is_that_of_brute_force(problem: PartitionProblem, roundi
 
 
 @pytest.mark.slow
-@settings(max_examples=70)
+@settings(max_examples=25)
 @given(problems(), st.sampled_from((1, 16)))
 def test_the_bottleneck_of_larger_graphs(problem: PartitionProblem, rounding: int) -> None:
     with grid(rounding):

@@ -168,9 +168,8 @@ def sharing(first: Devices, second: Devices) -> list[tuple[int, int]]:
     ]
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.slow)])  # 300 take 25 s
-def test_is_nearly_always_as_good_as_every_assignment(count: int) -> None:
-    losses, solved, improved = [], 0, 0
+def test_is_nearly_always_as_good_as_every_assignment() -> None:
+    losses, solved, improved, count = [], 0, 0, 60
     for seed in range(count):
         question = random_question(seed)
         least = Reference(question).least()
@@ -185,7 +184,7 @@ def test_is_nearly_always_as_good_as_every_assignment(count: int) -> None:
             losses.append(found.total_ns / least.total_ns - 1)
     assert solved > 0.8 * count
     assert improved > solved / 3  # the questions are not trivial
-    assert len(losses) <= max(1, 0.01 * solved)
+    assert len(losses) <= 1
     assert max(losses, default=0) <= 0.25
 
 

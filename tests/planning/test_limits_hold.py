@@ -42,6 +42,7 @@ from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
 from pipeplan.planning.tuning import tune
 from pipeplan.schedule import steps as schedule_steps
 from pipeplan.schedule.cpsat.solver import Budget, load_solver
+from pipeplan.schedule.cpsat.windows import Ramps
 from pipeplan.schedule.pattern import Pattern, compose
 from pipeplan.schedule.search import MOST_ENTRIES, first_look, plain_look
 from pipeplan.schedule.state import ScheduleStep, SearchState
@@ -343,20 +344,18 @@ def test_after_a_signal_a_plan_that_takes_long_is_not_made(monkeypatch: pytest.M
                 checkpoint()
         return planned(*given)
 
-    def forever(step: RepetendSearch, state: SearchState) -> None:
-        clock.now += 1
+    def found_and_interrupted(step: Ramps, state: SearchState) -> None:
         limit.interrupt()
 
     monkeypatch.setattr(planning_steps, "planned", slowly)
-    monkeypatch.setattr(RepetendSearch, "run", forever)
-    monkeypatch.setattr(Trial, "look", Trial.look_plainly)
+    monkeypatch.setattr(Ramps, "run", found_and_interrupted)
     limit = Limit(20.0, clock=clock)
     asked = request_of(shape("m", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0)
     result = search_plan(asked, within=limit)
     assert result.interrupted
-    if len(found) > 1:
-        assert clock.now <= found[-1] + 0.7
-        assert "there was no time to make its plan" in result.notes[-1]
+    assert len(found) == 2
+    assert clock.now <= found[-1] + 0.7
+    assert "there was no time to make its plan" in result.notes[-1]
     assert check(result.plan).valid
 
 
@@ -512,3 +511,37 @@ def test_what_is_enforced_ends_an_even_cut() -> None:
     limit.started -= 10
     with limit.enforced(), pytest.raises(TimeUpError):
         list(even_cuts(of(600, 8)))
+
+
+def test_a_very_long_run_on_a_given_placement_has_a_plan_before_it_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[int] = []
+
+    def interrupted(step: FirstSchedule, state: SearchState) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FirstSchedule, "run", interrupted)
+    asked = Request.of(shape("v", 4), num_microbatches=20_000, time_limit=100.0)
+    found = search_plan(asked, progress=lambda what, best, *_: said.append(best))
+    assert said
+    assert found.plan.predicted.iteration_ns <= said[0]
+    assert found.plan.loop is not None
+
+
+def test_a_first_plan_is_finished_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule that is known is not lost, however long its plan takes; the second signal ends it."""
+    clock, planned = Hand(), planning_steps.planned
+    limit = Limit(20.0, clock=clock)
+
+    def slowly(*given: Any) -> Plan:
+        limit.interrupt()
+        for _ in range(50):
+            clock.now += 0.1
+            checkpoint()
+        return planned(*given)
+
+    monkeypatch.setattr(planning_steps, "planned", slowly)
+    monkeypatch.setattr(planning_steps, "_FEW", 0)
+    asked = request_of(shape("v", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0)
+    found = search_plan(asked, within=limit)
+    assert found.interrupted
+    assert check(found.plan).valid

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from builders.profiles import profile_of
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts, shape
-from pipeplan.files import Edge, Profile, read_profile
+from pipeplan.files import CostRow, Edge, Profile, read_profile
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.comparison import OURS, compare
 from pipeplan.planning.request import Request
@@ -165,3 +166,12 @@ def test_rules_that_say_late_weights_as_they_are_by_default_are_the_same_rules()
         said = parse_rules(to_toml(rules.but(weights_late=0)), "rules")
         split = found(profile, "rules", rules=rules, devices=None, split_backward=True)
         assert found(profile, "rules", rules=said, devices=None).plan.programs == split.plan.programs
+
+
+@pytest.mark.parametrize("scheduler", ["zb-v", "hanayo"])
+def test_a_schedule_that_does_not_apply_says_so_whatever_cannot_be_placed(scheduler: str) -> None:
+    """Replicas that a size does not suit, or Piper's planner, were the error, which did not name the schedule."""
+    blocks = [CostRow(microbatch_size=1, forward_ns=10, backward_ns=20)] * 11
+    branches = profile_of(blocks, [(n, 10) for n in range(10)])
+    with pytest.raises(UsageError, match=rf"--scheduler {scheduler} does not apply: it needs .*; choose another"):
+        found(branches, scheduler, devices=2)

@@ -18,6 +18,7 @@ from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
+from pipeplan.planning.trials import Trial
 from references.every_placement import every_placement
 
 QUICK: dict[str, Any] = {"time_limit": 0.05, "deterministic": True}
@@ -82,6 +83,25 @@ def test_where_all_is_given_there_is_one_bound(name: str, memory: int | None) ->
     assert found.lower_bound_ns == found.placement_lower_bound_ns == found.plan.predicted.lower_bound_ns
     assert found.gap == found.placement_gap == found.plan.predicted.gap
     assert (found.candidates.looked_at, found.candidates.left) == (1, 0)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "one-to-one"])
+def test_the_bound_over_everything_is_known_where_time_was_up_with_the_first_plan(
+    wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was 1 ns, which the report set beside the plan as a gap of 10^11 %."""
+    rows = tuple(CostRow(microbatch_size=size, forward_ns=10 * size, backward_ns=20 * size) for size in (1, 2))
+    request = request_of(profile_of([rows] * 4), wanted, Batch(8, 1), num_devices=2)
+    looked = Trial.look
+
+    def look(trial: Trial, *, thorough: bool = False) -> None:
+        looked(trial, thorough=thorough)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trial, "look", look)
+    found = search_plan(request)
+    assert found.interrupted
+    assert found.lower_bound_ns == request_bound(request) > 1
 
 
 def test_recomputation_that_is_left_open_counts() -> None:

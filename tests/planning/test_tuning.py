@@ -175,7 +175,7 @@ def test_a_cache_is_of_what_was_asked(whole: Tuning, tmp_path: Path) -> None:
 def test_a_file_that_is_no_cache_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text('{"kind": "plan"}\n')
-    with pytest.raises(UsageError, match=r"plan\.json is no cache"):
+    with pytest.raises(UsageError, match=r"plan\.json is not a tuning cache"):
         tune(quick(), cache=str(path))
     assert path.read_text() == '{"kind": "plan"}\n'
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import parent_process
 
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from pipeplan.examples import shape
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.tuning import Workers
-from pipeplan.time_limit import Limit
+from pipeplan.time_limit import Limit, TimeUpError
 
 REQUEST = Request(shape("v", 2), 2, Batch(2, 1), sizes=(1,))
 
@@ -31,6 +33,22 @@ def is_deaf(request: Request, item: str, stopped: Callable[[], bool]) -> bool:
     return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
+def goes_on_until_stopped(request: Request, item: int, stopped: Callable[[], bool]) -> bool:
+    """Whether it was stopped, of a process that nobody sends a signal."""
+    while not stopped():
+        time.sleep(0.01)
+    return parent_process() is not None
+
+
+def test_another_thread_interrupts_what_processes_do() -> None:
+    limit = Limit()
+    with ThreadPoolExecutor() as threads, Workers(REQUEST, 2, limit) as workers:
+        assert list(workers.run(is_deaf, ["lives"])) == [True]  # the processes are there
+        found = threads.submit(lambda: list(workers.run(goes_on_until_stopped, [0, 1, 2])))
+        threads.submit(limit.interrupt)
+        assert found.result(240) == [True] * 3
+
+
 def test_ctrl_c_lets_work_come_to_its_end_and_the_second_one_does_not() -> None:
     before = signal.getsignal(signal.SIGINT)
     with Workers(REQUEST, 1, Limit()) as workers:
@@ -47,3 +65,11 @@ def test_processes_begin_deaf_and_one_that_dies_takes_nothing_along() -> None:
         assert list(workers.run(is_deaf, ["lives", "dies"]))[1:] == [False]
         assert list(workers.run(is_deaf, ["lives", "dies"])) == [False, False]
         assert not workers.interrupted
+
+
+def test_processes_that_do_not_stop_are_not_waited_for() -> None:
+    """They may not even have begun when a signal comes."""
+    limit = Limit()
+    limit.interrupt()
+    with pytest.raises(TimeUpError):
+        Workers(REQUEST, 2, limit)._there(Future())

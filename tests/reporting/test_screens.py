@@ -194,7 +194,7 @@ def test_the_answer_says_what_is_asked_first(monkeypatch: pytest.MonkeyPatch) ->
     assert "330ns per iteration" in text
     assert "300ns for any plan (10.0% away), 330ns on this placement (reached)" in text
     assert "fits: 4kB of 4.5kB on device 0, 500B left; elsewhere up to 3.5kB" in text
-    assert "27.3% of device time, as the pipeline fills and drains" in text
+    assert "27.3% of device time, filling and draining" in text
     assert "next    --microbatches 16: 15.8% more samples/s, idle 27.3% -> 15.8%" in text
     assert "--time-limit 60s: at most 9.1% shorter iterations" in text
     whole = "\n".join(answer(PLANS["chain"](), 140, monkeypatch, bound_ns=330))

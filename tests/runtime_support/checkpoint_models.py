@@ -18,10 +18,6 @@ def wider() -> Model:
     return replace(TINY, positions=20).model("gpt2-tiny")
 
 
-def deeper() -> Model:
-    return replace(TINY, layers=5).model("gpt2-tiny")
-
-
 class Counting(torch.optim.Optimizer):
     """Steps that get shorter, by a count of its own that is no tensor."""
 

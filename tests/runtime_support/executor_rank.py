@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -75,20 +75,18 @@ def train_both(
 ) -> dict[str, Any]:
     """Largest distances over steps; what is compared on this rank is its own part of the model."""
     trainer = Trainer(plan, model, options, context.progress)
-    unsplit = Unsplit(whole or model, options)
+    unsplit = _unsplit_steps(whole or model, options, plan.mini_batch)
     losses, norms, distances = [], [], {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0}
     for step in range(options.num_steps):
         result, _ = trainer.step(step)
-        expected = unsplit.step(step, plan.mini_batch)
+        expected = unsplit[step]
         losses.append(result.loss)
         norms.append(result.grad_norm)
-        distances["loss"] = max(distances["loss"], abs(result.loss - expected))
-        distances["norm"] = max(distances["norm"], abs((result.grad_norm or 0.0) - unsplit.norm))
-        wholes = unsplit.parameters()
+        distances["loss"] = max(distances["loss"], abs(result.loss - expected.loss))
+        distances["norm"] = max(distances["norm"], abs((result.grad_norm or 0.0) - expected.norm))
         for name, share, parameter in _held(trainer):
-            whole = wholes[f"{share.block}.{name}"]
-            part = model.part_of(share, name)
-            own, gradient = (None if each is None else part.within(each) for each in (whole, whole.grad))
+            part, wholes = model.part_of(share, name), expected.parameters[f"{share.block}.{name}"]
+            own, gradient = (None if each is None else part.within(each) for each in wholes)
             distances["gradient"] = max(distances["gradient"], _distance(parameter.grad, gradient))
             distances["parameter"] = max(distances["parameter"], _distance(parameter, own))
     shapes: dict[str, list[list[int]]] = {}
@@ -108,6 +106,30 @@ def train_both(
         "bytes": sum(each.nbytes for each in held_parameters),
         "num_buffers": num_buffers,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _UnsplitStep:
+    """What an unsplit run has after a step: parameters, as ``block.name``, with their gradients."""
+
+    loss: float
+    norm: float
+    parameters: dict[str, tuple[torch.Tensor, torch.Tensor | None]]
+
+
+def _unsplit_steps(model: Model, options: TrainOptions, mini_batch: int) -> list[_UnsplitStep]:
+    """All steps of the unsplit run, which the cases with the same training share."""
+    key = (model.name, model.loss_of, str(options.as_json()), mini_batch)
+    if key not in _KNOWN:
+        unsplit, _KNOWN[key] = Unsplit(model, options), []
+        for step in range(options.num_steps):
+            loss = unsplit.step(step, mini_batch)
+            held = {name: (each.detach().clone(), each.grad) for name, each in unsplit.parameters().items()}
+            _KNOWN[key].append(_UnsplitStep(loss, unsplit.norm, held))
+    return _KNOWN[key]
+
+
+_KNOWN: dict[tuple[object, ...], list[_UnsplitStep]] = {}
 
 
 def _held(trainer: Trainer) -> list[tuple[str, Share, torch.nn.Parameter]]:

@@ -60,6 +60,9 @@ NAMES = sorted(ARGUMENTS)
 
 TOWERS = {"clip": 2, "flava": 3}
 
+ALIKE = ("mistral", "qwen2", "qwen3", "mt5")
+"""In blocks they are as Llama, and T5; with the slow tests."""
+
 torch.set_num_threads(1)
 
 

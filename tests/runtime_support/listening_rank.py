@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import ipaddress
 import os
+import resource
 import socket
 import sys
 from pathlib import Path
@@ -61,6 +62,11 @@ def listen_job(job: Report, context: RankContext) -> None:
     group = dist.new_group(backend="gloo")
     dist.barrier(group)
     context.report({"event": "listening", "addresses": listening(), "on": os.environ["GLOO_SOCKET_IFNAME"]})
+
+
+def full_job(job: Report, context: RankContext) -> None:
+    """The job of a rank that finds no room on any disk once it has met the others."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, 1))
 
 
 if __name__ == "__main__":

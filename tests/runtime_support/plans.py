@@ -33,20 +33,20 @@ TOLERANCE = 1e-9
 
 TRAINING = TrainOptions(
     "gpt2-tiny",
-    num_steps=3,
+    num_steps=2,
     dtype="float64",
     learning_rate=1e-2,
     weight_decay=0.1,
     seed=3,
     lr_schedule="cosine",
-    warmup_steps=1,
+    warmup_steps=2,
     lr_steps=5,
     clip_norm=0.1,
 )
 """How plans are trained beside an unsplit run: clipped AdamW steps, whose learning rate changes."""
 
-RATES = [1.0, 1.0, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2]
-"""What TRAINING multiplies the learning rate by, step by step: one of warmup, then half a cosine over four."""
+RATES = [0.5, 1.0, 1.0, 0.75, 0.25]
+"""What TRAINING multiplies the learning rate by, step by step: two of warmup, then half a cosine over three."""
 
 Case = tuple[Plan, RunOptions]
 Reports = dict[str, dict[int, Mapping[str, Any]]]

@@ -60,13 +60,14 @@ def test_of_equals_the_one_with_less_memory_that_repeats_and_is_simple() -> None
     """Orders of one workload, of equal length: each is better than the next by one thing alone."""
     workload = shape_workload("v", 2, 6)
     state = SearchState.of(OneMicrobatch.of(workload), Budget(1, deterministic=True), None)
-    orders = CLASSIC["1f1b"].orders(state.problem, state.graph)
+    orders, gpipe = (CLASSIC[name].orders(state.problem, state.graph) for name in ("1f1b", "gpipe"))
     found = [
         state.candidate(orders, "1f1b", frozenset({0})),
         state.candidate(orders, "repetend", frozenset({0})),
         state.candidate(orders, "repetend+windows", frozenset({0})),
         state.candidate(orders, "1f1b"),
-        state.candidate(CLASSIC["gpipe"].orders(state.problem, state.graph), "gpipe"),
+        state.candidate(gpipe, "gpipe", frozenset({0})),
+        state.candidate(gpipe, "gpipe"),
     ]
     values = [each.value for each in found if each is not None]
     assert len({makespan for makespan, *_ in values}) == 1

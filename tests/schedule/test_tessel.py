@@ -146,7 +146,7 @@ def test_zero_bubble_repetends_are_proved(name: str, num_devices: int) -> None:
     assert searched(problem).repetend_ns == work_bound(problem.workload)
 
 
-@pytest.mark.parametrize("num_devices", range(2, 17))
+@pytest.mark.parametrize("num_devices", [*range(2, 9), 12, 16])
 def test_v_shape_makespan(num_devices: int) -> None:
     """Fig. 3 and 4's setting, forward 1 and backward 2: (N + D - 1) * 3, which is also the bound."""
     costs = ShapeCosts(backward_ns=2 * MS)

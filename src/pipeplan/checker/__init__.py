@@ -1,4 +1,4 @@
-"""Is this plan right? Everything is recomputed from the plan's own numbers, by code that knows no planner.
+"""Is this plan right? Everything is recomputed from the plan's own numbers, by code that shares nothing with planners.
 
 Here: the rules of a right plan, all listed in ``docs/check.md``. Not here: a solver, a schedule, a simulation or the
 lowering; what these make passes through here. Time and memory are computed a second time, apart from workload.

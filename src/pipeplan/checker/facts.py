@@ -1,11 +1,12 @@
-"""What a plan says, by number; what is found wrong with it; and its figures, recomputed."""
+"""A plan in numbers, the problems found with it, and its figures, recomputed."""
 
 from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 
@@ -313,15 +314,32 @@ class Report(Displayed):
         """Raise if something is wrong.
 
         Raises:
-            InvalidPlanError: the first problems, and how many there are.
+            InvalidPlanError: the first problems, and how many there are. Of many, those that differ only in the
+                numbers of their places share a line.
         """
         if self.valid:
             return
-        lines = [str(problem) for problem in self.problems[:_SHOWN]]
-        if self.num_problems > len(lines):
-            lines.append(f"... and {self.num_problems - len(lines)} more")
+        alike: dict[Hashable, list[Violation]] = {}
+        for problem in self.problems:
+            place = problem.place if self.num_problems <= _SHOWN else _NUMBER.sub("", problem.place)
+            alike.setdefault((problem.rule, place, problem.message), []).append(problem)
+        shown = list(alike.values())[:_SHOWN]
+        lines = [_line(problems) for problems in shown]
+        if left := self.num_problems - sum(map(len, shown)):
+            lines.append(f"... and {left} more")
         plural = "s" if self.num_problems > 1 else ""
         raise InvalidPlanError(f"{where}: not a valid plan, {self.num_problems} problem{plural}:", lines)
+
+
+_NUMBER = re.compile(r"\d+")
+
+
+def _line(alike: Sequence[Violation]) -> str:
+    """Problems that differ only in numbers of their places, as the first and the last."""
+    if len(alike) == 1:
+        return str(alike[0])
+    places = f"{alike[0].place} to {alike[-1].place} ({len(alike)} alike)"
+    return str(replace(alike[0], place=places))
 
 
 @dataclass(slots=True)

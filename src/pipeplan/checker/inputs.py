@@ -1,4 +1,4 @@
-"""Rules against the profile and the cluster a plan was made from: costs, dependencies and messages are theirs."""
+"""Rules against the profile and the cluster of a plan: its costs, dependencies and messages must be theirs."""
 
 from __future__ import annotations
 

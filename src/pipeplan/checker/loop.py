@@ -1,4 +1,4 @@
-"""Rules about the loop: the round stands where the plan says, and running it again changes nothing but numbers.
+"""Rules about the loop: the round is where the plan says, and running it again only changes numbers.
 
 All other rules are about what is written, in which the round runs once. Cut at both of its ends, programs fall into
 what is before it, the round, and what is after it. Three things carry over to any number of copies:

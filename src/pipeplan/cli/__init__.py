@@ -1,4 +1,4 @@
-"""The command line, whose verbs are joined in :mod:`pipeplan.cli.main`.
+"""The command line; :mod:`pipeplan.cli.main` puts its verbs together.
 
 Here: the verbs, one or two to a file, which read flags, call :mod:`pipeplan._api` and print. Not here: planning,
 measuring, running; tables and drawings (reporting).

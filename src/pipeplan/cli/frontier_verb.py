@@ -143,20 +143,22 @@ def frontier_command(
     if as_json or outputs.on_stdout:
         say_notes(_api.request_notes(request))
     with outputs:
-        with limited(request.time_limit) as limit, Status() as progress:
+        with Status() as progress, limited(request.time_limit) as limit:
             found = _api.frontier(request, mode=mode, point=point, progress=progress, within=limit)
         if svg is not None:
             outputs.write_text(frontier_svg(found), svg)
-        if as_json:
-            say(json.dumps(found.figures()))
-        elif not outputs.on_stdout:
-            print_frontier(found, file=sys.stdout)
-        if output is not None:  # the table first: it says what there is even where a plan cannot be made
-            outputs.write_plan(found.plan(), output)
-            if outputs.has(output):
-                say(f"pipeplan: {found.written} is in {'stdout' if output == '-' else output}", err=True)
-        if output_all is not None:
-            _write_all(found, output_all, outputs)
+        try:  # the table first: it says what there is even where a plan cannot be made
+            if as_json:
+                say(json.dumps(found.figures()))
+            elif not outputs.on_stdout:
+                print_frontier(found, file=sys.stdout)
+        finally:  # also where nobody reads it any more
+            if output is not None:
+                outputs.write_plan(found.plan(), output)
+                if outputs.has(output):
+                    say(f"pipeplan: {found.written} is in {'stdout' if output == '-' else output}", err=True)
+            if output_all is not None:
+                _write_all(found, output_all, outputs)
 
 
 def frontier_request(ctx: click.Context) -> Request:

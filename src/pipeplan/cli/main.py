@@ -129,7 +129,7 @@ def _exit_code(began: float) -> int:
     except PipeplanError as error:
         say(f"pipeplan: {error}", err=True, wrap=True)
         return error.exit_code
-    except BrokenPipeError:  # the reader of stdout left
+    except (BrokenPipeError, SystemExit):  # the reader of stdout left; click has its own way of saying so
         return 0
     except OSError as error:
         if error.errno not in _NO_ROOM or error.filename is not None:

@@ -1,4 +1,4 @@
-"""Where a command's words and files go: the one place that prints, and files that are tried before the work."""
+"""Where a command's text and files go: the one place that prints, and output files that are tested before the work."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Outputs:
             self._problems[path] = problem
 
     def has(self, path: str) -> bool:
-        """Whether nothing went wrong with a file."""
+        """Whether a file was written without problems."""
         return path not in self._problems
 
     def say_written(self, what: str, path: str | None) -> None:
@@ -113,7 +113,7 @@ class Outputs:
             say(f"{what} written to {path}", err=True)
 
     def write(self, model: FileModel, path: str) -> None:
-        """Write a file, or put it elsewhere."""
+        """Write a file, or put it somewhere else if that fails."""
         self.write_text(_api.to_json(model), path)
 
     def write_plan(self, plan: Plan, path: str) -> None:

@@ -57,7 +57,7 @@ def check_command(
 
 
 def _verdict(path: str, plan: Plan, report: Report, profile: Profile | None, cluster: Cluster | None) -> str:
-    """What was verified, in one line."""
+    """The verdict in one line."""
     figures = report.recomputed
     parts = [
         f"{figures.num_actions} actions and {figures.num_transfers} transfers on {figures.num_devices} devices",
@@ -135,14 +135,14 @@ def simulate_command(
 
 
 def _require_one_stdin(paths: dict[str, str | None]) -> None:
-    """At most one of some files may be ``-``."""
+    """Require that at most one of some files is ``-``."""
     chosen = [name for name, path in paths.items() if path == "-"]
     if len(chosen) > 1:
         raise UsageError(f"{' and '.join(chosen)} would both read from stdin; give a file for one of them")
 
 
 def _warn(simulation: Simulation) -> None:
-    """Say on stderr what does not fit together."""
+    """Warn on stderr of contradictions."""
     if simulation.overflow is not None:
         say(f"pipeplan: too little memory: {simulation.overflow}; search for a plan with --memory", err=True)
     stated = simulation.plan.predicted.makespan_ns

@@ -1,4 +1,4 @@
-"""``pipeplan profile``: costs of a model, measured or estimated; times of links; a look at a profile."""
+"""``pipeplan profile``: measure or estimate a model's costs, measure links, or inspect a profile."""
 
 from __future__ import annotations
 

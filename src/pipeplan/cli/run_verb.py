@@ -189,6 +189,8 @@ def run_command(
     if outcome is None:  # not rank 0
         return
     with outputs:
+        if trace_path is not None:  # what becomes of it is said after the results, which are not lost with it
+            outputs.write_text(_trace(outcome), trace_path)
         if weights is not None:
             outputs.note(weights, outcome.result.unwritten)
             outputs.say_written("weights", weights)
@@ -198,8 +200,6 @@ def run_command(
             say(comparison_line(outcome))
             if outcome.throughput is not None:
                 say(f"trained {outcome.throughput.words}")
-        if trace_path is not None:  # after the results, which are not lost with it
-            outputs.write_text(_trace(outcome), trace_path)
 
 
 _ELSEWHERE = ("plan_path", "emulate", "local", "trace_path", "as_json")
@@ -212,6 +212,8 @@ def run_options(given: Mapping[str, Any]) -> RunOptions:
         raise UsageError("give --model to train, or --emulate to run without a model: one of the two")
     if given["timeout_ns"] < _LEAST_TIMEOUT_NS:
         raise UsageError(f"--timeout {given['timeout_ns']}ns is too short to wait for anything; give at least 1ms")
+    if given["num_steps"] == 0 and (given["model"] is None or given["export_weights"] is None):
+        raise UsageError("--steps 0 does nothing without --export-weights FILE; give at least 1")
     options = _api.RunOptions(**{name: given[name] for name in _OF_ALL_RUNS})
     if given["model"] is not None:
         training = {name: value for name, value in given.items() if name not in (*_OF_ALL_RUNS, *_ELSEWHERE)}

@@ -74,6 +74,8 @@ def search_command(
         raise UsageError(
             "--workers, --cache and --rules-output are for --scheduler rules without --rules; leave them out"
         )
+    if cache == "-":
+        raise UsageError("--cache is read and written, which neither stdin nor stdout can be; name a file")
     files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output, "--cache": cache}
     with Outputs(files, as_json=as_json) as outputs:
         tuning: Tuning | None = None

@@ -1,4 +1,4 @@
-"""What verbs share: types of options, the flags of a search, progress, interruption, where results go."""
+"""What verbs share: option types, the flags of a search, progress, interruption, and where results go."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class KnownNames(click.ParamType[str]):
         return str(value)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Names that begin so. Files go first: bash forgets what stands before them, and has them if no name fits."""
+        """Names that begin like this. Files come first: bash drops what comes before them, and falls back to them."""
         found = [CompletionItem(name) for name in self._names() if name.startswith(incomplete)]
         return [CompletionItem(incomplete, type="file")] * self._files + found
 
@@ -328,7 +328,7 @@ def require_folder(path: str, pattern: str, option: str) -> None:
 
 
 def interrupt_on_sigterm() -> None:
-    """Let SIGTERM end work as Ctrl-C does: a search with the best plan so far, a run with its processes."""
+    """Let SIGTERM act like Ctrl-C: a search ends with the best plan so far, a run with its processes."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
@@ -385,12 +385,17 @@ class Status:
             self._line.stop()
 
 
+_LOOSEST = 100
+"""The best over a bound beyond which that says nothing yet."""
+
+
 def _state(what: str, best_ns: int, bound_ns: int) -> str:
     """The best iteration, the bound and the gap as far as they are known, and what is being done."""
     from pipeplan.units import format_ns
 
     best = [f"best {format_ns(best_ns)}"] if best_ns else []
-    bound = [f"bound {format_ns(bound_ns)}, gap {best_ns / bound_ns - 1:.1%}"] if best_ns and bound_ns else []
+    known = best_ns <= _LOOSEST * bound_ns
+    bound = [f"bound {format_ns(bound_ns)}, gap {best_ns / bound_ns - 1:.1%}"] if best_ns and known else []
     return "; ".join([", ".join([*best, *bound]), what] if best else [what])
 
 
@@ -407,7 +412,7 @@ def warnings_shown() -> Iterator[None]:
 
 
 class Shown:
-    """A progress bar on stderr; nothing unless it is a terminal. ``what`` runs now."""
+    """A progress bar on stderr, only on a terminal; ``what`` is being run."""
 
     def __init__(self, doing: str) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

@@ -1,4 +1,4 @@
-"""What blocks and stages cost: a block's row between measured sizes, the state that training keeps, a stage's sum."""
+"""What blocks and stages cost: a block between measured sizes, the state that training keeps, the sum of a stage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters: those that the papers measured on, and link times that nccl-tests measured.
+"""Clusters: the papers' testbeds, and link times that nccl-tests measured.
 
 A paper gives number and kind of devices and at most the names of links. What is nominal or assumed beyond that is
 said in the notes of each file's source.

@@ -1,4 +1,4 @@
-"""Devices: how fast they are by their maker's figures, and by rates fitted to measured blocks.
+"""Devices: their speed by the maker's figures, and by rates fitted to measured blocks.
 
 A preset has the maker's figures with their source, and the share of them that kernels reach, as curves over a kernel's
 work.
@@ -110,8 +110,8 @@ def device_preset(name: str) -> DevicePreset:
 def peak_flops_per_s(device: str, dtype: str) -> int | None:
     """The maker's peak for a number format, without sparsity, of a device as profiles name it; None if not known.
 
-    Known only for 16-bit formats: whether products of float32 run as such or as TF32 is a setting, which profiles do
-    not say. Matrix units that take bfloat16 are as fast in float16.
+    Known only for 16-bit formats: whether float32 products run as such or as TF32 is a setting, which profiles do not
+    say. Matrix units that take bfloat16 are as fast in float16.
     """
     for preset in map(device_preset, PRESETS):
         named = preset.reported and device in (preset.name, preset.title, *preset.reported)

@@ -1,4 +1,4 @@
-"""A profile in figures: its blocks, their sums, what the kinds of operators take, and what makes plans wrong."""
+"""A profile in figures: its blocks, their sums, shares by kind of operator, and warnings of what would spoil plans."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def _listed(numbers: Iterable[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Inspection(Displayed):
-    """A profile that is looked over; ``asked`` are micro-batch sizes to be planned with."""
+    """A profile to inspect; ``asked`` are the micro-batch sizes to plan with."""
 
     profile: Profile
     asked: tuple[int, ...] = ()

@@ -29,11 +29,11 @@ class Throughput:
 
     @property
     def words(self) -> str:
-        """What is known, in one line: ``3.2 samples/s, 3277 tokens/s, 41.3% of peak FLOP/s``."""
+        """What is known, in one line: ``3.2 samples/s, 3277 tokens/s, 41.3% of peak``."""
         rates = ((self.samples_per_second, "samples/s"), (self.tokens_per_second, "tokens/s"))
         said = [f"{format_rate(rate)} {unit}" for rate, unit in rates if rate is not None]
         share = self.model_flops_utilisation
-        return ", ".join([*said, *([] if share is None else [f"{share:.1%} of peak FLOP/s"])])
+        return ", ".join([*said, *([] if share is None else [f"{share:.1%} of peak"])])
 
 
 def format_rate(value: float) -> str:

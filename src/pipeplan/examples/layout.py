@@ -1,4 +1,4 @@
-"""Models put together from parts whose costs are closed forms: transformer halves, embeddings, convolutions, heads.
+"""Models built from parts with closed-form costs: transformer halves, embeddings, convolutions, heads.
 
 A part is a function of the samples and of the devices that split it. What is split is one device's share, as
 Megatron-LM (Shoeybi et al. 2019) has it: layers alternate between a share of the outputs and a share of the inputs, so

@@ -1,4 +1,4 @@
-"""Placement: which blocks form a stage, and on which devices each stage stands."""
+"""Placement: which blocks form a stage, and which devices each stage runs on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plan: the file with stages, schedule and a program per device; it is understood without the profile.
+"""Plan: the file with stages, schedule and a program per device, complete without the profile.
 
 A plan is compact: an *operation* stands for all actions of one kind and stage, and says once what they have
 in common (duration, memory effect, dependencies, transfers). The schedule gives the start of each action, the
@@ -446,7 +446,7 @@ class _LoopedProgram(Sequence[str]):
         return str(replace(action, microbatch=action.microbatch + copy * self._plan.per_round(self._made_by(action))))
 
     def _made_by(self, action: Action) -> int:
-        """The stage of whose micro-batches an entry has the number: a RECV that of who sends."""
+        """The stage whose micro-batches an entry counts: for a RECV the sender's."""
         if action.is_compute or action.sends:
             return action.stage
         if action.peer_stage is not None:

@@ -1,4 +1,4 @@
-"""Profile: the file with a graph of blocks, what each costs, and where the numbers came from."""
+"""Profile: the file with a graph of blocks, what each costs, and where the numbers come from."""
 
 from __future__ import annotations
 

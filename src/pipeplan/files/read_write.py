@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import secrets
 import stat
 import sys
 import tempfile
@@ -131,14 +132,15 @@ def _temporary_prefix(target: Path) -> str:
 
 def _replace(target: Path, text: str) -> None:
     """Write beside the file and rename; its mode stays. Raises OSError."""
-    mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
-    handle, temporary = tempfile.mkstemp(prefix=_temporary_prefix(target), dir=target.parent)
+    mode = target.stat().st_mode & 0o777 if target.exists() else None
+    handle, temporary = temporary_beside(target)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, mode)
+        if mode is not None:
+            os.chmod(temporary, mode)
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -146,10 +148,15 @@ def _replace(target: Path, text: str) -> None:
         raise
 
 
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current
+def temporary_beside(target: Path) -> tuple[int, str]:
+    """A new file beside another, open, with the mode that new files have. Raises OSError.
+
+    ``tempfile`` gives its files another mode, and to ask for the umask is to change it, for all threads.
+    """
+    while True:
+        temporary = target.with_name(f"{_temporary_prefix(target)}{secrets.token_hex(4)}")
+        with contextlib.suppress(FileExistsError):
+            return os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), str(temporary)
 
 
 def _layout(value: object, depth: int) -> str:
@@ -271,7 +278,7 @@ def _require_kind(given: object, kind: str, where: str) -> None:
 
 
 def _version_problem(given: object, current: int) -> str | None:
-    """Why a file of this version cannot be read, if it cannot."""
+    """Why a file of this version cannot be read; None if it can."""
     if type(given) is int and 1 <= given <= current:
         return None
     known = "1" if current == 1 else f"1 to {current}"
@@ -311,7 +318,7 @@ def read_bytes(path: str) -> bytes:
 
 
 def _refusal(error: ValidationError, where: str, complaint: str, form: Form) -> FileError:
-    """What to raise for a file that breaks its format, which has this form."""
+    """The error for a file that does not follow its format."""
     details = _own_problems(error.errors(include_url=False))
     if details[0]["type"] == "json_invalid":
         return FileError(f"{where}: not readable as JSON: {details[0]['ctx']['error']}")

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from pipeplan.errors import FileError, did_you_mean
 from pipeplan.files.read_write import read_bytes
+from pipeplan.texts import escaped
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Index, Name
 
@@ -76,10 +77,10 @@ class Trace:
 
 
 def trace_json(events: Iterable[TraceEvent], about: Mapping[str, object] | None = None) -> str:
-    """The text of a trace file, one event a line; ``about`` goes into its ``otherData``."""
+    """The text of a trace file, one event a line; ``about``, also of the command line, goes into its ``otherData``."""
     encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
     rows = ",\n".join(map(encode, events))
-    other = json.dumps(dict(about or {}), ensure_ascii=False)
+    other = json.dumps(escaped(dict(about or {})), ensure_ascii=False)
     return f'{{"displayTimeUnit":"ns","otherData":{other},"traceEvents":[\n{rows}\n]}}\n'
 
 
@@ -175,7 +176,7 @@ class _Lenient(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_mistaken_keys(cls, value: Any) -> Any:
-        """Refuse a key that is meant to be one of ours, which is missing."""
+        """Refuse an unknown key that looks like a misspelt known one that is missing."""
         missing = [name for name in cls.model_fields if isinstance(value, dict) and name not in value]
         for key in value if missing else ():
             if key not in cls.model_fields and (question := did_you_mean(key, missing)):

@@ -1,4 +1,4 @@
-"""The planners we compare with, written small: PipeDream's, Piper's and DAPPLE's, and AutoPipe's slicer.
+"""The planners we compare with, in short: PipeDream's, Piper's and DAPPLE's, and AutoPipe's slicer.
 
 Here: what the papers' algorithms choose. Not here: our own partitioners (chain, graph). All planners have one
 micro-batch size b for all stages, so a problem with several sizes has an answer for each. Memory is that of 1F1B: a
@@ -51,7 +51,7 @@ Mask = NDArray[np.bool_]
 
 
 Planner = Callable[[PartitionProblem, Sequence[Way]], Partition | None]
-"""What finds a partition among ways of one micro-batch size, if there is one."""
+"""Finds a partition among the ways for one micro-batch size, if there is one."""
 
 
 def for_each_size(problem: PartitionProblem, planner: Planner, nothing: str) -> Iterator[Partition]:
@@ -165,7 +165,7 @@ def _from_the_end(number: Array) -> Array:
 
 
 def pipedream(problem: PartitionProblem) -> Iterator[Partition]:
-    """The contiguous partition with the least slowest stage, on at most the devices there are, for each size.
+    """For each size, the contiguous partition with the fastest slowest stage on at most the available devices.
 
     Raises:
         NoPartitionError: no partition fits into memory.

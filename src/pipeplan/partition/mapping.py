@@ -1,4 +1,4 @@
-"""Which devices of a cluster each stage group stands on, so that links are busy for little time (LinkTime).
+"""Which devices of a cluster each stage group runs on, so that links are busy for as short as possible (LinkTime).
 
 Groups are put along the devices in several orders and ways. The two best layouts are then made better by exchanges of
 two equally long runs of devices with all that stands on them: single devices, whole groups, whole units such as nodes.
@@ -144,7 +144,7 @@ class GroupLinks:
         return GroupLinks(tuple(ties), tuple(map(tuple, around)), work, sizes)
 
     def level(self, source: int, target: int) -> int:
-        """The number of the level on which two devices talk; 0 as well where there are no levels."""
+        """The number of the level on which two devices communicate; also 0 where there are no levels."""
         for number, size in enumerate(self.sizes):
             if source // size == target // size:
                 return number
@@ -198,7 +198,7 @@ def lines(links: GroupLinks, space: GroupMemory) -> set[tuple[Devices, ...]]:
 
 
 def _followed(links: GroupLinks, num_groups: int) -> list[int]:
-    """Depth first, from the first group on, along what is busiest."""
+    """Depth first from the first group, along the busiest edges."""
     order: dict[int, None] = {}
     for start in range(num_groups):
         stack = [start]
@@ -268,7 +268,7 @@ def _line(order: Sequence[int], space: GroupMemory, way: Way) -> tuple[Devices, 
 
 
 def _by_choice(order: Sequence[int], space: GroupMemory) -> list[list[int]]:
-    """Groups by the devices that have memory for them, fewest first: so nobody takes what others must have."""
+    """Groups by the devices with enough memory for them, fewest first, so that none takes what another must have."""
     memory, members = sorted(space.memory), defaultdict[int, list[int]](list)
     for group in order:
         members[bisect_left(memory, space.needs[group])].append(group)

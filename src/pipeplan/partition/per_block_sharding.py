@@ -1,4 +1,4 @@
-"""Stages whose blocks are each split in a way of its own: the cost frontiers of all runs of blocks on a device group.
+"""Stages whose blocks are each split in their own way: cost frontiers of all runs of blocks on a device group.
 
 Each run has a frontier (TensorOpt, section 3), which takes part of a second to track. What every run takes *at least*
 is known at once: but for changes of layout every block is by itself, and for a weighting of memory against time the

@@ -1,4 +1,4 @@
-"""What a partitioner is asked, and what it answers: blocks with their costs on one side, placements on the other.
+"""The input and output of a partitioner: blocks with their costs on one side, placements on the other.
 
 A stage chooses a *way* to run: a micro-batch size b, a number of replicas r that divides it, and whether it recomputes;
 each replica works on b / r samples of every micro-batch. The time of a stage is that of one of its devices for the

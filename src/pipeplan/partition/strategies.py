@@ -1,4 +1,4 @@
-"""Placement strategies: where the stages of a chain stand. Imports nothing, as the help of flags lists them."""
+"""Placement strategies: where the stages of a chain run. Imports nothing, since the help of flags lists them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Positions = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class PlacementStrategy:
-    """Where the stages of a chain stand.
+    """Where the stages of a chain run.
 
     ``positions`` gives [stage] the position that runs it, for a number of positions and of chunks (stages per
     position). ``chunked`` strategies take that number. With ``two_ways`` a second route leads the other way round: each

@@ -1,4 +1,4 @@
-"""What no plan of a request is quicker than, whatever it leaves open: stages, replicas, sizes, recomputation, order.
+"""Lower bounds on the iteration of any plan of a request, whatever it leaves open.
 
 Here: bounds by work and by the longest way through the model. Not here: bounds of one placement (`workload/bounds.py`),
 which know its stages, its memory and its messages.

@@ -1,4 +1,4 @@
-"""From a schedule to its plan, assembled, checked and with its provenance; and what a search gives with it."""
+"""From a schedule to its plan, assembled, checked and with its provenance; and the result of a search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placements to choose from: strategies for chains, with replicas; stages as a graph; what published planners find."""
+"""Candidate placements: strategies for chains, with replicas; stages as a graph; the plans of published planners."""
 
 from __future__ import annotations
 

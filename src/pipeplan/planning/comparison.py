@@ -1,4 +1,4 @@
-"""Every known schedule for one model and its memory, beside what the search finds."""
+"""Every known schedule for one model and its memory, compared with what the search finds."""
 
 from __future__ import annotations
 

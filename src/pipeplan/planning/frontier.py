@@ -567,12 +567,8 @@ def _chosen(found: FrontierResult, mode: Mode, number: int | None) -> FrontierRe
     shown, chosen = _of_mode(found.points, mode)
     if number is not None:
         if number > len(shown):
-            there = (
-                f"are {len(shown)} points; choose one of 1 to {len(shown)}"
-                if len(shown) > 1
-                else "is one point; choose 1"
-            )
-            raise UsageError(f"--point {number}: there {there}")
+            many = f"are {len(shown)} points; choose one of 1 to {len(shown)}"
+            raise UsageError(f"--point {number}: there {many if len(shown) > 1 else 'is one point; choose 1'}")
         chosen = shown[number - 1]
     marked = [replace(found.points[index], chosen=index == chosen) for index in shown]
     plans = tuple(found.plans[index] for index in shown)

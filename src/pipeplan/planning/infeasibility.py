@@ -1,4 +1,4 @@
-"""What would do where nothing fits: the least memory, and the fewest devices, that the same search finds a plan for."""
+"""What would fit where nothing does: the least memory and the fewest devices for which the same search finds a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked of a search: the request, its defaults, how its mini-batch is cut, and where rules place its model."""
+"""The request of a search: its defaults, how its mini-batch is cut, and where rules place its model."""
 
 from __future__ import annotations
 

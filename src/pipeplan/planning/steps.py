@@ -1,4 +1,4 @@
-"""The search for a plan: everything that it tries, in order, and the plan that comes of it.
+"""The search for a plan: everything it tries, in order, and the plan that results.
 
 Candidates get a first look as they come: bounds, and only known schedules. In turn with that, those that may still
 become the best are searched, the more promising ones for more and more of the time. There is a plan from the first look
@@ -349,9 +349,10 @@ class LookAtCandidates(PlanStep):
             return
         search.trials.append(trial)
         search.looked_at += 1
-        searched = isinstance(request.placement, Placement) or request.scheduler != "auto"
-        if searched or trial.worse(best):
-            return
+        given = isinstance(request.placement, Placement)
+        few = max(sum(map(len, way.slots)) for way in trial.ways) <= _FEW
+        if request.scheduler != "auto" or (given and few) or trial.worse(best):
+            return  # what is given is searched in any case: of few actions that finds known schedules as soon
         with search.noting(f"known schedules of {candidate.placement.strategy}"):
             trial.look()
         _secure(search)
@@ -391,7 +392,7 @@ class SearchCandidates(PlanStep):
             if slicing is not None:
                 slicing.at_once(search.request, trial)
         except PipeplanError as error:
-            search.failures.append(error)
+            search.fail(error)
             if trial.best is None:
                 search.trials.remove(trial)
                 if isinstance(error, SearchTimeoutError):
@@ -540,9 +541,9 @@ def _made(search: PlanSearch, trial: Trial) -> MadePlan:
 
 
 def _first_made(search: PlanSearch, trial: Trial) -> MadePlan:
-    """The first plan, made in any case where that takes little."""
+    """The first plan, made in any case where that takes little; else while there is time, whatever is heard: once."""
     assert trial.best is not None
-    with shielded() if trial.best.graph.num_tasks <= _FEW else search.budget.finishing(_MOMENT):
+    with shielded() if trial.best.graph.num_tasks <= _FEW else search.budget.finishing(math.inf):
         return _made(search, trial)
 
 
@@ -550,7 +551,6 @@ def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
     """The best plan; the one that was made before where there is no time to make it, which is noted.
 
     Raises:
-        KeyboardInterrupt: interrupted while the first was made.
         SearchTimeoutError: there was no time to make any.
     """
     budget, before = search.budget, search.made
@@ -560,8 +560,6 @@ def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
         try:
             return _first_made(search, best)
         except TimeUpError:
-            if budget.interrupted:
-                raise KeyboardInterrupt from None
             raise SearchTimeoutError(
                 f"a schedule was found in {budget.elapsed:.1f} s, but there was no time to make its plan; raise "
                 "--time-limit"

@@ -1,4 +1,4 @@
-"""What a search for a plan knows: the candidates that were tried, and the schedules found of each.
+"""The state of a search for a plan: the candidates tried so far, and the schedules found for each.
 
 A candidate's devices are chosen among a cluster's, so that what talks much is near. A first look says what it is worth;
 a search of its schedules takes a share of the time.
@@ -336,6 +336,7 @@ class PlanSearch:
     _seen: set[Hashable] = field(default_factory=set)
     _said: tuple[int, str] | None = None
     _bounded: bool = field(init=False)
+    _inapplicable: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._bounded = isinstance(self.request.placement, Placement)
@@ -363,6 +364,7 @@ class PlanSearch:
                 with self.noting(step.name):
                     if step.applies(self):
                         step.run(self)
+        self._bound()
         for step in left:
             if step.after_all and step.applies(self):
                 step.run(self)
@@ -374,15 +376,27 @@ class PlanSearch:
         alone = whole is None or self.budget.seconds >= whole.seconds
         return max(LATE, LATE_SHARE * self.budget.seconds) if alone else 0.0
 
+    def _bound(self) -> None:
+        """Find out once, when there is a plan, what no plan that the request leaves open is below."""
+        if self.best is not None and not self._bounded:
+            self._bounded = True
+            with shielded():
+                self.others[None] = request_bound(self.request)
+
     def _repeat(self, steps: Sequence[PlanStep]) -> None:
         while not self.all_seen:
             for step in steps:
                 with self.noting(step.name):
                     step.run(self)
-                if self.best is not None and not self._bounded:
-                    self._bounded = True
-                    with shielded():
-                        self.others[None] = request_bound(self.request)
+                self._bound()
+
+    def fail(self, error: PipeplanError) -> None:
+        """Why a placement has no schedule: what was asked for does not apply goes before why others are not placed."""
+        if isinstance(error, UsageError):
+            self.failures.insert(self._inapplicable, error)
+            self._inapplicable += 1
+        else:
+            self.failures.append(error)
 
     def noting(self, what: str) -> AbstractContextManager[None]:
         """What goes wrong inside is only noted once there is a plan, as :func:`pipeplan.schedule.state.noted` says."""
@@ -438,12 +452,12 @@ class PlanSearch:
         return min([*self.others.values(), *(trial.bound_ns for trial in self.trials if given)], default=0)
 
     def say(self, what: str) -> None:
-        """Say what is not known: a plan."""
+        """Report that no plan is known yet."""
         if self.progress is not None:
             self.progress(what, 0, 0, self.budget.elapsed)
 
     def report(self, trial: Trial) -> None:
-        """Say what is known after a look at a trial."""
+        """Report the best and the bound after a look at a trial."""
         self._say(f"{trial.candidate.source} {trial.candidate.placement.strategy}", self.best)
 
     def listen(self, trial: Trial) -> Progress | None:

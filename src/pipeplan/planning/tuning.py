@@ -11,7 +11,7 @@ import math
 import signal
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -31,7 +31,7 @@ from pipeplan.planning.trials import FIRST_SECONDS
 from pipeplan.planning.tuning_cells import Cache, Cell, CellRows, TuningRow, cell_of, rows_of, schedule_of, settled_cell
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Progress
-from pipeplan.time_limit import Limit
+from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import format_bytes
 
 Item = TypeVar("Item")
@@ -65,7 +65,9 @@ class Workers:
         self._left.close()
         if self._pool is not None:
             self._stop.set()
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown(wait=not self._limit.interrupted, cancel_futures=True)
+            if self._limit.interrupted:
+                _left_behind.append((self._pool, self._stop))
 
     @property
     def interrupted(self) -> bool:
@@ -90,9 +92,25 @@ class Workers:
         """
         for item, future in zip(items, self._begun(work, items), strict=True):
             try:
-                yield self._here(work, item) if future is None else future.result()
+                yield self._here(work, item) if future is None else self._there(future)
             except BrokenProcessPool:
                 yield self._here(work, item)
+
+    def _there(self, future: Future[Found]) -> Found:
+        """What a process finds; when time is up there is a moment for it to come to its end.
+
+        Raises:
+            TimeUpError: it did not: it may not even have begun, since processes need seconds for that.
+        """
+        told = 0
+        while not future.done():
+            wait([future], _POLL)
+            if self._limit.interrupted:  # by another thread, maybe, of which processes must hear
+                self._stop.set()
+            told += self._limit.over
+            if told * _POLL > _MOMENT:
+                raise TimeUpError(self._limit)
+        return future.result()
 
     def _begun(self, work: Work[Item, Found], items: Sequence[Item]) -> list[Future[Found] | None]:
         """The items, given to the processes; None for those to be done here, as the first are: processes take time."""
@@ -109,6 +127,14 @@ class Workers:
     def _here(self, work: Work[Item, Found], item: Item) -> Found:
         with self._limit.enforced():
             return work(self._request, item, lambda: self.stopped)
+
+
+_MOMENT, _POLL = 0.3, 0.05
+"""Seconds that processes have to stop, and between two looks at them."""
+
+
+_left_behind: list[tuple[ProcessPoolExecutor, Event]] = []
+"""Processes that are not waited for, with what those still look for that are only beginning: they end at once."""
 
 
 class _WorkerState:

@@ -11,7 +11,7 @@ from pipeplan.planning.build_plan import Result
 from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Request
 from pipeplan.reporting.layout import console_for, counted, flowed, labelled, number_ranges
-from pipeplan.reporting.terminal import bottleneck
+from pipeplan.reporting.terminal import Bottleneck
 from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.texts import printable
@@ -74,8 +74,6 @@ def _rows(request: Request, result: Result, simulation: Simulation, written: str
     yield "bound", _bound(result)
     yield "memory", _memory(simulation)
     yield "idle", _idle(simulation)
-    if f"{simulation.idle.uneven:.1%}" != "0.0%":
-        yield "", [(bottleneck(simulation.workload), 3)]
     for number, step in enumerate(next_steps(request, result, simulation, written)[:_STEPS]):
         yield "" if number else "next", [(printable(f"{step.what}: {step.brings}"), 2 * number)]
 
@@ -93,9 +91,9 @@ def _plan(simulation: Simulation) -> list[Clause]:
     return [
         (f"{counted(len(stages), 'stage')}{virtual} x {replicas} replica{'' if replicas == '1' else 's'}", 0),
         ("" if split == "1" else f" x {split}-way tensor split", 0),
-        (f", {plan.placement}", 2),
+        (f", {plan.placement}", 3),
         (f"; {scheduler_words(plan.provenance.scheduler)}" if plan.provenance.scheduler else "", 0),
-        (", backward split" if workload.splits_backward else "", 2),
+        (", backward split" if workload.splits_backward else "", 4),
         (f", {counted(recomputed, 'stage')} recomputed" if recomputed else "", 1),
         (f"; {sizes}", 0),
     ]
@@ -115,13 +113,8 @@ def _span(values: Sequence[int]) -> str:
 
 
 def _speed(simulation: Simulation) -> list[Clause]:
-    rates = simulation.throughput
-    summing = simulation.iteration_ns - simulation.rates.makespan_ns
-    return [
-        (f"{format_ns(simulation.iteration_ns)} per iteration", 0),
-        (f" ({format_ns(summing)} of it summing gradients)" if summing else "", 1),
-        (f", {rates.words}" if rates.words else "", 0),
-    ]
+    rates = simulation.throughput.words
+    return [(f"{format_ns(simulation.iteration_ns)} per iteration{', ' if rates else ''}{rates}", 0)]
 
 
 def _bound(result: Result) -> list[Clause]:
@@ -164,13 +157,13 @@ def _memory(simulation: Simulation) -> list[Clause]:
 
 def _idle(simulation: Simulation) -> list[Clause]:
     """The share of device time and why, the largest part first, and the devices that idle most."""
-    idle, rates = simulation.idle, simulation.rates
-    ramps = "fills and drains" if idle.waiting is not None else "fills, drains and waits"
+    idle, rates, most = simulation.idle, simulation.rates, Bottleneck.of(simulation.workload)
+    has = "have" if len(most.stages) > 1 else "has"
     reasons = [
-        (idle.summing, "while gradients are summed"),
+        (idle.summing, "summing gradients"),
         (idle.unused, "on devices without a stage"),
-        (idle.uneven, "as others have more work"),
-        (idle.ramps, f"as the pipeline {ramps}"),
+        (idle.uneven, f"as {most.name} {has} {most.above:.1%} more work than the mean"),
+        (idle.ramps, "filling and draining" if idle.waiting is not None else "filling, draining and waiting"),
         (idle.waiting or 0.0, "waiting for inputs"),
     ]
     shares = [(f"{share:.1%}", why) for share, why in sorted(reasons, reverse=True) if f"{share:.1%}" != "0.0%"]
@@ -178,10 +171,10 @@ def _idle(simulation: Simulation) -> list[Clause]:
     if not shares:
         return [(whole, 0)]
     parts = f", {shares[0][1]}" if len(shares) == 1 else f": {', '.join(' '.join(share) for share in shares)}"
-    most = max(rates.idle_ns)
-    where = [device for device, time in enumerate(rates.idle_ns) if time == most]
+    longest = max(rates.idle_ns)
+    where = [device for device, time in enumerate(rates.idle_ns) if time == longest]
     name = "device" if len(where) == 1 else "devices"
     clauses: list[Clause] = [(whole + parts, 0)]
-    if most > min(rates.idle_ns):
-        clauses.append((f"; most on {name} {number_ranges(where)}", 2))
+    if longest > min(rates.idle_ns):
+        clauses.append((f"; most on {name} {number_ranges(where)}", 5))
     return clauses

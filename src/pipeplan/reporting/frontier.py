@@ -20,7 +20,7 @@ _DOT, _KNEE, _SIGNS = "o", "X", "123456789abcdefghijklmn"
 
 
 def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
-    """Print a heading, the plot where there is something to see, the table, and notes."""
+    """Print a heading, the plot if there is more than one point, the table, and notes."""
     console = console_for(file)
     counts = sorted({point.num_devices for point in report.points})
     samples = f"{report.samples} sample{'s' if report.samples != 1 else ''}"

@@ -1,4 +1,4 @@
-"""How reports fit into their width: one console, one table, lines that never part a number from its unit.
+"""How reports fit their width: one console, one table, lines that never separate a number from its unit.
 
 What is too wide has words and headings folded, then loses blanks, then stands in several tables: figures stay whole.
 """
@@ -112,11 +112,11 @@ class Column:
 
     @property
     def widest(self) -> int:
-        """Columns that it takes as it is."""
+        """Its width without folding."""
         return max(map(len, (self.title, *self.cells)))
 
     def narrowest(self, most: int) -> int:
-        """Columns that it takes at least: figures whole, words folded, where one is longer than ``most`` inside it."""
+        """Its least width: figures whole, words folded, and split where one is longer than ``most``."""
         heading = max(map(len, _folded(self.title, 1, whole=True)))
         if not self.words:
             return max([heading, *map(len, self.cells)])
@@ -163,7 +163,7 @@ def _groups(columns: Sequence[Column], width: int) -> list[list[Column]]:
 
 
 def _stretched(columns: Sequence[Column], widths: Sequence[int], left: int) -> list[int]:
-    """Widths with what is left over: first to columns of words, then to headings, each as it needs."""
+    """Widths with the spare columns given first to columns of words, then to headings, as each needs."""
     found = list(widths)
     for words in (True, False):
         for index, column in enumerate(columns):

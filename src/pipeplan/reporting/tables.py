@@ -1,4 +1,4 @@
-"""Results as tables: comparisons of schedules, rankings of an auto-tuning, profiles, predicted beside measured."""
+"""Results as tables: comparisons of schedules, rankings of an auto-tuning, profiles, predicted and measured times."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from pipeplan.workload.samples import size_in_words
 
 
 def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None:
-    """Print the table and what there is no row for, to stdout unless ``file`` is given."""
+    """Print the table and notes on what has no row, to stdout unless ``file`` is given."""
     console = console_for(file)
     memory = {limit for limit in comparison.memory_bytes if limit is not None}
     limits = [format_bytes(limit) for limit in sorted(memory)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 from rich.console import RenderableType
@@ -75,23 +75,42 @@ def _shared(workload: Workload) -> list[str]:
     return found
 
 
-def bottleneck(workload: Workload) -> str:
-    """The device with the most work per micro-batch, its stages, and how far it is above the mean, in one line.
+@dataclass(frozen=True, slots=True)
+class Bottleneck:
+    """The device with the most work per micro-batch, in ns, its stages, and how far it is above the mean, as a share.
 
     No schedule takes less time per micro-batch than this device's work.
     """
-    totals = [0] * len(workload.devices)
-    for item, operation in enumerate(workload.operations):
-        for device in workload.resources[item]:
-            totals[device] += operation.duration_ns * workload.slots[item].count
-    work = [total / workload.num_microbatches for total in totals]
-    device = work.index(max(work))
-    stages = [index for index, stage in enumerate(workload.stages) if device in stage.devices]
-    name = "stage" if len(stages) == 1 else "stages"
-    above = max(work) * len(work) / sum(work) - 1
+
+    device: int
+    stages: tuple[int, ...]
+    work_ns: float
+    above: float
+
+    @classmethod
+    def of(cls, workload: Workload) -> Bottleneck:
+        """Of equally busy devices the first."""
+        totals = [0] * len(workload.devices)
+        for item, operation in enumerate(workload.operations):
+            for device in workload.resources[item]:
+                totals[device] += operation.duration_ns * workload.slots[item].count
+        work = [total / workload.num_microbatches for total in totals]
+        device = work.index(max(work))
+        stages = tuple(index for index, stage in enumerate(workload.stages) if device in stage.devices)
+        return cls(device, stages, max(work), max(work) * len(work) / (sum(work) or 1) - 1)
+
+    @property
+    def name(self) -> str:
+        """Its stages in words."""
+        return f"stage{'s' if len(self.stages) > 1 else ''} {number_ranges(self.stages)}"
+
+
+def bottleneck(workload: Workload) -> str:
+    """The bottleneck in one line."""
+    found = Bottleneck.of(workload)
     return (
-        f"bottleneck: {name} {number_ranges(stages)} on device {device}, "
-        f"{format_ns(max(work))} of work per micro-batch, {above:.1%} above the mean of all devices"
+        f"bottleneck: {found.name} on device {found.device}, {format_ns(found.work_ns)} of work per micro-batch, "
+        f"{found.above:.1%} above the mean of all devices"
     )
 
 
@@ -116,7 +135,7 @@ def print_proof(result: Result, file: TextIO | None = None) -> None:
 
 
 def _stage_tables(workload: Workload, width: int) -> list[Table]:
-    """A row for each stage, or for those that are alike but for their devices and the names of their blocks."""
+    """A row for each stage, or for stages that differ only in their devices and the names of their blocks."""
     kinds = {operation.stage: operation.kind for operation in workload.operations}
     stages, works = workload.stages, workload.work_of_stages
     figures = [
@@ -292,7 +311,7 @@ def _time_columns(simulation: Simulation) -> list[Column]:
 
 
 def _memory_columns(simulation: Simulation) -> list[Column]:
-    """Kinds of which there is nothing anywhere are left out, as is the limit where there is none."""
+    """Kinds that are zero everywhere are left out, and so is the limit if there is none."""
     columns = []
     for kind in MEMORY_KINDS:
         values = [memory.parts[kind] for memory in simulation.memory]
@@ -317,7 +336,7 @@ def print_timeline(simulation: Simulation, file: TextIO | None = None) -> None:
 
 
 def _marks(*, ascii_only: bool) -> str:
-    """Filler, idle, and what stands between parts of a timeline."""
+    """The filler, idle and separator characters of a timeline."""
     return "-.:" if ascii_only else "─·┊"
 
 

@@ -1,4 +1,4 @@
-"""Very long runs: a shorter one is scheduled, and a round in its middle runs as often as it takes.
+"""Very long runs: a shorter run is scheduled, and a round in its middle is repeated as often as needed.
 
 What is searched, written and checked so does not grow with the number of micro-batches.
 """

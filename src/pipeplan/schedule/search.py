@@ -1,4 +1,4 @@
-"""The anytime search for a schedule, and what is known without one.
+"""The anytime search for a schedule, and quick first looks without a solver.
 
 There is a valid schedule from the first moment on. Everything after only improves it, until it equals the proved
 bound, the budget is spent, or the user interrupts.
@@ -137,7 +137,7 @@ class _Search:
 
 @dataclass(frozen=True)
 class FirstLook(SearchStep):
-    """Known schedules that take a moment; those that take longer are for a thorough look.
+    """Known schedules that are quick to make; slower ones are for a thorough look.
 
     Of a very long run, the ``lengthened`` best of a shorter one: a part of it is repeated, where times come to repeat
     within ``most_written`` actions, else all of it.
@@ -151,7 +151,7 @@ class FirstLook(SearchStep):
     needed = True
 
 
-MOST_ENTRIES = 50_000
+MOST_ENTRIES = 30_000
 """A first plan's programs have no more entries, computing and messages, than this: one takes some microseconds."""
 
 

@@ -1,4 +1,4 @@
-"""What a search is made of: its steps, what they know (candidates, the best of them, bounds), and what it returns."""
+"""The parts of a search: its steps, its state (candidates, the best of them, bounds), and its result."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ class SearchState:
             self.report("bound")
 
     def report(self, what: str, value: int | None = None, bound: int | None = None) -> None:
-        """Say what is known, or what the solver says it is about to know."""
+        """Report the best and the bound, or what the solver is about to find."""
         if self.progress is not None and self.best is not None:
             best, proved = self.best.makespan, self.bound
             self.progress(what, min(best, value or best), max(proved, bound or proved), self.budget.elapsed)

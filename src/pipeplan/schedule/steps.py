@@ -1,4 +1,4 @@
-"""What a search for a schedule tries, in order: simple schedules, the repetend, parts of the schedule anew.
+"""What a search for a schedule tries, in order: simple schedules, the repetend, then parts of the schedule again.
 
 A step is a frozen dataclass whose fields are its constants; :data:`STEPS` is the order.
 """
@@ -35,7 +35,7 @@ from pipeplan.workload.steady_state.repetend import find_repetend
 
 @dataclass(frozen=True)
 class KnownSchedule(ScheduleStep):
-    """A schedule of the same workload that is known from before: what is found is no longer."""
+    """A known schedule of the same workload; what is found is at least as short."""
 
     name = "known schedule"
     when = "auto; the search goes on from a schedule"
@@ -52,7 +52,7 @@ class KnownSchedule(ScheduleStep):
 
 @dataclass(frozen=True)
 class FirstSchedule(ScheduleStep):
-    """A valid schedule at once: one micro-batch after another; where that does not fit, the slowest pattern.
+    """A valid schedule right away: one micro-batch after another, or where that does not fit, the slowest pattern.
 
     A micro-batch alone needs the least memory, and the pattern may run its branches in any order.
     """

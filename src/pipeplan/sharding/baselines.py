@@ -1,4 +1,4 @@
-"""The planners that TensorOpt compares with, by our costs (sections 2.2 and 5.1).
+"""The planners that TensorOpt compares with, with our costs (sections 2.2 and 5.1).
 
 * *Data parallelism*: every operator splits its samples over all devices.
 * *OptCNN-like*: the least time, whatever it takes in memory. One point.

@@ -1,4 +1,4 @@
-"""What cannot be in the frontier, proved before it is computed: from minima and from its convex hull.
+"""What cannot be in the frontier, proved before it is computed: by minima and by its convex hull.
 
 With weights of memory and time the frontier's operations become sums and minima of numbers, so every cell of every
 table has two: *inside*, the least of its own points, and *outside*, the least that all the rest adds when this cell is
@@ -249,7 +249,7 @@ class Weighing:
 
 @dataclass(frozen=True, slots=True)
 class Corner:
-    """Weightings, and the most that a strategy of use costs in each; the last is that of the gap's line."""
+    """Weightings, and the most that a useful strategy costs in each; the last is that of the gap's line."""
 
     weighings: tuple[Weighing, ...]
     most: tuple[float, ...]

@@ -472,7 +472,7 @@ def cost_model(
 
 
 def _reducible(model: CostModel) -> CostModel:
-    """The model with as much of what is tied, the largest first, as can be looked at exactly."""
+    """The model with as many tied tensors, largest first, as can be treated exactly."""
     while model.tied and not Reducing().exact(model.graph.lowered()):
         model = replace(model, tied=model.tied[:-1], untied=(*model.tied[-1].names, *model.untied))
     return model

@@ -1,4 +1,4 @@
-"""What a strategy is made of, what a stage runs by it, and the stages of a pipeline as cost models.
+"""What a strategy consists of, what a stage runs with it, and the stages of a pipeline as cost models.
 
 Tensors come to a stage whole on every device of its group, and go on so: its first blocks cut what they take and gather
 the gradient that they give, its last ones gather what they give and cut their gradient.

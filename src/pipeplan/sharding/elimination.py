@@ -178,7 +178,7 @@ class ReducedPart:
         return cls(graph, {node.name: np.arange(len(node.configurations)) for node in graph.nodes})
 
     def fewer(self, kept: Mapping[str, IntArray]) -> ReducedPart:
-        """With these configurations of what is left."""
+        """With these configurations of the rest."""
         places = {name: old[kept[name]] for name, old in self.places.items()}
         return ReducedPart(self.graph.restricted(kept), places)
 

@@ -1,4 +1,4 @@
-"""What frontier tracking works on: operators and tensors with their costs, and expressions of tables made of them.
+"""The input of frontier tracking: operators and tensors with their costs, and expressions of tables over them.
 
 Operators have configurations, and lie between tensors (TensorOpt section 2.1). An expression is what is to be computed,
 written down before it is: tables made of tables, identical ones known as such. In one expression every given table

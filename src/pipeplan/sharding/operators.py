@@ -1,4 +1,4 @@
-"""Operators as what can be split, and all their configurations on some devices with what each costs (equation 1).
+"""Operators as units that can be split, and all their configurations on some devices with their costs (equation 1).
 
 An operator is written as its index notation is: a matrix product takes [samples, places, rows] and a weight
 [rows, columns] to [samples, places, columns]. From that follows what a split costs beside computing:

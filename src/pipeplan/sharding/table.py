@@ -84,7 +84,7 @@ class Table:
         return np.repeat(np.arange(self.rows * self.columns), np.diff(self.starts))
 
     def cell_of(self, point: int) -> int:
-        """The cell that a point lies in, counted row by row."""
+        """The cell of a point, counted row by row."""
         return int(np.searchsorted(self.starts, point, side="right")) - 1
 
 

@@ -1,4 +1,4 @@
-"""What no schedule can beat: lower bounds on the period and on the makespan, each a short proof.
+"""Lower bounds on the period and on the makespan that no schedule can beat, each with a short proof.
 
 Of the makespan there are two: the *weak* bound is by only work and dependencies, for every workload; the *strong* one
 also knows memory and the order of micro-batches, for workloads in which all are alike.

@@ -1,4 +1,4 @@
-"""What a workload is made of: devices, stages, operations, and what waits for what.
+"""The elements of a workload: devices, stages, operations, and what waits for what.
 
 Plain frozen objects that searches make and copy by the thousand; a plan's file has the same ones. Annotations say what
 a field may hold, in annotated-types' terms and in the protocol by which pydantic asks annotations, without needing it.

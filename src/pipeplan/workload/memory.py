@@ -1,4 +1,4 @@
-"""What devices hold beyond state while actions run, and whether there is room for more.
+"""What devices hold besides state while actions run, and whether there is room for more.
 
 An action allocates its holds when it starts; each is freed when the last of its targets ends. Workspace is held while
 the action runs. :class:`MemoryState` follows starts and ends in time. Where all that holds memory on a device runs

@@ -1,4 +1,4 @@
-"""Workload: everything there is to run in one iteration, before anybody says when.
+"""Workload: everything that runs in one iteration, before a schedule says when.
 
 A plan is a workload with a schedule. Planners take a workload, simulation replays one in a given order.
 

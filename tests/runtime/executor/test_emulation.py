@@ -35,6 +35,12 @@ COSTS = ShapeCosts(forward_ns=2 * MS, backward_ns=4 * MS, shared_forward_ns=MS, 
 SPLIT = ShapeCosts(forward_ns=2 * MS, input_grad_ns=2 * MS, weight_grad_ns=2 * MS)
 SHAPES = ["v", "x", "m", "mllm", "nn", "k", "circular", "zbv"]
 BLOCKS = [("b0", "b1"), ("b2",), ("b3",), ("b4", "end")]
+BLOCKING = ("v", "k", "parts", "shards and replicas", "messages wait for their link")
+PLANS = (
+    *SHAPES,
+    *("one device", "sizes", "replicas", "parts", "shards and replicas"),
+    *("messages wait for their link", "gradients are summed"),
+)
 
 
 @functools.cache
@@ -50,6 +56,7 @@ def plans() -> dict[str, Plan]:
         check(plan).require(name)
     found["messages wait for their link"] = with_busy_links(chain(3))
     found["gradients are summed"] = with_sums(chain(2))
+    assert tuple(found) == PLANS
     return {name: four_devices(plan) for name, plan in found.items()}
 
 
@@ -113,12 +120,14 @@ def hop(source: int, target: int) -> Hop:
     return Hop(source_device=source, target_device=target, bytes=100)
 
 
+@functools.cache
 def cases() -> dict[str, Case]:
-    """Each plan twice: with transfers beside computing, and with blocking ones."""
-    options = RunOptions(num_steps=2, trace=True, stretch=1.0, timeout_ns=20_000_000_000)
-    blocking = RunOptions(num_steps=1, trace=True, blocking=True, stretch=1.0, timeout_ns=20_000_000_000)
-    found = {f"{name} beside": (plan, options) for name, plan in plans().items()}
-    return found | {f"{name} blocking": (plan, blocking) for name, plan in plans().items()}
+    """Each plan with transfers beside computing, for two steps where it also runs with blocking ones."""
+    options = RunOptions(trace=True, stretch=1.0, timeout_ns=20_000_000_000)
+    once, twice = (replace(options, num_steps=num_steps) for num_steps in (1, 2))
+    found = {f"{name} beside": (plan, twice if name in BLOCKING else once) for name, plan in plans().items()}
+    blocking = replace(once, blocking=True)
+    return found | {f"{name} blocking": (plans()[name], blocking) for name in BLOCKING}
 
 
 @pytest.fixture(scope="module")
@@ -135,12 +144,13 @@ def test_an_iteration_ends_when_the_last_rank_has_summed() -> None:
     assert iteration_of([extent(actions), extent([(0, 5, 30)], 65)]) == 60
 
 
-@pytest.mark.parametrize("transfers", ["beside", "blocking"])
-@pytest.mark.parametrize("name", plans())
+@pytest.mark.parametrize(
+    ("name", "transfers"), [*((name, "beside") for name in PLANS), *((name, "blocking") for name in BLOCKING)]
+)
 def test_nothing_begins_before_the_plan_allows_it(name: str, transfers: str, results: dict[str, RunResult]) -> None:
-    plan, result = plans()[name], results[f"{name} {transfers}"]
+    (plan, options), result = cases()[f"{name} {transfers}"], results[f"{name} {transfers}"]
     simulation = simulate(plan)
-    assert len(result.timeline) == len(result.steps) == (2 if transfers == "beside" else 1)
+    assert len(result.timeline) == len(result.steps) == options.num_steps
     for step, ranks in zip(result.steps, result.timeline, strict=True):
         assert math.isnan(step.loss)
         assert step.iteration_ns >= simulation.iteration_ns

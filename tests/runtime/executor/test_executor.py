@@ -29,6 +29,7 @@ from runtime_support.plans import (
 from support.marks import asked_for, slow_but
 
 BRANCH_CUTS = [("a",), ("left",), ("right", "right2"), ("join",), ("side", "end")]
+SLOW = ("recompute full", "circular full", "v-shape split")
 BRANCH_DEVICES = {"apart": [0, 1, 2, 3, 1], "two on a device": [0, 1, 0, 2, 2], "one device": [0, 0, 0, 0, 0]}
 
 
@@ -42,9 +43,9 @@ def cases() -> dict[str, Case]:
         for placement, devices in PLACEMENTS.items():
             found[f"{placement} {kind}"] = (model_plan(tiny, devices, split=split, full_names=split), options)
         found[f"recompute {kind}"] = (model_plan(tiny, [0, 1, 2, 3], split=split, recompute=True), options)
-        for where, devices in BRANCH_DEVICES.items():
-            plan = four_devices(model_plan(branches, devices, cuts=BRANCH_CUTS, split=split))
-            found[f"branches {where} {kind}"] = (plan, replace(options, model="branches"))
+    for number, (where, devices) in enumerate(BRANCH_DEVICES.items()):
+        plan = four_devices(model_plan(branches, devices, cuts=BRANCH_CUTS, split=number % 2 == 1))
+        found[f"branches {where}"] = (plan, replace(options, model="branches"))
     many = model_plan(branches, [0, 1, 2, 3, 1], cuts=BRANCH_CUTS, num_microbatches=24, orders=gpipe_orders)
     found["more messages than may be unfinished"] = (many, replace(options, model="branches"))
     found["blocking transfers"] = (many, replace(options, model="branches", blocking=True))
@@ -77,7 +78,7 @@ def reports(request: pytest.FixtureRequest) -> Reports:
     return reports_of({**asked_for(request, cases()), **refused()})
 
 
-@slow_but("name", cases(), lambda name: not name.startswith("branches") and name != "recompute full")
+@slow_but("name", cases(), lambda name: not name.startswith("branches") and name not in SLOW)
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     plan, options = cases()[name]
     model = runtime_models.branches() if options.model == "branches" else load_model(options.model)

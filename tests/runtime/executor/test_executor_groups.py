@@ -17,7 +17,6 @@ from pipeplan.runtime.profiling.build_profile import block_graph_of
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.kinds import PARAMETERS
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, profile_of, reports_of
-from support.marks import asked_for, slow_but
 
 BRANCHES, CHAIN, TINY = "runtime_support.models:branches", "runtime_support.models:chain", "gpt2-tiny"
 CUTS = {
@@ -46,34 +45,33 @@ PARTS: dict[str, tuple[list[tuple[int, ...]], list[int]]] = {
     "parts of replicas": ([(0, 1), (1, 2), (2,), (3, 0)], [2, 1, 2, 0]),
 }
 
+NAMES = [*GROUPS, *PARTS, "first and last on one device", "down and up"]
+
 
 @functools.cache
 def cases() -> dict[str, Case]:
-    """Plans with full and split backward, and how they train."""
+    """Plans, every other one with split backward, and how they train."""
     options = replace(TRAINING, model=TINY)
     found: dict[str, Case] = {}
-    for split in (False, True):
-        kind = "split" if split else "full"
-        for name, (model, groups) in GROUPS.items():
-            plan = placed_plan(load_model(model), stages_of(model, groups), num_microbatches=6, split=split)
-            found[f"{name} {kind}"] = plan, replace(options, model=model)
-        for name, (devices, parted) in PARTS.items():
-            stages = [
-                stage.model_copy(update={"num_parted": count})
-                for stage, count in zip(stages_of(CHAIN, [(group, 4) for group in devices]), parted, strict=True)
-            ]
-            plan = placed_plan(load_model(CHAIN), stages, num_microbatches=4, microbatch_size=4, split=split)
-            found[f"{name} {kind}"] = plan, replace(options, model=CHAIN)
-        found[f"first and last on one device {kind}"] = first_and_last(split=split), options
-        plan = placed_plan(load_model(TINY), down_and_up(), num_microbatches=6, num_routes=2, split=split)
-        found[f"down and up {kind}"] = plan, options
+    for number, (name, (model, groups)) in enumerate(GROUPS.items()):
+        split = number % 2 == 1
+        plan = placed_plan(load_model(model), stages_of(model, groups), num_microbatches=6, split=split)
+        found[name] = plan, replace(options, model=model)
+    for number, (name, (devices, parted)) in enumerate(PARTS.items()):
+        stages = [
+            stage.model_copy(update={"num_parted": count})
+            for stage, count in zip(stages_of(CHAIN, [(group, 4) for group in devices]), parted, strict=True)
+        ]
+        split = number % 2 == 0
+        plan = placed_plan(load_model(CHAIN), stages, num_microbatches=4, microbatch_size=4, split=split)
+        found[name] = plan, replace(options, model=CHAIN)
+    found["first and last on one device"] = first_and_last(), options
+    plan = placed_plan(load_model(TINY), down_and_up(), num_microbatches=6, num_routes=2)
+    found["down and up"] = plan, options
     return found
 
 
-FULL = ("down and up full", "two, one, two replicas full", "first and last on one device full")
-
-
-def first_and_last(*, split: bool) -> Plan:
+def first_and_last() -> Plan:
     """Embedding and head, which share a table, on device 0 and replicas of both beside it; with the model's bytes."""
     model = load_model(TINY)
     sized = block_graph_of(model, torch.float32)
@@ -85,7 +83,7 @@ def first_and_last(*, split: bool) -> Plan:
     groups = [(ids[:3], (0, 1)), (ids[3:6], (2,)), (ids[6:8], (3,)), (ids[8:], (3, 0))]
     stages = [PlacedStage(blocks=tuple(own), devices=on, replicas=len(on)) for own, on in groups]
     profile = made.model_copy(update={"blocks": blocks, "tied": tied})
-    return placed_plan(model, stages, num_microbatches=4, split=split, profile=profile)
+    return placed_plan(model, stages, num_microbatches=4, split=True, profile=profile)
 
 
 def stages_of(model: str, groups: list[Group]) -> list[PlacedStage]:
@@ -108,19 +106,19 @@ def down_and_up() -> list[PlacedStage]:
 
 
 @pytest.fixture(scope="module")
-def reports(request: pytest.FixtureRequest) -> Reports:
+def reports() -> Reports:
     """[case][rank] what 4 real processes report, started once for all cases."""
-    return reports_of(asked_for(request, cases()))
+    return reports_of(cases())
 
 
-@slow_but("name", cases(), lambda name: name.endswith("split") or name in FULL)
+@pytest.mark.parametrize("name", NAMES)
 def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
     _, options = cases()[name]
     model: Model = load_model(options.model)
     assert_as_unsplit(model, options, reports[name])
 
 
-@slow_but("name", cases(), lambda name: name.endswith("split") or name in FULL)
+@pytest.mark.parametrize("name", NAMES)
 def test_check_accepts_it_and_its_trace_has_all_of_the_programs(name: str) -> None:
     plan, _ = cases()[name]
     check(plan).require(name)
@@ -131,19 +129,17 @@ def test_check_accepts_it_and_its_trace_has_all_of_the_programs(name: str) -> No
 def test_parameters_have_copies(reports: Reports) -> None:
     """Otherwise nothing above would have summed gradients of copies; a tied one stands twice on a rank that has one."""
     holders = {
-        rank for rank, report in reports["down and up full"].items() if "embedding.token.weight" in report["parameters"]
+        rank for rank, report in reports["down and up"].items() if "embedding.token.weight" in report["parameters"]
     }
     assert holders == {0, 3}
     tied = {"b0.layers.0.weight", "b4.layers.0.weight"}
-    both = [
-        rank for rank, report in reports["two, one, two replicas full"].items() if tied <= set(report["parameters"])
-    ]
+    both = [rank for rank, report in reports["two, one, two replicas"].items() if tied <= set(report["parameters"])]
     assert both == [0]
 
 
 def test_ranks_hold_what_the_plan_says(reports: Reports) -> None:
     """Rank 0 has embedding and head, and their table once; ranks 1 and 3 have a copy each."""
-    name = "first and last on one device full"
+    name = "first and last on one device"
     plan, _ = cases()[name]
     (table,) = plan.tied
     assert table.stages == (0, 3)
@@ -154,7 +150,7 @@ def test_ranks_hold_what_the_plan_says(reports: Reports) -> None:
 
 
 def test_parts_and_whole_micro_batches_are_sent_together() -> None:
-    plan, _ = cases()["two in parts full"]
+    plan, _ = cases()["two in parts"]
     texts = set(plan.programs[2])
     assert {"2F1.0", "2F1.1", "2SEND_F1", "2SEND_F0.0"} <= texts
     assert "2SEND_F0" not in texts

@@ -11,7 +11,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import permutations
 from pathlib import Path
 from unittest.mock import patch
@@ -68,9 +67,7 @@ def split_plan() -> Plan:
     return placed_plan(model, stages, num_microbatches=4, microbatch_size=1)
 
 
-def failure_of(
-    model: str, num_devices: int, timeout_s: float = NO_END, plan: Plan | None = None, *, warm: bool = True
-) -> PipeplanError:
+def failure_of(model: str, num_devices: int, timeout_s: float = NO_END, plan: Plan | None = None) -> PipeplanError:
     """How a run ends; without a timeout it ends by itself, or the test does not."""
     options = TrainOptions(
         f"{MODELS}:{model}",
@@ -79,7 +76,7 @@ def failure_of(
         timeout_ns=round(timeout_s * SECOND),
         num_threads=1,
     )
-    with warm_ranks() if warm else nullcontext(), pytest.raises(PipeplanError) as caught:
+    with warm_ranks(), pytest.raises(PipeplanError) as caught:
         run_local(TRAIN, plan or plan_on(num_devices), options, lambda _: None)
     return caught.value
 
@@ -98,7 +95,7 @@ WHERE = r"in 1F1 \(step 1, program counter \d+ of \d+\)"
 def test_death_and_exceptions(
     model: str, num_devices: int, told: str, mark: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    error = failure_of(model, num_devices, warm=model != "killed")
+    error = failure_of(model, num_devices)
     assert isinstance(error, ExecutionError)
     assert re.match(told, str(error)), str(error)
     output = capfd.readouterr()
@@ -159,9 +156,8 @@ def test_another_model_is_refused_once(mark: str, capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err == ""
 
 
-@slow_but(
-    "sent, status", [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)], lambda case: case[0] == signal.SIGINT
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_ranks_die_with_their_parent(sent: int, status: int, mark: str, tmp_path: Path) -> None:
     """Also when it is killed, which it cannot notice; ``test_pauses`` has that with ranks that start in a moment."""
     path = tmp_path / "plan.json"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ipaddress
 import os
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
-from pipeplan.errors import ExecutionError
+from pipeplan.errors import ExecutionError, FileError
 from pipeplan.runtime.launch import loopback
 from pipeplan.runtime.launch.job import Report
 from pipeplan.runtime.launch.local import _Ranks, watch_local
@@ -50,6 +51,19 @@ def test_nobody_else_can_open_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) 
         folder = os.path.dirname(ranks._path_of(ranks._unnamed_file(b"")))
         assert os.stat(folder).st_mode & 0o077 == 0
     assert not os.path.exists(folder)
+
+
+def test_a_disk_without_room_does_not_end_ranks_that_have_met() -> None:
+    with warm_ranks():
+        work = "runtime_support.listening_rank:full_job"
+        watch_local(work, [("0F0",)] * NUM_RANKS, {}, 60 * 10**9, lambda *_: None)
+
+
+def test_no_room_for_what_ranks_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.TemporaryFile", MagicMock(side_effect=OSError(28, "No space left on device")))
+    told = r"what ranks are given cannot be written there: No space left on device; make room, or .* TMPDIR"
+    with pytest.raises(FileError, match=told):
+        watch_local("", [()], {}, 1, lambda *_: None)
 
 
 def test_interfaces_that_the_user_names_are_kept() -> None:

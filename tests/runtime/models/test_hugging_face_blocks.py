@@ -16,6 +16,7 @@ from pipeplan.runtime.models.shapes import shaped_blocks
 from pipeplan.runtime.models.spec import Grain, Model
 from pipeplan.runtime.profiling.build_profile import block_graph_of
 from runtime_support.hugging_face import (
+    ALIKE,
     ARGUMENTS,
     LAYERS,
     NAMES,
@@ -33,8 +34,9 @@ from support.marks import slow_but
 
 @slow_but(
     "name, grain",
-    [(name, grain) for name in NAMES for grain in ("layer", "half", "operator")],
-    lambda case: case[1] == "half" or case[0] == "gpt2",
+    [(name, "half") for name in NAMES]
+    + [(name, grain) for name in ("gpt2", "mixtral", "t5", "flava") for grain in ("layer", "operator")],
+    lambda case: case[0] == "gpt2" or (case[1] == "half" and case[0] not in ALIKE),
 )
 def test_blocks_run_in_one_piece_are_the_model(name: str, grain: Grain) -> None:
     """Output and the gradients of all parameters, for a number of samples that was not exported."""
@@ -70,7 +72,7 @@ def summed_gradients(found: LoadedModel, model: Model, modules: Mapping[str, nn.
     return summed
 
 
-@pytest.mark.parametrize("name", NAMES)
+@slow_but("name", NAMES, lambda name: name not in ALIKE)
 def test_half_layers_are_recognised(name: str) -> None:
     counts = Counter(block.operator for block in captured(name, "half").blocks)
     layers = LAYERS * (2 if name in ("t5", "mt5") else TOWERS.get(name, 1))
@@ -85,8 +87,8 @@ def test_half_layers_are_recognised(name: str) -> None:
 
 @slow_but(
     "name, grain",
-    [(name, grain) for name in NAMES for grain in ("layer", "half")],
-    lambda case: case[1] == "half" or case[0] == "gpt2",
+    [(name, "half") for name in NAMES] + [(name, "layer") for name in ("gpt2", "mixtral", "t5", "flava")],
+    lambda case: case[0] == "gpt2" or (case[1] == "half" and case[0] not in ALIKE),
 )
 def test_blocks_give_one_tensor_each(name: str, grain: Grain) -> None:
     """As a plan that runs must have it; T5's position bias, which is for all layers, is a block of its own."""

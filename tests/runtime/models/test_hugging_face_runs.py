@@ -1,6 +1,6 @@
 """Hugging Face configurations train with plans as transformers' own models would, in fp64 to 1e-9.
 
-GPT-2's ranks always run, as threads; those of all four are real processes with the slow tests.
+Ranks are threads, GPT-2's always; with the slow tests T5's are real processes, too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.hugging_face import ARGUMENTS, SEQUENCE, batch_for, captured, eager_experts, text
 from runtime_support.hugging_face import whole as original
-from runtime_support.plans import Case, Reports, assert_as_unsplit, model_plan, reports_of
+from runtime_support.plans import Case, assert_as_unsplit, model_plan, reports_of
 from runtime_support.threads import require_equal_to_unsplit, run_in_threads
-from support.marks import asked_for, slow_but
+from support.marks import slow_but
 
 NAMES = ["gpt2", "llama", "bert", "t5"]
 SEED = 3
@@ -46,37 +46,28 @@ def case(name: str) -> Case:
     return model_plan(model_of(name), devices, num_microbatches=3, split=split, recompute=recompute), options
 
 
-@pytest.fixture(scope="module")
-def reports(request: pytest.FixtureRequest) -> Reports:
-    return reports_of({name: case(name) for name in asked_for(request, dict.fromkeys(NAMES))})
-
-
-def test_threads_equal_an_unsplit_run() -> None:
-    require_equal_to_unsplit(model_of("gpt2"), case("gpt2")[0])
+@slow_but("name", NAMES, lambda name: name == "gpt2")
+def test_threads_equal_an_unsplit_run(name: str) -> None:
+    require_equal_to_unsplit(model_of(name), case(name)[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
-    assert_as_unsplit(model_of(name), case(name)[1], reports[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_equals_transformers_own_model(name: str, reports: Reports) -> None:
-    """Before the first update: the loss of the model in one piece."""
-    plan, _ = case(name)
-    whole = load(text(name), sequence=SEQUENCE, seed=SEED)
+def test_real_ranks_equal_an_unsplit_run_and_transformers_own_model() -> None:
+    """The latter before the first update: the loss of the model in one piece."""
+    plan, options = case("t5")
+    reports = reports_of({"t5": (plan, options)})["t5"]
+    assert_as_unsplit(model_of("t5"), options, reports)
+    whole = load(text("t5"), sequence=SEQUENCE, seed=SEED)
     batch = whole.batch(plan.mini_batch, 0, SEED)
     loss = float(whole.module.double()(**batch).detach()) / whole.predictions(batch)
-    for report in reports[name].values():
+    for report in reports.values():
         assert report["losses"][0] == pytest.approx(loss, rel=1e-9)
 
 
 QUICK = ("gpt2", "mixtral", "flava")
 
 
-@slow_but("name", ["gpt2", "mistral", "mixtral", "qwen2", "qwen3", "flava", "mt5"], QUICK.__contains__)
+@slow_but("name", ["gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "bert", "flava", "mt5"], QUICK.__contains__)
 def test_threads_give_transformers_loss(name: str) -> None:
     """All ranks in this process. CLIP's loss is one of whole micro-batches."""
     model, whole = captured(name, "half"), original(name)

@@ -17,6 +17,7 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.models.huggingface import LoadedModel, load
 from pipeplan.runtime.models.huggingface.families import share_of
 from runtime_support.hugging_face import (
+    ALIKE,
     HIDDEN,
     NAMES,
     SEQUENCE,
@@ -115,7 +116,10 @@ def no_grad(work: Callable[[nn.Module], Tensor], share: nn.Module) -> Tensor:
         return work(share)
 
 
-@slow_but("name", NAMES, lambda name: name in ("gpt2", "llama"))
+UNLIKE = [name for name in NAMES if name not in ALIKE]
+
+
+@slow_but("name", UNLIKE, lambda name: name in ("gpt2", "llama"))
 def test_a_share_has_the_same_blocks_and_edges(name: str) -> None:
     model, share = captured(name, "half"), captured(name, "half", 2)
     assert [block.id for block in share.blocks] == [block.id for block in model.blocks]
@@ -133,7 +137,7 @@ def test_one_device_needs_no_others() -> None:
 HIDDEN_BYTES = SEQUENCE * HIDDEN * 4
 
 
-@slow_but("name", [each for each in NAMES if each not in TOWERS], lambda name: name in ("bert", "gpt2", "llama", "t5"))
+@slow_but("name", [each for each in UNLIKE if each not in TOWERS], lambda name: name in ("gpt2", "llama"))
 def test_collectives_of_half_layers(name: str) -> None:
     reduced = {"F": HIDDEN_BYTES, "I": HIDDEN_BYTES}
     for block in captured(name, "half", 2).blocks:

@@ -204,7 +204,6 @@ def test_a_rank_that_breaks_is_named_with_its_operation(
     assert [curve.operation for curve in read_cluster(path).measured] == ["send"]
 
 
-@pytest.mark.slow
 def test_an_interruption_keeps_whole_curves() -> None:
     kept: list[Cluster] = []
 
@@ -212,7 +211,7 @@ def test_an_interruption_keeps_whole_curves() -> None:
         if point.operation == "all_reduce" and point.num_devices == 3:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with warm_ranks(), pytest.raises(KeyboardInterrupt):
         measure_local(3, FEW, on_point=interrupt, keep=kept.append)
     assert [(curve.operation, curve.num_devices) for curve in kept[-1].measured] == [("send", 2), ("all_reduce", 2)]
     assert parse(to_json(kept[-1]), Cluster) == kept[-1]
@@ -238,6 +237,7 @@ def torchrun(output: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_torchrun_writes_on_rank_0(tmp_path: Path) -> None:
     ended = torchrun(tmp_path / "cluster.json")
     assert ended.returncode == 0, ended.stderr

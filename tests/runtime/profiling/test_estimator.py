@@ -94,14 +94,14 @@ MODELS: dict[str, Callable[[], Model]] = {
     "images": lambda: chain("attention", "images"),
     "gpt2-tiny": lambda: load_model("gpt2-tiny"),
     "mt5": lambda: load_model(
-        "MT5Config(d_model=32, num_layers=2, num_heads=2, d_kv=16, d_ff=64, vocab_size=64)", sequence=8
+        "MT5Config(d_model=32, num_layers=1, num_heads=2, d_kv=16, d_ff=64, vocab_size=64)", sequence=8
     ),
 }
 
 
 @slow_but(
     "name, dtype",
-    [(name, dtype) for dtype in (torch.float32, torch.bfloat16) for name in MODELS],
+    [(name, torch.float32) for name in MODELS] + [(name, torch.bfloat16) for name in MODELS if name != "mt5"],
     lambda case: case[0] not in ("mt5", "gpt2-tiny"),
     ids=lambda value: str(value).removeprefix("torch."),
 )
@@ -252,11 +252,10 @@ def total(profile: Profile, size: int) -> int:
     return sum(row.forward_ns + (row.backward_ns or 0) for row in rows)
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", pytest.param("gpt2-345m", marks=pytest.mark.slow)])  # 12 s
-def test_one_measured_size_tells_the_others(name: str) -> None:
+def test_one_measured_size_tells_the_others() -> None:
     """The shipped profiles are measured: nothing here depends on this machine."""
-    measured = read_profile(str(ROOT / "profiles" / f"{name}-cpu.json"))
-    told = estimate(load_model(name), (1, 2, 4), device=device_preset("cpu"), calibration=only(measured, 2))
+    measured = read_profile(str(ROOT / "profiles" / "gpt2-124m-cpu.json"))
+    told = estimate(load_model("gpt2-124m"), (1, 2, 4), device=device_preset("cpu"), calibration=only(measured, 2))
     assert total(told, 2) == pytest.approx(total(measured, 2), rel=1e-3)
     for size in (1, 4):
         assert total(told, size) == pytest.approx(total(measured, size), rel=0.15)

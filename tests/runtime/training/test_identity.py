@@ -73,13 +73,27 @@ def test_the_same_goes_on_wherever_and_however_long(tmp_path: Path) -> None:
     [
         ({"sequence": 8}, "was trained without --sequence, and this run is with --sequence 8; resume with the same"),
         ({"seed": 4}, "was trained with --seed 0, and this run is with --seed 4"),
+        ({"optimizer": "sgd"}, "was trained with --optimizer adamw, and this run is with --optimizer sgd"),
+        ({"dtype": "float64"}, "was trained with --dtype float32, and this run is with --dtype float64"),
+        (
+            {"lr_schedule": "cosine"},
+            "was trained with --lr-schedule constant, and this run is with --lr-schedule cosine",
+        ),
+        ({"lr_steps": 8}, "was trained with --lr-steps 5, and this run is with --lr-steps 8"),
         ({"clip_norm": 1.0}, "was trained without --clip-norm, and this run is with --clip-norm 1.0"),
         ({"data": "builtin"}, "was trained without --data, and this run is with --data builtin (6158 samples, 9"),
     ],
 )
 def test_flags_are_refused_in_the_users_words(changed: dict[str, Any], told: str) -> None:
     options = TrainOptions("gpt2-tiny")
+    if "lr_steps" in changed:
+        options = replace(options, lr_schedule="cosine", lr_steps=5)
     assert f"{WHERE} {told}" in refusal(facts(options), facts(replace(options, **changed)))
+
+
+def test_another_mini_batch() -> None:
+    eight, ten = (identity_of(load_model("gpt2-tiny"), TrainOptions("gpt2-tiny"), mini_batch=size) for size in (8, 10))
+    assert "was trained with --mini-batch 8, and this run is with --mini-batch 10" in refusal(eight, ten)
 
 
 def test_other_heads_of_a_configuration() -> None:

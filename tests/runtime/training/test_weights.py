@@ -141,6 +141,7 @@ def test_names_are_those_of_transformers(name: str) -> None:
     known = {id(state[key]) for key in names.forms}
     assert known == {id(tensor) for tensor in state.values()}
     assert {*names.forms, *names.aliases} == {*state}
+    assert {*names.forms} == {name for name, _ in module.named_parameters()}, "of several the first, as transformers do"
     assert all(names.forms[key].shape == tuple(state[key].shape) for key in names.forms)
 
 

@@ -1,4 +1,4 @@
-"""Cuts for devices that run several stages: level what the *devices* do, and keep stages short.
+"""Cuts for devices that run several stages: balance the *devices*, and keep stages short.
 
 A run of four micro-batches for each of D devices takes about ``4 * D * busiest device + (D - 1) * longest stage``: what
 the busiest device does, and the way through the pipeline there and back, which interleaving shortens by making stages
@@ -84,7 +84,7 @@ def _lengths(chain: Chain, below: int) -> list[int]:
 
 
 def least_busiest(chain: Chain, below: int, longest: int, steps: Iterator[int]) -> tuple[int, ...] | None:
-    """Cuts that fit and whose busiest device is as little busy as can be, if that is less than ``below`` ns.
+    """Cuts that fit and minimise the work of the busiest device, if that is below ``below`` ns.
 
     No stage takes more than ``longest`` ns. None if there are none, or if finding them takes more than ``steps``.
     """

@@ -1,4 +1,4 @@
-"""Parts of a graph made one where they are equal, and the fewest devices that parts can do with in a given time.
+"""Equal parts of a graph joined into one, and the fewest devices that parts need in a given time.
 
 What is solved once for parts with equal loads and equal structure holds for all of them. A *run* is children
 begin..end-1 of a series as one stage.

@@ -89,7 +89,7 @@ class Context:
         return tuple(block for block, ranks in self.takers.items() if self.rank in ranks)
 
     def brought(self) -> dict[str, Tensor]:
-        """The wanted outputs, whole, moved from where they are: for all ranks of the custom op to call at once."""
+        """The requested outputs, whole, moved from where they are; all ranks of the custom op call this together."""
         made = {}
         for block, takers in self.takers.items():
             for taker in takers:

@@ -47,10 +47,10 @@ from pipeplan.workload.elements import Hop
 
 _CPU = torch.device("cpu")
 _CLOSE, _AIM = 0.03, 0.02
-"""Parts of the predicted time: how much more a step may take, and what is aimed at where it takes more."""
+"""Shares of the predicted time: how much longer a step may take, and the target where it takes longer."""
 
 _BARE_STEPS, _TRIALS = 4, 3
-"""Steps whose actions take no time, of which the first warms up, and then such as take their time."""
+"""Steps whose actions take no time, the first of them as warm-up, and then steps that take their time."""
 
 _TRIED_COPIES = 1_000
 """Of a loop's round, in such steps."""
@@ -332,7 +332,7 @@ class EmulatedChannels(Channels):
         self._pace.until(self._carried(step))
 
     def _carried(self, step: ProgramStep) -> int:
-        """When a message has arrived whose two ends have come to it now."""
+        """When a message arrives whose two ends have both reached it now."""
         return self._pace.now() + self._pace.stretched(_hop(self._hops, self._program.rank, step).duration_ns)
 
 

@@ -1,4 +1,4 @@
-"""What ranks exchange beside messages: those that run an action together, and all ranks of a run.
+"""What ranks exchange besides messages: those that run an action together, and all ranks of a run.
 
 There is one process group for each set of ranks that split blocks, or run a custom op, together. An action of several
 devices stands in all their programs, in an order that cannot deadlock, so their exchanges meet. All ranks share one
@@ -26,7 +26,7 @@ from pipeplan.runtime.parallel.sharding import WHOLE, Shards
 
 
 class ProcessGroups:
-    """What one rank exchanges with those that have other shares of its blocks, or run its actions with it.
+    """What one rank exchanges with ranks that have other shares of its blocks or run its actions with it.
 
     ``lines`` are sets of ranks, the same on every rank. Modules can be made before :meth:`connect`, but not run.
     """

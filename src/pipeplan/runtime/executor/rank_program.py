@@ -410,6 +410,6 @@ def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
 
 
 def _holders(plan: Plan) -> tuple[tuple[Share, int], ...]:
-    """All shares, each with its ranks; whole blocks stand on a rank once, however many stages have them there."""
+    """All shares, each with its ranks; a whole block counts once on a rank, however many of its stages have it."""
     found = ((share, rank) for stage in plan.stages for rank in stage.devices for share in _shares_of(stage, rank))
     return tuple(dict.fromkeys(found))

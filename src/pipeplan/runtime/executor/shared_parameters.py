@@ -1,4 +1,4 @@
-"""Parameters that exist more than once: in blocks that share one, in replicas of a stage, on several routes, as shares.
+"""Parameters with several copies: in blocks that share one, replicas of a stage, several routes, and shares.
 
 Blocks of one rank that share a parameter, such as GPT-2's token embedding and head, get one and the same, so their
 gradients add by themselves. Between ranks every holder has a copy; after a step's programs the copies' gradients are

@@ -190,12 +190,12 @@ class StageRunner:
         return not self._held and not self._queues
 
     def take_loss(self) -> Tensor | None:
-        """The scaled loss of the micro-batches since the last call; None if there is none or another rank counts it."""
+        """The scaled loss of the micro-batches since the last call; None if there is none or another rank has it."""
         loss, self.loss = self.loss, None
         return loss
 
     def _returned(self) -> set[str]:
-        """Blocks to whose stages the plan brings gradients back."""
+        """Blocks whose stages get gradients back by the plan."""
         return {name for source in self.part.returns for name in self.part.inputs[source]}
 
     def _call(self, block: str, values: _Values, own: Numbers, samples: MiniBatch) -> Tensor:

@@ -1,4 +1,4 @@
-"""A rank's tensors: cut among the devices of a stage, and kept by sample between stages.
+"""A rank's tensors: divided among the devices of a stage, and kept by sample between stages.
 
 A block of a configuration takes its inputs cut along an axis of its mesh, or whole on every device, and gives its
 output so. Where the next block takes it otherwise, what differs is gathered over the devices, and cut again, which

@@ -1,4 +1,4 @@
-"""What a rank does before it imports torch, which takes seconds: it learns who it is, and ends when its parent does."""
+"""What a rank does before it imports torch, which takes seconds: learn its rank, and exit when its parent does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's job, in a form that travels between processes as JSON: what is asked of it and what it answers.
+"""A rank's job and its answer, in a form that travels between processes as JSON.
 
 Needs no torch: the parent of local ranks and the command line use it.
 """
@@ -15,7 +15,6 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import TypeAdapter
 
-from pipeplan.errors import UsageError
 from pipeplan.files import Plan, parse
 from pipeplan.runtime.launch.status import Progress
 
@@ -53,8 +52,6 @@ class RunOptions:
 
     def require_consistent(self) -> None:
         """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
-        if self.num_steps == 0:
-            raise UsageError("--steps 0 does nothing without --export-weights FILE; give at least 1")
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; ``RunOptions(**...)``, or the class that they are of, reads them back."""
@@ -90,8 +87,8 @@ class RunResult:
     ``peak_memory_bytes`` [rank] is what the allocator held at most (CUDA), or the most resident memory of the
     process, interpreter and libraries included (CPU). ``timeline`` [step][rank] has the actions of a step as
     (program counter, start, end) in ns from the step's first start, if they were asked for. An emulated run's steps
-    took ``stretch`` times what the plan says; its timeline is in the plan's time again. ``unwritten`` says why weights
-    are not where they were to be written, if they are not.
+    took ``stretch`` times what the plan says; its timeline is in the plan's time again. ``unwritten`` says why
+    weights are not where they should be, if they are not.
     """
 
     steps: tuple[StepResult, ...]

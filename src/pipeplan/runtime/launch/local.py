@@ -1,4 +1,4 @@
-"""Start one process per device on this machine, watch them, and leave none behind.
+"""Start one process per device on this machine, watch them, and leave none running.
 
 Needs no torch: the ranks import it, the parent only listens. A rank learns who it is from one line on its
 standard input, which then stays open (it ends when the parent dies), and reports on a pipe of its own, one JSON
@@ -28,7 +28,7 @@ from typing import IO
 
 from pydantic import TypeAdapter
 
-from pipeplan.errors import ExecutionError, PipeplanError
+from pipeplan.errors import ExecutionError, FileError, PipeplanError
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import OnLook, OnStep, Report, RunOptions, RunResult, StepResult, job_of
 from pipeplan.runtime.launch.loopback import transport_interfaces
@@ -191,9 +191,16 @@ class _Ranks:
 
     def _unnamed_file(self, content: bytes) -> IO[bytes]:
         """A file without a name, to be inherited: nothing remains, whoever dies first."""
-        file = self.stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115  (the exit stack closes it)
-        file.write(content)
-        file.flush()
+        try:
+            file = self.stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115  (the stack closes it)
+            left = memoryview(content)
+            while left:
+                left = left[file.write(left) :]
+        except OSError as error:
+            raise FileError(
+                f"{tempfile.gettempdir()}: what ranks are given cannot be written there: {error.strerror}; make room, "
+                "or name another folder with TMPDIR"
+            ) from None
         return file
 
     def start(self, work: str, job: Report, command: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Where the ranks of one machine listen: on its loopback interface, for no transport asks who it is that connects."""
+"""Where the ranks of one machine listen: on its loopback interface, since transports authenticate nobody."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known of the ranks of a run: where each is, what went wrong, and the one message that a failed run ends with.
+"""The status of a run's ranks: where each is, what went wrong, and the one message that a failed run ends with.
 
 A rank writes down what it begins in memory that all processes of a machine share, which costs about a microsecond. So
 a failure's report can say where a rank was that was killed or hangs. When a rank dies, its neighbours lose their

@@ -6,6 +6,7 @@ Whatever happens here ends in a report that names rank and action, and in an exi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -60,9 +61,7 @@ def be_rank(identity: Mapping[str, Any]) -> None:
         work: Work = resolve_name(identity["work"])
         job = json.loads(_content(identity["job"]))
         timeout = _start_timeout(identity["timeout_ns"])
-        store = FileStore(identity["meeting"], world_size)
-        store.set_timeout(timeout)
-        with _process_group(store, progress, world_size, timeout):
+        with _process_group(_local_store(identity["meeting"], timeout), progress, world_size, timeout):
             work(job, RankContext(rank, progress, report))
     except BaseException as error:
         failure = failure_of(error, progress)
@@ -163,6 +162,14 @@ def _process_group(store: Store, progress: Progress, world_size: int, timeout: t
     with lost_others(progress):
         dist.barrier()  # nobody leaves while others still talk to it
         dist.destroy_process_group()
+
+
+def _local_store(path: str, timeout: timedelta) -> Store:
+    """Where local ranks meet: a file that they have inherited."""
+    store = FileStore(path)
+    store.set_timeout(timeout)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(store))  # it writes when it goes: where it cannot, it ends the process
+    return store
 
 
 def _common_board(store: Store, world_size: int) -> Board:

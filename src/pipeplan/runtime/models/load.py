@@ -1,4 +1,4 @@
-"""Which model a name means, and what ``pkg.mod:name`` on a command line does, which never comes from a file."""
+"""Which model a name means, including ``pkg.mod:name``, which only the command line can give, never a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain ``nn.Sequential`` as a model: its children are the blocks, one after another, and a loss ends them.
+"""A plain ``nn.Sequential`` as a model: its children are the blocks, in order, followed by a loss.
 
 Nothing is traced, so children may be any modules that take one tensor and return one, samples in the first dimension.
 """
@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
+from pipeplan.runtime.models.names import aliases_of
 from pipeplan.runtime.models.shapes import shaped_blocks
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Model, aliases_of, batch_like, tied_groups
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Model, batch_like, tied_groups
 from pipeplan.runtime.parallel.sharding import Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import HIDDEN, Tile, WordEmbedding
 from pipeplan.runtime.parallel.weight_grads import is_plain_embedding
@@ -95,7 +96,7 @@ def _groups(children: nn.Sequential) -> dict[str, list[nn.Module]]:
 
 
 def _names(parts: Sequence[nn.Module], children: nn.Sequential) -> dict[str, str]:
-    """Of a block's parameters and buffers: their names in the whole chain, by those in the block."""
+    """Of a block's parameters and buffers: their first names in the whole chain, by those in the block."""
     module = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
     whole = {id(tensor): name for name, tensor in reversed(children.state_dict(keep_vars=True).items())}
     return {name: whole[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}

@@ -1,4 +1,4 @@
-"""What the blocks of a model make, found without computing: on the meta device, where tensors have no data."""
+"""The shapes of what a model's blocks produce, found on the meta device, where tensors have no data."""
 
 from __future__ import annotations
 

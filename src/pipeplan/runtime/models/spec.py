@@ -54,8 +54,7 @@ class BlockSpec:
     ``shared`` (spread over all devices by some placements) go into the profile, as :attr:`described`. ``collectives``
     are of a block that is one device's share of a larger one. ``split`` says how a stage of several devices runs it;
     None if only whole. ``splits`` are other ways, by the name of an axis of a mesh; those of one ``build`` may be used
-    together. ``names`` are those that its parameters and kept buffers have in the module it is a part of, by those in
-    the block; without, they are called ``ID.NAME``.
+    together. ``names`` are those of its parameters and kept buffers in the module it is of; without, ``ID.NAME``.
     """
 
     id: str
@@ -107,8 +106,8 @@ class Model:
 
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
     None if the model cannot be split over devices. ``texts`` is for models that can be trained on text. ``settings``
-    are all of the configuration that it was made of, if it was. ``aliases`` are further names that tensors have in the
-    module it was made of, and what blocks call them. Raises UsageError where names do not fit.
+    are all of the configuration that it was made of, if any. ``aliases`` are further names of tensors, and those that
+    ``names`` have. Raises UsageError where names do not fit.
     """
 
     name: str
@@ -150,7 +149,7 @@ class Model:
 
     @property
     def remark(self) -> str:
-        """What a user should know of ``switched_off``; empty where there is nothing."""
+        """What a user should know about ``switched_off``; empty if nothing."""
         if not self.switched_off:
             return ""
         counts = ", ".join(f"{name} x {count}" for name, count in self.switched_off.items())
@@ -347,14 +346,6 @@ def tied_groups(named: Iterable[tuple[str, str, Tensor]]) -> tuple[tuple[tuple[s
     for block, name, parameter in named:
         holders.setdefault(id(parameter), []).append((block, name))
     return tuple(tuple(group) for group in holders.values() if len({block for block, _ in group}) > 1)
-
-
-def aliases_of(module: nn.Module, blocks: Iterable[BlockSpec]) -> dict[str, str]:
-    """Names of a module's tensors that have another one in the blocks that it was cut into, and that one."""
-    used = {name for block in blocks for name in (block.names or {}).values()}
-    state = module.state_dict(keep_vars=True)
-    known = {id(tensor): name for name, tensor in state.items() if name in used}
-    return {name: known[id(tensor)] for name, tensor in state.items() if known.get(id(tensor), name) != name}
 
 
 def placed(share: Share, along: Callable[[tuple[int, ...]], Shards]) -> Shards:

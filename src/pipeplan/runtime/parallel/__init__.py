@@ -1,4 +1,4 @@
-"""What makes a module run in parts: deferred weight gradients, shares of blocks and parameters, autocast, clocks.
+"""What lets a module run in parts: deferred weight gradients, shares of blocks and parameters, autocast, clocks.
 
 Here: mechanisms that know only torch modules, and a rank's share of a block, which needs no torch: plans are lowered
 with it. Not here: plans, programs, process groups (executor).

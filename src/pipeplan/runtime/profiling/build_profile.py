@@ -260,7 +260,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 @contextmanager
 def on_threads(count: int | None) -> Iterator[None]:
-    """CPU operators inside run on this many threads; None leaves them as they are."""
+    """Run CPU operators on this many threads inside; None changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(count or before)
     try:

@@ -1,4 +1,4 @@
-"""What measuring reads off: what time some work takes undisturbed, and how much memory tensors hold while it runs."""
+"""Instruments: how long some work takes undisturbed, and how much memory tensors hold while it runs."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def measure_job(job: Report, context: RankContext) -> None:
 
 
 def tasks_of(cluster: Cluster, num_ranks: int, options: LinkOptions) -> tuple[Task, ...]:
-    """Everything there is to measure on a cluster's levels, in order.
+    """All measurements on a cluster's levels, in order.
 
     Of each level: sends between the first, the middle and the last two neighbours that it joins, and collectives of
     two, four, ... of the groups inside it, up to all. Raises UsageError where there are none.
@@ -359,7 +359,7 @@ class _Measuring:
         self.report({"event": "point", "point": asdict(self.points[-1])})
 
     def _so_far(self, base: Cluster, num_hosts: int) -> Cluster:
-        """The cluster with the curves that there are, and the links' figures fitted to sends if it is a new one."""
+        """The cluster with the curves so far, and if it is new, the links' figures fitted to sends."""
         curves = {(curve.operation, curve.level, curve.num_devices): curve for curve in base.measured}
         curves.update(_curves(self.points))
         levels = base.levels if self.given else tuple(_fitted(level, curves) for level in base.levels)

@@ -1,4 +1,4 @@
-"""All benches of a measurement, which take turns: one run of each per round; what is measured is kept in a file."""
+"""All benches of a measurement, which take turns: each runs once per round, and results are saved to a file."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Benches:
         return None
 
     def _measure_memory(self, bench: Bench) -> None:
-        """Measure a bench's memory and keep it, or take both memory and times from what is kept."""
+        """Measure and keep a bench's memory, or take memory and times from what was kept."""
         kept = self.partial.row(bench.key)
         if kept is None:
             bench.measure_memory()
@@ -229,7 +229,7 @@ class UnfinishedProfile:
         self._saved_s = time.monotonic()
 
     def open(self, question: Mapping[str, str]) -> None:
-        """Take up what the file has, if there is one; ``question`` says all that the measurements depend on.
+        """Load what the file has, if there is one; ``question`` names everything the measurements depend on.
 
         Raises UsageError where the file is of another question, and FileError.
         """

@@ -1,4 +1,4 @@
-"""Checkpoints: everything that training goes on from, in a form that knows nothing of the plan.
+"""Checkpoints: everything that training resumes from, in a form that does not depend on the plan.
 
 Tensors are kept by ``torch.distributed.checkpoint`` under names of the model: ``parameters/BLOCK.NAME``,
 ``optimizer/BLOCK.NAME/STATE``, ``buffers/BLOCK.NAME``; tied parameters have the first of their names. What ranks have
@@ -81,7 +81,7 @@ class Checkpoints:
         self._folder, self._held, self._all_ranks, self._progress = folder, held, all_ranks, progress
 
     def begin(self, resume: bool) -> int:
-        """Go on from the last whole checkpoint, or start where there is none: the steps done. Raises UsageError."""
+        """Resume from the last complete checkpoint, if there is one; the number of steps done. Raises UsageError."""
         self._progress.begin(Phase.RESUMING)
         refused, last = self._all_ranks.gather(self._taken() if self._progress.rank == 0 else ("", None))[0]
         if refused:
@@ -304,7 +304,7 @@ class OwnedParameter:
         return ".".join(self.holder)
 
     def pieces(self, tensor: Tensor) -> list[ParameterChunk]:
-        """Where the parameter, or what an optimizer keeps of each of its numbers, lies; anything else is whole."""
+        """Where the parameter, or an optimizer's state for it, lies; anything else is whole."""
         if tensor.shape != self.parameter.shape:
             return [whole_chunk(tensor)]
         places = self.part.places(tensor, self.whole)

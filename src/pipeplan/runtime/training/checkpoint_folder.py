@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which are whole, who trains into one, whether files are what was written, and reading them.
+"""Folders of checkpoints: which are complete, who trains into one, whether files are intact, and reading them.
 
 There is one folder per step. It is written under a hidden name and renamed at the end; an old one is renamed before it
 is removed. So whatever has the name of a checkpoint is one, whenever a process or the machine dies. A training locks
@@ -52,7 +52,7 @@ _LONGEST_HOLDER = 200
 
 
 class CheckpointFolder:
-    """A training's checkpoints, by steps done, of which ``num_kept`` are left when there is a new one."""
+    """A training's checkpoints, by steps done; the last ``num_kept`` are kept."""
 
     def __init__(self, path: str, num_kept: int = 2) -> None:
         self.path = Path(path)

@@ -1,4 +1,4 @@
-"""Whether what is to be trained fits together: the model its plan, the ranks each other, a checkpoint the training.
+"""Whether model and plan, the ranks with each other, and a checkpoint and the training fit together.
 
 A training is all that its losses depend on, so that only the same training goes on from a checkpoint. Its facts are by
 the flag that says them, or by ``WHAT in FLAG`` where they are part of what a flag means. Values are texts, numbers or

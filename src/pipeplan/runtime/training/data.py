@@ -1,4 +1,4 @@
-"""Samples of a training: texts, token files and datasets, and a text made here that a small model can learn.
+"""Training samples: texts, token files and datasets, and a generated text that a small model can learn.
 
 Sample n of the training, counted from its first step on, is number n of a shuffled dataset, shuffled anew each time
 all has been seen; the order depends only on the seed. So every rank knows which samples a mini-batch has, under every

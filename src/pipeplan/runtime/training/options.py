@@ -1,4 +1,4 @@
-"""What a training is asked for, and what came of a run beside what its plan predicted."""
+"""The options of a training, and the outcome of a run next to what its plan predicted."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import RunOptions, RunResult
+from pipeplan.units import format_ns
 
 OPTIMIZERS = {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"}
 """Optimizers by name."""
@@ -81,8 +82,6 @@ class TrainOptions(RunOptions):
         there = self.export_weights is not None and os.path.exists(self.export_weights)
         if there and not os.path.isfile(str(self.export_weights)):
             raise UsageError(f"--export-weights {self.export_weights}: it is no ordinary file; choose another")
-        if self.num_steps == 0 and self.export_weights is None:
-            raise UsageError("--steps 0 does nothing without --export-weights FILE; give at least 1")
 
     @property
     def schedule_steps(self) -> int:
@@ -131,6 +130,10 @@ class RunOutcome:
     plan: Plan
     options: RunOptions
     result: RunResult
+
+    def __repr__(self) -> str:
+        times = f"iteration {format_ns(self.warm_ns)}, predicted {format_ns(self.predicted_ns)}"
+        return f"<RunOutcome {self.plan.name!r}: {len(self.result.steps)} steps, {times}>"
 
     @property
     def predicted_ns(self) -> int:

@@ -107,7 +107,7 @@ def model_of(options: TrainOptions) -> Model:
 
 
 def with_summed_losses(model: Model, options: TrainOptions, progress: Progress) -> Model:
-    """The model, whose losses rank 0 looks at and speaks of. Raises UsageError, the same on every rank."""
+    """The model; rank 0 examines its losses and reports on them. Raises UsageError, the same on every rank."""
     progress.begin(Phase.LOADING)
     own = _found(model, options) if progress.rank == 0 else None
     progress.begin(Phase.CONNECTING)

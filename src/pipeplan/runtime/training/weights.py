@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeplan.errors import UsageError
+from pipeplan.files.read_write import temporary_beside
 from pipeplan.runtime.executor.process_groups import AllRanks
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.training.checkpoint import ParameterChunk
@@ -225,7 +226,7 @@ def _begin(path: str, header: bytes, places: Places) -> tuple[str, str]:
     problem = ""
     for folder in (target.parent, Path(tempfile.gettempdir())):
         try:
-            handle, temporary = tempfile.mkstemp(prefix=f".{target.name[:100]}.", dir=folder)
+            handle, temporary = temporary_beside(folder / target.name)
         except OSError as error:
             problem = problem or str(error)
             continue
@@ -264,9 +265,8 @@ def _publish(temporary: str, path: str) -> str:
     """Let the file have its name; why it could not, and where it is then."""
     target = Path(path).resolve()
     try:
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~umask)
+        if target.exists():
+            os.chmod(temporary, target.stat().st_mode & 0o777)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, target)

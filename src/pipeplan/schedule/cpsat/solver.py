@@ -69,7 +69,7 @@ class Budget(Limit):
 
     @property
     def over(self) -> bool:
-        """Whether work that this limit is enforced on ends: what is deterministic at no moment of the clock's."""
+        """Whether work under this limit ends; deterministic work never ends by the clock."""
         return self.interrupted or (not self.deterministic and self.late)
 
     @contextmanager

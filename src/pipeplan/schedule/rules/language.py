@@ -426,7 +426,7 @@ def parse_rules(text: str, name: str, where: str | None = None) -> Rules:
 
 
 def to_toml(rules: Rules) -> str:
-    """The text of a rules file that says these rules, what holds without being said left out.
+    """The text of a rules file with these rules; defaults are left out.
 
     Raises:
         UsageError: they have functions, which no file has.

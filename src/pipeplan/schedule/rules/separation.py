@@ -1,4 +1,4 @@
-"""Gradient separation: weight gradients out of the way of what others wait for (FlexPipe 5.2, Fig. 10).
+"""Gradient separation: moving weight gradients out of the way of what others wait for (FlexPipe 5.2, Fig. 10).
 
 Rules choose whole backwards. A backward in two parts hands the input gradient (I) on; nobody waits for the weight
 gradient (W). Where W follows its I at once, it stands in the way of what comes after it, and other devices wait for
@@ -149,7 +149,7 @@ _PATIENCES = (1.0, 0.5)
 
 
 def _backtracked(case: _Case) -> Iterator[Timed]:
-    """Stash what blocked the bubbles of the last result, as long as there is more; bubbles that are too short stay."""
+    """Stash what blocked the bubbles of the last result, while there is more; bubbles that are too short stay."""
     found: Timed | None = case.given
     stashed: frozenset[int] = frozenset()
     sources = _sources(case.graph)

@@ -1,4 +1,4 @@
-"""What rules hold: classes whose fields are the keys of rules files, and numbers, which may be arithmetic over sizes.
+"""The values of rules: classes whose fields are the keys of rules files, and numbers or arithmetic over sizes.
 
 The classes are built in Python, where wrong arguments raise UsageError, or by pydantic from a table of a file. A number
 is an integer, or a small text such as ``"D - d"``, so that one set of rules serves any pipeline.

@@ -1,4 +1,4 @@
-"""A round in the middle of a timed schedule from which on it only repeats, however often: the loop of a plan.
+"""A round in the middle of a timed schedule from which it only repeats: the loop of a plan.
 
 Starts obey a recurrence in (max, +): what is after a moment depends on what is before it only by a *state*, the ends
 of what the devices and links ran last and of the actions that later ones wait for. Where the state at the end of a

@@ -1,4 +1,4 @@
-"""A captured forward's operators, those that change tensors in place made into ones that do not.
+"""A captured forward's operators, with in-place changes of tensors replaced.
 
 A block may not change what another made, nor a tensor that starts its graph. So what is changed gets a successor,
 which whoever comes later takes instead; a tensor that is changed through a view of it is put together again.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from torch import Tensor, nn
@@ -23,13 +23,13 @@ from pipeplan.runtime.models.capture.grouping import (
     made_from,
     taken_by,
 )
+from pipeplan.runtime.models.names import aliases_of, first_names
 from pipeplan.runtime.models.spec import (
     Batch,
     BlockSpec,
     Grain,
     Model,
     Output,
-    aliases_of,
     batch_like,
     tied_groups,
 )
@@ -62,8 +62,7 @@ def capture(
     if not groups:
         raise UsageError(f"model {name!r} does no work that needs parameters; there is nothing to cut into blocks")
     recipes = _recipes(traced, groups, free, name)
-    kept = module.state_dict(keep_vars=True)
-    blocks = _blocks(groups, recipes, traced, grain, kept)
+    blocks = _blocks(groups, recipes, traced, grain, first_names(module))
     return Model(
         name,
         blocks,
@@ -120,7 +119,7 @@ def _require_travelling(op: OpNode, name: str) -> None:
 
 
 def _blocks(
-    groups: Sequence[OpGroup], recipes: Sequence[Recipe], traced: CapturedGraph, grain: Grain, kept: Container[str]
+    groups: Sequence[OpGroup], recipes: Sequence[Recipe], traced: CapturedGraph, grain: Grain, kept: Mapping[str, str]
 ) -> tuple[BlockSpec, ...]:
     operators = [operator_of(group, recipe.crossing, grain) for group, recipe in zip(groups, recipes, strict=True)]
     ids = block_ids(groups, operators, grain)
@@ -137,7 +136,7 @@ def _blocks(
             samples=tuple(op.name for op in recipe.inputs),
             loss=traced.output in recipe.outputs and traced.output.shape == (),
             dimensions=dimensions_of(group, operator),
-            names={own: name for own, name in {**recipe.parameters, **recipe.buffers}.items() if name in kept},
+            names={own: kept[name] for own, name in {**recipe.parameters, **recipe.buffers}.items() if name in kept},
         )
         for id_, operator, group, recipe in zip(ids, operators, groups, recipes, strict=True)
     )

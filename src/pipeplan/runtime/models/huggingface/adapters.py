@@ -50,7 +50,7 @@ def batch_of(contents: Contents, num_samples: int, step: int, seed: int) -> dict
 
 
 def texts_of(contents: Contents) -> Texts | None:
-    """How samples are made of texts; None for those that have images, too."""
+    """How samples are made from texts; None where they also have images."""
 
     def batch(windows: Tensor) -> dict[str, Tensor]:
         return contents.make(contents, next_tokens(windows))

@@ -1,4 +1,4 @@
-"""The families that are known: which class of transformers, what its samples are, and how its weights are split.
+"""The known families: their class in transformers, their samples, and how their weights are split.
 
 Ways of splitting a layer, as transformers names them: ``colwise`` splits its outputs, ``rowwise`` its inputs, so that
 its output is a sum over the devices; ``packed_colwise`` splits each of the parts that its outputs consist of. The

@@ -1,4 +1,4 @@
-"""The zoo: models in plain PyTorch, cut into blocks, by name: those of the catalog whose family runs.
+"""The zoo: models in plain PyTorch, cut into blocks, by their names in the catalog.
 
 Here: families of models and their layers. Not here: their sizes (catalog), their estimated profiles (examples).
 """

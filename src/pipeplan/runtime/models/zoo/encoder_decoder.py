@@ -1,4 +1,4 @@
-"""Encoders with decoders that look at what was encoded; both embeddings and the output layer share one table.
+"""Encoders with decoders that attend to their output; both embeddings and the output layer share one table.
 
 mT5's form as Tessel has it (section VI-A), and the Transformer of Vaswani et al. (2017) with norms before the halves of
 a layer. Positions have no parameters.
@@ -135,7 +135,7 @@ _PARTS: dict[str, _Part] = {"attention": SelfAttention, "cross-attention": Encod
 
 
 class Beside(nn.Module):
-    """Part of a decoder's layer, beside whose tensor the encoder's output travels on: one after the other in one.
+    """Part of a decoder's layer; its tensor carries the encoder's output along, one after the other.
 
     So what a block gives is one tensor [samples, words of the decoder + words of the encoder, hidden], and the encoder
     sends its output once, to the decoder's first block. ``last`` hands on only the decoder's words.

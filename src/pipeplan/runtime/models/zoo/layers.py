@@ -1,4 +1,4 @@
-"""Blocks that several models have, whole and as one device's share: halves of transformer layers, words, heads.
+"""Blocks that several models have, whole and as one device's share: transformer halves, embeddings, heads.
 
 Half a transformer layer is a block, with its norm before it: pre-LayerNorm, GELU with the tanh approximation, no
 dropout. As in Megatron-LM (Shoeybi et al. 2019) heads, and the width between the two layers of the perceptron, are
