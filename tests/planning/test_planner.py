@@ -59,15 +59,14 @@ def test_never_worse_than_a_strategy_forced_by_flags(name: str, memory: int) -> 
         return iteration(found)
 
     forced = [
-        searched(strategy, QUICK | {"time_limit": 0.1, "replicas": replicas}, sizes)
+        searched(strategy, QUICK | {"time_limit": 0.1, "replicas": replicas}, model.microbatch_sizes)
         for strategy in STRATEGIES
         for replicas in (1, 2)
-        for sizes in ((2,), model.microbatch_sizes)
     ]
     found = searched("auto", QUICK | {"time_limit": 1.0}, model.microbatch_sizes)
     assert found is not None
     assert found <= min(value for value in forced if value is not None)
-    assert sum(value is not None for value in forced) >= 6
+    assert sum(value is not None for value in forced) >= 4
 
 
 @pytest.mark.slow  # 15 to 30 s each
