@@ -33,7 +33,7 @@ def offered(*words: str) -> tuple[set[str], set[str]]:
         (("run", "p.json", "--model", "gpt2-t"), {"gpt2-tiny", "gpt2-tiny-operators"}, {"file"}),
         (("profile", "dlrm"), {"dlrm", "dlrm-8", "dlrm-tiny"}, {"file"}),
         (("profile", "gpt2-tiny", "--device", "c"), {"cpu", "cuda"}, set()),
-        (("frontier", "p.json", "--device", "h100"), {"h100-80gb"}, set()),
+        (("frontier", "p.json", "--device", "h100-8"), {"h100-80gb"}, set()),
         (("example", "gpt2-124m", "--device", "v100"), {"v100-16gb", "v100-32gb"}, set()),
         (("example", "shape-m"), {"shape-m", "shape-mllm"}, set()),
         (("example", "testbed-g"), {"testbed-graphpipe"}, set()),
@@ -62,9 +62,11 @@ def test_every_path_is_completed_by_the_shell(verb: str) -> None:
 
 
 def test_models_are_those_that_run() -> None:
+    from pipeplan.catalog import configurations
     from pipeplan.runtime.models.zoo import ZOO
 
-    assert offered("profile", "")[0] == set(ZOO)
+    assert offered("profile", "")[0] == {*ZOO, *configurations()}
+    assert offered("profile", "llama3-7")[0] == {"llama3-70b"}
 
 
 def test_a_shell_gets_its_answer_without_torch_and_solver() -> None:

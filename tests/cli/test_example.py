@@ -83,7 +83,7 @@ def test_a_zero_backward_is_not_the_default() -> None:
         (["shape-zbv", "--shared-backward", "1ms"], "--shared-backward does not apply to shape-zbv"),
         (["shape-m", "--chunks", "2"], "--chunks does not apply to shape-m"),
         (["shape-v", "--device", "a100-80gb"], "--device is for models, not for shape-v"),
-        (["mmt", "--devices", "4"], "--devices is for shapes and testbeds, not for mmt"),
+        (["mmt", "--devices", "4"], "--devices is for shapes and clusters, not for mmt"),
         (["mmt", "--device", "tpu"], "--device 'tpu' is not a preset"),
         (["mmt", "--microbatch", "1,x"], "'1,x' is not a list of numbers"),
         (["mmt", "--microbatch", "100000"], "sizes from 1 to 65536, not [100000]"),

@@ -125,7 +125,7 @@ def peak_flops_per_s(device: str, dtype: str) -> int | None:
     profiles do not say. Matrix units that take bfloat16 are as fast in float16.
     """
     for preset in map(device_preset, PRESETS):
-        if preset.reported and device in (preset.name, preset.title, *preset.reported):
+        if preset.family and device in (preset.name, preset.title, *preset.reported):
             if dtype.startswith("float8"):
                 return preset.fp8_flops_per_s
             if dtype in {preset.dtype, "float16"}:
