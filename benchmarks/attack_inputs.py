@@ -407,6 +407,7 @@ def run(given: Input, folder: Path) -> Ran:
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2))
     stdin = io.TextIOWrapper(io.BytesIO(given.stdin), encoding="utf-8")
     code, error, interrupted = 0, "", []
+    before = set(children(os.getpid()))
 
     def interrupt(*_: object) -> None:
         interrupted.append(True)
@@ -431,7 +432,8 @@ def run(given: Input, folder: Path) -> Ran:
             error = traceback.format_exc()
         said.seek(0)
         ranks = said.read().decode(errors="replace")
-    return Ran(code, _said(out), _said(err) + ranks, error, bool(interrupted), living(children(os.getpid())))
+    left = living(sorted(set(children(os.getpid())) - before))
+    return Ran(code, _said(out), _said(err) + ranks, error, bool(interrupted), left)
 
 
 @contextlib.contextmanager

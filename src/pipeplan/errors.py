@@ -4,7 +4,9 @@
 
     PipeplanError                 1
     |-- UsageError                2   flags that contradict each other or the input
-    |   `-- FileError             2   a file that cannot be read, parsed or written
+    |   |-- FileError             2   a file that cannot be read, parsed or written
+    |   |-- SumError              2   numbers of a file that are valid one by one and too large together
+    |   `-- NotApplicableError    2   a schedule that is not for the stages at hand
     |-- InfeasibleError           1   a valid question without an answer
     |-- InvalidPlanError          1   a plan that breaks its own rules
     |-- ExecutionError            1   a run that failed on a rank
@@ -92,6 +94,14 @@ class FileError(UsageError):
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
         self.problems = tuple(problems)
         super().__init__("\n  ".join([message, *self.problems]))
+
+
+class SumError(UsageError):
+    """Numbers of a file that are valid one by one and add up to more than they may."""
+
+
+class NotApplicableError(UsageError):
+    """A schedule that was asked for and is not for these stages, by its definition."""
 
 
 class InfeasibleError(PipeplanError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from pipeplan.errors import UsageError
+from pipeplan.errors import SumError, UsageError
 
 MAX_NS = 10**15
 """Longest duration a file may state, in ns (11.5 days): sums of a million of them stay in 64 bits less one."""
@@ -30,11 +30,11 @@ def require_sum(where: str, what: str, value: int, unit: str, most: int, remedy:
         remedy: what to change.
 
     Raises:
-        UsageError: it is larger.
+        SumError: it is larger.
     """
     if value > most:
         shown = format_bytes if unit == "bytes" else format_ns
-        raise UsageError(f"{where}: {what} add up to {shown(value)}, more than the {shown(most)} they may; {remedy}")
+        raise SumError(f"{where}: {what} add up to {shown(value)}, more than the {shown(most)} they may; {remedy}")
 
 
 def ns_of(value: str | float) -> int:
@@ -48,7 +48,7 @@ def ns_of(value: str | float) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UsageError(f"{value!r} is not a duration; give seconds, or text with a unit such as '3.2ms'")
     if not 0 <= value * 1e9 <= MAX_NS:
-        raise UsageError(f"{value!r} seconds are out of range: a duration is from 0ns to {format_ns(MAX_NS)}")
+        raise UsageError(f"{value!r} seconds are out of range: a duration is from 0 to {format_ns(MAX_NS)}")
     return round(value * 1e9)
 
 
@@ -63,7 +63,7 @@ def bytes_of(value: str | int) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         raise UsageError(f"{value!r} is not a size; give whole bytes, or text with a unit such as '16GB'")
     if not 0 <= value <= MAX_BYTES:
-        raise UsageError(f"{value!r} bytes are out of range: a size is from 0B to {format_bytes(MAX_BYTES)}")
+        raise UsageError(f"{value!r} bytes are out of range: a size is from 0 to {format_bytes(MAX_BYTES)}")
     return int(value)
 
 

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
+from pipeplan.errors import (
+    InfeasibleError,
+    NotApplicableError,
+    PipeplanError,
+    SearchTimeoutError,
+    SumError,
+    UsageError,
+)
 from pipeplan.files import Placement
 from pipeplan.partition.chain.rebalance import least_short
 from pipeplan.planning.candidates import CandidateOrError, Choice, PlacementCandidate, StageGraphs, grid, placed
@@ -66,8 +73,11 @@ class _Fit:
 
 
 def most_telling(failures: Sequence[PipeplanError]) -> PipeplanError:
-    """What to say where nothing was found: that it does not fit goes before what could not be asked."""
-    kinds = (InfeasibleError, SearchTimeoutError, PipeplanError)
+    """What to say where nothing was found: that it does not fit goes before what could not be asked.
+
+    Of that, what is wrong whatever is chosen goes before what some placements cannot be asked.
+    """
+    kinds = (InfeasibleError, SearchTimeoutError, SumError, NotApplicableError, PipeplanError)
     return next(error for kind in kinds for error in failures if isinstance(error, kind))
 
 

@@ -392,7 +392,7 @@ class SearchCandidates(PlanStep):
             if slicing is not None:
                 slicing.at_once(search.request, trial)
         except PipeplanError as error:
-            search.fail(error)
+            search.failures.append(error)
             if trial.best is None:
                 search.trials.remove(trial)
                 if isinstance(error, SearchTimeoutError):

@@ -336,7 +336,6 @@ class PlanSearch:
     _seen: set[Hashable] = field(default_factory=set)
     _said: tuple[int, str] | None = None
     _bounded: bool = field(init=False)
-    _inapplicable: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._bounded = isinstance(self.request.placement, Placement)
@@ -389,14 +388,6 @@ class PlanSearch:
                 with self.noting(step.name):
                     step.run(self)
                 self._bound()
-
-    def fail(self, error: PipeplanError) -> None:
-        """Why a placement has no schedule: what was asked for does not apply goes before why others are not placed."""
-        if isinstance(error, UsageError):
-            self.failures.insert(self._inapplicable, error)
-            self._inapplicable += 1
-        else:
-            self.failures.append(error)
 
     def noting(self, what: str) -> AbstractContextManager[None]:
         """What goes wrong inside is only noted once there is a plan, as :func:`pipeplan.schedule.state.noted` says."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import attrgetter
 
-from pipeplan.errors import InfeasibleError, UsageError, choose_from
+from pipeplan.errors import InfeasibleError, NotApplicableError, UsageError, choose_from
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import shortest_way_through, solve_pattern
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
@@ -403,7 +403,7 @@ def _one_classic(state: SearchState, name: str) -> Schedule:
     classic = CLASSIC[name]
     reason = classic.applies(state.problem)
     if reason is not None:
-        raise UsageError(f"--scheduler {name} does not apply: {reason}; choose another, or auto")
+        raise NotApplicableError(f"--scheduler {name} does not apply: {reason}; choose another, or auto")
     orders = classic.orders(state.problem, state.graph)
     over = overflow(state.graph, orders)
     if over is not None:

@@ -154,7 +154,7 @@ MISTAKES = {
     "LlamaConfig(hiden_size=3)": "no argument 'hiden_size'",
     "CLIPConfig(text_config={'hiden_size': 3})": "CLIPTextConfig has no argument 'hiden_size'",
     "LlamaConfig(hidden_size='x')": "hidden_size",
-    "GPT2Config(n_embd=30, n_head=4)": "cannot be built",
+    "GPT2Config(n_embd=30, n_head=4)": "hidden_size=30 .* is not divisible by num_attention_heads=4",
     "LlamaConfig(hidden_size=open('x').read())": "neither the path",
     "LlamaConfig(512)": "neither the path",
     "LlamaConfig(**{})": "neither the path",

@@ -288,8 +288,8 @@ def test_a_factory_of_the_working_directory(working_directory: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gpt2-tiny-too", r"neither in the zoo \(did you mean gpt2-tiny.*\?\), nor a Hugging Face"),
-        ("no-such", r"in the zoo, nor a Hugging Face .*; docs/models\.md lists the zoo's \d+ models"),
+        ("gpt2-tiny-too", r"neither in the zoo nor well known \(did you mean gpt2-tiny.*\?\), nor a Hugging Face"),
+        ("no-such", r"in the zoo nor well known, nor a Hugging Face .*; docs/models\.md lists the zoo's \d+ models"),
         ("", "neither in the zoo"),
         ("no_such_module_at_all:f", "cannot be imported: ModuleNotFoundError"),
         ("my_models_here:nothing", "cannot be imported: AttributeError"),

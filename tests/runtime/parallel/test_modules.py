@@ -374,7 +374,7 @@ def plain() -> nn.Module:
     ("make", "waiting", "says"),
     [
         (plain, 2 * SAMPLES * WIDTH, ""),
-        (lambda: torch.compile(plain(), backend="eager"), 2 * SAMPLES * WIDTH, "leaves 0B of a micro-batch to W"),
+        (lambda: torch.compile(plain(), backend="eager"), 2 * SAMPLES * WIDTH, "leaves 0 of a micro-batch to W"),
         (lambda: torch.compile(plain(), backend="eager"), 0, ""),
         (lambda: defer_weight_gradients(Raw()), SAMPLES * (WIDTH + 2), ""),
         (lambda: defer_weight_gradients(Raw()), SAMPLES * (4 * WIDTH + 2), "and the plan expects"),

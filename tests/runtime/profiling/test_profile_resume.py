@@ -282,7 +282,7 @@ def test_the_command_says_where_it_is_kept_instead(
     refuse_to_write(Path("p.json.partial"), monkeypatch)
     monkeypatch.setattr("tempfile.tempdir", str(path.parent))
     monkeypatch.chdir(path.parent)
-    monkeypatch.setattr("pipeplan.cli.profile_verb._model", lambda _: model([], KeyboardInterrupt(), at=19))
+    monkeypatch.setattr("pipeplan.cli.profile_verb._model", lambda *_: model([], KeyboardInterrupt(), at=19))
     options = ["--microbatch", "1,2", "--repeats", "4", "--warmup", "1", "--threads", "1", "-o", "p.json"]
     monkeypatch.setattr(sys, "argv", ["pipeplan", "profile", "counted", *options])
     with pytest.raises(SystemExit) as ended:
