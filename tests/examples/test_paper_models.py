@@ -13,7 +13,7 @@ from builders.requests import request_of
 from pipeplan.catalog import names, read_table
 from pipeplan.checker import check
 from pipeplan.cli.example_verb import example_command as command
-from pipeplan.costs.devices import PRESETS, device_preset
+from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS, model
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, Source, parse, to_json
@@ -166,10 +166,14 @@ def test_the_page_has_every_models_parameters() -> None:
 def test_the_page_has_every_preset() -> None:
     text = PAGE.read_text(encoding="utf-8")
     for device in map(device_preset, PRESETS):
-        peaks = f"{device.matrix_flops_per_s / 1e12:g} | {device.float32_flops_per_s / 1e12:g}"
+        peaks = f"{device.matrix_flops_per_s / 1e12:g} | {_fp8(device)} | {device.float32_flops_per_s / 1e12:g}"
         memory = f"{device.memory_bytes // BILLION} GB | {device.bandwidth_bytes_per_s // BILLION}"
         link = device.link_bytes_per_s // BILLION
-        assert f"| `{device.name}` | {device.dtype} | {peaks} | {memory} | {link} |" in text
+        assert f"| `{device.name}` | {device.dtype} | {peaks} | {device.multiprocessors} | {memory} | {link} |" in text
+
+
+def _fp8(device: DevicePreset) -> str:
+    return "-" if device.fp8_flops_per_s is None else f"{device.fp8_flops_per_s / 1e12:g}"
 
 
 @pytest.mark.parametrize("name", EXPLAINED)

@@ -270,7 +270,7 @@ def test_idle_devices_are_said_first() -> None:
     chain = profile_of([CostRow(microbatch_size=1, forward_ns=100, backward_ns=200)] * 2)
     simulation = simulate(search_plan(Request.of(chain, devices=4, mini_batch=4, microbatch_size=1, **QUICK)).plan)
     first, second, *_ = report(simulation, 80)
-    assert str(first) == "2 of 4 devices run nothing: 2, 3"
+    assert str(first) == "2 of 4 devices run nothing: 2-3"
     assert str(second).startswith("test: ")
     busy = simulate(search_plan(Request.of(chain, devices=2, mini_batch=4, microbatch_size=1, **QUICK)).plan)
     assert str(report(busy, 80)[0]).startswith("test: ")

@@ -106,7 +106,7 @@ class Workers:
         while not future.done():
             wait([future], _POLL)
             if self._limit.interrupted:  # by another thread, maybe, of which processes must hear
-                self._stop.set()
+                self.interrupt()
             told += self._limit.over
             if told * _POLL > _MOMENT:
                 raise TimeUpError(self._limit)

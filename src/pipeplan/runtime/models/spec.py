@@ -55,8 +55,7 @@ class BlockSpec:
     are of a block that is one device's share of a larger one. ``split`` says how a stage of several devices runs it;
     None if only whole. ``splits`` are other ways, by the name of an axis of a mesh; those of one ``build`` may be used
     together. ``names`` are those of its parameters and kept buffers in the module it is of; without, ``ID.NAME``.
-    ``form`` is equal for blocks that ``build`` makes the same modules of, but for the numbers in their parameters; None
-    if that is not known before they are built.
+    ``form`` is equal for blocks whose modules ``build`` makes alike, whatever the numbers in them; None if not known.
     """
 
     id: str
