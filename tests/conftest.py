@@ -34,7 +34,9 @@ def pytest_collection_finish() -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """With ``-m slow`` files that do not speak of slow tests are not imported, which is half of collecting."""
-    slow_alone = config.getoption("markexpr") == "slow" and collection_path.suffix == ".py"
+    slow_alone = (
+        config.getoption("markexpr") in ("slow", "slow and not long", "long") and collection_path.suffix == ".py"
+    )
     return True if slow_alone and "slow" not in collection_path.read_text(encoding="utf-8") else None
 
 

@@ -12,9 +12,24 @@ from runtime_support.warm import warm_ranks
 from support.pages import PAGES, agrees, blocks, page_runs, run_page
 from support.paths import ROOT
 
+LONG = ("algorithms/frontier", "algorithms/tuner", "communication", "executor", "hugging-face", "profiling")
+"""Pages whose commands take half a minute and more; the tutorials are among them, too."""
+
 
 def _named(pages: list[Path]) -> list[object]:
     return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
+
+
+def _marks(page: Path) -> list[pytest.MarkDecorator]:
+    name = str(page.relative_to(ROOT)).removeprefix("docs/").removesuffix(".md")
+    return [pytest.mark.slow, *([pytest.mark.long] if name in LONG or name.startswith("tutorials/") else [])]
+
+
+WHOLE = [
+    pytest.param(page, id=str(page.relative_to(ROOT)), marks=_marks(page))
+    for page in PAGES
+    if page_runs(page, slow=True)
+]
 
 
 def _run(page: Path, folder: Path, *, slow: bool) -> None:
@@ -27,9 +42,8 @@ def test_page(page: Path, tmp_path: Path) -> None:
     _run(page, tmp_path, slow=False)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)  # a page with many searches and runs, on a machine that is busy
-@pytest.mark.parametrize("page", _named([page for page in PAGES if page_runs(page, slow=True)]))
+@pytest.mark.parametrize("page", WHOLE)
 def test_whole_page(page: Path, tmp_path: Path) -> None:
     with warm_ranks():
         _run(page, tmp_path, slow=True)
