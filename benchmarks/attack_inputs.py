@@ -520,7 +520,15 @@ def _around(text: str, typed: str) -> str:
     return ascii(text[max(0, at - 100) : at + 40])
 
 
-_REMARKS = ("warning: ", "interrupted", "too little memory: ", "the plan states", "links are free", "not measured")
+_REMARKS = (
+    "warning: ",
+    "interrupted",
+    "too little memory: ",
+    "the plan states",
+    "links are free",
+    "not measured",
+    "Dropout",
+)
 
 
 def _messages(ran: Ran) -> int:
