@@ -1,7 +1,9 @@
 """The functions of ``import pipeplan``: what the command line does, with its flags as keyword arguments.
 
 Each parses its arguments as the verb does (:mod:`pipeplan.cli.from_python`), makes the same request by the same
-function, and calls :mod:`pipeplan._api`. Nothing is imported until a function is called.
+function, and calls :mod:`pipeplan._api`. Nothing is imported until a function is called. ``search``, ``tune`` and
+``compare`` spell out the arguments they share, so that help, editors and type checkers know each; a test compares them
+with the flags.
 """
 
 from __future__ import annotations

@@ -253,19 +253,25 @@ def test_a_disk_that_is_full_half_way_loses_nothing(path: Path, monkeypatch: pyt
     assert len(again) < forwards_of_all()
 
 
+def measure_without_room(path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    """The exit code of ``profile``, for which there is no room for what is unfinished where it belongs."""
+    refuse_to_write(Path("p.json.partial"), monkeypatch)
+    monkeypatch.setattr("tempfile.tempdir", str(path.parent))
+    monkeypatch.chdir(path.parent)
+    monkeypatch.setattr(sys, "argv", ["pipeplan", "profile", *arguments, "--threads", "1", "-o", "p.json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
 @pytest.mark.filterwarnings("default:.* what is measured:UserWarning")
 def test_a_profile_comes_out_on_a_disk_without_room_for_what_is_unfinished(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refuse_to_write(Path("p.json.partial"), monkeypatch)
-    monkeypatch.setattr("tempfile.tempdir", str(path.parent))
-    monkeypatch.chdir(path.parent)
-    options = ["--microbatch", "1", "--repeats", "1", "--warmup", "0", "--threads", "1", "-o", "p.json"]
-    monkeypatch.setattr(sys, "argv", ["pipeplan", "profile", "runtime_support.models:chain", *options])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    options = ("--microbatch", "1", "--repeats", "1", "--warmup", "0")
+    code = measure_without_room(path, monkeypatch, "runtime_support.models:chain", *options)
     out, err = capsys.readouterr()
-    assert not ended.value.code, err
+    assert not code, err
     assert re.search(
         r"^pipeplan: warning: p\.json\.partial: cannot be written: .*; what is measured is kept in \S+ from now on$",
         err,
@@ -279,15 +285,9 @@ def test_a_profile_comes_out_on_a_disk_without_room_for_what_is_unfinished(
 def test_the_command_says_where_it_is_kept_instead(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    refuse_to_write(Path("p.json.partial"), monkeypatch)
-    monkeypatch.setattr("tempfile.tempdir", str(path.parent))
-    monkeypatch.chdir(path.parent)
     monkeypatch.setattr("pipeplan.cli.profile_verb._model", lambda *_: model([], KeyboardInterrupt(), at=19))
-    options = ["--microbatch", "1,2", "--repeats", "4", "--warmup", "1", "--threads", "1", "-o", "p.json"]
-    monkeypatch.setattr(sys, "argv", ["pipeplan", "profile", "counted", *options])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 130
+    options = ("--microbatch", "1,2", "--repeats", "4", "--warmup", "1")
+    assert measure_without_room(path, monkeypatch, "counted", *options) == 130
     (there,) = path.parent.glob("pipeplan-*")
     err = capsys.readouterr().err
     assert f"what was measured is kept in {there}: move it to p.json.partial, and the same command resumes" in err

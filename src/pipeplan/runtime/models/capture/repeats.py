@@ -243,11 +243,15 @@ def _are_alike(first: Sequence[Any], other: Sequence[Any]) -> bool:
     """Whether two calls are given the same but for the tensors' numbers."""
     for one, two in zip(first, other, strict=True):
         if isinstance(one, Tensor) and isinstance(two, Tensor):
-            if (*_form(one)[:3], one.stride()) != (*_form(two)[:3], two.stride()):  # type: ignore[index]
+            if _layout(one) != _layout(two):
                 return False
         elif one is not two and (type(one) is not type(two) or type(one) not in _PLAIN or one != two):
             return False
     return [_place_of(each, first) for each in first] == [_place_of(each, other) for each in other]
+
+
+def _layout(tensor: Tensor) -> Hashable:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride()
 
 
 def _place_of(leaf: Any, leaves: Sequence[Any]) -> int | None:
