@@ -6,7 +6,7 @@ import functools
 
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.models.load import load_model
-from runtime_support.plans import PLACEMENTS, model_plan, placed_plan
+from runtime_support.plans import PLACEMENTS, model_plan, placed_plan, split_stage
 
 OPERATORS = "gpt2-tiny-operators"
 TINY, ALL = "gpt2-tiny", (0, 1, 2, 3)
@@ -25,16 +25,7 @@ def chain_of(*groups: tuple[int, ...]) -> Plan:
 
 def worded_on(*groups: tuple[str, tuple[int, ...], int]) -> Plan:
     """Blocks of the model of words, on devices of which so many split each block."""
-    stages = [
-        PlacedStage(
-            blocks=tuple(blocks.split()),
-            devices=devices,
-            shards=shards,
-            replicas=len(devices) // shards,
-            microbatch_size=2,
-        )
-        for blocks, devices, shards in groups
-    ]
+    stages = [split_stage(*group, microbatch_size=2) for group in groups]
     return placed_plan(load_model(WORDED), stages, num_microbatches=4, microbatch_size=2)
 
 

@@ -103,6 +103,12 @@ def model_plan(
     )
 
 
+def split_stage(blocks: str, devices: tuple[int, ...], shards: int, **others: Any) -> PlacedStage:
+    """Blocks, with spaces between them, each split over that many devices; more devices are replicas."""
+    parts = tuple(blocks.split())
+    return PlacedStage(blocks=parts, devices=devices, shards=shards, replicas=len(devices) // shards, **others)
+
+
 def placed_plan(
     model: Model,
     stages: Sequence[PlacedStage],

@@ -23,7 +23,16 @@ from pipeplan.sharding.cost_model import CostOptions, cost_model
 from pipeplan.sharding.tracking import track
 from pipeplan.workload.mesh import Mesh
 from runtime_support import models as runtime_models
-from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, model_plan, placed_plan, reports_of
+from runtime_support.plans import (
+    TRAINING,
+    Case,
+    Reports,
+    assert_as_unsplit,
+    model_plan,
+    placed_plan,
+    reports_of,
+    split_stage,
+)
 from support.marks import asked_for, slow_but
 
 WORDED, TRANSLATING, PAIRING = (f"runtime_support.models:{name}" for name in ("worded", "translating", "pairing"))
@@ -182,16 +191,8 @@ def cases() -> dict[str, Callable[[], Case]]:
 def shape_case(name: str, split: bool, recompute: bool) -> Case:
     """Blocks split and copied whole."""
     model, groups = SHAPES[name]
-    stages = [
-        PlacedStage(
-            blocks=tuple(blocks.split()),
-            devices=devices,
-            shards=shards,
-            replicas=len(devices) // shards,
-            microbatch_size=size,
-        )
-        for (blocks, devices, shards), size in zip(groups, SIZES.get(name, [2] * len(groups)), strict=True)
-    ]
+    sizes = SIZES.get(name, [2] * len(groups))
+    stages = [split_stage(*group, microbatch_size=size) for group, size in zip(groups, sizes, strict=True)]
     plan = placed_plan(
         load_model(model), stages, num_microbatches=4, microbatch_size=2, split=split, recompute=recompute
     )
@@ -202,16 +203,7 @@ def shape_case(name: str, split: bool, recompute: bool) -> Case:
 def configured_case(name: str, split: bool) -> Case:
     """Blocks in configurations of their own; where backward is split they are recomputed, too."""
     model, parts = CONFIGURATIONS[name]
-    stages = [
-        PlacedStage(
-            blocks=tuple(blocks.split()),
-            devices=devices,
-            shards=shards,
-            replicas=len(devices) // shards,
-            configurations=tuple(ways.split()),
-        )
-        for blocks, devices, shards, ways in parts
-    ]
+    stages = [split_stage(*group, configurations=tuple(ways.split())) for *group, ways in parts]
     plan = placed_plan(load_model(model), stages, num_microbatches=2, microbatch_size=4, split=split, recompute=split)
     return plan, replace(TRAINING, model=model)
 
