@@ -13,12 +13,14 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import CostRow, Profile
 from pipeplan.planning import comparison
+from pipeplan.planning.build_plan import Result
 from pipeplan.planning.comparison import OURS, Comparison, NotThere, compare, compare_on
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.reporting.tables import print_comparison
 from pipeplan.reporting.terminal import bottleneck, print_stages
 from pipeplan.schedule.classic import CLASSIC, Classic
+from pipeplan.time_limit import Limit
 from pipeplan.units import format_bytes
 
 KB = 1000
@@ -215,6 +217,30 @@ def test_an_interruption_while_timing_keeps_what_is_known(monkeypatch: pytest.Mo
     missing = {(absent.schedule, absent.placement): absent.why for absent in found.missing}
     assert "no time" in missing["1f1b", "one-to-one"]
     assert "no time" in missing[None, "v-shape"]
+
+
+def test_after_an_interruption_only_the_first_placement_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that hears it still has its plan; timing the classic schedules beside it would hold up the end."""
+    limit, timed = Limit(), []
+
+    def interrupted(asked: Request, **how: Any) -> Result:
+        found = search_plan(asked, **how)
+        if len(timed) == len(CLASSIC):
+            limit.interrupt()
+        return found
+
+    def counted(name: str, *rest: object) -> object:
+        timed.append(name)
+        return classic(name, *rest)  # type: ignore[arg-type]  # passed on
+
+    classic = comparison._classic
+    monkeypatch.setattr(comparison, "search_plan", interrupted)
+    monkeypatch.setattr(comparison, "_classic", counted)
+    found = compare_on(("one-to-one", "v-shape"), Request(chain(8), 4, Batch(8, 1), **QUICK), within=limit)
+    assert timed == list(CLASSIC)
+    assert {absent.why for absent in found.missing if absent.placement == "v-shape"} == {
+        "there was no time for it; raise --time-limit"
+    }
 
 
 def test_an_interruption_before_anything_is_known_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,7 @@ def compare_on(
 
 
 _LAST_SECONDS = 0.5
-"""For timing the classic schedules of a placement whose search was interrupted."""
+"""For timing the classic schedules of a placement whose search was interrupted, where no others have been timed."""
 
 _SEARCHING = 0.8
 """The part of a placement's time that the search has; the rest is for timing the classic schedules there."""
@@ -258,6 +258,7 @@ class _RowsSoFar:
         ours = _ours(result, recompute, memory)
         if ours.fits:
             self._best_ns = min(ours.iteration_ns, ours.iteration_ns if self._best_ns is None else self._best_ns)
+        alone = not self._rows
         self._rows.append(ours)
         placement, batch = plan.placed.whole, Batch(ours.num_microbatches, ours.microbatch_size)
         if (placement, batch, recompute) in self._timed:
@@ -267,7 +268,7 @@ class _RowsSoFar:
         candidate = PlacementCandidate(placement, batch, recompute, "compared")
         left = dict.fromkeys(CLASSIC, "there was no time for it; raise --time-limit")
         if self.limit.interrupted:
-            limit = Limit(_LAST_SECONDS)
+            limit = Limit(_LAST_SECONDS if alone else 0.0)
         with limit.ended():
             problems = [OneMicrobatch.of(workload, require_room=False) for workload in workloads(placed, candidate)]
             for name in CLASSIC:

@@ -36,6 +36,7 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
     more += [
         f"in brackets, the range if more samples take longer, at most in proportion: {unprofiled}"
         for unprofiled in between
+        if not any(unprofiled in other for other in between if other != unprofiled)
     ]
     if any(point.bounds_ns is not None and point.bounds_ns[1] is None for _, point in shown):
         more.append("no upper end where the profile's own times grow faster than in proportion to samples")
