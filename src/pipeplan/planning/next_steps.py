@@ -64,7 +64,8 @@ def _other_schedules(request: Request, result: Result, simulation: Simulation) -
 def _more_microbatches(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
     workload = simulation.workload
     actions = 2 * sum(len(slots) for slots in workload.slots)
-    if simulation.repetend is None or actions > _MOST_ACTIONS:
+    outright = request.rules is not None and request.rules.order
+    if simulation.repetend is None or actions > _MOST_ACTIONS or outright:
         return
     unroll, count = simulation.repetend.unroll, workload.num_microbatches
     twice = simulate(result.plan, count + max(1, round(count / unroll)) * unroll)

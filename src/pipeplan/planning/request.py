@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 from pipeplan.costs import can_split
@@ -16,6 +17,7 @@ from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.rules import Rules, SubmoduleRules
+from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatches_of
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
 
@@ -184,6 +186,12 @@ class Request:
         Raises:
             UsageError: what is said contradicts itself or the profile, or is not enough.
         """
+        if rules is not None and rules.order:
+            rules = _placed(rules)
+            if devices is None and profile.placement is None:
+                devices = len(rules.order)
+            if num_microbatches is None and mini_batch is None:
+                num_microbatches = num_microbatches_of(rules.order)
         if devices is None and cluster is not None and profile.placement is None:
             devices = cluster.num_devices
         chosen, num_devices = choose_placement(profile, placement, devices, rules)
@@ -263,7 +271,21 @@ def _as_defined(profile: Profile, scheduler: str, rules: Rules | None) -> dict[s
         splits = CLASSIC[scheduler].splits
     else:
         return {}
-    return {"num_parted": 0, "split_backward": splits and can_split(profile)}
+    outright = {"replicas": 1} if rules is not None and rules.order else {}
+    return {"num_parted": 0, "split_backward": splits and can_split(profile), **outright}
+
+
+def _placed(rules: Rules) -> Rules:
+    """Rules that say each device's order, with the strategy whose stages stand so, if there is one."""
+    stands, count = devices_of_stages(rules.order), len(rules.order)
+    if rules.placement is not None or any(len(devices) != 1 for devices in stands):
+        return rules
+    on = [devices[0] for devices in stands]
+    for name, strategy in STRATEGIES.items():
+        chunks = len(on) // count if strategy.chunked else 1
+        if chunks and on == list(chain.from_iterable(strategy.routes(count, chunks))):
+            return rules.but(placement=name, chunks=chunks if strategy.chunked else None)
+    return rules
 
 
 def choose_placement(
@@ -282,6 +304,10 @@ def choose_placement(
     ruled = strategy_of(rules)
     if wanted == "auto":
         given = profile.placement
+        if given is None and ruled is None and rules is not None and rules.order:
+            raise UsageError(
+                f"the stages in the order of rules {rules.name!r} stand as no strategy has them; give --placement FILE"
+            )
         if given is None:
             return ruled or wanted, _count(profile, num_devices)
         if rules is not None and not follows_rules(profile, given, rules):

@@ -76,7 +76,7 @@ def search_schedule(
         raise UsageError(f"--scheduler {scheduler!r} is not known; {meant}")
     search = _Search(budget, scheduler, rules, unroll, progress, steps)
     shorter = named(steps, ShorterRun) or ShorterRun()
-    short = shorter.shorter(workload)
+    short = None if rules is not None and rules.order else shorter.shorter(workload)
     if short is not None:
         found = search.longer(shorter, short, workload, known)
         if found is not None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.graphs import find_cycle, in_circle
 from pipeplan.schedule.rules.choosing import Chooser, Obstacle
+from pipeplan.schedule.rules.given_order import orders_of
 from pipeplan.schedule.rules.language import ReadyAction, Rules, naming
 from pipeplan.schedule.rules.separation import Joined, separate
 from pipeplan.schedule.rules.settings import Resolved
@@ -53,6 +54,8 @@ def schedule_by_rules(graph: TaskGraph, rules: Rules) -> list[list[int]]:
 def unseparated(graph: TaskGraph, rules: Rules) -> list[list[int]]:
     """The same without separation, whatever the rules say of it."""
     with naming(rules):
+        if rules.order:
+            return orders_of(graph, rules.order)
         run = RulesRun(graph, rules)
         run.run()
     return run.device_orders

@@ -35,6 +35,7 @@ from pydantic.dataclasses import dataclass
 from pipeplan.catalog import names, read_text
 from pipeplan.errors import FileError, PipeplanError, UsageError, choose_from
 from pipeplan.files.read_write import read_bytes
+from pipeplan.schedule.rules.given_order import actions_of
 from pipeplan.schedule.rules.values import (
     BY_NAME,
     CountFromOne,
@@ -52,6 +53,7 @@ from pipeplan.texts import on_one_line, problems_of, shown
 from pipeplan.units import parse_bytes, parse_ns
 from pipeplan.workload.action import is_instruction_word
 from pipeplan.workload.elements import MAX_COUNT, MAX_DEVICES, Attribute, Printable
+from pipeplan.workload.kinds import Role
 
 Name = Annotated[StrictStr, Printable(256, least=1)]
 """A text of a rules file."""
@@ -303,10 +305,23 @@ class CustomOp(Stated):
             raise TableError(f"duration and bytes_per_sample both say how long {self.kind} takes; leave out one")
 
 
+def _actions(value: object) -> object:
+    """The actions of a device in one text, or in a list."""
+    return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
+
+
+DeviceOrder = Annotated[
+    tuple[Name, ...],
+    BeforeValidator(_actions),
+    says("write the actions of each device, as in order = ['0F0 0F1 0B0 0B1', '1F0 1B0 1F1 1B1']"),
+]
+_PLACING = ("name", "placement", "chunks")
+
+
 @usage_errors
 @dataclass(config=BY_NAME, frozen=True)
 class Rules(Settings):
-    """A schedule in a few words.
+    """A schedule in a few words, or outright.
 
     ``time`` is ``unit`` (every action takes one step, as in the paper) or ``true`` (as long as it takes). ``separate``
     asks for gradient separation: the rules see every backward whole, then its parts are put where they fit.
@@ -314,9 +329,13 @@ class Rules(Settings):
     devices go before all others, the first that is ready first, and a first stage only when the one after it could go
     on at once (Tessel's 1F1B+). ``placement`` and ``chunks`` say where the stages stand unless the search is given
     otherwise. ``checks`` must all agree before an action starts.
+
+    ``order`` says outright what each device runs, one after another: texts such as ``0F0 0F1 0B0``, of stage, kind and
+    micro-batch. Then nothing else is said but where the stages stand.
     """
 
     name: Name = "rules"
+    order: tuple[DeviceOrder, ...] = ()
     time: Literal["unit", "true"] = "unit"
     separate: StrictBool = False
     fit_memory: StrictBool = False
@@ -335,12 +354,19 @@ class Rules(Settings):
         if self.separate and any(each.places_weights for each in everywhere):
             raise TableError("weights are placed by separate = true; leave out that, or late and fill")
         _require_placement(self.chunks, self.placement)
+        more = next((key for key in _said(self) if key not in (*_PLACING, "order")), None) if self.order else None
+        if more is not None:
+            raise TableError(f"order says all that {more} would; leave out one of them")
+        if self.order:
+            actions_of(self.order)
         _require_different("device", [device for each in self.devices for device in each.devices])
         _require_different("submodule", [each.blocks for each in self.submodules])
 
     @property
     def splits_backward(self) -> bool:
         """Whether they say when weight gradients run apart from input gradients; functions may, too, unseen."""
+        if self.order:
+            return any(each.role is Role.WEIGHT_GRAD for actions in actions_of(self.order) for each in actions)
         return self.separate or any(each.places_weights for each in (self, *self.devices, *self.submodules))
 
     def but(self, **changes: object) -> Self:

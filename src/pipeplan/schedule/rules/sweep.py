@@ -16,7 +16,7 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_RULES, Budget
 from pipeplan.schedule.pattern import memory_in_turn
 from pipeplan.schedule.rules.engine import schedule_by_rules, unseparated
-from pipeplan.schedule.rules.language import First, Rules, StageTraversal, TypeTraversal
+from pipeplan.schedule.rules.language import First, Rules, StageTraversal, TypeTraversal, naming
 from pipeplan.schedule.rules.separation import Joined, Timed, separated
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.schedule.rules.values import Limit
@@ -172,12 +172,15 @@ def run_rules(graph: TaskGraph, rules: Rules) -> Swept:
         InfeasibleError: they get stuck, or what they make does not fit into memory.
         UsageError: they do not apply to the workload.
     """
-    found = Timed.of(graph, with_links(graph, schedule_by_rules(graph, rules)))
+    orders = schedule_by_rules(graph, rules)
+    with naming(rules):
+        found = Timed.of(graph, with_links(graph, orders))
     over = overflow(graph, found.orders)
     if over is not None:
+        less = "" if rules.order else "lower in_flight, set fit_memory, or "
         raise InfeasibleError(
-            f"the schedule of rules {rules.name!r} does not fit: {over}; lower in_flight, set fit_memory, or raise "
-            f"--memory to {format_bytes(rounded_up(over.peak_bytes))}"
+            f"the schedule of rules {rules.name!r} does not fit: {over}; {less}raise --memory to "
+            f"{format_bytes(rounded_up(over.peak_bytes))}"
         )
     return Swept(rules, found.orders, found.starts, found.makespan)
 
