@@ -142,6 +142,7 @@ class _Watched(ScheduleStep):
 
     def __init__(self, step: ScheduleStep, telling: set[str]) -> None:
         self.step, self.telling = step, telling
+        self.name, self.needed = step.name, step.needed  # type: ignore[misc]  # constants of a class; here of the step
 
     def applies(self, state: SearchState) -> bool:
         return self.step.applies(state)
@@ -233,6 +234,8 @@ def row(results: Results, off: Off, chosen: Sequence[Cell]) -> tuple[str, ...]:
         fewer += everything["repeats"] and not without["repeats"]
         if everything["value"] is not None:
             lost[cell.name] = float("inf") if without["value"] is None else without["value"] / everything["value"] - 1
+    if not lost:
+        return (", ".join(sorted(off)), "0", *["-"] * 5, str(fewer))
     worst, best = max(lost, key=lambda name: lost[name]), min(lost, key=lambda name: lost[name])
     return (
         ", ".join(sorted(off)),
