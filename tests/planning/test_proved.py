@@ -115,6 +115,19 @@ def test_recomputation_that_is_left_open_counts() -> None:
     assert found.status == "feasible"
 
 
+@pytest.mark.parametrize("scheduler", ["1f1b", "zb-h2"])
+@pytest.mark.parametrize("memory", [3 * 10**9, 4 * 10**9])
+def test_a_schedule_that_does_not_fit_refutes_no_other(scheduler: str, memory: int) -> None:
+    """A named one runs with recomputation then; others fit without, and the bound is for them, too."""
+    profile = shape("v", 4, costs=ShapeCosts(1000, input_grad_ns=1200, weight_grad_ns=700))
+    asked = {"memory_bytes": memory, "time_limit": 1.0, "deterministic": True}
+    named, best = (
+        search_plan(request_of(profile, profile.placement, Batch(8, 1), scheduler=each, **asked))
+        for each in (scheduler, "auto")
+    )
+    assert named.lower_bound_ns <= best.plan.predicted.iteration_ns
+
+
 def test_a_fallback_that_is_tried_is_no_longer_open() -> None:
     """Only recomputing fits, two micro-batches of it: what memory says about that is proved over everything."""
     rows = (

@@ -56,9 +56,9 @@ def _more_time(request: Request, result: Result, simulation: Simulation) -> Iter
 
 
 def _other_schedules(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    if request.scheduler != "auto" and result.placement_gap >= _LEAST_GAIN:
-        gain = 1 - 1 / (1 + result.placement_gap)
-        yield NextStep("--scheduler auto", f"at most {gain:.1%} shorter iterations on these stages", gain)
+    if request.scheduler != "auto" and result.gap >= _LEAST_GAIN:
+        gain = 1 - 1 / (1 + result.gap)
+        yield NextStep("--scheduler auto", f"at most {gain:.1%} shorter iterations", gain)
 
 
 def _more_microbatches(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:

@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from pipeplan.errors import PipeplanError, SearchTimeoutError, UsageError
+from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned
 from pipeplan.planning.candidates import PlacementCandidate, PublishedPlanners, StageGraphs, candidates, even_cuts
@@ -395,7 +395,8 @@ class SearchCandidates(PlanStep):
             search.failures.append(error)
             if trial.best is None:
                 search.trials.remove(trial)
-                if isinstance(error, SearchTimeoutError):
+                one_does_not_fit = isinstance(error, InfeasibleError) and search.request.scheduler not in SEARCHING
+                if isinstance(error, SearchTimeoutError) or one_does_not_fit:  # others may, which the bound is for, too
                     search.others[trial.candidate.key] = trial.bound_ns
 
 
