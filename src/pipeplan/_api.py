@@ -188,14 +188,21 @@ def simulate(
     return simulate(plan, num_microbatches, profile, cluster)
 
 
-def with_measured(simulation: Simulation, path: str) -> Simulation:
-    """Predicted beside measured, of a trace that a run of the plan wrote. Raises FileError or UsageError."""
+def with_measured(simulation: Simulation, paths: Sequence[str]) -> Simulation:
+    """Predicted beside measured: of a trace that a run of the plan wrote, or what another trainer says of its run.
+
+    Raises:
+        FileError: a file cannot be read, or says nothing of a run.
+        UsageError: it is of another plan.
+    """
     from dataclasses import replace
 
-    from pipeplan.files.trace import read_trace
-    from pipeplan.simulator.measured import compared
+    from pipeplan.files.run_logs import RunLog, read_run
+    from pipeplan.simulator.measured import compared, compared_with_log
 
-    return replace(simulation, measured=compared(simulation, read_trace(path, len(simulation.plan.devices))))
+    run = read_run(paths, len(simulation.plan.devices))
+    measured = compared_with_log(simulation, run) if isinstance(run, RunLog) else compared(simulation, run)
+    return replace(simulation, measured=measured)
 
 
 # Profiles ---------------------------------------------------------------------------------------------------------

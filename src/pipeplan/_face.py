@@ -436,7 +436,7 @@ def simulate(
     microbatches: int | None = None,
     profile: Profile | Path | None = None,
     cluster: Cluster | Path | None = None,
-    measured: Path | None = None,
+    measured: Path | Sequence[Path] | None = None,
 ) -> Simulation:
     """Replay a plan: when every action runs if each starts as soon as it can.
 
@@ -445,7 +445,8 @@ def simulate(
         microbatches: repeat the plan's repetend up to this number of micro-batches.
         profile: take times and sizes from this profile.
         cluster: take devices and links from this cluster.
-        measured: trace that a run of the plan wrote, to compare with (``.measured``).
+        measured: what to compare with (``.measured``): the trace that a run of the plan wrote, the log of another
+            trainer's run, or torch.profiler's traces of its ranks.
 
     Returns:
         Starts of all actions, ``.rates``, ``.memory`` of each device and ``.critical_path``; times in ns, sizes in
@@ -463,7 +464,7 @@ def simulate(
     given = _asked("simulate", locals()).params
     files = {kind: given_file(kind, given[f"{kind}_path"]) for kind in ("plan", "profile", "cluster")}
     found = _api.simulate(files["plan"], given["microbatches"], files["profile"], files["cluster"])
-    return found if measured is None else _api.with_measured(found, given["measured_path"])
+    return found if measured is None else _api.with_measured(found, given["measured_paths"])
 
 
 # Profiles ---------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -86,10 +87,12 @@ if TYPE_CHECKING:
 @click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Take devices and links from this cluster.")
 @click.option(
     "--measured",
-    "measured_path",
+    "measured_paths",
     type=FILE,
-    metavar="TRACE",
-    help="Compare with the measured times of a run of PLAN, as written by run --trace.",
+    multiple=True,
+    metavar="FILE",
+    help="Compare with a run of PLAN: the trace that run --trace wrote. Or with a run of another trainer: the log of "
+    "torchtitan or Megatron-LM, or torch.profiler's trace, once for each rank's file.",
 )
 @click.option("--svg", "svg_path", type=FILE, metavar="FILE", help="Write the timeline as SVG; - for stdout.")
 @click.option("--trace", "trace_path", type=FILE, metavar="FILE", help="Write the timeline for Perfetto; - for stdout.")
@@ -99,7 +102,7 @@ def simulate_command(
     microbatches: int | None,
     profile_path: str | None,
     cluster_path: str | None,
-    measured_path: str | None,
+    measured_paths: tuple[str, ...],
     svg_path: str | None,
     trace_path: str | None,
     as_json: bool,
@@ -110,8 +113,8 @@ def simulate_command(
     critical path, the stages and the bottleneck; with --measured, the predicted and measured times of actions, devices
     and the iteration. PLAN may be - for stdin.
     """
-    inputs = {"PLAN": plan_path, "--profile": profile_path, "--cluster": cluster_path, "--measured": measured_path}
-    _require_one_stdin(inputs)
+    inputs = [("PLAN", plan_path), ("--profile", profile_path), ("--cluster", cluster_path)]
+    _require_one_stdin([*inputs, *(("--measured", path) for path in measured_paths)])
     with Outputs({"--svg": svg_path, "--trace": trace_path}, as_json=as_json) as outputs:
         simulation = _api.simulate(
             _api.read_plan(plan_path),
@@ -128,15 +131,15 @@ def simulate_command(
 
             outputs.write_text(trace_text(simulation), trace_path)
         _warn(simulation)
-        if measured_path is not None:
-            simulation = _api.with_measured(simulation, measured_path)
+        if measured_paths:
+            simulation = _api.with_measured(simulation, measured_paths)
         if not outputs.on_stdout:
             _print(simulation, as_json)
 
 
-def _require_one_stdin(paths: dict[str, str | None]) -> None:
+def _require_one_stdin(paths: Sequence[tuple[str, str | None]]) -> None:
     """Require that at most one of some files is ``-``."""
-    chosen = [name for name, path in paths.items() if path == "-"]
+    chosen = [name for name, path in paths if path == "-"]
     if len(chosen) > 1:
         raise UsageError(f"{' and '.join(chosen)} would both read from stdin; give a file for one of them")
 

@@ -143,9 +143,13 @@ def read_trace(path: str, num_devices: int) -> MeasuredTrace:
     Raises:
         FileError: the file cannot be read, or is no trace of a run.
     """
-    where = "<stdin>" if path == "-" else path
+    return parse_trace(read_bytes(path), "<stdin>" if path == "-" else path, num_devices)
+
+
+def parse_trace(content: bytes, where: str, num_devices: int) -> MeasuredTrace:
+    """The same of a file's content; ``where`` is its name in errors. Raises FileError."""
     try:
-        file = _TraceFile.model_validate_json(read_bytes(path))
+        file = _TraceFile.model_validate_json(content)
         events = [_Event.model_validate(event) for event in file.traceEvents if _is_measured(event)]
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TextIO
 
 from rich.table import Table
@@ -26,7 +26,7 @@ from pipeplan.reporting.layout import (
     tables,
 )
 from pipeplan.reporting.timeline import kind_name
-from pipeplan.simulator.measured_times import DeviceTimes, MeasuredComparison
+from pipeplan.simulator.measured_times import DeviceTimes, KindTimes, LoggedComparison, MeasuredComparison
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.kinds import is_instruction
@@ -297,17 +297,65 @@ _MESSAGE_NAMES |= {"SEND_B": "send gradients", "RECV_B": "wait for gradients"}
 
 
 def print_measured(
-    simulation: Simulation, comparison: MeasuredComparison, file: TextIO | None = None, width: int | None = None
+    simulation: Simulation,
+    comparison: MeasuredComparison | LoggedComparison,
+    file: TextIO | None = None,
+    width: int | None = None,
 ) -> None:
     """Print the tables, to stdout unless ``file`` is given; ``width`` as in :func:`console_for`."""
     console = console_for(file, width)
-    for part in (
-        flowed(_measured_headline(simulation, comparison), console.width),
-        _measured_figures(comparison, console.width),
-        *_kinds(comparison, console.width),
-        *_measured_devices(comparison, console.width),
-    ):
+    if isinstance(comparison, LoggedComparison):
+        parts = _logged(simulation, comparison, console.width)
+    else:
+        parts = _measured(simulation, comparison, console.width)
+    for part in parts:
         console.print(part)
+
+
+def _logged(simulation: Simulation, comparison: LoggedComparison, width: int) -> Iterator[Text | Table]:
+    """A run of another tool: iterations, and what there is of actions and devices."""
+    steps = len(comparison.iterations_ns)
+    left = "; first (warm-up) step excluded" if comparison.num_left_out else ""
+    text = f": {comparison.tool}, {counted(steps, 'step')} by {comparison.by}{left}"
+    yield flowed(Text.assemble((simulation.plan.name, "bold"), text), width)
+    least, most = min(comparison.iterations_ns), max(comparison.iterations_ns)
+    spread = "" if least == most else f", median of {format_ns(least)} to {format_ns(most)}"
+    rows = [
+        ("predicted", format_ns(comparison.predicted_ns)),
+        ("measured", f"{format_ns(comparison.measured_ns)}  {_percent(comparison.ratio)}{spread}"),
+    ]
+    yield labelled(rows, width)
+    if comparison.kinds:
+        yield from _kinds(comparison.kinds, width)
+    if comparison.devices:
+        yield from _logged_devices(comparison, width)
+
+
+def _logged_devices(comparison: LoggedComparison, width: int) -> list[Table]:
+    """Forward, backward and peak memory of each device that the log names, beside the prediction."""
+    devices = comparison.devices
+    columns = [Column("device", [str(each.device) for each in devices], key=True)]
+    for title in ("forward", "backward", "peak"):
+        key, form = ("peak_bytes", format_bytes) if title == "peak" else (f"{title}_ns", format_ns)
+        predicted = [getattr(each, f"predicted_{key}") for each in devices]
+        found = [getattr(each, key) for each in devices]
+        if any(value is not None for value in found):
+            beside = list(zip(found, predicted, strict=True))
+            name = f"{title}, {comparison.memory}" if title == "peak" else title
+            columns += [
+                Column(f"{title}, predicted", list(map(form, predicted))),
+                Column(name, ["" if value is None else form(value) for value in found]),
+                Column("", ["" if value is None or not own else _percent(value / own) for value, own in beside]),
+            ]
+    return tables(columns, width)
+
+
+def _measured(simulation: Simulation, comparison: MeasuredComparison, width: int) -> Iterator[Text | Table]:
+    """A run of the plan itself."""
+    yield flowed(_measured_headline(simulation, comparison), width)
+    yield _measured_figures(comparison, width)
+    yield from _kinds(comparison.kinds, width)
+    yield from _measured_devices(comparison, width)
 
 
 def _measured_headline(simulation: Simulation, comparison: MeasuredComparison) -> Text:
@@ -335,8 +383,7 @@ def _measured_figures(comparison: MeasuredComparison, width: int) -> Table:
     return labelled(((name, f"{format_ns(time):{wide}}  {more}") for name, time, more in rows), width)
 
 
-def _kinds(comparison: MeasuredComparison, width: int) -> list[Table]:
-    kinds = comparison.kinds
+def _kinds(kinds: Sequence[KindTimes], width: int) -> list[Table]:
     columns = [
         Column("kind", [_named(kind.kind) for kind in kinds], words=True, key=True),
         Column("count", [str(kind.count) for kind in kinds]),

@@ -14,13 +14,20 @@ from dataclasses import replace
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, sha256_of
+from pipeplan.files.run_logs import RunLog
 from pipeplan.files.trace import MeasuredTrace, TimedText
-from pipeplan.simulator.measured_times import DeviceTimes, KindTimes, MeasuredComparison
+from pipeplan.simulator.measured_times import (
+    DeviceTimes,
+    KindTimes,
+    LoggedComparison,
+    LoggedDevice,
+    MeasuredComparison,
+)
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.engine import with_links
-from pipeplan.workload.kinds import in_order
+from pipeplan.workload.kinds import COMPUTE_KINDS, Role, in_order
 from pipeplan.workload.task_graph import earliest_starts
 
 _Span = tuple[int, int]
@@ -53,6 +60,85 @@ def compared(simulation: Simulation, trace: MeasuredTrace) -> MeasuredComparison
         kinds=(*_compute_kinds(simulation, steps), *_message_kinds(simulation, steps)),
         devices=tuple(_device(simulation, steps, device) for device in range(len(plan.devices))),
     )
+
+
+def compared_with_log(simulation: Simulation, log: RunLog) -> LoggedComparison:
+    """What a simulation predicts against what the log of a run by another tool says; rank ``r`` is device ``r``.
+
+    Raises:
+        UsageError: the log is of more devices than the plan has, or says speed in tokens and the plan knows of none.
+    """
+    count = len(simulation.plan.devices)
+    beyond = [rank for rank in log.ranks if rank >= count]
+    if beyond:
+        raise UsageError(
+            f"--measured: the run has a rank {beyond[-1]}, the plan {count} devices; give the plan of the same devices"
+        )
+    iterations, by = _logged_steps(simulation, log)
+    return LoggedComparison(
+        tool=log.tool,
+        by=by,
+        memory=log.memory if log.peak_bytes else "",
+        num_left_out=log.left_out,
+        predicted_ns=simulation.iteration_ns,
+        iterations_ns=iterations,
+        kinds=tuple(_logged_kinds(simulation, log)),
+        devices=tuple(_logged_device(simulation, log, device) for device in log.ranks if _says_more(log, device)),
+    )
+
+
+def _logged_steps(simulation: Simulation, log: RunLog) -> tuple[tuple[float, ...], str]:
+    """Ns of each step, of the rank that says it of most steps, and what they were read from."""
+    tokens = simulation.yardstick.tokens_per_sample
+    if log.tokens_per_s and tokens is not None:
+        whole = simulation.workload.mini_batch * tokens / len(simulation.plan.devices)
+        return tuple(1e9 * whole / rate for rate in _longest(log.tokens_per_s)), "tokens per second"
+    if not any(log.steps_ns.values()):
+        raise UsageError(
+            "--measured: the log says how many tokens a device works on in a second, and the plan not how many a "
+            "sample has; make the plan from a profile with tokens_per_sample"
+        )
+    return tuple(_longest(log.steps_ns)), "the time of steps"
+
+
+def _longest(by_rank: Mapping[int, list[float]]) -> list[float]:
+    return max(by_rank.values(), key=lambda values: len(values))
+
+
+def _says_more(log: RunLog, device: int) -> bool:
+    return any(device in part for part in (log.forward_ns, log.backward_ns, log.peak_bytes))
+
+
+def _logged_device(simulation: Simulation, log: RunLog, device: int) -> LoggedDevice:
+    workload = simulation.workload
+    parts = {True: 0, False: 0}
+    for item, operation in enumerate(workload.operations):
+        if device in workload.resources[item] and operation.kind in COMPUTE_KINDS:
+            parts[operation.role is Role.FORWARD] += workload.work_of(item)
+    return LoggedDevice(
+        device,
+        parts[True],
+        parts[False],
+        simulation.memory[device].peak_bytes,
+        log.forward_ns.get(device),
+        log.backward_ns.get(device),
+        log.peak_bytes.get(device),
+    )
+
+
+def _logged_kinds(simulation: Simulation, log: RunLog) -> Iterator[KindTimes]:
+    """Of the actions that both the plan and the trace have."""
+    graph = simulation.graph
+    predicted: defaultdict[str, list[int]] = defaultdict(list)
+    measured: defaultdict[str, list[float]] = defaultdict(list)
+    for task in range(graph.num_actions):
+        text = graph.label(task)
+        if text in log.actions_ns:
+            kind = graph.workload.operations[graph.operation_of[task]].kind
+            predicted[kind].append(graph.durations[task])
+            measured[kind] += log.actions_ns[text]
+    for kind in in_order(predicted):
+        yield _kind(kind, predicted[kind], measured[kind])
 
 
 def _require_same_plan(plan: Plan, trace: MeasuredTrace) -> None:
@@ -186,7 +272,7 @@ def _measured_messages(steps: Sequence[_MeasuredStep]) -> Mapping[str, list[int]
     return found
 
 
-def _kind(kind: str, predicted: Sequence[int], measured: Sequence[int]) -> KindTimes:
+def _kind(kind: str, predicted: Sequence[int], measured: Sequence[float]) -> KindTimes:
     return KindTimes(
         kind, len(predicted), statistics.mean(predicted), statistics.mean(measured), statistics.median(measured)
     )

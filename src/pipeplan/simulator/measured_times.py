@@ -95,3 +95,60 @@ class MeasuredComparison:
             "kinds": [{**asdict(kind), "ratio": kind.ratio} for kind in self.kinds],
             "devices": [asdict(device) for device in self.devices],
         }
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedDevice:
+    """What is predicted of a device, and what a log has of it; None where it says nothing. Times in ns, of one step."""
+
+    device: int
+    predicted_forward_ns: int
+    predicted_backward_ns: int
+    predicted_peak_bytes: int
+    forward_ns: float | None
+    backward_ns: float | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedComparison:
+    """Predicted beside what another trainer's log or a profiler's trace says: iterations, and devices by rank.
+
+    ``iterations_ns`` are those that count, ``by`` says what they were read from. ``memory`` is what the log's memory is
+    of: what the allocator had ``reserved``, or what was ``allocated``. ``kinds`` are of actions, where the trace has
+    them.
+    """
+
+    tool: str
+    by: str
+    memory: str
+    num_left_out: int
+    predicted_ns: int
+    iterations_ns: tuple[float, ...]
+    kinds: tuple[KindTimes, ...]
+    devices: tuple[LoggedDevice, ...]
+
+    @property
+    def measured_ns(self) -> float:
+        """Median over the steps."""
+        return statistics.median(self.iterations_ns)
+
+    @property
+    def ratio(self) -> float:
+        """Measured by predicted."""
+        return self.measured_ns / self.predicted_ns
+
+    def figures(self) -> dict[str, object]:
+        """What ``simulate --measured --json`` has under ``measured``."""
+        return {
+            "tool": self.tool,
+            "num_steps": len(self.iterations_ns),
+            "num_steps_left_out": self.num_left_out,
+            "predicted_iteration_ns": self.predicted_ns,
+            "iteration_ns": self.measured_ns,
+            "iterations_ns": list(self.iterations_ns),
+            "ratio": self.ratio,
+            "memory": self.memory,
+            "kinds": [{**asdict(kind), "ratio": kind.ratio} for kind in self.kinds],
+            "devices": [asdict(device) for device in self.devices],
+        }

@@ -11,7 +11,7 @@ from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
-from pipeplan.simulator.measured_times import MeasuredComparison
+from pipeplan.simulator.measured_times import LoggedComparison, MeasuredComparison
 from pipeplan.simulator.metrics import CriticalStep, IdleShares, Rates, critical_path, in_flight, iteration_time, rates
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.units import format_ns
@@ -182,7 +182,7 @@ class Simulation(Displayed):
     as_planned: bool
     yardstick: Yardstick
     loop: LoopCut | None = None
-    measured: MeasuredComparison | None = None
+    measured: MeasuredComparison | LoggedComparison | None = None
 
     def __repr__(self) -> str:
         count = self.workload.num_microbatches

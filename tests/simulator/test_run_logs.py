@@ -1,0 +1,214 @@
+"""Logs and traces of other trainers, in the form in which they print them, beside a plan's prediction."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from builders.requests import request_of
+from pipeplan import _api
+from pipeplan.errors import FileError, PipeplanError, UsageError
+from pipeplan.examples import shape
+from pipeplan.files.run_logs import RunLog, read_run
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan
+from pipeplan.reporting.tables import print_measured
+from pipeplan.simulator.measured_times import LoggedComparison
+from pipeplan.simulator.simulation import Simulation, simulate
+from support.commands import pipeplan
+
+MS = 1_000_000
+
+TITAN = """
+[rank0]: 2030-01-01 10:00:00,000 - INFO - step:  1  loss:  7.6  memory:  9.00GiB(11.2%)  tps: 12
+[rank0]: 2030-01-01 10:00:01,000 - INFO - \x1b[31mstep:  2\x1b[0m  loss:  7.6  memory: 10.50GiB(13.2%)  tps: 1,000
+[rank1]: 2030-01-01 10:00:01,000 - INFO - step:  2  loss:  7.6  memory:  8.00GiB(10.0%)  tps: 1,000
+[rank0]: 2030-01-01 10:00:01,000 - INFO - [GC] Performing periodical GC collection. 0.06 seconds.
+[rank0]: 2030-01-01 10:00:05,000 - INFO - step: 12  loss:  7.5  memory: 10.00GiB(12.5%)  tps: 2,000  mfu: 1%
+"""
+
+MEGATRON = """
+ [2030-01-01 02:55:39] iteration        1/     100 | elapsed time per iteration (ms): 9999.9 | lm loss: 2 |
+[Rank 1] (after 1 iterations) memory (MB) | allocated: 100.5 | max allocated: 1024.5 | max reserved: 2048.0
+ [2030-01-01 02:55:45] iteration        2/     100 | elapsed time per iteration (ms): 41.5 | lm loss: 2 |
+ [2030-01-01 02:55:50] iteration        3/     100 | elapsed time per iteration (ms): 45.5 | lm loss: 2 |
+times across ranks (ms):
+  forward-compute:
+     rank  0: 8.25
+     rank  1: 9.75
+  backward-compute:
+     rank  0: 24.00
+     rank  1: 27.00
+  optimizer:
+     rank  0: 3.00
+"""
+
+
+@pytest.fixture(scope="module")
+def simulation() -> Simulation:
+    """Two stages and eight micro-batches: 8 ms forward and 24 ms backward on each device."""
+    profile = shape("v", 2).model_copy(update={"tokens_per_sample": 100})
+    request = request_of(profile, profile.placement, Batch(8, 1), scheduler="1f1b", time_limit=1, deterministic=True)
+    return simulate(search_plan(request).plan)
+
+
+def _compared(simulation: Simulation, *paths: Path) -> LoggedComparison:
+    found = _api.with_measured(simulation, list(map(str, paths))).measured
+    assert isinstance(found, LoggedComparison)
+    return found
+
+
+def _written(folder: Path, text: str, name: str = "run.log") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_torchtitan(simulation: Simulation, tmp_path: Path) -> None:
+    """8 samples of 100 tokens on two devices: 400 tokens each, in 0.4 s and 0.2 s; the first step is left out."""
+    found = _compared(simulation, _written(tmp_path, TITAN))
+    assert (found.tool, found.by, found.memory) == ("torchtitan", "tokens per second", "reserved")
+    assert found.iterations_ns == (0.4e9, 0.2e9)
+    assert found.num_left_out == 1
+    assert [(each.device, each.peak_bytes) for each in found.devices] == [(0, int(10.5 * 2**30)), (1, 8 * 2**30)]
+
+
+def test_torchtitan_without_tokens(simulation: Simulation, tmp_path: Path) -> None:
+    """Then by the clock: ten steps in four seconds."""
+    unknown = simulate(
+        simulation.plan.model_copy(
+            update={"provenance": simulation.plan.provenance.model_copy(update={"tokens_per_sample": None})}
+        )
+    )
+    found = _compared(unknown, _written(tmp_path, TITAN))
+    assert (found.by, found.iterations_ns) == ("the time of steps", (1e9, 0.4e9))
+    without_times = "\n".join(line.partition("INFO - ")[2] for line in TITAN.splitlines())
+    with pytest.raises(UsageError, match="make the plan from a profile with tokens_per_sample"):
+        _compared(unknown, _written(tmp_path, without_times))
+
+
+def test_megatron(simulation: Simulation, tmp_path: Path) -> None:
+    found = _compared(simulation, _written(tmp_path, MEGATRON))
+    assert (found.tool, found.memory, found.num_left_out) == ("Megatron-LM", "allocated", 1)
+    assert found.iterations_ns == (41.5 * MS, 45.5 * MS)
+    first, second = found.devices
+    assert (first.forward_ns, first.backward_ns, first.peak_bytes) == (8.25 * MS, 24 * MS, None)
+    assert (second.forward_ns, second.backward_ns, second.peak_bytes) == (9.75 * MS, 27 * MS, round(1024.5 * 2**20))
+    assert (first.predicted_forward_ns, first.predicted_backward_ns) == (8 * MS, 24 * MS)
+    text = io.StringIO()
+    print_measured(simulation, found, text, 100)
+    assert "Megatron-LM, 2 steps by the time of steps; first (warm-up) step excluded" in text.getvalue()
+    assert "+12.5%" in text.getvalue()  # 27 ms for 24
+
+
+def _trace(rank: int, steps: int, actions: list[tuple[str, float, float]], **more: Any) -> str:
+    """What torch.profiler exports, in microseconds; every step has the same actions."""
+    events: list[dict[str, Any]] = []
+    for step in range(steps):
+        begin = 1e6 * step
+        events.append(
+            {"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{step}", "ts": begin, "dur": 50_000.0}
+        )
+        events += [
+            {"ph": "X", "cat": "user_annotation", "name": name, "ts": begin + start, "dur": lasts}
+            for name, start, lasts in actions
+        ]
+    events.append({"ph": "i", "name": "[memory]", "ts": 1.0, "args": {"Device Type": 1, "Total Reserved": 5 * 10**9}})
+    events.append({"ph": "i", "name": "[memory]", "ts": 2.0, "args": {"Device Type": 0, "Total Reserved": 9 * 10**9}})
+    return json.dumps({"schemaVersion": 1, "distributedInfo": {"rank": rank}, "traceEvents": events} | more)
+
+
+def test_a_trace_of_each_rank(simulation: Simulation, tmp_path: Path) -> None:
+    actions = [
+        [(f"PP:{stage}F0", 0.0, 1100.0), (f"PP:{stage}B0", 2000.0, 3300.0), (f"PP:{stage}SEND_F0", 1200.0, 70.0)]
+        for stage in range(2)
+    ]
+    files = [_written(tmp_path, _trace(rank, 3, own), f"{rank}.json") for rank, own in enumerate(actions)]
+    found = _compared(simulation, *files)
+    assert (found.tool, found.num_left_out, found.iterations_ns) == ("torch.profiler", 1, (50 * MS, 50 * MS))
+    assert [(kind.kind, kind.count, kind.predicted_ns, kind.measured_ns) for kind in found.kinds] == [
+        ("F", 2, 1 * MS, 1.1 * MS),
+        ("B", 2, 3 * MS, 3.3 * MS),
+    ]
+    assert [(each.forward_ns, each.backward_ns) for each in found.devices] == [(1.1 * MS, 3.3 * MS)] * 2
+    assert [each.peak_bytes for each in found.devices] == [5 * 10**9] * 2  # not what the host had
+    assert {"tool": "torch.profiler", "ratio": found.ratio}.items() <= found.figures().items()
+
+
+def test_steps_without_ranges_of_their_own_begin_with_the_same_action(tmp_path: Path) -> None:
+    """A profiler without a schedule notes no ProfilerStep."""
+    names = ["PP:0F0", "PP:0F1", "PP:0B0", "PP:0B1"] * 3
+    events = [{"ph": "X", "name": name, "ts": 10.0 * place, "dur": 4.0} for place, name in enumerate(names)]
+    found = read_run([str(_written(tmp_path, json.dumps({"schemaVersion": 1, "traceEvents": events})))], 1)
+    assert isinstance(found, RunLog)
+    assert (found.left_out, found.steps_ns) == (1, {0: [34_000.0, 34_000.0]})
+    assert found.actions_ns["0B1"] == [4000.0, 4000.0]
+    assert found.forward_ns == {0: 8000.0}
+
+
+def test_ranges_of_a_device_go_before_those_of_its_host(tmp_path: Path) -> None:
+    """A host only starts kernels."""
+    event = {"ph": "X", "name": "PP:0F0", "ts": 5.0}
+    events = [event | {"cat": "user_annotation", "dur": 1.0}, event | {"cat": "gpu_user_annotation", "dur": 9.0}]
+    found = read_run([str(_written(tmp_path, json.dumps({"schemaVersion": 1, "traceEvents": events})))], 1)
+    assert isinstance(found, RunLog)
+    assert found.actions_ns == {"0F0": [9000.0]}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("loss 3.2 after 10 steps\n", "neither lines of torchtitan's or Megatron-LM's log"),
+        ('{"schemaVersion": 1}', "it has no list traceEvents"),
+        ('{"schemaVersion": 1, "traceEvents": [7]}', "no range ProfilerStep#N"),
+        ('{"schemaVersion": 1, "traceEvents": ', "not readable as JSON"),
+        ('{"schemaVersion": 1, "distributedInfo": {"rank": "x"}, "traceEvents": []}', "has to be a rank's number"),
+        ('{"traceEvents": []}', "not a trace that pipeplan run --trace has written"),
+    ],
+)
+def test_what_is_none_is_refused(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=r"run\.log") as caught:
+        read_run([str(_written(tmp_path, text))], 2)
+    assert words in str(caught.value)
+
+
+def test_runs_of_other_plans_are_refused(simulation: Simulation, tmp_path: Path) -> None:
+    more = _written(tmp_path, _trace(2, 2, []), "two.json")
+    with pytest.raises(UsageError, match="the run has a rank 2, the plan 2 devices"):
+        _compared(simulation, more)
+    same = [_written(tmp_path, _trace(0, 2, []), f"{name}.json") for name in "ab"]
+    with pytest.raises(FileError, match="rank 0 is in a file before it, too"):
+        _compared(simulation, *same)
+    with pytest.raises(FileError, match=r"only traces of torch.profiler come in several files"):
+        _compared(simulation, same[0], _written(tmp_path, MEGATRON))
+
+
+@given(
+    st.text(max_size=60) | st.sampled_from((TITAN, MEGATRON, _trace(0, 2, []))),
+    st.integers(0, 900),
+    st.text(max_size=9),
+)
+def test_text_that_was_damaged_is_read_or_refused(text: str, place: int, put: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "pipeplan.files.run_logs.read_bytes", lambda path: (text[:place] + put + text[place + 1 :]).encode()
+        )
+        try:
+            found = read_run(["log"], 2)
+        except PipeplanError:
+            return
+    assert not isinstance(found, RunLog) or found.ranks
+
+
+def test_the_command(simulation: Simulation, tmp_path: Path) -> None:
+    from pipeplan.files import write_file
+
+    write_file(simulation.plan, str(tmp_path / "plan.json"))
+    log = _written(tmp_path, MEGATRON)
+    done = pipeplan("simulate", str(tmp_path / "plan.json"), "--measured", str(log), "--json")
+    assert json.loads(done.stdout)["measured"]["iteration_ns"] == 43.5 * MS
