@@ -268,13 +268,13 @@ class Trial:
 
 
 class PlanStep(SearchStep, ABC):
-    """A step of the search for a plan. Those ``in_turn`` are repeated, the others run once at the end if they apply.
-
-    What is ``after_all`` runs at the end even if there is no time left.
-    """
+    """A step of the search for a plan. Those ``in_turn`` are repeated, the others run once at the end if they apply."""
 
     in_turn: ClassVar[bool] = False
-    after_all: ClassVar[bool] = False
+
+    def after_all(self, search: PlanSearch) -> bool:
+        """Whether it runs at the end even if there is no time left."""
+        return False
 
     def applies(self, search: PlanSearch) -> bool:
         """Whether the precondition holds."""
@@ -365,7 +365,7 @@ class PlanSearch:
                         step.run(self)
         self._bound()
         for step in left:
-            if step.after_all and step.applies(self):
+            if step.after_all(self) and step.applies(self):
                 step.run(self)
 
     @property
