@@ -18,6 +18,7 @@ from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.tuning import tune
+from pipeplan.reporting.answer import print_answer
 from pipeplan.reporting.terminal import print_simulation
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.rules.language import named_rules, parse_rules, shipped_rules, to_toml
@@ -119,11 +120,15 @@ def test_what_is_asked_for_goes_before_the_definition(capsys: pytest.CaptureFixt
     assert open_.plan.predicted.makespan_ns < kept.plan.predicted.makespan_ns < 157_397_446_844
     assert (open_.figures()["split_backward"], kept.figures()["split_backward"]) == (True, False)
     assert kept.figures()["sliced_microbatches"] == kept.plan.provenance.options["sliced_microbatches"] == 2
+    request = Request.of(profile, devices=4, num_microbatches=8)
     for result, split in ((open_, True), (kept, False)):
         print_simulation(simulate(result.plan), width=120)
-        head = capsys.readouterr().out.splitlines()[0]
-        assert ("backward split" in head) is split
-        assert "sliced" in head
+        heading = capsys.readouterr().out.splitlines()[0]
+        print_answer(request, result, simulate(result.plan))
+        plan = capsys.readouterr().out.splitlines()[1]
+        for line in (heading, plan):
+            assert ("backward split" in line) is split
+            assert "sliced" in line
 
 
 @pytest.mark.parametrize("asked", [{"scheduler": "1f1b"}, {"scheduler": "rules", "rules": ONE_LINE}])

@@ -588,9 +588,6 @@ def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
                 f"a schedule was found in {budget.elapsed:.1f} s, but there was no time to make its plan; raise "
                 "--time-limit"
             ) from None
-    if search.request.num_parted and _takes_little(best.parted):
-        with shielded():  # the one before has no slices, which were asked for
-            return _made(search, best)
     budget.reserved, budget.patience = 0.0, search.lateness
     try:
         with budget.finishing(_MOMENT):
