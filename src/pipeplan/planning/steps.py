@@ -104,6 +104,8 @@ class LessMemoryOfBest(FewerBytes, PlanStep):
         if trial.best.loop is not None:
             return
         with search.budget.share(self.share * search.budget.seconds) as share:
+            if not trial.searched:
+                trial.search_equals(search.request, share)
             found = self.lowered(trial.best, share)
         if found is not None and preferred(found, trial.best):
             trial.best = found
