@@ -78,9 +78,13 @@ def test_modes_choose(profile_path: Path) -> None:
     compared = json.loads(run(profile_path, "--devices", "1,2,4", "--mode", "profile", "--json").stdout)["points"]
     assert {point["num_devices"]: point["time_ns"] for point in compared} == quickest
     least = min(point["memory_bytes"] for point in every if point["num_devices"] == 2)
-    fewest = json.loads(
+    found = json.loads(
         run(profile_path, "--devices", 4, "--mode", "min-devices", "--memory", f"{least}B", "--json").stdout
-    )["points"]
+    )
+    one = format_bytes(min(point["memory_bytes"] for point in every if point["num_devices"] == 1))
+    assert f"1 device: not enough, each would need at least {one}" in found["notes"]
+    assert not [note for note in found["notes"] if "not enough" in note and not note.startswith("1 device:")]
+    fewest = found["points"]
     assert {point["num_devices"] for point in fewest} == {2}
     assert all(point["memory_bytes"] <= least for point in fewest)
     limited = json.loads(
@@ -344,7 +348,7 @@ def mmt_sizes(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     return found
 
 
-def test_nothing_is_exact_where_costs_were_never_profiled(mmt_sizes: dict[int, Path]) -> None:
+def test_nothing_is_exact_where_costs_were_never_profiled(mmt_sizes: dict[int, Path], tmp_path: Path) -> None:
     """The time is between what is said beside it, which is true of the same strategy with that size profiled."""
     asked = ("--devices", 4, "--mini-batch", 64)
     result, known = run(mmt_sizes[4], *asked), json.loads(run(mmt_sizes[16], *asked, "--json").stdout)
@@ -359,6 +363,23 @@ def test_nothing_is_exact_where_costs_were_never_profiled(mmt_sizes: dict[int, P
     assert low < there["time_ns"] <= high == point["time_ns"]
     assert there["unprofiled"] == ""
     assert there["bounds_ns"] is None
+    plan = tmp_path / "plan.json"
+    for path, warned in ((mmt_sizes[4], True), (mmt_sizes[16], False)):
+        run(path, *asked, "-o", plan)
+        told = CliRunner().invoke(cli, ["simulate", str(plan)], catch_exceptions=False)
+        assert ("nearest size of the profile: 16 samples on a device, profiled with 1 to 4" in told.stderr) is warned
+
+
+def test_fewer_samples_than_were_profiled_take_at_most_as_long_as_those(
+    mmt_sizes: dict[int, Path], tmp_path: Path
+) -> None:
+    write_file(model("mmt", microbatch_sizes=[4, 8]), str(tmp_path / "large.json"))
+    asked = ("--devices", 4, "--mini-batch", 8, "--json")
+    (there,) = json.loads(run(mmt_sizes[4], *asked).stdout)["points"]
+    (point,) = json.loads(run(tmp_path / "large.json", *asked).stdout)["points"]
+    assert point["configurations"] == there["configurations"]
+    low, high = point["bounds_ns"]
+    assert low == point["time_ns"] < there["time_ns"] < high
 
 
 def test_what_is_exact_is_so_at_profiled_sizes(mmt_sizes: dict[int, Path]) -> None:

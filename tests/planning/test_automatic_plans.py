@@ -6,12 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from builders.requests import request_of
 from pipeplan.checker import check
 from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.examples import shape
 from pipeplan.files import (
     Block,
     Cluster,
@@ -27,8 +29,9 @@ from pipeplan.files import (
     to_json,
 )
 from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.planning import candidates as planning_candidates
 from pipeplan.planning.candidates import PlacementCandidate, PublishedPlanners
-from pipeplan.planning.request import Batch
+from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
 
@@ -143,6 +146,24 @@ def test_published_planners_are_asked_about_models_of_common_size() -> None:
     assert sources == ["PipeDream", "DAPPLE", "Piper"]
 
 
-def test_the_page_says_how_far_published_planners_are_asked() -> None:
-    page = ROOT / "docs" / "algorithms" / "planner.md"
-    assert f"up to {PublishedPlanners().most:,} blocks times devices" in page.read_text()
+def test_searches_ask_published_planners(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each size; and what they choose is looked at wherever there is something else, too."""
+    asked, found = [], []
+
+    def noted(request: Request, name: str, planner: Any, size: int) -> PlacementCandidate:
+        asked.append((name, size))
+        found.append(published(request, name, planner, size))
+        return found[-1]
+
+    published = planning_candidates._one_published
+    monkeypatch.setattr(planning_candidates, "_one_published", noted)
+    request = request_of(shape("v", 4), "auto", Batch(4, 1), num_devices=2, time_limit=0.3, deterministic=True)
+    assert request.sizes == ()
+    search_plan(request)
+    assert asked == [("PipeDream", 1), ("DAPPLE", 1), ("Piper", 1)]
+    assert not any(candidate.fallback for candidate in found)
+
+
+def test_the_pages_say_how_far_published_planners_are_asked() -> None:
+    for page in (ROOT / "docs" / "algorithms" / "planner.md", ROOT / "README.md"):
+        assert f"up to {PublishedPlanners().most:,} blocks times devices" in page.read_text(encoding="utf-8")

@@ -20,7 +20,7 @@ from pipeplan.planning.steps import search_plan
 from pipeplan.reporting.tables import print_comparison
 from pipeplan.reporting.terminal import bottleneck, print_stages
 from pipeplan.schedule.classic import CLASSIC, Classic
-from pipeplan.time_limit import Limit
+from pipeplan.time_limit import Limit, checkpoint
 from pipeplan.units import format_bytes
 
 KB = 1000
@@ -216,6 +216,7 @@ def test_an_interruption_while_timing_keeps_what_is_known(monkeypatch: pytest.Mo
     assert rows == {(OURS, "one-to-one"), ("gpipe", "one-to-one")}
     missing = {(absent.schedule, absent.placement): absent.why for absent in found.missing}
     assert "no time" in missing["1f1b", "one-to-one"]
+    assert missing["zb-v", "one-to-one"].startswith("it needs"), "which takes no time"
     assert "no time" in missing[None, "v-shape"]
 
 
@@ -225,7 +226,7 @@ def test_after_an_interruption_only_the_first_placement_is_timed(monkeypatch: py
 
     def interrupted(asked: Request, **how: Any) -> Result:
         found = search_plan(asked, **how)
-        if len(timed) == len(CLASSIC):
+        if timed:
             limit.interrupt()
         return found
 
@@ -237,10 +238,32 @@ def test_after_an_interruption_only_the_first_placement_is_timed(monkeypatch: py
     monkeypatch.setattr(comparison, "search_plan", interrupted)
     monkeypatch.setattr(comparison, "_classic", counted)
     found = compare_on(("one-to-one", "v-shape"), Request(chain(8), 4, Batch(8, 1), **QUICK), within=limit)
-    assert timed == list(CLASSIC)
+    assert {row.schedule for row in found.rows if row.placement == "one-to-one"} == {OURS, *timed}
+    assert "1f1b" in timed
     assert {absent.why for absent in found.missing if absent.placement == "v-shape"} == {
         "there was no time for it; raise --time-limit"
     }
+
+
+def test_a_search_leaves_time_for_every_schedule_that_applies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search that takes its whole share of the time; the schedules take more than what it leaves of that."""
+    now = [0.0]
+
+    def search_for_long(asked: Request, **_: Any) -> Result:
+        now[0] += asked.time_limit
+        return search_plan(replace(asked, **QUICK))
+
+    def slow(*given: Any) -> object:
+        now[0] += 0.3
+        checkpoint()
+        return timed(*given)
+
+    timed = comparison._row
+    monkeypatch.setattr(comparison, "search_plan", search_for_long)
+    monkeypatch.setattr(comparison, "_row", slow)
+    asked = Request(chain(8), 4, Batch(8, 1), time_limit=20.0)
+    found = compare_on(("one-to-one", "v-shape"), asked, within=Limit(20.0, clock=lambda: now[0]))
+    assert not [absent for absent in found.missing if absent.placement == "one-to-one" and "no time" in absent.why]
 
 
 def test_an_interruption_before_anything_is_known_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,12 @@ from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import CostRow, Profile
 from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.candidates import PlacementCandidate, candidates
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.request import Batch
-from pipeplan.planning.steps import search_plan
-from pipeplan.planning.trials import Trial
+from pipeplan.planning.steps import STEPS, search_plan
+from pipeplan.planning.trials import PlanSearch, Trial
+from pipeplan.schedule.cpsat.solver import Budget
 from references.every_placement import every_placement
 
 QUICK: dict[str, Any] = {"time_limit": 0.05, "deterministic": True}
@@ -152,6 +155,40 @@ def test_a_placement_can_be_proved_where_the_whole_is_not() -> None:
     assert figures["candidates"] == {"looked_at": 1, "refuted": 0, "left": 0}
     assert figures["placement_lower_bound_ns"] == figures["iteration_ns"]
     assert figures["lower_bound_ns"] == 160
+
+
+def test_candidates_are_counted_and_time_that_ended_the_search_is_said() -> None:
+    """On two devices and alike blocks: a copy of the whole on each is quickest, which refutes the other cuts."""
+    rows = tuple(CostRow(microbatch_size=size, forward_ns=10 * size, backward_ns=20 * size) for size in (1, 2))
+    request = request_of(profile_of([rows] * 3), "auto", Batch(4, 2), num_devices=2, sizes=(1, 2), **QUICK)
+    number = sum(1 for _ in candidates(request, STEPS, 2))
+    done = search_plan(replace(request, time_limit=0.5))
+    assert (done.candidates.left, done.timed_out) == (0, False)
+    assert 0 < done.candidates.refuted < done.candidates.looked_at <= number
+    hurried = search_plan(replace(request, time_limit=0.0, deterministic=False))
+    assert hurried.timed_out
+    assert 0 < hurried.candidates.left <= number
+
+
+def test_what_a_search_of_schedules_says_is_not_the_whole_search_s() -> None:
+    """It may be of a worse placement, and knows a better bound of that alone."""
+    heard: list[tuple[int, int]] = []
+    profile = profile_of([CostRow(microbatch_size=1, forward_ns=10, backward_ns=20)] * 4)
+    placement = stage_per_block(profile, [0, 1, 2, 3])
+    request = request_of(profile, placement, Batch(8, 1), **QUICK)
+    trial = Trial.of(request, PlacementCandidate(placement, request.batch, False, "given"))
+    trial.look()
+    search = PlanSearch(
+        request, Budget(1, deterministic=True), lambda what, best, bound, seconds: heard.append((best, bound)), STEPS
+    )
+    search.trials.append(trial)
+    search.others[None] = 7
+    said = search.listen(trial)
+    assert said is not None
+    best = trial.value_ns or 0
+    for makespan_ns in (3 * best, best - 1):
+        said("windows", makespan_ns, makespan_ns, 0.1)
+    assert heard == [(best, 7), (best - 1, 7)]
 
 
 def test_the_status_line_is_of_the_whole_search() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields, replace
+from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from builders.profiles import profile_of
 from builders.requests import request_of
 from builders.shapes import shape_workload
-from pipeplan.examples import shape
+from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import CostRow, PlacedStage, Placement
+from pipeplan.planning import steps as planning_steps
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import STEPS, search_plan, table, without
-from pipeplan.planning.trials import Trial
+from pipeplan.planning.trials import Trial, preferred
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.modulo import modulo_schedule
@@ -103,6 +107,40 @@ def test_the_best_plan_is_searched_again(monkeypatch: pytest.MonkeyPatch) -> Non
         )
         assert search_plan(request).plan.predicted.gap == 0
         assert len(asked) == times
+
+
+def test_what_a_look_has_proved_is_searched_for_a_plan_that_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of shape k GPipe is as short as anything can be, with all micro-batches in flight."""
+    monkeypatch.setattr(planning_steps, "_FEW", 0)
+    profile = shape("k", 8, costs=ShapeCosts(1000, 3000, activation_bytes=GB))
+    request = request_of(profile, profile.placement, Batch(16, 1), time_limit=1, deterministic=True)
+    found = search_plan(request)
+    assert found.gap == 0
+    figures = found.figures()
+    assert figures["repeats"]
+    assert figures["period_ns"] == figures["period_lower_bound_ns"]
+    assert max(memory.peak_bytes for memory in found.plan.predicted.memory) < 16 * GB
+
+
+def test_of_equal_iterations_the_plan_with_less_memory_that_repeats_and_is_simple_is_preferred() -> None:
+    """Each is better than all that follow by one thing alone."""
+    best: dict[str, Any] = {"iteration_ns": 10, "most_bytes": 5, "repeats": True, "scheduler": "1f1b"}
+    simple, several, circular = (
+        SimpleNamespace(stages=range(count), placement=placement)
+        for count, placement in ((2, "one-to-one"), (4, "one-to-one"), (2, "circular"))
+    )
+    changes: list[dict[str, Any]] = [
+        {"workload": circular},
+        {"scheduler": "repetend"},
+        {"workload": several},
+        {"repeats": False},
+        {"most_bytes": 6},
+        {"iteration_ns": 11},
+    ]
+    found: list[Any] = [SimpleNamespace(**{"workload": simple, **best, **change}) for change in ({}, *changes)]
+    for one, other in combinations(found, 2):
+        assert preferred(one, other)
+        assert not preferred(other, one)
 
 
 def test_without_a_pattern_all_actions_are_ordered_in_less_memory() -> None:

@@ -16,6 +16,7 @@ from pipeplan.examples import model, shape
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.frontier import _plan_notes
 from pipeplan.planning.plan_frontier import PlanFrontier, chains, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import split_frontier, split_stages
@@ -130,6 +131,12 @@ def test_memory_is_a_limit_for_all_points() -> None:
     limit = sorted(point.memory_bytes for point in free.points)[len(free.points) // 2]
     _, found = frontier_of(SHORT, limit)
     assert all(point.memory_bytes <= limit for point in found.points)
+
+
+def test_each_number_of_devices_on_which_nothing_fits_has_its_own_reason() -> None:
+    failures = {count: InfeasibleError(f"{count} of {size} would do") for count, size in ((1, "8.8GB"), (2, "4.5GB"))}
+    notes = list(_plan_notes(PlanFrontier((), 3, 1.0, False, failures=failures)))
+    assert notes[:2] == ["1 device: 1 of 8.8GB would do", "2 devices: 2 of 4.5GB would do"]
 
 
 @pytest.mark.slow

@@ -145,7 +145,10 @@ def _require_one_stdin(paths: Sequence[tuple[str, str | None]]) -> None:
 
 
 def _warn(simulation: Simulation) -> None:
-    """Warn on stderr of contradictions."""
+    """Warn on stderr of contradictions, and of times that nobody measured or estimated."""
+    unprofiled = simulation.plan.provenance.options.get("unprofiled")
+    if unprofiled and simulation.as_planned:
+        say(f"pipeplan: its times are in proportion to the nearest size of the profile: {unprofiled}", err=True)
     if simulation.overflow is not None:
         say(f"pipeplan: too little memory: {simulation.overflow}; search for a plan with --memory", err=True)
     stated = simulation.plan.predicted.makespan_ns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -186,6 +187,19 @@ def number(value: Fraction) -> float:
     return int(value) if value.denominator == 1 else float(value)
 
 
+def slices_left_out(request: Request, workload: Workload, why: str) -> tuple[str, ...]:
+    """That fewer micro-batches are sliced than were asked for, which is warned of; ``why`` where none is."""
+    wanted, count = request.num_parted or 0, num_sliced(workload)
+    if count >= wanted:
+        return ()
+    are = "1 micro-batch is" if count == 1 else f"{count} micro-batches are"
+    rest = "no other has a forward in the warm-up of the first stage"
+    some = f"only {are} sliced: {rest if count < workload.num_microbatches else 'there are no more'}"
+    text = f"--slices {wanted}: {some if count else f'no micro-batch is sliced: {why}'}"
+    warnings.warn(text, stacklevel=2)
+    return (text,)
+
+
 @dataclass(frozen=True, slots=True)
 class CandidateCounts:
     """Placements, with sizes, replicas and recomputation: looked at, of these proved no better, not yet looked at."""
@@ -201,7 +215,8 @@ class Result(Displayed):
 
     No plan that the request leaves open has an iteration below ``lower_bound_ns``, no schedule of the plan's own
     placement one below ``placement_lower_bound_ns``; gaps are of the iteration over each. Where the placement is given
-    there is but one of them. ``timed_out``: the search would have gone on. ``notes`` say which of its steps failed.
+    there is but one of them. ``timed_out``: the search would have gone on. ``notes`` say which of its steps failed,
+    and what was asked for and is not.
     """
 
     plan: Plan

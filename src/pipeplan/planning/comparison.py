@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -159,7 +160,9 @@ def compare_on(
     The time limit, which ends with ``within``, is shared between them, and on each between the search and the classic
     schedules. When it is up, or at Ctrl-C, what is known is the answer, and what was not reached is said to be missing.
     """
-    rows = _RowsSoFar(request, Budget(request.time_limit, deterministic=request.deterministic, whole=within))
+    clock = time.monotonic if within is None else within.clock
+    limit = Budget(request.time_limit, deterministic=request.deterministic, whole=within, clock=clock)
+    rows = _RowsSoFar(request, limit)
     shares = [len(placements) - 1 or 1 if wanted == "auto" else 1 for wanted in placements]
     with rows.limit.hearing_interrupts():
         for index, wanted in enumerate(placements):
@@ -222,7 +225,7 @@ class _RowsSoFar:
             PipeplanError: there is no plan, whatever the memory.
         """
         clocked = not asked.deterministic
-        limit = Limit(asked.time_limit if clocked else math.inf, whole=self.limit)
+        limit = Limit(asked.time_limit if clocked else math.inf, whole=self.limit, clock=self.limit.clock)
         try:
             first = replace(asked, time_limit=asked.time_limit * _SEARCHING) if clocked else asked
             found = search_plan(first, progress=self._listen(progress), within=self.limit)
@@ -251,7 +254,7 @@ class _RowsSoFar:
     def _add(self, asked: Request, result: Result, limit: Limit) -> None:
         """The search's row, and those of the classic schedules on its placement, for the memory that there is.
 
-        Those are timed until the limit is over.
+        Those are timed until the limit is over, or half of what is left for the other placements.
         """
         plan, memory = result.plan, self._request.memory
         recompute = any(stage.recompute for stage in plan.stages)
@@ -269,9 +272,18 @@ class _RowsSoFar:
         left = dict.fromkeys(CLASSIC, "there was no time for it; raise --time-limit")
         if self.limit.interrupted:
             limit = Limit(_LAST_SECONDS if alone else 0.0)
+        elif limit.remaining < self.limit.remaining / 2:
+            limit = Limit(self.limit.remaining / 2, whole=self.limit, clock=self.limit.clock)
         with limit.ended():
             problems = [OneMicrobatch.of(workload, require_room=False) for workload in workloads(placed, candidate)]
+            applying = []
             for name in CLASSIC:
+                reasons = [reason for problem in problems if (reason := CLASSIC[name].applies(problem)) is not None]
+                if len(reasons) < len(problems):
+                    applying.append(name)
+                else:
+                    left[name] = reasons[0]
+            for name in applying:
                 rows, left[name] = _classic(name, problems, recompute, ours.lower_bound_ns, memory)
                 self._rows += rows
                 if rows:

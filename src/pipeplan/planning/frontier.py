@@ -22,7 +22,7 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, changes_that_do, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting, link_notes, resolve_batch
-from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
+from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier, unprofiled_words
 from pipeplan.schedule.state import Progress, scheduler_words
 from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
@@ -439,11 +439,8 @@ def _split_point(splits: Splits, point: SplitPoint) -> FrontierPoint:
 
 def _unprofiled(splits: Splits, point: SplitPoint) -> tuple[str, tuple[int, int | None] | None]:
     """What of a point no size of the profile has, and what its time is between; None is no upper end."""
-    ways, model = splits.model.configurations, splits.model
-    every = (model.unprofiled(name, ways[name][index]) for name, index in point.strategy.configurations.items())
-    found = [each for each in every if each is not None]
-    ranges = sorted({(each.samples, each.low, each.high) for each in found})
-    text = ", ".join(f"{samples} samples on a device, profiled with {low} to {high}" for samples, low, high in ranges)
+    found = splits.model.unprofiled_in(point.strategy)
+    text = unprofiled_words(found)
     if not found:
         return text, None
     less = [each.less_ns for each in found if each.less_ns is not None]

@@ -41,7 +41,9 @@ class ExplainShortage(PlanStep):
     seconds_per_schedule: float = 1.0
     name = "explain what does not fit"
     when = "nothing fits into memory"
-    after_all = True
+
+    def after_all(self, search: PlanSearch) -> bool:
+        return True
 
     def applies(self, search: PlanSearch) -> bool:
         return search.best is None and not search.budget.interrupted and bool(search.failures)

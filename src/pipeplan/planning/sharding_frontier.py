@@ -22,7 +22,7 @@ from pipeplan.partition.per_block_sharding import BlockSplits, GroupSplits, RunP
 from pipeplan.planning.build_plan import assemble, provenance_of
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request, Splitting
-from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
+from pipeplan.sharding.cost_model import CostModel, CostOptions, Unprofiled, cost_model
 from pipeplan.sharding.details import split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy
 from pipeplan.sharding.table import IntArray
@@ -190,6 +190,12 @@ def _with_workspace(tracked: Tracked, sizes: Mapping[str, IntArray], kept: Mappi
     return found
 
 
+def unprofiled_words(found: Iterable[Unprofiled]) -> str:
+    """Which samples on a device there are no costs for; empty where there are costs for all."""
+    ranges = sorted({(each.samples, each.low, each.high) for each in found})
+    return ", ".join(f"{samples} samples on a device, profiled with {low} to {high}" for samples, low, high in ranges)
+
+
 def plan_of_strategy(
     profile: Profile,
     model: CostModel,
@@ -230,7 +236,10 @@ def plan_of_strategy(
         "strategy",
         where=profile.where,
         provenance=provenance_of(
-            profile, cluster, {"num_microbatches": options.microbatches, "microbatch_size": samples}
+            profile,
+            cluster,
+            {"num_microbatches": options.microbatches, "microbatch_size": samples}
+            | ({"unprofiled": unprofiled} if (unprofiled := unprofiled_words(model.unprofiled_in(strategy))) else {}),
         ),
     )
     check(plan, profile, cluster if memory_bytes is None else None).require("the plan of the strategy")

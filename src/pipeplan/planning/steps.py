@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan
-from pipeplan.planning.build_plan import CandidateCounts, Result, planned
+from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
 from pipeplan.planning.candidates import PlacementCandidate, PublishedPlanners, StageGraphs, candidates, even_cuts
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.request import Request
@@ -104,6 +104,8 @@ class LessMemoryOfBest(FewerBytes, PlanStep):
         if trial.best.loop is not None:
             return
         with search.budget.share(self.share * search.budget.seconds) as share:
+            if not trial.searched:
+                trial.search_equals(search.request, share)
             found = self.lowered(trial.best, share)
         if found is not None and preferred(found, trial.best):
             trial.best = found
@@ -122,9 +124,14 @@ class SliceForwards(PlanStep):
     name = "slice forwards"
     when = "the best {finalists} plans, and candidates of at most {few} actions x stages; one stage per device"
 
+    def after_all(self, search: PlanSearch) -> bool:
+        return bool(search.request.num_parted)  # what was asked for is not a matter of time
+
     def run(self, search: PlanSearch) -> None:
-        for trial in search.finalists[: self.finalists]:
-            slice_forwards(search.request, trial)
+        best = [] if search.best is None else [search.best]
+        for trial in search.finalists[: self.finalists] or best:
+            with shielded() if self.after_all(search) and _takes_little(trial.best) else nullcontext():
+                slice_forwards(search.request, trial)
 
     def expect(self, request: Request, trial: Trial) -> None:
         """Lower the bound of a new trial to what forwards in parts may make of it, if they are to be tried at once."""
@@ -150,11 +157,23 @@ def _expect_parts(request: Request, trial: Trial) -> None:
         trial.parted_bound = min(map(weak_makespan_bound, workloads(request, candidate)))
 
 
+def placement_bound(request: Request, candidate: PlacementCandidate) -> int:
+    """Least iteration in ns on a candidate's stages, by work and dependencies, whatever else the request leaves open.
+
+    Raises:
+        UsageError: the profile has no costs for what is asked.
+    """
+    trial = Trial.of(request, candidate)
+    _expect_parts(request, trial)
+    return trial.bound_ns
+
+
 def slice_forwards(request: Request, trial: Trial) -> None:
     """Run leading forwards of the trial's best schedule in parts: of as many micro-batches as asked for, or as helps.
 
     Sliced micro-batch m is cut in two on every stage except the last m, where its forward is no longer warmup. On the
     last stage that cuts it its parts are sent together. It is for one stage per device and one size of micro-batch.
+    Where more are asked for than have a forward in the warmup, these are sliced.
 
     Raises:
         UsageError: a number is asked for that the placement or the profile does not allow.
@@ -169,7 +188,7 @@ def slice_forwards(request: Request, trial: Trial) -> None:
             raise UsageError(f"--slices {wanted} does not apply: {reason}")
         return
     most = min(1 + max(whole.workload.stage_depths), whole.workload.num_microbatches)
-    for count in [wanted] if wanted is not None else range(1, most + 1):
+    for count in [min(wanted, most)] if wanted is not None else range(1, most + 1):
         try:
             schedule = _retimed(request, trial, _parted(trial, whole.workload, count), "+slices")
         except UsageError:  # no costs for half the samples
@@ -470,6 +489,7 @@ def search_plan(
     refuted = sum(trial.hopeless(best) for trial in search.trials if trial is not best)
     counts = CandidateCounts(search.looked_at, search.refuted + refuted, sum(1 for _ in search.open))
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
+    notes = [*search.notes, *(note for trial in search.trials for note in trial.notes)]
     return Result(
         plan,
         schedule,
@@ -480,7 +500,7 @@ def search_plan(
         placement_lower_bound_ns=proved,
         candidates=counts,
         timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
-        notes=tuple(dict.fromkeys([*search.notes, *(note for trial in search.trials for note in trial.notes)])),
+        notes=(*dict.fromkeys(notes), *slices_left_out(request, schedule.workload, "what was found does not fit so")),
     )
 
 
@@ -524,6 +544,12 @@ def _secure(search: PlanSearch) -> None:
 _FEW = 4_000
 """Up to so many actions the first plan takes so little that it is made whatever the time, and whatever is heard."""
 
+
+def _takes_little(schedule: Schedule | None) -> bool:
+    """Whether there is a schedule, with so few actions."""
+    return schedule is not None and schedule.graph.num_tasks <= _FEW
+
+
 _MOMENT = 0.5
 """Seconds in which the best plan is made after an interruption; else it is the one that was made before."""
 
@@ -544,7 +570,7 @@ def _made(search: PlanSearch, trial: Trial) -> MadePlan:
 def _first_made(search: PlanSearch, trial: Trial) -> MadePlan:
     """The first plan, made in any case where that takes little; else while there is time, whatever is heard: once."""
     assert trial.best is not None
-    with shielded() if trial.best.graph.num_tasks <= _FEW else search.budget.finishing(math.inf):
+    with shielded() if _takes_little(trial.best) else search.budget.finishing(math.inf):
         return _made(search, trial)
 
 

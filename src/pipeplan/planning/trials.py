@@ -114,6 +114,7 @@ class Trial:
     ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration;
     ``parted`` the same with leading forwards in parts, if that is shorter or asked for, and ``parted_bound`` ns that
     none with forwards in parts is below. ``steps`` are those of a search, ``notes`` what went wrong in them.
+    ``searched`` says that schedules were not only looked at.
     ``sync_ns`` is what summing gradients takes at least, ``slowest_sync_ns`` at most on any device.
     """
 
@@ -125,6 +126,7 @@ class Trial:
     parted_bound: int | None = None
     steps: Sequence[SearchStep] = STEPS
     notes: list[str] = field(default_factory=list)
+    searched: bool = False
     sync_ns: int = field(init=False)
     slowest_sync_ns: int = field(init=False)
 
@@ -217,6 +219,11 @@ class Trial:
             again = self._searched(request, self.ways[best], share, share.remaining, found[best], progress)
             self._learn(best, again)
 
+    def search_equals(self, request: Request, budget: Budget) -> None:
+        """Search what only a look has proved best, for a schedule as short that is preferred."""
+        assert self.best is not None
+        self._offer(self._searched(request, self.best.workload, budget, budget.remaining, self.best, None))
+
     def _searched(
         self,
         request: Request,
@@ -239,6 +246,7 @@ class Trial:
                 steps=self.steps,
             )
         self.notes += found.notes
+        self.searched = True
         return found
 
     def _hopeless(self, way: int) -> bool:
@@ -268,13 +276,13 @@ class Trial:
 
 
 class PlanStep(SearchStep, ABC):
-    """A step of the search for a plan. Those ``in_turn`` are repeated, the others run once at the end if they apply.
-
-    What is ``after_all`` runs at the end even if there is no time left.
-    """
+    """A step of the search for a plan. Those ``in_turn`` are repeated, the others run once at the end if they apply."""
 
     in_turn: ClassVar[bool] = False
-    after_all: ClassVar[bool] = False
+
+    def after_all(self, search: PlanSearch) -> bool:
+        """Whether it runs at the end even if there is no time left."""
+        return False
 
     def applies(self, search: PlanSearch) -> bool:
         """Whether the precondition holds."""
@@ -365,7 +373,7 @@ class PlanSearch:
                         step.run(self)
         self._bound()
         for step in left:
-            if step.after_all and step.applies(self):
+            if step.after_all(self) and step.applies(self):
                 step.run(self)
 
     @property

@@ -23,7 +23,7 @@ from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.planning.bounds import request_bound
-from pipeplan.planning.build_plan import CandidateCounts, Result, planned
+from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
 from pipeplan.planning.candidates import Choice, PlacementCandidate, grid
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling, shortage
 from pipeplan.planning.request import Request
@@ -442,6 +442,7 @@ class _Tuner:
             placement_lower_bound_ns=proved,
             candidates=CandidateCounts(self.num_done + self.num_skipped, self.num_skipped, num_open),
             timed_out=num_open > 0 and not self.workers.interrupted,
+            notes=slices_left_out(self.request, schedule.workload, "rules are tuned for whole forwards"),
         )
 
     @property

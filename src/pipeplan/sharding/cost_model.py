@@ -311,6 +311,11 @@ class CostModel:
             None if steep and samples > low else max(0, more),
         )
 
+    def unprofiled_in(self, strategy: Strategy) -> list[Unprofiled]:
+        """The same of all operators of a strategy."""
+        every = (self.unprofiled(name, self.configurations[name][n]) for name, n in strategy.configurations.items())
+        return [each for each in every if each is not None]
+
     @cached_property
     def extrapolates(self) -> bool:
         """Whether any configuration is priced beyond the sizes of its block's rows."""

@@ -12,12 +12,14 @@ import torch
 
 from builders.orders import gpipe_orders
 from builders.plans import plan_of
+from builders.shapes import shape_workload
 from pipeplan.costs import build_workload
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.devices import device_preset
+from pipeplan.examples import ShapeCosts
 from pipeplan.files import CostRow, PlacedStage, Placement, Plan, Source
 from pipeplan.planning.sharding_frontier import plan_of_strategy
-from pipeplan.runtime.executor.rank_program import programs_of
+from pipeplan.runtime.executor.rank_program import planned_programs, programs_of
 from pipeplan.runtime.executor.tensors import TensorSpec
 from pipeplan.runtime.models import load
 from pipeplan.runtime.models.spec import Model
@@ -144,6 +146,16 @@ def test_sizes_the_plan_does_not_know() -> None:
         for dependency in plan.dependencies
     )
     assert told(plan.model_copy(update={"stages": stages, "dependencies": unknown}), "gpt2-tiny") is None
+
+
+def test_programs_say_what_the_plan_expects_to_wait_for_w() -> None:
+    """Of each device of a stage, in the profile's bytes; nothing where backward is not split."""
+    costs = ShapeCosts(1, None, 1, 2, weight_grad_bytes=7)
+    for split in (True, False):
+        workload = shape_workload("v", 2, 2, costs=costs, split=split)
+        plan = plan_of(workload, gpipe_orders(workload))
+        parts = [part for program in planned_programs(plan) for part in program.stages.values()]
+        assert [part.waiting_bytes for part in parts] == [7 * split, 7 * split]
 
 
 def test_it_is_a_warning_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:

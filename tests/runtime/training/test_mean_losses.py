@@ -60,14 +60,17 @@ def test_gradients_are_those_of_the_mean_over_the_mini_batch(name: str, reports:
         assert one == pytest.approx(other, rel=1e-12)
 
 
-def test_runs_train_with_it() -> None:
-    """The issue's own figures: gradients were 4 times as long with micro-batches of 1 as with those of 4."""
+def test_runs_train_with_it(capfd: pytest.CaptureFixture[str]) -> None:
+    """Gradients were 4 times as long with micro-batches of 1 as with those of 4; what is switched off is named once."""
     found = []
     options = replace(OPTIONS, num_steps=2, clip_norm=math.inf)
     for devices, size in (([0, 1], 1), ([0], 4)):
         plan = model_plan(model_of(OPTIONS), devices, num_microbatches=8 // size, microbatch_size=size)
         with warm_ranks():
             found.append([(step.loss, step.grad_norm) for step in run(plan, options).result.steps])
+        told = capfd.readouterr().err
+        assert told.count("Dropout x 4 of language run in evaluation mode") == 1, "not by each of the ranks"
+        assert told.count("the loss of language is a mean over the entries") == 1
     assert found[0] == [pytest.approx(step, rel=1e-9) for step in found[1]]
 
 
