@@ -50,6 +50,8 @@ from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.schedule.steps import FirstSchedule, RepetendSearch, SlowClassics
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.samples import carried
+from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import task_graph
 
 MOST_CALLS = 60_000
@@ -376,6 +378,24 @@ def test_a_first_plan_that_is_not_made_in_time_is_none(monkeypatch: pytest.Monke
     with pytest.raises(SearchTimeoutError, match="no time to make its plan"):
         search_plan(asked, within=Limit(20.0, clock=clock))
     assert 20 < clock.now <= 22.5
+
+
+def test_devices_that_run_the_same_are_looked_at_once() -> None:
+    """A repetend of stages on many devices, and who sends to whom, take hardly more than on few."""
+    calls = {}
+    for replicas in (2, 64):
+        profile = chain(4)
+        placement = place(profile, "one-to-one", 4 * replicas, microbatch_size=replicas, replicas=replicas)
+        workload = build_workload(profile, placement, num_microbatches=16, microbatch_size=replicas)
+        found = plain_look(workload)
+        assert found is not None
+        source, target = placement.stages[:2]
+        calls[replicas] = (
+            counted(lambda graph=found.graph, found=found: find_repetend(graph, found.orders, found.starts)).all,
+            counted(lambda a=source, b=target: list(carried(a, (0, 64), b, (0, 64)))).all,  # type: ignore[misc]
+        )
+    assert calls[64][0] < 4 * calls[2][0]
+    assert calls[64][1] < 40 * calls[2][1]
 
 
 def test_a_small_request_has_a_plan_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

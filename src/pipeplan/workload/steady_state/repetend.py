@@ -159,7 +159,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class _RepetendStart:
-    """A moment at which a repetend begins: ``positions`` [device, link] in the orders, ``first`` [item]."""
+    """A moment at which a repetend begins: ``positions`` [line] in the orders, ``first`` [item]."""
 
     unroll: int
     moment: int
@@ -179,10 +179,14 @@ class _RepetendStart:
 
 @dataclass(frozen=True, slots=True)
 class _RepetendFinder:
-    """A schedule in which repetends are looked for; ``steps`` are its distinct moments with who starts then."""
+    """A schedule in which repetends are looked for; ``steps`` are its distinct moments with the lines that go on then.
+
+    ``lines`` are those of devices and links, of all that run the same only one; ``home`` [item] is one that has it.
+    """
 
     workload: Workload
     lines: list[_Line]
+    home: list[int]
     steps: list[tuple[int, list[int]]]
     makespan: int
     steady: dict[object, tuple[int, int]]
@@ -192,27 +196,31 @@ class _RepetendFinder:
         """None if some operation does not run its micro-batches in turn."""
         n = graph.workload.num_microbatches
         lines = []
-        for order in checked(orders, 1):
+        line_of: dict[tuple[int, ...], int] = {}
+        for order in checked(map(tuple, orders), 1):
+            if line_of.setdefault(order, len(lines)) < len(lines):
+                continue
             line = _Line.of([divmod(task, n) for task in order], [starts[task] for task in order])
             if line is None:
                 return None
             lines.append(line)
         steps: dict[int, list[int]] = {}
-        for device, line in enumerate(lines):
+        for number, line in enumerate(lines):
             for time in line.times:
-                steps.setdefault(time, []).append(device)
-        return cls(graph.workload, lines, sorted(steps.items()), graph.makespan(starts), {})
+                steps.setdefault(time, []).append(number)
+        home = [line_of[tuple(orders[resources[0]])] for resources in graph.workload.resources]
+        return cls(graph.workload, lines, home, sorted(steps.items()), graph.makespan(starts), {})
 
     def unrolls(self, limit: int) -> list[int]:
         """Unrolls worth a sweep, ascending."""
         shown = set(range(1, min(limit, _SWEPT_UNROLL) + 1))
         stride = max(1, len(self.steps) // _SAMPLES)
         positions = [0] * len(self.lines)
-        for index, (_, devices) in checked(enumerate(self.steps), 256):
+        for index, (_, going_on) in checked(enumerate(self.steps), 256):
             if index % stride == 0:
                 shown.update(self._unrolls_at(positions, limit))
-            for device in devices:
-                positions[device] += 1
+            for number in going_on:
+                positions[number] += 1
         return sorted(shown)
 
     def _unrolls_at(self, positions: Sequence[int], limit: int) -> Iterator[int]:
@@ -241,13 +249,12 @@ class _RepetendFinder:
         balanced = [line.balanced(unroll) for line in self.lines]
         if not all(map(any, balanced)):
             return
-        home = [resources[0] for resources in self.workload.resources]
-        positions, first = [0] * len(self.lines), [0] * len(home)
+        positions, first = [0] * len(self.lines), [0] * len(self.home)
         missing = sum(not flags[0] for flags in balanced)
         best: _RepetendStart | None = None
         until = -1
         in_middle = False
-        for moment, devices in self.steps:
+        for moment, going_on in self.steps:
             if missing == 0:
                 if best is None or in_middle != self._in_middle(moment):
                     in_middle = self._in_middle(moment)
@@ -258,12 +265,12 @@ class _RepetendFinder:
             elif best is not None:
                 yield best
                 best = None
-            for device in devices:
-                at = positions[device]
-                operation = self.lines[device].entries[at][0]
-                first[operation] += home[operation] == device
-                missing += balanced[device][at] - balanced[device][at + 1]
-                positions[device] = at + 1
+            for number in going_on:
+                at = positions[number]
+                item = self.lines[number].entries[at][0]
+                first[item] += self.home[item] == number
+                missing += balanced[number][at] - balanced[number][at + 1]
+                positions[number] = at + 1
         if best is not None:
             yield best
 
@@ -275,10 +282,11 @@ class _RepetendFinder:
 
         Cycle 0 says that the replay does not become periodic.
         """
-        num_devices = len(self.workload.devices)
         first, positions = list(cut.first), list(cut.positions)
-        for link in range(num_devices, len(self.lines)):  # the place where all who read the repetend cut it
-            line = self.lines[link]
+        num_operations = len(self.workload.operations)
+        for link, line in enumerate(self.lines):  # the place where all who read the repetend cut it
+            if not line.items or line.items[0] < num_operations:
+                continue
             passed = {item: first[item] for item in line.items}
             for item, begin in (link_begins(self.workload, line.entries, first, cut.unroll, passed) or passed).items():
                 positions[link] += begin - passed[item]
