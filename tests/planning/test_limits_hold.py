@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from types import FrameType
 from typing import Any
@@ -545,6 +546,23 @@ def test_a_very_long_run_on_a_given_placement_has_a_plan_before_it_is_searched(m
     assert said
     assert found.plan.predicted.iteration_ns <= said[0]
     assert found.plan.loop is not None
+
+
+@pytest.mark.parametrize("scheduler", ["auto", "repetend"])
+def test_the_search_of_a_shorter_run_says_what_it_does(scheduler: str) -> None:
+    """With its own times, and the whole run's best once there is one: no more than is known is said of that."""
+    said: list[tuple[str, int]] = []
+    asked = Request.of(
+        shape("m", 4), num_microbatches=20_000, scheduler=scheduler, split_backward=False, time_limit=1.0
+    )
+    found = search_plan(
+        replace(asked, deterministic=True), progress=lambda what, best, *_: said.append((what, best))
+    )
+    inside = [best for what, best in said if "of 20,000 micro-batches" in what]
+    assert inside
+    assert all(best >= found.plan.predicted.iteration_ns for best in inside if best or scheduler == "auto")
+    assert said[-1][1] >= found.plan.predicted.iteration_ns
+    assert min(best for _, best in said if best) == found.plan.predicted.iteration_ns
 
 
 def test_a_first_plan_is_finished_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -458,7 +458,10 @@ class PlanSearch:
         slowest = trial.slowest_sync_ns
 
         def heard(what: str, makespan_ns: int, bound_ns: int, seconds: float) -> None:
-            self._say(what, self.best, makespan_ns + slowest)
+            if self.best is None and not makespan_ns:
+                self.say(what)
+            else:
+                self._say(what, self.best, makespan_ns + slowest if makespan_ns else None)
 
         return heard
 

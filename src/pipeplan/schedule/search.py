@@ -32,10 +32,11 @@ from pipeplan.schedule.state import (
     fitting,
     named,
     origin_of,
+    scheduler_words,
 )
 from pipeplan.schedule.steps import STEPS, KnownSchedule
 from pipeplan.time_limit import TimeUpError, checked, checkpoint
-from pipeplan.units import format_bytes, rounded_up
+from pipeplan.units import format_bytes, format_ns, rounded_up
 from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
@@ -117,9 +118,9 @@ class _Search:
         self, shorter: ShorterRun, short: Workload, workload: Workload, known: Schedule | None
     ) -> Schedule | None:
         """The best schedule of a workload by what is found of its shorter run; None if nothing of that repeats."""
-        silent = replace(self, progress=None)  # what is found there is of other times
+        inside = replace(self, progress=self._telling(short, workload, known))
         found: list[Schedule] = []
-        for each in silent.schedules(short, None):
+        for each in inside.schedules(short, None):
             if found and self.budget.expired:
                 break
             longer = shorter.lengthened(each, workload)
@@ -131,8 +132,24 @@ class _Search:
             best = known
         if best is None or self.scheduler == "rules":
             return best
-        bound = strong_makespan_bound(OneMicrobatch.of(workload))
-        return replace(best, bound_ns=min(best.makespan_ns, max(best.bound_ns, bound)), seconds=self.budget.elapsed)
+        bound = min(best.makespan_ns, max(best.bound_ns, strong_makespan_bound(OneMicrobatch.of(workload))))
+        if self.progress is not None:
+            self.progress(scheduler_words(best.scheduler), best.makespan_ns, bound, self.budget.elapsed)
+        return replace(best, bound_ns=bound, seconds=self.budget.elapsed)
+
+    def _telling(self, short: Workload, workload: Workload, known: Schedule | None) -> Progress | None:
+        """What the search of a shorter run calls: its times are said as such, best and bound are those of the whole."""
+        progress = self.progress
+        if progress is None:
+            return None
+        best, bound = (0, 0) if known is None else (known.makespan_ns, known.bound_ns)
+        of = f"for {short.num_microbatches:,} of {workload.num_microbatches:,} micro-batches"
+
+        def heard(what: str, makespan_ns: int, bound_ns: int, seconds: float) -> None:
+            figures = f"{format_ns(makespan_ns)}, bound {format_ns(bound_ns)}"
+            progress(f"{what}: {figures}, {of}", best, bound, seconds)
+
+        return heard
 
 
 @dataclass(frozen=True)
