@@ -23,7 +23,7 @@ from builders.requests import request_of
 from builders.shapes import shape_workload
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
-from pipeplan.errors import PipeplanError, SearchTimeoutError
+from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError
 from pipeplan.examples import shape
 from pipeplan.files import Cluster, CostRow, Plan, Profile, Source
 from pipeplan.files.cluster import DeviceKind, LinkLevel
@@ -555,14 +555,37 @@ def test_the_search_of_a_shorter_run_says_what_it_does(scheduler: str) -> None:
     asked = Request.of(
         shape("m", 4), num_microbatches=20_000, scheduler=scheduler, split_backward=False, time_limit=1.0
     )
-    found = search_plan(
-        replace(asked, deterministic=True), progress=lambda what, best, *_: said.append((what, best))
-    )
+    found = search_plan(replace(asked, deterministic=True), progress=lambda what, best, *_: said.append((what, best)))
     inside = [best for what, best in said if "of 20,000 micro-batches" in what]
     assert inside
     assert all(best >= found.plan.predicted.iteration_ns for best in inside if best or scheduler == "auto")
     assert said[-1][1] >= found.plan.predicted.iteration_ns
     assert min(best for _, best in said if best) == found.plan.predicted.iteration_ns
+
+
+def long_run(name: str, scheduler: str, memory_bytes: int | None = None) -> Request:
+    return Request.of(
+        shape(name, 4), num_microbatches=100_000, scheduler=scheduler, split_backward=False, memory_bytes=memory_bytes
+    )
+
+
+def test_a_classic_schedule_of_a_very_long_run_has_a_plan_or_is_refused_at_once() -> None:
+    """Nothing of a hundred thousand micro-batches is written out, or even made."""
+    found = {}
+    for scheduler in ("gpipe", "1f1b"):
+        calls = counted(lambda name=scheduler: found.update({name: search_plan(long_run("v", name))}))  # type: ignore[misc]
+        assert calls.all < 1_000_000
+    plan = found["gpipe"].plan
+    assert (plan.num_microbatches, plan.provenance.scheduler) == (100_000, "gpipe")
+    assert plan.loop is not None
+    with pytest.raises(InfeasibleError, match=r"device 0 .* needs 100TB"):
+        search_plan(replace(long_run("v", "gpipe", 10**11), recompute=False))
+
+    def refused() -> None:
+        with pytest.raises(PipeplanError, match=r"nothing of it repeats .* lower --microbatches to 12,500 .* auto"):
+            search_plan(long_run("circular", "gpipe"))
+
+    assert counted(refused).all < 1_000_000
 
 
 def test_a_first_plan_is_finished_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,11 +351,11 @@ class Status:
     """A line on stderr with the clock, the best value, the bound and the gap, and what is being done.
 
     Where stderr is no terminal such a line is printed after 10 seconds, and then whenever twice as many have passed;
-    that there is no plan yet is said at once, and then as seldom.
+    that there is no plan yet is said at once.
     """
 
     def __init__(self) -> None:
-        self._next, self._silent = 10.0, True
+        self._next = 10.0
 
     def __enter__(self) -> Progress:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -371,9 +371,8 @@ class Status:
         return self._update
 
     def _say(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
-        if not best_ns and self._silent:
+        if not best_ns and not bound_ns:
             say(f"pipeplan: {what}", err=True)
-            self._silent = False
         elif seconds >= self._next:
             say(f"pipeplan: after {seconds:.0f}s: {_state(what, best_ns, bound_ns)}", err=True)
             self._next = 2 * seconds

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice, takewhile
 from operator import eq
@@ -95,6 +95,27 @@ def repeating_part(
         cuts = [cut for cut in search.cuts(unroll) if not cut.off_middle]
         if cuts:
             return dict(zip(ids, min(cuts, key=lambda cut: cut.place).first, strict=False)), unroll
+    return None
+
+
+def repeating_phases(
+    graph: TaskGraph, orders: Orders, starts: Sequence[int], phases: Sequence[int], max_unroll: int
+) -> tuple[list[int], int] | None:
+    """Where schedules repeat whose phases run one after another, as all forwards and then all backwards do.
+
+    ``phases`` [operation]. What is before the part that repeats of each [operation], and the least unroll of them all;
+    that of a phase is in its middle, if there is one. None if phases do not follow each other on every device, or one
+    has no such part.
+    """
+    found = [_RepetendFinder.of_phase(graph, orders, starts, phases, number) for number in range(max(phases) + 1)]
+    searches = [search for search in found if search is not None]
+    if len(searches) < len(found):
+        return None
+    for unroll in range(1, min(max_unroll, graph.workload.num_microbatches // 2) + 1):
+        cuts = [[*search.cuts(unroll)] for search in searches]
+        if all(cuts):
+            first = [min(own, key=lambda cut: (cut.off_middle, cut.place)).first for own in cuts]
+            return [first[phase][item] for item, phase in enumerate(phases)], unroll
     return None
 
 
@@ -195,7 +216,7 @@ class _RepetendFinder:
     def of(cls, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> _RepetendFinder | None:
         """None if some operation does not run its micro-batches in turn."""
         n = graph.workload.num_microbatches
-        lines = []
+        lines: list[_Line] = []
         line_of: dict[tuple[int, ...], int] = {}
         for order in checked(map(tuple, orders), 1):
             if line_of.setdefault(order, len(lines)) < len(lines):
@@ -210,6 +231,24 @@ class _RepetendFinder:
                 steps.setdefault(time, []).append(number)
         home = [line_of[tuple(orders[resources[0]])] for resources in graph.workload.resources]
         return cls(graph.workload, lines, home, sorted(steps.items()), graph.makespan(starts), {})
+
+    @classmethod
+    def of_phase(
+        cls, graph: TaskGraph, orders: Orders, starts: Sequence[int], phases: Sequence[int], phase: int
+    ) -> _RepetendFinder | None:
+        """Of the operations of a phase alone, from when it begins; None where others run meanwhile on a device."""
+        workload = graph.workload
+        own = [*phases, *(phases[transfer.source] for transfer in workload.transfers)]
+        parts = []
+        for order in orders:
+            numbers = [own[graph.operation_of[task]] for task in order]
+            if numbers != sorted(numbers):
+                return None
+            parts.append([task for task, number in zip(order, numbers, strict=True) if number == phase])
+        begun = min(starts[part[0]] for part in parts if part)
+        ends = max(starts[part[-1]] + graph.durations[part[-1]] for part in parts if part)
+        search = cls.of(graph, parts, [start - begun for start in starts])
+        return None if search is None else replace(search, makespan=ends - begun)
 
     def unrolls(self, limit: int) -> list[int]:
         """Unrolls worth a sweep, ascending."""
