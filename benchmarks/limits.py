@@ -262,6 +262,7 @@ class Bench:
             stderr=subprocess.PIPE,
             text=True,
             env=self._environment,
+            process_group=0,
         )
         sent = math.nan
         if signal_after is not None:
@@ -273,7 +274,7 @@ class Bench:
         try:
             _, errors = process.communicate(timeout=max(1.0, self._most - (time.monotonic() - begun)))
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # with all that it has begun
             _, errors = process.communicate()
         marks: dict[str, float] = {}
         for what, when in MARK.findall(errors):

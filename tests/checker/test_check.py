@@ -397,8 +397,8 @@ def later_round(entries: dict[int, int]) -> Callable[[Data], None]:
 
     def change(data: Data) -> None:
         for device, by in entries.items():
-            data["loop"]["begins"][device] += by
-            data["loop"]["ends"][device] += by
+            data["loop"]["rounds"][0]["begins"][device] += by
+            data["loop"]["rounds"][0]["ends"][device] += by
 
     return change
 

@@ -103,10 +103,15 @@ def _cut(found: _Rounds, programs: Programs) -> bool:
     for device, entries in checked(enumerate(programs.entries), 1):
         for number, each in enumerate(found.loop.rounds):
             _read_round(found, number, device, entries[each.begins[device] : each.ends[device]])
+        last: dict[int, int] = {}
         for item, number in entries:
             if item not in found.own:
                 found.add("loop", f"has no {found.label(item, number)}, nor others like it, in any round")
                 return False
+            if len(found.loop.rounds) > 1 and number < last.get(item, 0):
+                text = f"has {found.label(item, number)} after later ones; with several rounds they run in turn"
+                found.add(f"programs[{device}]", text)
+            last[item] = number
         for number, each in enumerate(found.loop.rounds):
             begin, end = each.begins[device], each.ends[device]
             here = any(item < len(found.facts.ids) for item, _ in entries[begin:end])
