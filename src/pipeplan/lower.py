@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pipeplan.time_limit import checked
 from pipeplan.workload.action import Action
-from pipeplan.workload.elements import Dependency, Hop, Loop
+from pipeplan.workload.elements import Dependency, Hop, Loop, Round
 from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.task_graph import Orders, TaskGraph
 
@@ -37,11 +37,14 @@ def programs(
 
 
 def _loop(cut: LoopCut, events: Sequence[Sequence[_Event]]) -> Loop:
-    begins, ends = (
-        tuple(bisect_left(device_events, moment, key=lambda event: event[0]) for device_events in events)
-        for moment in (cut.begin_ns, cut.begin_ns + cut.round_ns)
-    )
-    return Loop(copies=cut.copies, microbatches=cut.microbatches, round_ns=cut.round_ns, begins=begins, ends=ends)
+    rounds = []
+    for begin_ns, time in cut.moments:
+        begins, ends = (
+            tuple(bisect_left(device_events, moment, key=lambda event: event[0]) for device_events in events)
+            for moment in (begin_ns, begin_ns + time)
+        )
+        rounds.append(Round(round_ns=time, begins=begins, ends=ends))
+    return Loop(copies=cut.copies, microbatches=cut.microbatches, rounds=tuple(rounds))
 
 
 def _emissions(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[tuple[int, int]]:

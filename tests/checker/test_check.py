@@ -397,8 +397,8 @@ def later_round(entries: dict[int, int]) -> Callable[[Data], None]:
 
     def change(data: Data) -> None:
         for device, by in entries.items():
-            data["loop"]["begins"][device] += by
-            data["loop"]["ends"][device] += by
+            data["loop"]["rounds"][0]["begins"][device] += by
+            data["loop"]["rounds"][0]["ends"][device] += by
 
     return change
 
@@ -588,7 +588,7 @@ DAMAGES: list[tuple[str, str, Callable[[Data], None], str, str]] = [
     ("routes of unequal micro-batches", "bidirectional", unequal_routes, "stages", "stages[1].microbatch_size"),
     ("a way from route to route", "bidirectional", depend("0F", "3F"), "dependencies", "dependencies["),
     ("a repetend over routes", "bidirectional", repeats, "repetend", "num_routes"),
-    ("a loop whose copies take longer", "repeating", put("loop.round_ns", 31), "loop", "loop"),
+    ("a loop whose copies take longer", "repeating", put("loop.rounds.0.round_ns", 31), "loop", "loop"),
     ("a loop that begins later on a device", "repeating", later_round({2: 1}), "loop", ""),
     ("a loop before times repeat", "repeating", later_round({0: -2, 1: -4, 2: -4, 3: -4}), "loop", ""),
     ("a loop with more copies than micro-batches say", "repeating", put("predicted.makespan_ns", 9), "figures", ""),

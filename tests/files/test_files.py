@@ -58,6 +58,7 @@ from pipeplan.workload.elements import (
     Loop,
     Operation,
     Repetend,
+    Round,
     Stage,
     TiedState,
 )
@@ -461,6 +462,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Hop of a dependency": Hop,
     "Repetend of a plan": Repetend,
     "Loop of a plan": Loop,
+    "Round of a loop": Round,
     "Predicted figures of a plan": Predicted,
     "Memory of a device": DeviceMemory,
     "Provenance of a plan": Provenance,

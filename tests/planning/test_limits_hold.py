@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from types import FrameType
 from typing import Any
@@ -22,7 +23,7 @@ from builders.requests import request_of
 from builders.shapes import shape_workload
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
-from pipeplan.errors import PipeplanError, SearchTimeoutError
+from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError
 from pipeplan.examples import shape
 from pipeplan.files import Cluster, CostRow, Plan, Profile, Source
 from pipeplan.files.cluster import DeviceKind, LinkLevel
@@ -50,6 +51,8 @@ from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.schedule.steps import FirstSchedule, RepetendSearch, SlowClassics
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.samples import carried
+from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import task_graph
 
 MOST_CALLS = 60_000
@@ -378,6 +381,24 @@ def test_a_first_plan_that_is_not_made_in_time_is_none(monkeypatch: pytest.Monke
     assert 20 < clock.now <= 22.5
 
 
+def test_devices_that_run_the_same_are_looked_at_once() -> None:
+    """A repetend of stages on many devices, and who sends to whom, take hardly more than on few."""
+    calls = {}
+    for replicas in (2, 64):
+        profile = chain(4)
+        placement = place(profile, "one-to-one", 4 * replicas, microbatch_size=replicas, replicas=replicas)
+        workload = build_workload(profile, placement, num_microbatches=16, microbatch_size=replicas)
+        found = plain_look(workload)
+        assert found is not None
+        source, target = placement.stages[:2]
+        calls[replicas] = (
+            counted(lambda graph=found.graph, found=found: find_repetend(graph, found.orders, found.starts)).all,
+            counted(lambda a=source, b=target: list(carried(a, (0, 64), b, (0, 64)))).all,  # type: ignore[misc]
+        )
+    assert calls[64][0] < 4 * calls[2][0]
+    assert calls[64][1] < 40 * calls[2][1]
+
+
 def test_a_small_request_has_a_plan_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imports have used up the limit, and the machine is so slow that nothing could be waited for."""
     clock = iter(range(0, 10**9, 100))
@@ -525,6 +546,46 @@ def test_a_very_long_run_on_a_given_placement_has_a_plan_before_it_is_searched(m
     assert said
     assert found.plan.predicted.iteration_ns <= said[0]
     assert found.plan.loop is not None
+
+
+@pytest.mark.parametrize("scheduler", ["auto", "repetend"])
+def test_the_search_of_a_shorter_run_says_what_it_does(scheduler: str) -> None:
+    """With its own times, and the whole run's best once there is one: no more than is known is said of that."""
+    said: list[tuple[str, int]] = []
+    asked = Request.of(
+        shape("m", 4), num_microbatches=20_000, scheduler=scheduler, split_backward=False, time_limit=1.0
+    )
+    found = search_plan(replace(asked, deterministic=True), progress=lambda what, best, *_: said.append((what, best)))
+    inside = [best for what, best in said if "of 20,000 micro-batches" in what]
+    assert inside
+    assert all(best >= found.plan.predicted.iteration_ns for best in inside if best or scheduler == "auto")
+    assert said[-1][1] >= found.plan.predicted.iteration_ns
+    assert min(best for _, best in said if best) == found.plan.predicted.iteration_ns
+
+
+def long_run(name: str, scheduler: str, memory_bytes: int | None = None) -> Request:
+    return Request.of(
+        shape(name, 4), num_microbatches=100_000, scheduler=scheduler, split_backward=False, memory_bytes=memory_bytes
+    )
+
+
+def test_a_classic_schedule_of_a_very_long_run_has_a_plan_or_is_refused_at_once() -> None:
+    """Nothing of a hundred thousand micro-batches is written out, or even made."""
+    found = {}
+    for scheduler in ("gpipe", "1f1b"):
+        calls = counted(lambda name=scheduler: found.update({name: search_plan(long_run("v", name))}))  # type: ignore[misc]
+        assert calls.all < 1_000_000
+    plan = found["gpipe"].plan
+    assert (plan.num_microbatches, plan.provenance.scheduler) == (100_000, "gpipe")
+    assert plan.loop is not None
+    with pytest.raises(InfeasibleError, match=r"device 0 .* needs 100TB"):
+        search_plan(replace(long_run("v", "gpipe", 10**11), recompute=False))
+
+    def refused() -> None:
+        with pytest.raises(PipeplanError, match=r"nothing of it repeats .* lower --microbatches to 12,500 .* auto"):
+            search_plan(long_run("circular", "gpipe"))
+
+    assert counted(refused).all < 1_000_000
 
 
 def test_a_first_plan_is_finished_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from multiprocessing import parent_process
+from multiprocessing import active_children, parent_process
 
 import pytest
 
@@ -73,3 +73,15 @@ def test_processes_that_do_not_stop_are_not_waited_for() -> None:
     limit.interrupt()
     with pytest.raises(TimeUpError):
         Workers(REQUEST, 2, limit)._there(Future())
+
+
+def test_processes_end_with_the_tuning_even_those_that_only_begin() -> None:
+    """Nothing of it lives on beside what is written, whether it was interrupted or its time was up."""
+    before = set(active_children())
+    limit = Limit()
+    with Workers(REQUEST, 2, limit) as workers:
+        begun = workers._begun(goes_on_until_stopped, [0, 1])
+        assert set(active_children()) > before
+        limit.interrupt()
+    assert set(active_children()) == before
+    assert None not in begun

@@ -45,7 +45,8 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
         peaks = check_memory(facts, programs, findings)
         if plan.repetend is not None and not findings.has("inputs", "links", "order", "exclusive"):
             rate = check_repetend(facts, programs, links, findings)
-    if plan.loop is not None and messages is not None and links is not None and not findings.problems:
+    timed = {problem.rule for problem in findings.problems} <= {"memory", "figures"}
+    if plan.loop is not None and messages is not None and links is not None and timed:
         check_loop(facts, messages, programs, links, findings)
     figures = figures_of(facts, rate, peaks)
     check_figures(facts, figures, findings)

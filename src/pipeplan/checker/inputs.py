@@ -262,10 +262,10 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
 
     Before that devices of a stage whose blocks have configurations sum among them.
     """
-    devices_of: dict[str, set[int]] = defaultdict(set)
-    for stage in plan.stages:
+    stages_of: dict[str, list[int]] = defaultdict(list)
+    for number, stage in enumerate(plan.stages):
         for block in stage.blocks:
-            devices_of[block].update(stage.devices)
+            stages_of[block].append(number)
     for number, stage in enumerate(plan.stages):
         if not stage.blocks:
             continue
@@ -275,7 +275,8 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
             for other, at in zip(each.stages, each.devices, strict=True)
             if other == number and stage.devices[0] in at
         ]
-        devices = sorted(set().union(*(devices_of[block] for block in stage.blocks)))
+        alike = {other for block in stage.blocks for other in stages_of[block]}
+        devices = sorted({device for other in alike for device in plan.stages[other].devices})
         own = stage.state[GRADIENTS] - sum(each.state[GRADIENTS] for each in apart)
         expected = all_reduce_time(cluster, devices[:: stage.shards], own)
         if stage.configurations:

@@ -1,14 +1,17 @@
 """Rules about the loop: the round is where the plan says, and running it again only changes numbers.
 
 All other rules are about what is written, in which the round runs once. Cut at both of its ends, programs fall into
-what is before it, the round, and what is after it. Three things carry over to any number of copies:
+what is before it, the round, and what is after it; at those of several rounds, of which each has other operations, into
+so many parts more. Three things carry over to any number of copies:
 
 * *Order.* Nothing waits for a later part, in the programs or by what it needs. So no part makes another one deadlock,
   and in itself each is what was checked.
 * *Time.* What is after a cut depends on what is before it by the state there: when devices and links are free, and when
   what later actions need has ended, or arrived. At the round's end this is what it was at its beginning, ``round_ns``
   later. Starts are the earliest, a recurrence in (max, +), so equal states with equal work give equal times.
-* *Memory.* A round gives back what it takes, since it has every operation for equally many samples.
+  What waits for something of an earlier round is on the same devices, which have run all of that before.
+* *Memory.* A round gives back what it takes, since it has every operation for equally many samples. Of several rounds
+  all together do, and what one takes adds up over its copies (:func:`pipeplan.checker.timeline.check_memory`).
 """
 
 from __future__ import annotations
@@ -25,8 +28,11 @@ from pipeplan.workload.samples import Slots
 
 
 @dataclass(slots=True)
-class _Round:
-    """The loop of a plan: ``begins`` {operation or hop: actions or messages before the round}, ``counts`` in it."""
+class _Rounds:
+    """The loop of a plan: ``begins`` {operation or hop: actions or messages before its round}, ``counts`` in it.
+
+    ``own`` {operation or hop: the number of its round}.
+    """
 
     facts: Facts
     messages: Messages
@@ -34,6 +40,15 @@ class _Round:
     findings: Findings
     begins: dict[int, int]
     counts: dict[int, int]
+    own: dict[int, int]
+
+    def part(self, entry: Entry, number: int) -> str:
+        """Where an entry belongs: before, in or after a round."""
+        item, its = entry
+        if self.own[item] != number:
+            return "after" if self.own[item] > number else "before"
+        begin = self.begins[item]
+        return "before" if its < begin else "in" if its < begin + self.counts[item] else "after"
 
     def slots(self, item: int) -> Slots:
         """The actions of an operation, or the messages of a hop."""
@@ -56,12 +71,13 @@ def check_loop(facts: Facts, messages: Messages, programs: Programs, links: Link
     """Check the plan's loop. ``facts`` are of what is written; call it where that is right."""
     loop = facts.loop
     assert loop is not None
-    found = _Round(facts, messages, loop, findings, {}, {})
+    found = _Rounds(facts, messages, loop, findings, {}, {}, {})
     if _counted(found) and _cut(found, programs) and _in_order(found):
-        _check_state(found, programs, links)
+        for number in range(len(loop.rounds)):
+            _check_state(found, number, programs, links)
 
 
-def _counted(found: _Round) -> bool:
+def _counted(found: _Rounds) -> bool:
     """How often everything is in the round; nothing that counts actions, or keeps memory from device to device."""
     plan, samples = found.facts.plan, found.loop.microbatches * found.facts.plan.microbatch_size
     for number, dependency in enumerate(plan.dependencies):
@@ -82,43 +98,81 @@ def _counted(found: _Round) -> bool:
     return not found.findings.has("loop")
 
 
-def _cut(found: _Round, programs: Programs) -> bool:
-    """Every device's program falls into what is before the round, the round, and what is after it."""
-    loop = found.loop
+def _cut(found: _Rounds, programs: Programs) -> bool:
+    """Every device's program falls into what is before a round, the round, and what is after it."""
     for device, entries in checked(enumerate(programs.entries), 1):
-        begin, end = loop.begins[device], loop.ends[device]
-        first: dict[int, int] = {}
-        for item, number in entries[begin:end]:
-            first[item] = min(number, first.get(item, number))
-        for item, number in first.items():
-            if found.begins.setdefault(item, number) != number:
-                text = f"has {found.label(item, number)} first, another device {found.label(item, found.begins[item])}"
-                found.add(f"loop.begins[{device}]", text)
-        for index, (item, number) in enumerate(entries):
-            low = first.get(item, 0)
-            part = "before" if number < low else "in" if number < low + found.counts[item] else "after"
-            stands = "before" if index < begin else "in" if index < end else "after"
-            if part != stands:
-                text = (
-                    f"stands {stands} the round, entries {begin} to {end - 1}, but belongs {part} it: the round has "
-                    f"{found.counts[item]} of these, from {found.label(item, low)} on"
+        for number, each in enumerate(found.loop.rounds):
+            _read_round(found, number, device, entries[each.begins[device] : each.ends[device]])
+        last: dict[int, int] = {}
+        for item, number in entries:
+            if item not in found.own:
+                found.add("loop", f"has no {found.label(item, number)}, nor others like it, in any round")
+                return False
+            if len(found.loop.rounds) > 1 and number < last.get(item, 0):
+                text = f"has {found.label(item, number)} after later ones; with several rounds they run in turn"
+                found.add(f"programs[{device}]", text)
+            last[item] = number
+        for number, each in enumerate(found.loop.rounds):
+            begin, end = each.begins[device], each.ends[device]
+            here = any(item < len(found.facts.ids) for item, _ in entries[begin:end])
+            if programs.compute[device] and not here:
+                found.add(f"loop.rounds[{number}]", f"has no action of device {device}, which runs some")
+            for index, entry in enumerate(entries):
+                part, stands = (
+                    found.part(entry, number),
+                    "before" if index < begin else "in" if index < end else "after",
                 )
-                found.add(f"programs[{device}][{index}] ({found.label(item, number)})", text)
-                break
+                if part != stands:
+                    item, first = entry[0], found.begins[entry[0]]
+                    text = (
+                        f"stands {stands} the round, entries {begin} to {end - 1}, but belongs {part} it: "
+                        f"{'the round' if found.own[item] == number else f'rounds[{found.own[item]}]'} has "
+                        f"{found.counts[item]} of these, from {found.label(item, first)} on"
+                    )
+                    found.add(f"programs[{device}][{index}] ({found.label(*entry)})", text)
+                    break
     for item, number in found.begins.items():
         if number < 2 * found.slots(item).num_parted:
             found.add("loop", f"has {found.label(item, number)}, which runs a part; a round is of whole micro-batches")
     return not found.findings.has("loop")
 
 
-def _in_order(found: _Round) -> bool:
-    """Nothing in the round or before it waits for what is after it, nor anything before it for what is in it."""
+def _read_round(found: _Rounds, number: int, device: int, entries: list[Entry]) -> None:
+    """What a round has of a device's program: of which operations and hops, from where on."""
+    first: dict[int, int] = {}
+    for item, its in entries:
+        first[item] = min(its, first.get(item, its))
+    for item, its in first.items():
+        if found.own.setdefault(item, number) != number:
+            text = f"has {found.label(item, its)}, which rounds[{found.own[item]}] has, too"
+            found.add(f"loop.rounds[{number}]", text)
+        elif found.begins.setdefault(item, its) != its:
+            text = f"has {found.label(item, its)} first, another device {found.label(item, found.begins[item])}"
+            found.add(f"loop.rounds[{number}].begins[{device}]", text)
+
+
+def _in_order(found: _Rounds) -> bool:
+    """Nothing in a round or before it waits for what is after it, nor anything before it for what is in it.
+
+    Between rounds there are only waits that the order of devices brings about.
+    """
     facts, own = found.facts, len(found.facts.ids)
     pairs = [(wait.source, target) for target, waits in enumerate(facts.waits) for wait in waits if wait.needs is None]
     for number, (_, _, dependency, _) in enumerate(found.messages.hops):
         source, target = facts.position[dependency.source], facts.position[dependency.target]
         pairs += [(source, own + number), (own + number, target)]
+    for target, waits in enumerate(facts.waits):
+        for wait in waits:
+            if found.own[wait.source] != found.own[target] and (
+                facts.groups[wait.source] != facts.groups[target] or wait.lag_ns
+            ):
+                text = (
+                    f"has {facts.ids[wait.source]} and {facts.ids[target]}, which waits for it elsewhere, in two rounds"
+                )
+                found.add("loop", text)
     for source, target in pairs:
+        if found.own[source] != found.own[target]:
+            continue
         last = found.begins[target] + found.counts[target] - 1
         sources = found.slots(source).sharing(found.slots(target).samples(last))
         if sources and sources[-1] >= found.begins[source] + found.counts[source]:
@@ -130,60 +184,74 @@ def _in_order(found: _Round) -> bool:
     return not found.findings.has("loop")
 
 
-def _check_state(found: _Round, programs: Programs, links: Links) -> None:
-    """At the round's end everything that counts is ``round_ns`` later than at its beginning."""
+def _check_state(found: _Rounds, number: int, programs: Programs, links: Links) -> None:
+    """At a round's end everything that counts is its time later than at its beginning."""
+    compare = _Compared(found, number, found.loop.rounds[number].round_ns)
     facts, own = found.facts, len(found.facts.ids)
     for device, entries in checked(enumerate(programs.compute), 1):
         what = f"device {device}"
-        _compare_free(found, what, [(entry, facts.starts[entry[0]][entry[1]], facts.end(*entry)) for entry in entries])
+        compare.free(what, [(entry, facts.starts[entry[0]][entry[1]], facts.end(*entry)) for entry in entries])
     for (source, target), sent in links.orders.items():
         what = f"the link from device {source} to {target}"
-        times = ((number, message, links.begins[number, message]) for number, message in sent)
-        _compare_free(
-            found, what, [((own + n, m), begin, begin + links.hop(n, m).occupancy_ns) for n, m, begin in times]
-        )
+        times = ((hop, message, links.begins[hop, message]) for hop, message in sent)
+        compare.free(what, [((own + n, m), begin, begin + links.hop(n, m).occupancy_ns) for n, m, begin in times])
     for target, waits in checked(enumerate(facts.waits), 4):
-        for wait in waits:
-            for number in _waited_for(found, wait.source, target):
-                later = number + found.counts[wait.source]
-                what = f"{facts.label(wait.source, number)}, which {facts.ids[target]} waits for, ends"
-                _compare(found, what, facts.end(wait.source, number), facts.end(wait.source, later))
-    for number, (_, target) in links.ends.items():
-        for message in _waited_for(found, own + number, target):
-            later = message + found.counts[own + number]
-            what = f"{found.label(own + number, message)} arrives"
-            _compare(found, what, links.arrival(number, message), links.arrival(number, later))
+        for wait in waits if found.own[target] == number else ():
+            for its in _waited_for(found, wait.source, target):
+                later = its + found.counts[wait.source]
+                what = f"{facts.label(wait.source, its)}, which {facts.ids[target]} waits for, ends"
+                compare.times(what, facts.end(wait.source, its), facts.end(wait.source, later))
+    for hop, (_, target) in links.ends.items():
+        for message in _waited_for(found, own + hop, target) if found.own[target] == number else ():
+            later = message + found.counts[own + hop]
+            what = f"{found.label(own + hop, message)} arrives"
+            compare.times(what, links.arrival(hop, message), links.arrival(hop, later))
 
 
-def _compare_free(found: _Round, what: str, entries: list[tuple[Entry, int, int]]) -> None:
-    """When a device or link is free; ``entries`` are all that it runs, in order, with starts and ends in ns.
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """A round of a loop, at whose end everything is ``round_ns`` later."""
 
-    What it runs first in the round may start later than it is free, for another reason. Then that reason, which is
-    looked at, too, also lets the next copy's start, if the device is free by then.
-    """
-    before, after, first = 0, 0, -1
-    for (item, number), start, end in entries:
-        if number < found.begins[item]:
-            before = end
-        elif number < found.begins[item] + found.counts[item]:
-            first, after = start if first < 0 else first, end
-    if first > before and after - first <= found.loop.round_ns:
+    found: _Rounds
+    number: int
+    round_ns: int
+
+    def free(self, what: str, entries: list[tuple[Entry, int, int]]) -> None:
+        """When a device or link is free; ``entries`` are all that it runs, in order, with starts and ends in ns.
+
+        What it runs first in the round may start later than it is free, for another reason. Then that reason, which is
+        looked at, too, also lets the next copy's start, if the device is free by then.
+        """
+        before, after, first, left = 0, 0, -1, False
+        for entry, start, end in entries:
+            part = self.found.part(entry, self.number)
+            if part == "before":
+                before = end
+            elif part == "in":
+                first, after = start if first < 0 else first, end
+            left |= part == "after"
+        if first < 0 and before and left:
+            text = f"has nothing of {what}, which is used before and after it"
+            self.found.add(f"loop.rounds[{self.number}]", text)
+        if first > before and after - first <= self.round_ns:
+            return
+        if first >= 0:
+            self.times(f"{what} is free", before, after)
+
+    def times(self, what: str, before: int, after: int) -> None:
+        """Note a problem if something is not as much later."""
+        if after - before != self.round_ns:
+            text = (
+                f"{what} at {before} ns before the round and at {after} ns at its end: {after - before} ns later, not "
+                f"round_ns, {self.round_ns}"
+            )
+            self.found.add("loop", text)
+
+
+def _waited_for(found: _Rounds, source: int, target: int) -> Iterator[int]:
+    """What is before the round of a source, and waited for in the round, or after it, by a target of that round."""
+    if found.own[source] != found.own[target]:
         return
-    if first >= 0:
-        _compare(found, f"{what} is free", before, after)
-
-
-def _compare(found: _Round, what: str, before: int, after: int) -> None:
-    if after - before != found.loop.round_ns:
-        text = (
-            f"{what} at {before} ns before the round and at {after} ns at its end: {after - before} ns later, not "
-            f"round_ns, {found.loop.round_ns}"
-        )
-        found.add("loop", text)
-
-
-def _waited_for(found: _Round, source: int, target: int) -> Iterator[int]:
-    """What is before the round of a source, and waited for in the round, or after it, by a target."""
     needed = found.slots(source).sharing(found.slots(target).samples(found.begins[target]))
     parts = 2 * found.slots(source).num_parted
     if needed.start < min(found.begins[source], parts):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Entry, Messages, Programs
 from pipeplan.time_limit import checked
-from pipeplan.workload.elements import DeviceMemory, Hop
+from pipeplan.workload.elements import DeviceMemory, Hop, Loop
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes
 
 Sent = tuple[int, int]
@@ -213,6 +213,11 @@ def check_memory(facts: Facts, programs: Programs, findings: Findings) -> tuple[
     for device, entries in checked(enumerate(programs.compute), 1):
         kept = _kept(facts, device, entries)
         levels = [level + each.total for level, each in zip(_levels(facts, entries), kept, strict=True)]
+        if facts.loop is not None and len(facts.loop.rounds) > 1:
+            where = programs.where[device]
+            copies = _in_all_copies(facts, facts.loop, device, [(entry, where[entry]) for entry in entries])
+            levels = [levels[index] + more for index, more in copies]
+            entries, kept = [entries[index] for index, _ in copies], [kept[index] for index, _ in copies]
         highest, workspace, beside = max(levels, default=0), 0, MemoryBytes()
         _check_limit(facts, programs, device, state[device].total, levels, findings)
         if highest > 0:
@@ -250,6 +255,26 @@ def _levels(facts: Facts, entries: list[Entry]) -> list[int]:
         levels.append(held + workspace)
         held -= release
     return levels
+
+
+def _in_all_copies(facts: Facts, loop: Loop, device: int, entries: list[tuple[Entry, int]]) -> list[tuple[int, int]]:
+    """What a device runs, as the index of an entry and the bytes that it then holds more than is written.
+
+    Of each round it is the first copy and the last one: between these levels only rise or only fall, as what one round
+    takes, and another gives back, adds up. ``entries`` have their places in the program.
+    """
+    found: list[tuple[int, int]] = []
+    more, read = 0, 0
+    for each in loop.rounds:
+        its = [index for index, (_, at) in enumerate(entries) if each.begins[device] <= at < each.ends[device]]
+        if its:
+            taken = sum(facts.acquired(*entries[index][0]) for index in its)
+            given = sum(facts.plan.operations[entries[index][0][0]].release_bytes for index in its)
+            found += [(index, more) for index in range(read, its[-1] + 1)]
+            more += (loop.copies - 1) * (taken - given)
+            found += [(index, more) for index in its]
+            read = its[-1] + 1
+    return [*found, *((index, more) for index in range(read, len(entries)))]
 
 
 def _kept(facts: Facts, device: int, entries: list[Entry]) -> list[MemoryBytes]:

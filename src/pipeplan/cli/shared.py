@@ -371,7 +371,7 @@ class Status:
         return self._update
 
     def _say(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
-        if not best_ns:
+        if not best_ns and not bound_ns:
             say(f"pipeplan: {what}", err=True)
         elif seconds >= self._next:
             say(f"pipeplan: after {seconds:.0f}s: {_state(what, best_ns, bound_ns)}", err=True)

@@ -185,13 +185,18 @@ class Plan(File):
                 raise ValueError(
                     f"loop.microbatches {loop.microbatches} are no whole number of micro-batches of stages[{number}]"
                 )
-        self._require_one_per_device("loop.begins", len(loop.begins))
-        self._require_one_per_device("loop.ends", len(loop.ends))
-        for device, (begin, end) in enumerate(zip(loop.begins, loop.ends, strict=True)):
-            if not begin <= end <= len(self.programs[device]):
-                raise ValueError(
-                    f"loop has entries {begin} to {end} of programs[{device}], which has {len(self.programs[device])}"
-                )
+        before = [0] * len(self.devices)
+        for number, each in enumerate(loop.rounds):
+            place = f"loop.rounds[{number}]"
+            self._require_one_per_device(f"{place}.begins", len(each.begins))
+            self._require_one_per_device(f"{place}.ends", len(each.ends))
+            for device, (begin, end) in enumerate(zip(each.begins, each.ends, strict=True)):
+                if not before[device] <= begin <= end <= len(self.programs[device]):
+                    raise ValueError(
+                        f"{place} has entries {begin} to {end} of programs[{device}], which has "
+                        f"{len(self.programs[device])}, of which {before[device]} stand before the round"
+                    )
+            before = list(each.ends)
 
     def _require_blocks_first(self) -> None:
         """Stages without blocks are numbered last, so that a placement numbers the others as the plan does."""
@@ -342,19 +347,30 @@ class Plan(File):
             return self
         starts: dict[str, tuple[int, ...]] = {}
         for id_, written in self.starts_ns.items():
-            stage, (device, *_) = operation_of(id_)[0], self.devices_of(id_)
-            here = self.programs[device][loop.begins[device] : loop.ends[device]]
-            slots, count = self.slots(id_), self.per_round(stage)
-            numbers = (Action.parse(text) for text in here if text.startswith(id_))
-            begin = min(slots.number(each.microbatch, each.part) or 0 for each in numbers if each.operation == id_)
+            before, time, first = self._round_of(id_, loop)
+            slots, count = self.slots(id_), self.per_round(operation_of(id_)[0])
+            begin = slots.number(first.microbatch, first.part) or 0
             round_ = written[begin : begin + count]
             starts[id_] = (
-                *written[:begin],
-                *(start + copy * loop.round_ns for copy in range(loop.copies) for start in round_),
-                *(start + loop.skipped_ns for start in written[begin + count :]),
+                *(start + before for start in written[:begin]),
+                *(start + before + copy * time for copy in range(loop.copies) for start in round_),
+                *(start + before + (loop.copies - 1) * time for start in written[begin + count :]),
             )
         programs = tuple(map(tuple, self.whole_programs))
         return self.model_copy(update={"loop": None, "starts_ns": starts, "programs": programs})
+
+    def _round_of(self, id_: str, loop: Loop) -> tuple[int, int, Action]:
+        """Of the round that an operation is in: how much later than written it is, its time, the operation's first."""
+        device, before = self.devices_of(id_)[0], 0
+        for each in loop.rounds:
+            here = (text for text in self.programs[device][each.begins[device] : each.ends[device]])
+            found = [
+                action for text in here if text.startswith(id_) and (action := Action.parse(text)).operation == id_
+            ]
+            if found:
+                return before, each.round_ns, min(found, key=lambda action: action.microbatch)
+            before += (loop.copies - 1) * each.round_ns
+        raise ValueError(f"{id_} is in no round of the loop")
 
     def per_round(self, stage: int) -> int:
         """How many of its micro-batches a stage runs in a round of the loop."""
@@ -420,11 +436,16 @@ class _LoopedProgram(Sequence[str]):
 
     def __init__(self, plan: Plan, loop: Loop, device: int) -> None:
         self._written, self._copies = plan.programs[device], loop.copies
-        self._begin, self._length = loop.begins[device], loop.ends[device] - loop.begins[device]
+        self._rounds = [(each.begins[device], each.ends[device]) for each in loop.rounds]
         self._plan, self._device = plan, device
+        self._end_of = {
+            _without_microbatch(Action.parse(text)): end
+            for begin, end in self._rounds
+            for text in self._written[begin:end]
+        }
 
     def __len__(self) -> int:
-        return len(self._written) + (self._copies - 1) * self._length
+        return len(self._written) + (self._copies - 1) * sum(end - begin for begin, end in self._rounds)
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -436,14 +457,21 @@ class _LoopedProgram(Sequence[str]):
         if isinstance(index, slice):
             return tuple(self[number] for number in range(*index.indices(len(self))))
         number = range(len(self))[index]
-        copy = 0
-        if self._length and number >= self._begin:
-            copy = min((number - self._begin) // self._length, self._copies - 1)
-        text = self._written[number - copy * self._length]
-        if not copy:
+        for begin, end in self._rounds:
+            copy = min((number - begin) // (end - begin), self._copies - 1) if begin < end <= number else 0
+            number -= copy * (end - begin)
+            if begin <= number < end:
+                return self._later(number, copy)
+        end = self._end_of.get(_without_microbatch(Action.parse(self._written[number])), len(self._written))
+        return self._later(number, self._copies - 1 if number >= end else 0)
+
+    def _later(self, number: int, copies: int) -> str:
+        """What is written there, so many copies of its round later."""
+        text = self._written[number]
+        if not copies:
             return text
         action = Action.parse(text)
-        return str(replace(action, microbatch=action.microbatch + copy * self._plan.per_round(self._made_by(action))))
+        return str(replace(action, microbatch=action.microbatch + copies * self._plan.per_round(self._made_by(action))))
 
     def _made_by(self, action: Action) -> int:
         """The stage whose micro-batches an entry counts: for a RECV the sender's."""
@@ -457,3 +485,8 @@ class _LoopedProgram(Sequence[str]):
             if (each.target_stage, each.payload) == (action.stage, action.payload)
             and any(hop.target_device == self._device for hop in each.hops)
         )
+
+
+def _without_microbatch(action: Action) -> Action:
+    """What an entry has in common with those of other micro-batches."""
+    return replace(action, microbatch=0, part=None)

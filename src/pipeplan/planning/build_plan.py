@@ -83,7 +83,7 @@ def assemble(
                 bubble_rate=figures.bubble_rate,
                 bubble_rate_span=figures.bubble_rate_span,
                 bubble_rate_steady=steady_bubble_rate(workload, repetend.period) if repetend is not None else None,
-                memory=peak_memory(graph, orders),
+                memory=peak_memory(graph, orders, loop),
             ),
             provenance=(provenance or Provenance()).model_copy(update={"scheduler": scheduler}),
         )

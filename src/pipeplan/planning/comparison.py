@@ -327,7 +327,7 @@ def _rank(row: ComparisonRow) -> tuple[bool, int, bool, int]:
 
 def _ours(result: Result, recompute: bool, memory: Sequence[int | None]) -> ComparisonRow:
     plan, predicted = result.plan, result.plan.predicted
-    over = overflow(result.schedule.graph, result.schedule.orders, memory)
+    over = overflow(result.schedule.graph, result.schedule.orders, memory, result.schedule.loop)
     return ComparisonRow(
         OURS,
         plan.placement,
@@ -395,7 +395,7 @@ def _row(
     if run is None:
         return None
     graph, orders = run.graph, run.orders
-    figures, over = rates(graph, orders, run.starts, run.loop), overflow(graph, orders, memory)
+    figures, over = rates(graph, orders, run.starts, run.loop), overflow(graph, orders, memory, run.loop)
     return ComparisonRow(
         name,
         problem.workload.placement,
@@ -410,7 +410,7 @@ def _row(
         iteration_time(given, figures),
         figures.bubble_rate,
         figures.bubble_rate_span,
-        tuple(each.peak_bytes for each in peak_memory(graph, orders)),
+        tuple(each.peak_bytes for each in peak_memory(graph, orders, run.loop)),
         bound_ns,
         "" if over is None else str(over),
     )

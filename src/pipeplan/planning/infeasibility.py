@@ -220,7 +220,7 @@ class _Least:
         for each in found:
             schedule = self._schedule(request, each) if isinstance(each, PlacementCandidate) else None
             if schedule is not None:
-                peaks = [memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders)]
+                peaks = [memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders, schedule.loop)]
                 return _Fit(schedule, peaks.index(max(peaks)), max(peaks))
         return None
 

@@ -491,7 +491,7 @@ def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[
     trial.look()
     if trial.best is None or trial.value_ns is None:
         return None
-    peak = max(peak_memory(trial.best.graph, trial.best.orders), key=lambda each: each.peak_bytes)
+    peak = max(peak_memory(trial.best.graph, trial.best.orders, trial.best.loop), key=lambda each: each.peak_bytes)
     plan, still_open = partial(_trial_plan, request, trial), trial.candidate if asked.open else None
     return PlanPoint(request, peak.peak_bytes, peak.parts[WORKSPACE], trial.value_ns, plan, still_open, trial.settled)
 

@@ -218,7 +218,7 @@ def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) ->
     (workload,) = workloads(split, replace(trial.candidate, placement=placement))
     graph = task_graph(workload.with_microbatches(base.graph.workload.num_microbatches))
     run = _again(base, graph, workload.num_microbatches)
-    if run is None or not fits(run.graph, run.orders):
+    if run is None or not fits(run.graph, run.orders, run.loop):
         return None
     return base.running(run, workload, mark)
 
@@ -232,7 +232,8 @@ def _again(base: Schedule, graph: TaskGraph, num_microbatches: int) -> LoopedOrd
     begins = [begin + more for begin, more in zip(base.loop.begins, parts, strict=False)]  # messages are last
     if any(begin < more for begin, more in zip(base.loop.begins, parts, strict=False)):
         return None
-    return looped(graph, graph.on_devices(orders), begins, base.loop.microbatches, num_microbatches)
+    cut, devices = base.loop, graph.on_devices(orders)
+    return looped(graph, devices, begins, cut.microbatches, num_microbatches, rounds=cut.rounds)
 
 
 def _changed(placement: Placement, changes: Mapping[int, Mapping[str, object]]) -> Placement:

@@ -466,7 +466,10 @@ class PlanSearch:
         slowest = trial.slowest_sync_ns
 
         def heard(what: str, makespan_ns: int, bound_ns: int, seconds: float) -> None:
-            self._say(what, self.best, makespan_ns + slowest)
+            if self.best is None and not makespan_ns and self.progress is not None:
+                self.progress(what, 0, bound_ns, self.budget.elapsed)
+            else:
+                self._say(what, self.best, makespan_ns + slowest if makespan_ns else None)
 
         return heard
 

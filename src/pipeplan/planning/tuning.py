@@ -62,12 +62,12 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End the processes, whatever they do, or begin: nobody wants it any more, and no file is theirs."""
         self._left.close()
         if self._pool is not None:
-            self._stop.set()
-            self._pool.shutdown(wait=not self._limit.interrupted, cancel_futures=True)
-            if self._limit.interrupted:
-                _left_behind.append((self._pool, self._stop))
+            for process in [*self._pool._processes.values()]:
+                process.terminate()
+            self._pool.shutdown(cancel_futures=True)
 
     @property
     def interrupted(self) -> bool:
@@ -131,10 +131,6 @@ class Workers:
 
 _MOMENT, _POLL = 0.3, 0.05
 """Seconds that processes have to stop, and between two looks at them."""
-
-
-_left_behind: list[tuple[ProcessPoolExecutor, Event]] = []
-"""Processes that are not waited for, with what those still look for that are only beginning: they end at once."""
 
 
 class _WorkerState:

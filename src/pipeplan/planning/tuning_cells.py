@@ -30,7 +30,6 @@ from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.texts import problems_of
 from pipeplan.time_limit import TimeUpError
 from pipeplan.workload.bounds import strong_makespan_bound
-from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch, device_groups
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
@@ -337,5 +336,5 @@ def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> Tun
         iteration_ns=iteration_time(workload, figures),
         makespan_ns=figures.makespan_ns,
         bubble_rate=figures.bubble_rate,
-        peak_memory_bytes=max(memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders)),
+        peak_memory_bytes=schedule.most_bytes,
     )

@@ -362,7 +362,7 @@ Timeline = Sequence[Sequence[Sequence[tuple[int, int, int]]]]
 def predicted_trace(simulation: Simulation) -> Trace:
     """Every action on each of its devices, and every message on both of its ends, from when it is under way.
 
-    Of a loop's round there is the first copy, and what is after it when it is.
+    Of each of a loop's rounds there is the first copy, and what is after it when it is.
     """
     graph, trace = simulation.graph, Trace("predicted")
     for device, order in enumerate(simulation.orders):
@@ -381,8 +381,9 @@ def predicted_trace(simulation: Simulation) -> Trace:
                 if item is not None:
                     begin = simulation.starts[graph.offsets[item] + number]
                 microbatch, part = slots.name(number)
-                if loop is not None and simulation.clock(begin) > begin:
-                    begin, microbatch = simulation.clock(begin), microbatch + (loop.copies - 1) * loop.counts[source]
+                if loop is not None:
+                    after = begin >= sum(loop.moments[loop.rounds[source]])
+                    begin, microbatch = simulation.clock(begin), microbatch + after * loop.skipped_of(source)
                 sent = hop if part is None else hop.part
                 for device, name in names.of(microbatch, part):
                     trace.add(name, device, begin, sent.duration_ns, {"bytes": sent.bytes})

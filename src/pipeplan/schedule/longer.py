@@ -13,11 +13,12 @@ from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.state import Schedule, SearchStep
 from pipeplan.time_limit import checked
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.loop import MAX_WRITTEN, LoopedOrders, counts_of, looped
 from pipeplan.workload.steady_state.rate import CutOrders
-from pipeplan.workload.steady_state.repetend import repeating_part
+from pipeplan.workload.steady_state.repetend import repeating_part, repeating_phases
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -66,7 +67,7 @@ class ShorterRun(SearchStep):
     def lengthened(self, found: Schedule, workload: Workload, most_written: int = MAX_WRITTEN) -> Schedule | None:
         """A schedule of the shorter run as one of the whole workload; None if no round of it can be repeated."""
         run = self.repeated(found.graph, found.orders, workload.num_microbatches, most_written)
-        if run is None or not fits(run.graph, run.orders):
+        if run is None or not fits(run.graph, run.orders, run.loop):
             return None
         return found.running(run, workload)
 
@@ -97,7 +98,7 @@ class ShorterRun(SearchStep):
             first = [larger.offsets[item] + number for item, number in entries if number < begins[item]]
             orders.append([*first, *(larger.offsets[item] + begins[item] + number for item, number in entries)])
         run = looped(larger, orders, begins, group, workload.num_microbatches, 4 * larger.num_tasks)
-        if run is None or not fits(run.graph, run.orders):
+        if run is None or not fits(run.graph, run.orders, run.loop):
             return None
         return found.running(run, workload, "+groups")
 
@@ -106,7 +107,8 @@ class ShorterRun(SearchStep):
     ) -> LoopedOrders | None:
         """Orders of the shorter run for more micro-batches, whether they fit or not; None if no round repeats.
 
-        What links carry goes first come, first served. Times are to repeat within ``most_written`` actions.
+        Where all forwards run before all backwards, they repeat apart, in two rounds. What links carry goes first come,
+        first served. Times are to repeat within ``most_written`` actions.
         """
         problem = OneMicrobatch.of(given.workload, require_room=False)
         devices = given.on_devices(orders)
@@ -116,12 +118,20 @@ class ShorterRun(SearchStep):
             complete = with_links(graph, own)
             starts = earliest_starts(graph, complete)
             found = repeating_part(graph, complete, starts, self.most_unroll, most_written)
-            if found is None:
-                return None
-            first, unroll = found
-            begins = _begins(problem, CutOrders.of(problem.workload, complete, first, unroll).begins)
+            rounds: list[int] | None = None
+            if found is not None:
+                first, unroll = found
+                begins = CutOrders.of(problem.workload, complete, first, unroll).begins
+            else:
+                phases = [int(operation.role is not Role.FORWARD) for operation in graph.workload.operations]
+                parts = repeating_phases(graph, complete, starts, phases, self.most_unroll)
+                if parts is None:
+                    return None
+                begins, unroll = parts
+                rounds = [int(operation.role is not Role.FORWARD) for operation in given.workload.operations]
             microbatches = unroll * problem.microbatches_per_round
-            return looped(given, devices, begins, microbatches, num_microbatches, most_written)
+            begins = _begins(problem, begins)
+            return looped(given, devices, begins, microbatches, num_microbatches, most_written, rounds)
         except InvalidPlanError:
             return None
 

@@ -32,14 +32,16 @@ from pipeplan.schedule.state import (
     fitting,
     named,
     origin_of,
+    scheduler_words,
 )
 from pipeplan.schedule.steps import STEPS, KnownSchedule, RepetendSearch
 from pipeplan.time_limit import TimeUpError, checked, checkpoint
-from pipeplan.units import format_bytes, rounded_up
+from pipeplan.units import format_bytes, format_ns, rounded_up
 from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.steady_state.loop import MAX_WRITTEN, LoopedOrders
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -117,9 +119,12 @@ class _Search:
         self, shorter: ShorterRun, short: Workload, workload: Workload, known: Schedule | None
     ) -> Schedule | None:
         """The best schedule of a workload by what is found of its shorter run; None if nothing of that repeats."""
-        silent = replace(self, progress=None)  # what is found there is of other times
+        inside = replace(self, progress=self._telling(short, workload, known))
         found: list[Schedule] = []
-        for each in silent.schedules(short, None):
+        tried = inside.schedules(short, None)
+        if self.scheduler in CLASSIC:
+            found += self._classic_longer(shorter, tried.pop(), workload)
+        for each in tried:
             if found and self.budget.expired:
                 break
             longer = shorter.lengthened(each, workload)
@@ -131,8 +136,46 @@ class _Search:
             best = known
         if best is None or self.scheduler == "rules":
             return best
-        bound = strong_makespan_bound(OneMicrobatch.of(workload))
-        return replace(best, bound_ns=min(best.makespan_ns, max(best.bound_ns, bound)), seconds=self.budget.elapsed)
+        bound = min(best.makespan_ns, max(best.bound_ns, strong_makespan_bound(OneMicrobatch.of(workload))))
+        if self.progress is not None:
+            self.progress(scheduler_words(best.scheduler), best.makespan_ns, bound, self.budget.elapsed)
+        return replace(best, bound_ns=bound, seconds=self.budget.elapsed)
+
+    def _classic_longer(self, shorter: ShorterRun, short: Schedule, workload: Workload) -> list[Schedule]:
+        """A classic schedule of a shorter run, repeated; none where nothing repeats, and all of it can be written.
+
+        Raises:
+            InfeasibleError: it does not fit.
+            NotApplicableError: nothing of it repeats, and written out it is too much.
+        """
+        run = shorter.repeated(short.graph, short.orders, workload.num_microbatches)
+        if run is not None:
+            _require_room(self.scheduler, run)
+            return [short.running(run, workload)]
+        each, own = sum(map(len, workload.slots)), workload.num_microbatches
+        if each > MAX_WRITTEN:
+            least = own * MAX_WRITTEN // each
+            raise NotApplicableError(
+                f"--scheduler {self.scheduler} does not apply: nothing of it repeats in {own:,} micro-batches, "
+                f"and written out its {each:,} actions and messages are more than the {MAX_WRITTEN:,} of a plan; lower "
+                f"--microbatches to {least:,} or less, or choose --scheduler auto, or one that repeats, such as 1f1b"
+            )
+        return []
+
+    def _telling(self, short: Workload, workload: Workload, known: Schedule | None) -> Progress | None:
+        """What the search of a shorter run calls: its times are said as such, best and bound are those of the whole."""
+        progress = self.progress
+        if progress is None:
+            return None
+        best = 0 if known is None else known.makespan_ns
+        bound = weak_makespan_bound(workload) if known is None else known.bound_ns
+        of = f"for {short.num_microbatches:,} of {workload.num_microbatches:,} micro-batches"
+
+        def heard(what: str, makespan_ns: int, bound_ns: int, seconds: float) -> None:
+            figures = f"{format_ns(makespan_ns)}, bound {format_ns(bound_ns)}"
+            progress(f"{what}: {figures}, {of}", best, bound, seconds)
+
+        return heard
 
 
 @dataclass(frozen=True)
@@ -410,12 +453,17 @@ def _one_classic(state: SearchState, name: str) -> Schedule:
     if reason is not None:
         raise NotApplicableError(f"--scheduler {name} does not apply: {reason}; choose another, or auto")
     orders = classic.orders(state.problem, state.graph)
-    over = overflow(state.graph, orders)
+    _require_room(name, LoopedOrders(state.graph, orders, [], None))
+    state.offer(state.candidate(orders, name))
+    return state.schedule
+
+
+def _require_room(name: str, run: LoopedOrders) -> None:
+    """Require that a classic schedule fits. Raises InfeasibleError."""
+    over = overflow(run.graph, run.orders, loop=run.loop)
     if over is not None:
-        enough = max(memory.peak_bytes for memory in peak_memory(state.graph, orders))
+        enough = max(memory.peak_bytes for memory in peak_memory(run.graph, run.orders, run.loop))
         raise InfeasibleError(
             f"--scheduler {name} does not fit: {over}; raise --memory to {format_bytes(rounded_up(enough))}, or let "
             "--scheduler auto search"
         )
-    state.offer(state.candidate(orders, name))
-    return state.schedule

@@ -28,7 +28,8 @@ from pipeplan.workload.workload import Workload
 Progress = Callable[[str, int, int, float], None]
 """Called with what is being done, the best makespan and the bound (ns), and seconds since the search began.
 
-As long as there is no schedule, makespan and bound are 0; a bound that is not known is 0."""
+As long as there is no schedule the makespan is 0, and so is the bound where that is to be said at once; later a bound
+of 0 is one that is not known."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class Schedule:
     @cached_property
     def most_bytes(self) -> int:
         """The memory of the device that needs most."""
-        return most_bytes(self.graph, self.orders)
+        return most_bytes(self.graph, self.orders, self.loop)
 
     @cached_property
     def repeats(self) -> bool:
@@ -319,9 +320,9 @@ def fitting(graph: TaskGraph, orders: Orders) -> tuple[list[list[int]], list[int
     return (complete, starts) if fits(graph, complete) else None
 
 
-def most_bytes(graph: TaskGraph, orders: Orders) -> int:
+def most_bytes(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> int:
     """The memory of the device that needs most."""
-    return max(memory.peak_bytes for memory in peak_memory(graph, orders))
+    return max(memory.peak_bytes for memory in peak_memory(graph, orders, loop))
 
 
 def first_by(keys: Sequence[Callable[[Schedule], int]], found: Schedule, best: Schedule) -> bool:

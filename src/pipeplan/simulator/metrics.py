@@ -11,6 +11,7 @@ from operator import add
 from typing import Literal
 
 from pipeplan.time_limit import checked
+from pipeplan.workload.memory import in_all_copies
 from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
@@ -107,7 +108,7 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int], loop: LoopCut
 
 def _skipped_work(workload: Workload, loop: LoopCut) -> list[int]:
     """[device] ns of what a loop runs beside what is there."""
-    each = [count * (loop.copies - 1) * time for count, time in zip(loop.counts, workload.durations, strict=True)]
+    each = [loop.skipped_of(item) * time for item, time in enumerate(workload.durations)]
     return [sum(each[item] for item in items) for items in workload.on_resource[: len(workload.devices)]]
 
 
@@ -116,16 +117,17 @@ def iteration_time(workload: Workload, figures: Rates) -> int:
     return max(map(sum, zip(figures.last_end_ns, workload.sums_ns, strict=True)))
 
 
-def in_flight(graph: TaskGraph, orders: Orders) -> tuple[int, ...]:
+def in_flight(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> tuple[int, ...]:
     """The most micro-batches whose activations (or deferred weight gradients) each device holds at once.
 
     On a device whose stages have micro-batches of unequal sizes, they are counted in units of the greatest
-    common divisor of the sizes.
+    common divisor of the sizes. With a ``loop`` it is of all that it runs.
     """
-    return tuple(_in_flight(graph, device, order) for device, order in enumerate(graph.on_devices(orders)))
+    whole = enumerate(graph.on_devices(orders))
+    return tuple(_in_flight(graph, device, order, loop) for device, order in whole)
 
 
-def _in_flight(graph: TaskGraph, device: int, order: Sequence[int]) -> int:
+def _in_flight(graph: TaskGraph, device: int, order: Sequence[int], loop: LoopCut | None) -> int:
     """A unit of samples is in flight while the device holds bytes on its behalf, in any of its stages."""
     workload, operation_of, offsets = graph.workload, graph.operation_of, graph.offsets
     stages = [stage for stage in workload.stages if device in stage.devices]
@@ -133,7 +135,7 @@ def _in_flight(graph: TaskGraph, device: int, order: Sequence[int]) -> int:
     unit = (math.gcd(*(stage.microbatch_size for stage in stages)) or 1) // pieces
     effects = [(op.acquire_bytes, op.release_bytes) for op in workload.operations]
     held = [0] * (workload.mini_batch // unit)
-    holding = most = 0
+    holding, while_running, after = 0, list[int](), list[int]()
     for task in order:
         operation = operation_of[task]
         acquire, release = effects[operation]
@@ -143,12 +145,14 @@ def _in_flight(graph: TaskGraph, device: int, order: Sequence[int]) -> int:
             for sample in units:
                 holding += not held[sample]
                 held[sample] += acquire
-            most = max(most, holding)
+        while_running.append(holding)
         if release:
             for sample in units:
                 holding -= 0 < held[sample] <= release
                 held[sample] -= release
-    return -(-most // pieces)
+        after.append(holding)
+    _, numbers = in_all_copies(graph, order, while_running, after, loop)
+    return -(-max(numbers, default=0) // pieces)
 
 
 def _share_idle(busy: int, available: int) -> float:

@@ -89,20 +89,20 @@ def _messages_of(graph: TaskGraph, link: int, source: int) -> dict[str, int]:
     return number
 
 
-def _begins_of(plan: Plan, loop: Loop, graph: TaskGraph) -> list[int]:
-    """[item] how many of its actions or messages stand before the round of a plan's loop."""
-    begins = [0] * (len(graph.offsets) - 1)
+def _begins_of(plan: Plan, loop: Loop, graph: TaskGraph) -> tuple[list[int], list[int]]:
+    """[item] in which round of a plan's loop it is, and how many of its actions or messages stand before that."""
+    begins, rounds = ([0] * (len(graph.offsets) - 1) for _ in range(2))
     devices = range(len(plan.devices))
     lines = [(device, _actions_of(graph, device)) for device in devices]
     lines += [(ends[0], _messages_of(graph, link, ends[0])) for link, ends in enumerate(graph.workload.links)]
     for device, number in lines:
-        found: Counter[int] = Counter()
-        for text in plan.programs[device][: loop.begins[device]]:
-            if text in number:
-                found[graph.operation_of[number[text]]] += 1
-        for item, count in found.items():
-            begins[item] = count
-    return begins
+        items = [graph.operation_of[number[text]] if text in number else None for text in plan.programs[device]]
+        for index, each in enumerate(loop.rounds):
+            before = Counter(items[: each.begins[device]])
+            for item in items[each.begins[device] : each.ends[device]]:
+                if item is not None:
+                    begins[item], rounds[item] = before[item], index
+    return begins, rounds
 
 
 def _names(workload: Workload, link: int, device: int) -> dict[_Name, int]:
@@ -196,16 +196,13 @@ class Simulation(Displayed):
     def clock(self, written_ns: int) -> int:
         """When something happens that is written at a time, in ns: what is after a loop's round is later."""
         loop = self.loop
-        return (
-            written_ns if loop is None or written_ns < loop.begin_ns + loop.round_ns else written_ns + loop.skipped_ns
-        )
+        over = [] if loop is None else [time for begin, time in loop.moments if written_ns >= begin + time]
+        return written_ns if loop is None else written_ns + (loop.copies - 1) * sum(over)
 
     def start_of(self, task: int) -> int:
         """When a written task starts, in ns."""
         item, loop = self.graph.operation_of[task], self.loop
-        if loop is None or task - self.graph.offsets[item] < loop.begins[item] + loop.counts[item]:
-            return self.starts[task]
-        return self.starts[task] + loop.skipped_ns
+        return self.starts[task] + (0 if loop is None else loop.later_ns(item, task - self.graph.offsets[item]))
 
     def label(self, task: int) -> str:
         """A written task as an action's text, with the number it has in the whole run."""
@@ -219,8 +216,8 @@ class Simulation(Displayed):
     def _named(self, task: int) -> tuple[int, int]:
         item, loop = self.graph.operation_of[task], self.loop
         number = task - self.graph.offsets[item]
-        if loop is not None and number >= loop.begins[item] + loop.counts[item]:
-            number += loop.counts[item] * (loop.copies - 1)
+        if loop is not None and loop.is_after(item, number):
+            number += loop.skipped_of(item)
         return item, number
 
     @property
@@ -366,9 +363,9 @@ def simulate(
         orders=orders[: len(workload.devices)],
         starts=starts,
         rates=rates(graph, orders, starts, loop),
-        in_flight=in_flight(graph, orders),
-        memory=peak_memory(graph, orders),
-        overflow=overflow(graph, orders),
+        in_flight=in_flight(graph, orders, loop),
+        memory=peak_memory(graph, orders, loop),
+        overflow=overflow(graph, orders, loop=loop),
         critical_path=critical_path(graph, orders, starts),
         lower_bound_ns=plan.predicted.lower_bound_ns if as_planned else weak_makespan_bound(workload),
         period_lower_bound_ns=_period_bound(plan, workload),
@@ -409,18 +406,22 @@ def _with_loop(plan: Plan, loop: Loop, graph: TaskGraph, orders: list[list[int]]
         UsageError: no number of rounds comes to these micro-batches.
     """
     copies = num_copies(plan.num_written, loop.microbatches, total)
-    begins, counts = _begins_of(plan, loop, graph), counts_of(graph.workload, loop.microbatches)
-    if counts is None:
+    (begins, rounds), counts = _begins_of(plan, loop, graph), counts_of(graph.workload, loop.microbatches)
+    if counts is None or {*range(len(loop.rounds))} - {*rounds}:
         raise InvalidPlanError("the plan's loop is of no whole round; pipeplan check lists everything that is wrong")
     if graph.workload == plan.written.workload:
         starts = earliest_starts(graph, orders)
-        begin = min(starts[graph.offsets[item] + number] for item, number in enumerate(begins))
-        cut = LoopCut(loop.microbatches, begin, loop.round_ns, tuple(begins), counts, 1 + copies)
+        firsts = [(own, starts[graph.offsets[item] + begins[item]]) for item, own in enumerate(rounds)]
+        moments = tuple(
+            (min(start for own, start in firsts if own == number), each.round_ns)
+            for number, each in enumerate(loop.rounds)
+        )
+        cut = LoopCut(loop.microbatches, moments, tuple(begins), counts, tuple(rounds), 1 + copies)
         return LoopedOrders(graph, orders, starts, cut if copies else None)
-    found = looped(graph, orders, begins, loop.microbatches, total)
+    found = looped(graph, orders, begins, loop.microbatches, total, rounds=rounds)
     if found is None:
         _require_size(graph.workload, total)
-        graph, orders = longer(graph, orders, begins, loop.microbatches, copies)
+        graph, orders = longer(graph, orders, begins, loop.microbatches, copies, rounds)
         found = LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
     return found
 

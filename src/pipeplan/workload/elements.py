@@ -399,19 +399,29 @@ class Repetend(Element):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loop(Element):
-    """A round in the middle of the programs that runs ``copies`` times, while they have it once.
+class Round(Element):
+    """A contiguous run of every device's program, messages included, that runs again and again.
 
-    On each device it is a contiguous run of its program, messages included, in which every operation and every message
-    occurs for as many micro-batches in a row as there are samples in a round. Each copy is the one before it with later
-    micro-batches, and ``round_ns`` later. What stands after it is numbered, and starts, as if the round ran once.
+    Every operation and every message of it occurs for as many micro-batches in a row as there are samples in a round.
     """
 
-    copies: Annotated[Count, Ge(2), Meaning("how often the round runs")]
-    microbatches: Annotated[Count, Meaning("micro-batches that finish per round")]
     round_ns: Annotated[PositiveNs, Meaning("time from one copy of the round to the next")]
     begins: Annotated[Items[Index], Meaning("per device, where the round begins in its program")]
     ends: Annotated[Items[Index], Meaning("per device, where it ends: its first entry after the round")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loop(Element):
+    """A round in the middle of the programs that runs ``copies`` times, while they have it once.
+
+    Each copy is the one before it with later micro-batches, and ``round_ns`` later. What stands after it is numbered,
+    and starts, as if the round ran once. There may be several ``rounds``, one after another, each of other operations
+    and their messages, as where all forwards run before all backwards: each runs so often before what stands after it.
+    """
+
+    copies: Annotated[Count, Ge(2), Meaning("how often each round runs")]
+    microbatches: Annotated[Count, Meaning("micro-batches per round")]
+    rounds: Annotated[Items[Round], MinLen(1), Meaning("in the order in which they stand in the programs")]
 
     @property
     def skipped(self) -> int:
@@ -419,8 +429,13 @@ class Loop(Element):
         return (self.copies - 1) * self.microbatches
 
     @property
+    def round_ns(self) -> int:
+        """Time of one copy of all rounds."""
+        return sum(each.round_ns for each in self.rounds)
+
+    @property
     def skipped_ns(self) -> int:
-        """By how much later than written everything after the round is."""
+        """By how much later than written everything after the last round is."""
         return (self.copies - 1) * self.round_ns
 
 

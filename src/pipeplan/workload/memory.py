@@ -20,6 +20,7 @@ from pipeplan.workload.elements import DeviceMemory
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind, Role
 from pipeplan.workload.samples import Slots
+from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
 from pipeplan.workload.workload import Hold, Workload
 
@@ -244,9 +245,12 @@ class Overflow:
         )
 
 
-def peak_memory(graph: TaskGraph, orders: Orders) -> tuple[DeviceMemory, ...]:
-    """What each device holds of every kind at the first moment of its peak; without actions it is its state."""
-    peaks = zip(graph.workload.states, _peaks(graph, orders), strict=True)
+def peak_memory(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> tuple[DeviceMemory, ...]:
+    """What each device holds of every kind at the first moment of its peak; without actions it is its state.
+
+    With a ``loop`` of all that it runs.
+    """
+    peaks = zip(graph.workload.states, _peaks(graph, orders, loop), strict=True)
     return tuple(DeviceMemory.of(state + taken) for state, (taken, _) in peaks)
 
 
@@ -265,19 +269,22 @@ def memory_levels(graph: TaskGraph, order: Sequence[int]) -> list[int]:
     return levels
 
 
-def fits(graph: TaskGraph, orders: Orders) -> bool:
-    """Whether every device stays within its memory."""
-    return overflow(graph, orders) is None
+def fits(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> bool:
+    """Whether every device stays within its memory, with all that a ``loop`` runs."""
+    return overflow(graph, orders, loop=loop) is None
 
 
-def overflow(graph: TaskGraph, orders: Orders, limits: Sequence[int | None] | None = None) -> Overflow | None:
+def overflow(
+    graph: TaskGraph, orders: Orders, limits: Sequence[int | None] | None = None, loop: LoopCut | None = None
+) -> Overflow | None:
     """The device that exceeds its memory by most, or None if all stay within; ties go to the first.
 
-    ``limits`` [device] are what the devices have, None without limit; by default those of the workload.
+    ``limits`` [device] are what the devices have, None without limit; by default those of the workload. With a ``loop``
+    it is of all that it runs; the action is that of the round that is there.
     """
     worst: Overflow | None = None
     known = [device.memory_bytes for device in graph.workload.devices] if limits is None else limits
-    for index, (limit, (taken, task)) in enumerate(zip(known, _peaks(graph, orders), strict=True)):
+    for index, (limit, (taken, task)) in enumerate(zip(known, _peaks(graph, orders, loop), strict=True)):
         if limit is None:
             continue
         needed = graph.workload.static_bytes(index) + taken.total
@@ -287,24 +294,53 @@ def overflow(graph: TaskGraph, orders: Orders, limits: Sequence[int | None] | No
     return worst
 
 
-def _peaks(graph: TaskGraph, orders: Orders) -> list[tuple[MemoryBytes, int | None]]:
+def _peaks(graph: TaskGraph, orders: Orders, loop: LoopCut | None) -> list[tuple[MemoryBytes, int | None]]:
     """[device] what it holds beyond its state at the first moment of the peak, and the action that starts then."""
     if graph.workload.order_tells_memory:
-        return [_peak(graph, order) for order in checked(graph.on_devices(orders), 4)]
+        return [_peak(graph, order, loop) for order in checked(graph.on_devices(orders), 4)]
     state = followed(graph, earliest_starts(graph, with_links(graph, orders)))
     found = zip(state.at_peak, state.peak_task, strict=True)
     return list(islice(found, len(graph.workload.devices)))
 
 
-def _peak(graph: TaskGraph, order: Sequence[int]) -> tuple[MemoryBytes, int | None]:
+def _peak(graph: TaskGraph, order: Sequence[int], loop: LoopCut | None) -> tuple[MemoryBytes, int | None]:
     """The same of a device, by its order."""
     levels = memory_levels(graph, order)
+    effects = (graph.workload.effects[graph.operation_of[task]] for task in order)
+    held = [level - effect.workspace - effect.release for level, effect in zip(levels, effects, strict=True)]
+    order, levels = in_all_copies(graph, order, levels, held, loop)
     highest = max(levels, default=0)
     if not highest:
         return MemoryBytes(), None
     task = order[levels.index(highest)]
     workspace = graph.workload.effects[graph.operation_of[task]].workspace
     return MemoryBytes({ACTIVATIONS: highest - workspace, WORKSPACE: workspace}), task
+
+
+def in_all_copies(
+    graph: TaskGraph, order: Sequence[int], levels: Sequence[int], held: Sequence[int], loop: LoopCut | None
+) -> tuple[list[int], list[int]]:
+    """A device's order and levels [action] with the first and the last copy of each of a loop's rounds.
+
+    ``held`` [action] is the level after it. What one round takes, and another gives back, adds up over its copies, so
+    that between the two shown levels only rise or only fall; the only round of a loop changes none.
+    """
+    if loop is None or len(loop.moments) == 1:
+        return [*order], [*levels]
+    items = [(graph.operation_of[task], task - graph.offsets[graph.operation_of[task]]) for task in order]
+    found, raised = list[int](), list[int]()
+    read = later = 0
+    for number in range(len(loop.moments)):
+        its = [at for at, (x, m) in enumerate(items) if loop.rounds[x] == number and m >= loop.begins[x]]
+        its = [at for at in its if not loop.is_after(*items[at])]
+        if its:
+            change = (loop.copies - 1) * (held[its[-1]] - (held[its[0] - 1] if its[0] else 0))
+            for part, by in ((range(read, its[-1] + 1), later), (its, later + change)):
+                found += [order[at] for at in part]
+                raised += [levels[at] + by for at in part]
+            read, later = its[-1] + 1, later + change
+    rest = range(read, len(order))
+    return [*found, *(order[at] for at in rest)], [*raised, *(levels[at] + later for at in rest)]
 
 
 def followed(graph: TaskGraph, starts: Sequence[int]) -> MemoryState:

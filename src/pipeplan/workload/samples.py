@@ -142,10 +142,13 @@ def carried(
     A target device is sent what its replica works on and its own copy of the source, if it has one, did not make. Of
     source devices that hold the same, shard after shard sends in turn.
     """
+    replica_of = {device: index // source.shards for index, device in enumerate(source.devices)}
+    first, each = source_samples[0], (source_samples[1] - source_samples[0]) // source.replicas
     for index, device in enumerate(target.devices):
         needed = replica_samples(target_samples, target.replicas, index // target.shards)
-        own = source.devices.index(device) // source.shards if device in source.devices else None
-        for replica in range(source.replicas):
+        own = replica_of.get(device)
+        after = min(source.replicas, -(-(needed[1] - first) // each))
+        for replica in range(max(0, (needed[0] - first) // each), after):
             begin, end = replica_samples(source_samples, source.replicas, replica)
             begin, end = max(begin, needed[0]), min(end, needed[1])
             if replica != own and begin < end:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeplan.runtime.executor.channels import Channels, TransferError
 from pipeplan.runtime.executor.message_graph import Numbers
-from pipeplan.runtime.executor.rank_program import Program, ProgramLoop, ProgramStep, moved
+from pipeplan.runtime.executor.rank_program import Program, ProgramLoop, ProgramStep, Turn, moved
 from pipeplan.runtime.executor.stage import MiniBatch, StageError
 from pipeplan.runtime.executor.tensors import Made, Produced, Received, Taking, TensorSlots, TensorSpec
 from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError
@@ -38,11 +38,11 @@ class _Prepared:
     takes: Sequence[_Taken]
     gives: Sequence[_Given]
 
-    def later(self, copies: int, loop: ProgramLoop, num_slots: int) -> _Prepared:
-        """The same some copies of a loop's round later, each of which needs ``num_slots``."""
-        by, slots = copies * loop.samples, copies * num_slots
+    def later(self, turn: Turn, loop: ProgramLoop, num_slots: Sequence[int]) -> _Prepared:
+        """The same some copies of a loop's round later, which need ``num_slots`` [round] each."""
+        by, slots = turn.copies * loop.samples, turn.more(num_slots)
         return _Prepared(
-            self.step.later(copies, loop),
+            self.step.later(turn, loop),
             [(moved(own, by), names, taking.later(slots)) for own, names, taking in self.takes],
             [(moved(own, by), names, slot + slots, taken) for own, names, slot, taken in self.gives],
         )
@@ -78,7 +78,7 @@ class Executor:
     traced: bool = True
     _steps: list[_Prepared] = field(init=False)
     _actions: list[Callable[[MiniBatch], None]] = field(init=False)
-    _slots_per_copy: int = field(init=False, default=0)
+    _slots_per_copy: list[int] = field(init=False, default_factory=list)
     _slots: dict[int, Made] = field(default_factory=dict)
     _posted: dict[int, ProgramStep] = field(default_factory=dict)
     _spans: list[Span] = field(default_factory=list)
@@ -86,15 +86,15 @@ class Executor:
     def __post_init__(self) -> None:
         slots, loop = TensorSlots(self.program.tensors, self.specs), self.program.loop
         given: list[tuple[ProgramStep, list[_Taken], list[tuple[Numbers, tuple[str, ...], int]]]] = []
-        for index, step in enumerate(self.program.steps):
-            if loop is not None and index == loop.begin:
-                self._slots_per_copy = -slots.count
+        before = [slots.count]
+        for step in self.program.steps:
             names = self.program.tensors
             takes = [(own, names[message], slots.take(message, own)) for message, own in step.takes]
             gives = [(own, names[message], slots.put(message, own)) for message, own in step.gives]
             given.append((step, takes, gives))
-            if loop is not None and index == loop.end - 1:
-                self._slots_per_copy += slots.count
+            before.append(slots.count)
+        if loop is not None:
+            self._slots_per_copy = [before[end] - before[begin] for begin, end in loop.rounds]
         taken = slots.taken
         self._steps = [
             _Prepared(step, takes, [(own, names, slot, slot in taken) for own, names, slot in gives])
@@ -103,7 +103,7 @@ class Executor:
         for each in self._steps:
             received = each.step.message is not None and not each.step.action.sends
             assert not received or each.gives[0][3], "every message is used in the program"
-        whole = self._steps if loop is None else self._steps[: loop.end]
+        whole = self._steps if loop is None else self._steps[: loop.begun]
         self._actions = [self._action(each) for each in whole]
 
     def run(self, samples: MiniBatch, repeats: int | None = None) -> list[Span]:
@@ -131,12 +131,8 @@ class Executor:
         loop = self.program.loop
         if loop is None:
             return
-        times = loop.repeats if repeats is None else repeats
-        for copies in range(1, times + 1):
-            for each in self._steps[loop.begin : loop.end]:
-                self._action(each.later(copies, loop, self._slots_per_copy))(samples)
-        for each in self._steps[loop.end :]:
-            self._action(each.later(times, loop, self._slots_per_copy))(samples)
+        for turn in loop.turns(repeats):
+            self._action(self._steps[turn.step].later(turn, loop, self._slots_per_copy))(samples)
 
     def _action(self, prepared: _Prepared) -> Callable[[MiniBatch], None]:
         """What a step does, put together before it runs."""

@@ -6,9 +6,11 @@ model's edges say is refused before anything starts.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
@@ -50,13 +52,14 @@ class ProgramStep:
     peer: int = -1
     held: tuple[tuple[Message, int, Numbers], ...] = ()
 
-    def later(self, copies: int, loop: ProgramLoop) -> ProgramStep:
+    def later(self, turn: Turn, loop: ProgramLoop) -> ProgramStep:
         """What this step is some copies of a loop's round later."""
+        copies = turn.copies
         by = copies * loop.samples
         numbered = self.action.stage if self.message is None else self.message.source
         return replace(
             self,
-            counter=self.counter + copies * (loop.end - loop.begin),
+            counter=self.counter + turn.more(loop.lengths),
             action=replace(self.action, microbatch=self.action.microbatch + copies * loop.microbatches[numbered]),
             samples=tuple(moved(own, by) for own in self.samples),
             takes=tuple((message, moved(own, by)) for message, own in self.takes),
@@ -70,19 +73,59 @@ def moved(samples: Numbers, by: int) -> Numbers:
     return tuple(sample + by for sample in samples)
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramLoop:
-    """Steps that a rank runs again: those from ``begin`` up to but not including ``end``, ``repeats`` times more.
+class Turn(NamedTuple):
+    """A step of a loop, by its number ``step``, or one after it: so many copies of its own round later.
 
-    Each time they are of ``samples`` later samples, and ``microbatches`` [stage] later micro-batches; what stands
-    after them is then later, too. What they take was made in steps that are repeated as well.
+    ``run`` [round] is how many copies of each have run beside those that are in the steps, its own one included.
     """
 
-    begin: int
-    end: int
+    step: int
+    copies: int
+    run: tuple[int, ...]
+
+    def more(self, each: Sequence[int]) -> int:
+        """What all those copies come to, with so much in ``each`` [round]."""
+        return sum(copies * own for copies, own in zip(self.run, each, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramLoop:
+    """Steps that a rank runs again, ``repeats`` times more: those of each of ``rounds``, as (begin, end), in turn.
+
+    Each time they are of ``samples`` later samples, and ``microbatches`` [stage] later micro-batches; what stands
+    after them, and is of their round as ``own`` [step] says, is then later, too. What they take was made in steps that
+    are repeated as well.
+    """
+
+    rounds: tuple[tuple[int, int], ...]
     repeats: int
     samples: int
     microbatches: tuple[int, ...]
+    own: tuple[int, ...]
+
+    @property
+    def lengths(self) -> list[int]:
+        """[round] its steps."""
+        return [end - begin for begin, end in self.rounds]
+
+    @property
+    def begun(self) -> int:
+        """How many steps run as they are."""
+        return self.rounds[0][1]
+
+    def turns(self, repeats: int | None = None) -> Iterator[Turn]:
+        """What runs after these, with rounds only so often more, if that is said."""
+        times = self.repeats if repeats is None else repeats
+        for number, (begin, end) in enumerate(self.rounds):
+            before, after = (times,) * number, (0,) * (len(self.rounds) - number - 1)
+            if number:
+                yield from (Turn(index, 0, (*before, 0, *after)) for index in range(begin, end))
+            for copies in range(1, times + 1):
+                run = (*before, copies, *after)
+                yield from (Turn(index, copies, run) for index in range(begin, end))
+            rest = range(end, self.rounds[number + 1][0] if after else len(self.own))
+            run = (*before, times, *after)
+            yield from (Turn(index, times if self.own[index] <= number else 0, run) for index in rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +248,8 @@ def _copies_apart(plan: Plan) -> int:
     before: list[int] = []
     for operation in plan.operations:
         device, slots = plan.devices_of(operation.id)[0], plan.slots(operation.id)
-        here = map(Action.parse, plan.programs[device][loop.begins[device] : loop.ends[device]])
+        texts = (plan.programs[device][each.begins[device] : each.ends[device]] for each in loop.rounds)
+        here = map(Action.parse, itertools.chain.from_iterable(texts))
         microbatch = min(action.microbatch for action in here if action.operation == operation.id)
         before.append(slots.offset + microbatch * slots.stride)
     apart = -(-(max(before) - min(before)) // (loop.microbatches * plan.microbatch_size))
@@ -214,14 +258,20 @@ def _copies_apart(plan: Plan) -> int:
 
 def _looped(plan: Plan, loop: Loop, program: Program, copies: int) -> Program:
     """A program of several copies as one in which the last of them is repeated."""
-    length = loop.ends[program.rank] - loop.begins[program.rank]
-    begin = loop.begins[program.rank] + (copies - 1) * length
+    rounds: list[tuple[int, int]] = []
+    later = 0
+    for each in loop.rounds:
+        begin, end = each.begins[program.rank], each.ends[program.rank]
+        later += (copies - 1) * (end - begin)
+        rounds.append((begin + later, end + later))
+    named = [(step.action.operation, step.message, step.peer) for step in program.steps]
+    own = {name: number for number, (begin, end) in enumerate(rounds) for name in named[begin:end]}
     repeated = ProgramLoop(
-        begin,
-        begin + length,
+        tuple(rounds),
         loop.copies - copies,
         loop.microbatches * plan.microbatch_size,
         tuple(plan.per_round(stage) for stage in range(len(plan.stages))),
+        tuple(own[name] for name in named),
     )
     texts = plan.whole_programs[program.rank]
     return replace(program, mini_batch=plan.mini_batch, texts=texts, loop=repeated if repeated.repeats else None)

@@ -23,17 +23,18 @@ from pipeplan.workload.workload import Workload
 
 @dataclass(frozen=True, slots=True)
 class LoopCut:
-    """A round of a timed schedule that runs ``copies`` times and is there once.
+    """A round of a timed schedule that runs ``copies`` times and is there once; or several, each of other items.
 
-    It is what starts in ``round_ns`` from ``begin_ns`` on: ``counts`` [item] actions of each, after ``begins`` [item]
-    others; ``microbatches`` of the workload's own size end in it.
+    A round is what starts in its time from its begin on, ``moments`` [round] in ns: ``counts`` [item] actions of each
+    of its items, ``rounds`` [item] being an item's, after ``begins`` [item] others. They are of ``microbatches`` of the
+    workload's own size.
     """
 
     microbatches: int
-    begin_ns: int
-    round_ns: int
+    moments: tuple[tuple[int, int], ...]
     begins: tuple[int, ...]
     counts: tuple[int, ...]
+    rounds: tuple[int, ...]
     copies: int = 1
 
     @property
@@ -42,9 +43,33 @@ class LoopCut:
         return (self.copies - 1) * self.microbatches
 
     @property
+    def round_ns(self) -> int:
+        """Ns of one copy of all rounds."""
+        return sum(time for _, time in self.moments)
+
+    @property
     def skipped_ns(self) -> int:
-        """By how much later than it is there everything after the round is."""
+        """By how much later than it is there everything after the last round is."""
         return (self.copies - 1) * self.round_ns
+
+    def without(self, removed: int, copies: int) -> LoopCut:
+        """The same where so many copies of every round are no longer there, and it runs ``copies`` times."""
+        gone = [removed * sum(time for _, time in self.moments[:number]) for number in range(len(self.moments))]
+        moments = tuple((begin - by, time) for (begin, time), by in zip(self.moments, gone, strict=True))
+        return replace(self, moments=moments, copies=copies)
+
+    def skipped_of(self, item: int) -> int:
+        """Actions of an operation, or messages, that run and are not there."""
+        return (self.copies - 1) * self.counts[item]
+
+    def is_after(self, item: int, number: int) -> bool:
+        """Whether an action, or a message, is after its round."""
+        return number >= self.begins[item] + self.counts[item]
+
+    def later_ns(self, item: int, number: int) -> int:
+        """By how much later than it is there an action runs; in its round, the first copy of it."""
+        over = self.rounds[item] + self.is_after(item, number)
+        return (self.copies - 1) * sum(time for _, time in self.moments[:over])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,29 +106,37 @@ def counts_of(workload: Workload, microbatches: int) -> tuple[int, ...] | None:
 
 
 def find_loop(
-    graph: TaskGraph, orders: Orders, starts: Sequence[int], microbatches: int, likely: Iterable[int] = ()
+    graph: TaskGraph,
+    orders: Orders,
+    starts: Sequence[int],
+    microbatches: int,
+    likely: Sequence[Iterable[int]] = ((),),
+    rounds: Sequence[int] | None = None,
 ) -> tuple[LoopCut, int] | None:
     """The first round of that many micro-batches that can be repeated as it is, and how often it is there in a row.
 
-    None if there is none. It begins with an action of the first operation: if none is found, ``likely`` ones are tried,
-    too. ``orders`` [device, link] and ``starts`` [task] as in
+    Where there are several, ``rounds`` [item] says the one of each, and it is the least often that one is there. None
+    if one is not there. A round begins with an action of its first operation: if none is found, ``likely`` [round] ones
+    are tried, too. ``orders`` [device, link] and ``starts`` [task] as in
     :func:`~pipeplan.workload.task_graph.earliest_starts`.
     """
     counts = counts_of(graph.workload, microbatches)
     if counts is None:
         return None
-    search = _LoopFinder.of(graph, orders, starts, counts)
-    if search is None:
-        return None
-    low, high = 2 * graph.workload.slots[0].num_parted, len(search.starts[0]) - counts[0]
-    number = next(filter(search.repeats, checked(chain(_places(low, high), likely), 16)), None)
-    if number is None:
-        return None
-    cut = search.cut(search.first(low, number), microbatches)
-    copies = 1
-    while search.begins(cut.begin_ns + copies * cut.round_ns, cut.round_ns) is not None:
-        copies += 1
-    return cut, copies
+    one_of = tuple(rounds or [0] * len(counts))
+    moments: list[tuple[int, int]] = []
+    begins, there = [0] * len(counts), []
+    for number, tried in enumerate(likely):
+        search = _LoopFinder.of(graph, orders, starts, counts, one_of, number)
+        found = None if search is None else search.found(tried)
+        if search is None or found is None:
+            return None
+        moment, copies = found
+        moments.append(moment)
+        there.append(copies)
+        for item, begin in (search.begins(*moment) or {}).items():
+            begins[item] = begin
+    return LoopCut(microbatches, tuple(moments), tuple(begins), counts, one_of), min(there)
 
 
 _FEW = 256
@@ -126,28 +159,63 @@ def _places(low: int, high: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class _LoopFinder:
-    """A timed schedule: ``starts`` [item][action]; ``begun`` and ``ends`` [device, link] of its actions in order."""
+    """A timed schedule: ``starts`` [item][action]; ``begun`` and ``ends`` [device, link] of its actions in order.
+
+    The round that is looked for is that of a ``number`` in ``rounds`` [item].
+    """
 
     workload: Workload
     counts: Sequence[int]
     starts: list[Sequence[int]]
     begun: list[list[int]]
     ends: list[list[int]]
+    rounds: Sequence[int]
+    number: int
 
     @classmethod
-    def of(cls, graph: TaskGraph, orders: Orders, starts: Sequence[int], counts: Sequence[int]) -> _LoopFinder | None:
+    def of(
+        cls,
+        graph: TaskGraph,
+        orders: Orders,
+        starts: Sequence[int],
+        counts: Sequence[int],
+        rounds: Sequence[int],
+        number: int,
+    ) -> _LoopFinder | None:
         """None where an operation does not run its micro-batches in turn."""
         by_item = [starts[begin:end] for begin, end in pairwise(graph.offsets)]
         if any(after < before for row in by_item for before, after in pairwise(row)):
             return None
         begun = [[starts[task] for task in order] for order in orders]
         ends = [[starts[task] + graph.durations[task] for task in order] for order in orders]
-        return cls(graph.workload, counts, by_item, begun, ends)
+        return cls(graph.workload, counts, by_item, begun, ends, rounds, number)
+
+    @property
+    def leading(self) -> int:
+        """The operation with whose action the round begins."""
+        return self.rounds.index(self.number)
+
+    def found(self, likely: Iterable[int]) -> tuple[tuple[int, int], int] | None:
+        """When the first round begins that can be repeated, its time in ns, and how often it is there in a row."""
+        item = self.leading
+        low, high = 2 * self.workload.slots[item].num_parted, len(self.starts[item]) - self.counts[item]
+        number = next(filter(self.repeats, checked(chain(_places(low, high), likely), 16)), None)
+        if number is None:
+            return None
+        begin, time = self.moment(self.first(low, number))
+        copies = 1
+        while self.begins(begin + copies * time, time) is not None:
+            copies += 1
+        return (begin, time), copies
+
+    def moment(self, number: int) -> tuple[int, int]:
+        """When a round begins with an action of the first operation, and its time, in ns."""
+        row = self.starts[self.leading]
+        return row[number], row[number + self.counts[self.leading]] - row[number]
 
     def repeats(self, number: int) -> bool:
         """Whether a round that begins with an action of the first operation can be repeated."""
-        row = self.starts[0]
-        return self.begins(row[number], row[number + self.counts[0]] - row[number]) is not None
+        return self.begins(*self.moment(number)) is not None
 
     def first(self, low: int, number: int) -> int:
         """The first of the actions up to a number from which on all rounds can be repeated."""
@@ -156,44 +224,54 @@ class _LoopFinder:
             low, number = (low, middle) if self.repeats(middle) else (middle + 1, number)
         return number
 
-    def cut(self, number: int, microbatches: int) -> LoopCut:
-        """The round that begins with an action of the first operation, and can be repeated."""
-        begin = self.starts[0][number]
-        period = self.starts[0][number + self.counts[0]] - begin
-        begins = self.begins(begin, period)
-        assert begins is not None
-        return LoopCut(microbatches, begin, period, begins, tuple(self.counts))
-
-    def begins(self, begin: int, period: int) -> tuple[int, ...] | None:
-        """[item] how many actions are before the round that begins then; None if the state does not repeat there."""
-        for begun, ends in zip(self.begun, self.ends, strict=True):
+    def begins(self, begin: int, period: int) -> dict[int, int] | None:
+        """{item: how many of its actions are before the round that begins then}; None if the state does not repeat."""
+        num_devices = len(self.workload.devices)
+        for line, (begun, ends) in enumerate(zip(self.begun, self.ends, strict=True)):
             before, after = bisect_left(begun, begin), bisect_left(begun, begin + period)
             if before == after:
-                if begun:
+                if begun and (line < num_devices or 0 < before < len(begun)):
                     return None
                 continue
             free = ends[before - 1] if before else 0
             # what is first in the round may start later than its device is free, for a reason that repeats, too
             if ends[after - 1] - free != period and not (free < begun[before] >= ends[after - 1] - period):
                 return None
-        begins = [bisect_left(row, begin) for row in self.starts]
-        for row, first, count, slots in zip(self.starts, begins, self.counts, self.workload.slots, strict=True):
-            if bisect_left(row, begin + period) - first != count or first < 2 * slots.num_parted:
+        begins = {}
+        for item, row in enumerate(self.starts):
+            first, after = bisect_left(row, begin), bisect_left(row, begin + period)
+            other = self.rounds[item] - self.number
+            count, least = self.counts[item], 2 * self.workload.slots[item].num_parted
+            if other:
+                if after != (len(row) if other < 0 else 0) or first != after:
+                    return None  # not all of an earlier round before this one, or something of a later one
+                continue
+            if after - first != count or first < least:
                 return None
+            begins[item] = first
         for source, target, _ in self.workload.edges:
+            if source not in begins or target not in begins:
+                continue  # by the order of their devices
             earliest = self.workload.inputs_of(source, target, begins[target]).start
             row, count = self.starts[source], self.counts[source]
             if earliest < begins[source] and earliest < 2 * self.workload.slots[source].num_parted:
                 return None
             if any(row[number + count] - row[number] != period for number in range(earliest, begins[source])):
                 return None
-        return tuple(begins)
+        return begins
 
 
 def longer(
-    graph: TaskGraph, orders: Orders, begins: Sequence[int], microbatches: int, copies: int
+    graph: TaskGraph,
+    orders: Orders,
+    begins: Sequence[int],
+    microbatches: int,
+    copies: int,
+    rounds: Sequence[int] | None = None,
 ) -> tuple[TaskGraph, list[list[int]]]:
     """The graph and the orders with a round run that many times more: that with ``begins`` [item] actions before it.
+
+    So often runs each of several ``rounds`` [item].
 
     Raises:
         InvalidPlanError: the orders do not have such a round.
@@ -203,22 +281,34 @@ def longer(
     if counts is None:
         raise InvalidPlanError(f"{microbatches} micro-batches are no round of this workload that can be repeated")
     larger = task_graph(workload.with_microbatches(workload.num_microbatches + copies * microbatches))
+    own = rounds or [0] * len(counts)
     found = []
     for order in orders:
-        named = [(graph.operation_of[task], task) for task in order]
-        entries = [(item, task - graph.offsets[item]) for item, task in named]
-        here = {item for item, _ in entries}
-        begin, length = sum(begins[item] for item in here), sum(counts[item] for item in here)
-        prefix, round_, suffix = entries[:begin], entries[begin : begin + length], entries[begin + length :]
-        if any(number >= begins[item] for item, number in prefix) or any(
-            not 0 <= number - begins[item] < counts[item] for item, number in round_
-        ):
-            raise InvalidPlanError("a device or link runs something of the round before or after it")
-        times = [(prefix, 0), *((round_, copy) for copy in range(copies + 1)), (suffix, copies)]
+        entries = [(item, task - graph.offsets[item]) for task in order for item in (graph.operation_of[task],)]
+        times = [(entries, 0)]  # parts, and how many copies later they are; the last is to be cut
+        for number in range(max(own) + 1):
+            rest, _ = times.pop()
+            here = {item for item, _ in entries if own[item] == number}
+            states = [_state(begins[item], counts[item], its) if item in here else None for item, its in rest]
+            begin, length = next((i for i, s in enumerate(states) if s == 1), 0), sum(counts[item] for item in here)
+            before, round_, after = states[:begin], states[begin : begin + length], states[begin + length :]
+            if {*before} - {0, None} or {*round_} - {1} or {*after} - {2, None}:
+                raise InvalidPlanError("a device or link runs something of the round before or after it")
+            times += [(rest[:begin], 0), *((rest[begin : begin + length], copy) for copy in range(copies + 1))]
+            times.append((rest[begin + length :], 0))
         found.append(
-            [larger.offsets[item] + number + copy * counts[item] for part, copy in times for item, number in part]
+            [
+                larger.offsets[item] + its + (copy or copies * (its >= begins[item] + counts[item])) * counts[item]
+                for part, copy in times
+                for item, its in part
+            ]
         )
     return larger, found
+
+
+def _state(begin: int, count: int, number: int) -> int:
+    """0 before a round with ``count`` of an operation's actions, 1 in it, 2 after it."""
+    return (number >= begin) + (number >= begin + count)
 
 
 def _shorter(graph: TaskGraph, orders: Orders, cut: LoopCut, copies: int) -> tuple[TaskGraph, list[list[int]]]:
@@ -249,12 +339,14 @@ def looped(
     microbatches: int,
     num_microbatches: int,
     max_written: int = MAX_WRITTEN,
+    rounds: Sequence[int] | None = None,
 ) -> LoopedOrders | None:
     """The schedule for more micro-batches, by repeating a round: with a loop as soon as times repeat, too.
 
     ``orders`` [device, link] have a round of ``microbatches`` with ``begins`` [item] actions before it; without
     those of the links, and their messages in ``begins``, links carry first come, first served. None if rounds do not
-    come out at ``num_microbatches``, or times do not repeat within ``max_written`` actions and messages.
+    come out at ``num_microbatches``, or times do not repeat within ``max_written`` actions and messages. Of several
+    ``rounds`` [operation] a message is in that of its source.
 
     Raises:
         InvalidPlanError: the orders do not have such a round.
@@ -264,17 +356,20 @@ def looped(
     if rest or wanted < 0 or counts is None:
         return None
     copies = 0
+    own = [0] * len(graph.workload.operations) if rounds is None else [*rounds[: len(graph.workload.operations)]]
+    own += [own[transfer.source] for transfer in graph.workload.transfers]
+    leading = [own.index(number) for number in range(max(own) + 1)]
     while True:
-        larger, extended = longer(graph, orders, begins, microbatches, copies)
+        larger, extended = longer(graph, orders, begins, microbatches, copies, own)
         extended = with_links(larger, extended)
         starts = earliest_starts(larger, extended)
-        likely = range(begins[0], begins[0] + copies * counts[0], counts[0])
-        found = None if copies == wanted else find_loop(larger, extended, starts, microbatches, likely)
+        likely = [range(begins[item], begins[item] + copies * counts[item], counts[item]) for item in leading]
+        found = None if copies == wanted else find_loop(larger, extended, starts, microbatches, likely, own)
         if found is not None:
             cut, there = found
             larger, extended = _shorter(larger, extended, cut, there - 1)
             starts = earliest_starts(larger, extended)
-            return LoopedOrders(larger, extended, starts, replace(cut, copies=there + wanted - copies))
+            return LoopedOrders(larger, extended, starts, cut.without(there - 1, wanted - copies + there))
         if copies == wanted:
             return LoopedOrders(larger, extended, starts, None)
         copies = min(wanted, 2 * copies + 1)

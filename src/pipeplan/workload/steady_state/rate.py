@@ -257,7 +257,7 @@ class _CopyGraph:
             for u in range(unroll):
                 ahead, back = divmod(first[target] + u - first[source], unroll)
                 waits[target * unroll + u].append((-ahead, source * unroll + back, durations[source] + lag))
-        for run in runs:
+        for run in dict.fromkeys(map(tuple, runs)):  # devices of one stage run the same
             tasks = [item * unroll + m - first[item] for item, m in run]
             for before, after in zip(tasks, tasks[1:], strict=False):
                 waits[after].append((0, before, durations[before // unroll]))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import islice, takewhile
 from operator import eq
@@ -98,6 +98,27 @@ def repeating_part(
     return None
 
 
+def repeating_phases(
+    graph: TaskGraph, orders: Orders, starts: Sequence[int], phases: Sequence[int], max_unroll: int
+) -> tuple[list[int], int] | None:
+    """Where schedules repeat whose phases run one after another, as all forwards and then all backwards do.
+
+    ``phases`` [operation]. What is before the part that repeats of each [operation], and the least unroll of them all;
+    that of a phase is in its middle, if there is one. None if phases do not follow each other on every device, or one
+    has no such part.
+    """
+    found = [_RepetendFinder.of_phase(graph, orders, starts, phases, number) for number in range(max(phases) + 1)]
+    searches = [search for search in found if search is not None]
+    if len(searches) < len(found):
+        return None
+    for unroll in range(1, min(max_unroll, graph.workload.num_microbatches // 2) + 1):
+        cuts = [[*search.cuts(unroll)] for search in searches]
+        if all(cuts):
+            first = [min(own, key=lambda cut: (cut.off_middle, cut.place)).first for own in cuts]
+            return [first[phase][item] for item, phase in enumerate(phases)], unroll
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class _Line:
     """The order of one device or link, prepared for looking up windows.
@@ -159,7 +180,7 @@ class _Line:
 
 @dataclass(frozen=True, slots=True)
 class _RepetendStart:
-    """A moment at which a repetend begins: ``positions`` [device, link] in the orders, ``first`` [item]."""
+    """A moment at which a repetend begins: ``positions`` [line] in the orders, ``first`` [item]."""
 
     unroll: int
     moment: int
@@ -179,10 +200,14 @@ class _RepetendStart:
 
 @dataclass(frozen=True, slots=True)
 class _RepetendFinder:
-    """A schedule in which repetends are looked for; ``steps`` are its distinct moments with who starts then."""
+    """A schedule in which repetends are looked for; ``steps`` are its distinct moments with the lines that go on then.
+
+    ``lines`` are those of devices and links, of all that run the same only one; ``home`` [item] is one that has it.
+    """
 
     workload: Workload
     lines: list[_Line]
+    home: list[int]
     steps: list[tuple[int, list[int]]]
     makespan: int
     steady: dict[object, tuple[int, int]]
@@ -191,28 +216,50 @@ class _RepetendFinder:
     def of(cls, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> _RepetendFinder | None:
         """None if some operation does not run its micro-batches in turn."""
         n = graph.workload.num_microbatches
-        lines = []
-        for order in checked(orders, 1):
+        lines: list[_Line] = []
+        line_of: dict[tuple[int, ...], int] = {}
+        for order in checked(map(tuple, orders), 1):
+            if line_of.setdefault(order, len(lines)) < len(lines):
+                continue
             line = _Line.of([divmod(task, n) for task in order], [starts[task] for task in order])
             if line is None:
                 return None
             lines.append(line)
         steps: dict[int, list[int]] = {}
-        for device, line in enumerate(lines):
+        for number, line in enumerate(lines):
             for time in line.times:
-                steps.setdefault(time, []).append(device)
-        return cls(graph.workload, lines, sorted(steps.items()), graph.makespan(starts), {})
+                steps.setdefault(time, []).append(number)
+        home = [line_of[tuple(orders[resources[0]])] for resources in graph.workload.resources]
+        return cls(graph.workload, lines, home, sorted(steps.items()), graph.makespan(starts), {})
+
+    @classmethod
+    def of_phase(
+        cls, graph: TaskGraph, orders: Orders, starts: Sequence[int], phases: Sequence[int], phase: int
+    ) -> _RepetendFinder | None:
+        """Of the operations of a phase alone, from when it begins; None where others run meanwhile on a device."""
+        workload = graph.workload
+        own = [*phases, *(phases[transfer.source] for transfer in workload.transfers)]
+        parts = []
+        for order in orders:
+            numbers = [own[graph.operation_of[task]] for task in order]
+            if numbers != sorted(numbers):
+                return None
+            parts.append([task for task, number in zip(order, numbers, strict=True) if number == phase])
+        begun = min(starts[part[0]] for part in parts if part)
+        ends = max(starts[part[-1]] + graph.durations[part[-1]] for part in parts if part)
+        search = cls.of(graph, parts, [start - begun for start in starts])
+        return None if search is None else replace(search, makespan=ends - begun)
 
     def unrolls(self, limit: int) -> list[int]:
         """Unrolls worth a sweep, ascending."""
         shown = set(range(1, min(limit, _SWEPT_UNROLL) + 1))
         stride = max(1, len(self.steps) // _SAMPLES)
         positions = [0] * len(self.lines)
-        for index, (_, devices) in checked(enumerate(self.steps), 256):
+        for index, (_, going_on) in checked(enumerate(self.steps), 256):
             if index % stride == 0:
                 shown.update(self._unrolls_at(positions, limit))
-            for device in devices:
-                positions[device] += 1
+            for number in going_on:
+                positions[number] += 1
         return sorted(shown)
 
     def _unrolls_at(self, positions: Sequence[int], limit: int) -> Iterator[int]:
@@ -241,13 +288,12 @@ class _RepetendFinder:
         balanced = [line.balanced(unroll) for line in self.lines]
         if not all(map(any, balanced)):
             return
-        home = [resources[0] for resources in self.workload.resources]
-        positions, first = [0] * len(self.lines), [0] * len(home)
+        positions, first = [0] * len(self.lines), [0] * len(self.home)
         missing = sum(not flags[0] for flags in balanced)
         best: _RepetendStart | None = None
         until = -1
         in_middle = False
-        for moment, devices in self.steps:
+        for moment, going_on in self.steps:
             if missing == 0:
                 if best is None or in_middle != self._in_middle(moment):
                     in_middle = self._in_middle(moment)
@@ -258,12 +304,12 @@ class _RepetendFinder:
             elif best is not None:
                 yield best
                 best = None
-            for device in devices:
-                at = positions[device]
-                operation = self.lines[device].entries[at][0]
-                first[operation] += home[operation] == device
-                missing += balanced[device][at] - balanced[device][at + 1]
-                positions[device] = at + 1
+            for number in going_on:
+                at = positions[number]
+                item = self.lines[number].entries[at][0]
+                first[item] += self.home[item] == number
+                missing += balanced[number][at] - balanced[number][at + 1]
+                positions[number] = at + 1
         if best is not None:
             yield best
 
@@ -275,10 +321,11 @@ class _RepetendFinder:
 
         Cycle 0 says that the replay does not become periodic.
         """
-        num_devices = len(self.workload.devices)
         first, positions = list(cut.first), list(cut.positions)
-        for link in range(num_devices, len(self.lines)):  # the place where all who read the repetend cut it
-            line = self.lines[link]
+        num_operations = len(self.workload.operations)
+        for link, line in enumerate(self.lines):  # the place where all who read the repetend cut it
+            if not line.items or line.items[0] < num_operations:
+                continue
             passed = {item: first[item] for item in line.items}
             for item, begin in (link_begins(self.workload, line.entries, first, cut.unroll, passed) or passed).items():
                 positions[link] += begin - passed[item]
