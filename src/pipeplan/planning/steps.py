@@ -105,7 +105,8 @@ class LessMemoryOfBest(FewerBytes, PlanStep):
             return
         with search.budget.share(self.share * search.budget.seconds) as share:
             if not trial.searched:
-                trial.search_equals(search.request, share)
+                with suppress(PipeplanError):  # there is a schedule
+                    trial.search_equals(search.request, share)
             found = self.lowered(trial.best, share)
         if found is not None and preferred(found, trial.best):
             trial.best = found
