@@ -157,18 +157,6 @@ def test_without_a_pattern_all_actions_are_ordered_in_less_memory() -> None:
     assert FewerBytes().lowered(one_f_one_b, Budget(5, deterministic=True)) is None
 
 
-def test_without_a_pattern_one_is_searched() -> None:
-    """GPipe of shape k is proved best at once, with every micro-batch in flight; a repetend is as short."""
-    workload = shape_workload("k", 8, 32)
-    gpipe = search_schedule(workload, Budget(5, deterministic=True), scheduler="gpipe")
-    assert (gpipe.optimal, gpipe.repeats) == (True, False)
-    found = FewerBytes(most_tasks=0).lowered(gpipe, Budget(5, deterministic=True))
-    assert found is not None
-    assert fits(found.graph, found.orders)
-    assert (found.makespan_ns, found.repeats) == (gpipe.makespan_ns, True)
-    assert found.most_bytes <= gpipe.most_bytes // 4
-
-
 def test_stages_ease_their_recomputation_longest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage is as long as all of its operations, not as the last of them."""
     long, short = (

@@ -27,7 +27,7 @@ from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
 from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FirstLook, first_look, plain_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, complexity, first_by, named, noted
-from pipeplan.schedule.steps import STEPS
+from pipeplan.schedule.steps import STEPS, RepetendSearch
 from pipeplan.time_limit import shielded
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.kinds import GRADIENTS
@@ -220,9 +220,14 @@ class Trial:
             self._learn(best, again)
 
     def search_equals(self, request: Request, budget: Budget) -> None:
-        """Search what only a look has proved best, for a schedule as short that is preferred."""
+        """Search what only a look has proved best, for a schedule as short that is preferred.
+
+        As it is proved, little but the search for a repetend applies: it may take half of the time.
+        """
         assert self.best is not None
-        self._offer(self._searched(request, self.best.workload, budget, budget.remaining, self.best, None))
+        longer = [replace(step, share=0.5) if isinstance(step, RepetendSearch) else step for step in self.steps]
+        workload = self.best.workload
+        self._offer(self._searched(request, workload, budget, budget.remaining, self.best, None, longer))
 
     def _searched(
         self,
@@ -232,8 +237,9 @@ class Trial:
         seconds: float,
         known: Schedule | None,
         progress: Progress | None,
+        steps: Sequence[SearchStep] | None = None,
     ) -> Schedule:
-        """Search a workload's schedule with a part of the budget, from what is known on."""
+        """Search a workload's schedule with a part of the budget, from what is known on; by the trial's steps, or others."""
         with budget.share(seconds) as share:
             found = search_schedule(
                 workload,
@@ -243,7 +249,7 @@ class Trial:
                 unroll=request.unroll,
                 known=known,
                 progress=progress,
-                steps=self.steps,
+                steps=self.steps if steps is None else steps,
             )
         self.notes += found.notes
         self.searched = True

@@ -34,7 +34,7 @@ from pipeplan.schedule.state import (
     origin_of,
     scheduler_words,
 )
-from pipeplan.schedule.steps import STEPS, KnownSchedule, RepetendSearch
+from pipeplan.schedule.steps import STEPS, KnownSchedule
 from pipeplan.time_limit import TimeUpError, checked, checkpoint
 from pipeplan.units import format_bytes, format_ns, rounded_up
 from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
@@ -349,15 +349,13 @@ class FewerBytes(SearchStep):
 
     The limit goes down by ``step`` of the peak, twice as far each time that something is found, and from the first
     limit at which nothing is found half way back; it ends where less than ``least`` of the peak is open. Each question
-    gets ``part`` of the time that is left. Where no pattern was searched, one gets ``repetend`` of the time. Up to
-    ``most_tasks`` actions are ordered as one where no pattern does.
+    gets ``part`` of the time that is left. Up to ``most_tasks`` actions are ordered as one where no pattern does.
     """
 
     share: float = 0.25
     step: float = 0.02
     least: float = 0.01
     part: float = 0.5
-    repetend: float = 0.5
     most_tasks: int = WholeHorizon.most_tasks
     name = "fewer bytes"
     when = "the best plan is proved and written out; time is left"
@@ -371,25 +369,22 @@ class FewerBytes(SearchStep):
         if state.best is None or state.best.makespan > known.makespan_ns:
             return None
         begun = high = state.best.most_bytes
-        state.pattern = known.pattern
-        if state.pattern is None:  # a known schedule was best at once, and nothing was searched
-            RepetendSearch(self.repetend).run(state)
-            high = state.best.most_bytes
         low, step = 0, max(1, int(self.step * high))
         while high - low > max(1, int(self.least * high)) and not budget.expired:
             limit = (low + high) // 2 if low else max(0, high - step)
-            if self._fits(state, state.pattern, limit):
+            if self._fits(state, known.pattern, limit):
                 high, step = state.best.most_bytes, 2 * step
             else:
                 low = max(1, limit)
         if high == begun:
             return None
+        state.pattern = state.pattern or known.pattern
         found = _restored(problem, state.schedule)
         return replace(
             found,
             bound_ns=known.bound_ns,
             period_bound_ns=known.period_bound_ns,
-            repetend_seconds=known.repetend_seconds or state.repetend_seconds,
+            repetend_seconds=known.repetend_seconds,
         )
 
     def _fits(self, state: SearchState, pattern: Pattern | None, limit: int) -> bool:
