@@ -64,7 +64,7 @@ def watched(verb):
         def hear(what, best, *rest):
             if best and not told:
                 told.append(mark("first"))
-            elif not best:
+            elif not (best or rest[0]):
                 mark("none")
             if progress is not None:
                 progress(what, best, *rest)
