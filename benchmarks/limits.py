@@ -64,7 +64,7 @@ def watched(verb):
         def hear(what, best, *rest):
             if best and not told:
                 told.append(mark("first"))
-            elif not best:
+            elif not (best or rest[0]):
                 mark("none")
             if progress is not None:
                 progress(what, best, *rest)
@@ -283,7 +283,8 @@ class Bench:
         ended = "" if process.returncode == 0 else f"exit {process.returncode}: {' '.join(left)[-80:]}"
         if process.returncode == -signal.SIGKILL:
             ended = f"{_OVER} {self._most:g}"
-        return marks, marks.get("done", math.nan) - sent, ended
+        stop = marks.get("done", math.nan) - sent
+        return marks, stop if stop >= 0 else math.nan, ended  # it may have ended before
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ from pipeplan.workload.samples import Slots
 
 
 @dataclass(slots=True)
-class _Rounds:
+class _RoundsOfPlan:
     """The loop of a plan: ``begins`` {operation or hop: actions or messages before its round}, ``counts`` in it.
 
     ``own`` {operation or hop: the number of its round}.
@@ -71,13 +71,13 @@ def check_loop(facts: Facts, messages: Messages, programs: Programs, links: Link
     """Check the plan's loop. ``facts`` are of what is written; call it where that is right."""
     loop = facts.loop
     assert loop is not None
-    found = _Rounds(facts, messages, loop, findings, {}, {}, {})
+    found = _RoundsOfPlan(facts, messages, loop, findings, {}, {}, {})
     if _counted(found) and _cut(found, programs) and _in_order(found):
         for number in range(len(loop.rounds)):
             _check_state(found, number, programs, links)
 
 
-def _counted(found: _Rounds) -> bool:
+def _counted(found: _RoundsOfPlan) -> bool:
     """How often everything is in the round; nothing that counts actions, or keeps memory from device to device."""
     plan, samples = found.facts.plan, found.loop.microbatches * found.facts.plan.microbatch_size
     for number, dependency in enumerate(plan.dependencies):
@@ -98,7 +98,7 @@ def _counted(found: _Rounds) -> bool:
     return not found.findings.has("loop")
 
 
-def _cut(found: _Rounds, programs: Programs) -> bool:
+def _cut(found: _RoundsOfPlan, programs: Programs) -> bool:
     """Every device's program falls into what is before a round, the round, and what is after it."""
     for device, entries in checked(enumerate(programs.entries), 1):
         for number, each in enumerate(found.loop.rounds):
@@ -137,7 +137,7 @@ def _cut(found: _Rounds, programs: Programs) -> bool:
     return not found.findings.has("loop")
 
 
-def _read_round(found: _Rounds, number: int, device: int, entries: list[Entry]) -> None:
+def _read_round(found: _RoundsOfPlan, number: int, device: int, entries: list[Entry]) -> None:
     """What a round has of a device's program: of which operations and hops, from where on."""
     first: dict[int, int] = {}
     for item, its in entries:
@@ -151,7 +151,7 @@ def _read_round(found: _Rounds, number: int, device: int, entries: list[Entry]) 
             found.add(f"loop.rounds[{number}].begins[{device}]", text)
 
 
-def _in_order(found: _Rounds) -> bool:
+def _in_order(found: _RoundsOfPlan) -> bool:
     """Nothing in a round or before it waits for what is after it, nor anything before it for what is in it.
 
     Between rounds there are only waits that the order of devices brings about.
@@ -184,7 +184,7 @@ def _in_order(found: _Rounds) -> bool:
     return not found.findings.has("loop")
 
 
-def _check_state(found: _Rounds, number: int, programs: Programs, links: Links) -> None:
+def _check_state(found: _RoundsOfPlan, number: int, programs: Programs, links: Links) -> None:
     """At a round's end everything that counts is its time later than at its beginning."""
     compare = _Compared(found, number, found.loop.rounds[number].round_ns)
     facts, own = found.facts, len(found.facts.ids)
@@ -212,7 +212,7 @@ def _check_state(found: _Rounds, number: int, programs: Programs, links: Links) 
 class _Compared:
     """A round of a loop, at whose end everything is ``round_ns`` later."""
 
-    found: _Rounds
+    found: _RoundsOfPlan
     number: int
     round_ns: int
 
@@ -248,7 +248,7 @@ class _Compared:
             self.found.add("loop", text)
 
 
-def _waited_for(found: _Rounds, source: int, target: int) -> Iterator[int]:
+def _waited_for(found: _RoundsOfPlan, source: int, target: int) -> Iterator[int]:
     """What is before the round of a source, and waited for in the round, or after it, by a target of that round."""
     if found.own[source] != found.own[target]:
         return
