@@ -444,6 +444,7 @@ MEMORY: tuple[Damage, ...] = (
     _number("operations", "*", "release_bytes"),
     _number("operations", "*", "workspace_bytes"),
     _number("stages", "*", "parameter_bytes"),
+    _number("stages", "*", "master_bytes"),
     _number("stages", "*", "optimizer_bytes"),
     _number("tied", "*", "parameter_bytes"),
     _number("predicted", "memory", "*", "*"),
@@ -559,7 +560,7 @@ def _faults(plan: Json) -> list[str]:
 
 
 _COSTS = ("duration_ns", "part_ns", "acquire_bytes", "release_bytes", "workspace_bytes")
-_STATE = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "sync_ns")
+_STATE = ("parameter_bytes", "gradient_bytes", "master_bytes", "optimizer_bytes", "sync_ns")
 
 
 def _differs(plan: Json, before: Json) -> str:

@@ -42,7 +42,7 @@ from pipeplan.partition.chain.autopipe import Cuts, Step, plan_chain, timeline
 from pipeplan.partition.chain.autopipe import autopipe as plan_depths
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.problem import PartitionProblem, Pricing, Way
-from pipeplan.workload.kinds import training_state
+from pipeplan.workload.kinds import OPTIMIZER, MemoryBytes
 
 TABLE_2 = (
     (5, 7, 6, 6),
@@ -407,7 +407,7 @@ def startup(head: float | None) -> str:
 def random_blocks(random: Random, blocks: int) -> list[StageCost]:
     """Forwards of 1 to 12 and backwards of 1 to 24."""
     forwards, backwards = ([random.randint(1, most) for _ in range(blocks)] for most in (12, 24))
-    return [StageCost(*times, state=training_state(0, 1)) for times in zip(forwards, backwards, strict=True)]
+    return [StageCost(*times, state=MemoryBytes({OPTIMIZER: 1})) for times in zip(forwards, backwards, strict=True)]
 
 
 def random_chain(random: Random, blocks: int) -> ChainCosts:

@@ -25,10 +25,11 @@ from tables import machine, markdown, note
 
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.devices import device_preset
+from pipeplan.costs.recipes import with_recipe
 from pipeplan.errors import PipeplanError
 from pipeplan.examples.layout import ModelLayout
 from pipeplan.examples.models import family_of, model
-from pipeplan.files import Cluster, Profile
+from pipeplan.files import Cluster, Profile, Recipe
 from pipeplan.sharding.baselines import BaselinePoint, data_parallel, fastest, one_mesh_for_all, split_everything
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
 from pipeplan.sharding.details import Details, details_of
@@ -68,8 +69,7 @@ def profile_of(name: str) -> Profile:
 
 def trained_plainly(profile: Profile) -> Profile:
     """Without optimizer state: parameters and gradients in 16 bits take what the paper's float32 parameters do."""
-    blocks = tuple(block.model_copy(update={"optimizer_bytes": 0}) for block in profile.blocks)
-    return profile.model_copy(update={"blocks": blocks})
+    return with_recipe(profile, Recipe(name="bf16", optimizer="sgd"))
 
 
 @cache

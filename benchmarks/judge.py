@@ -31,7 +31,7 @@ _TEXT = re.compile(
     r"(?:>(?P<peer>\d+))?(?:@(?P<device>\d+))?"
 )
 _PASSES = (["B", "F"], ["F", "I", "W"])
-_STATE = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+_STATE = ("parameter_bytes", "gradient_bytes", "master_bytes", "optimizer_bytes")
 _COPIES = (24, 48)
 """So many more repetitions show a repetend's rate: the steady ones come in cycles, whose lengths mostly divide 24."""
 

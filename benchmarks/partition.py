@@ -38,7 +38,7 @@ from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Prici
 from pipeplan.partition.series_parallel import Part, decompose
 from pipeplan.schedule.stage_graph import kfkb_orders
 from pipeplan.workload.engine import with_links
-from pipeplan.workload.kinds import training_state
+from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryBytes
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 DEVICES = (4, 8, 16, 32)
@@ -359,7 +359,7 @@ def sized(blocks: int, branches: int, num_devices: int, memory: int | None) -> P
                 0,
                 activation_bytes=held * row.samples,
                 workspace_bytes=held * row.samples // 2,
-                state=training_state(10 * size, 40 * size),
+                state=MemoryBytes({PARAMETERS: 10 * size, GRADIENTS: 10 * size, OPTIMIZER: 40 * size}),
             )
             for row in rows
         )
@@ -477,7 +477,8 @@ def _uno(number: int) -> Profile:
 
 def _profile(name: str, layout: ModelLayout) -> Profile:
     source = Source(method="estimated")
-    return Profile(name=name, source=source, blocks=tuple(layout.blocks), edges=tuple(layout.edges))
+    blocks, edges = tuple(layout.blocks), tuple(layout.edges)
+    return Profile(name=name, source=source, recipe=layout.recipe, blocks=blocks, edges=edges)
 
 
 def microbatches() -> None:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from pipeplan.files import write_elsewhere as write_elsewhere
     from pipeplan.files import write_file as write_file
     from pipeplan.files import write_text as write_text
+    from pipeplan.files.recipe import GradientDtype
     from pipeplan.partition.strategies import STRATEGIES as STRATEGIES
     from pipeplan.planning.build_plan import Result as Result
     from pipeplan.planning.comparison import Comparison as Comparison
@@ -218,29 +219,65 @@ def require_torch(verb: str) -> None:
         raise UsageError(f"{verb} needs torch, which is not installed: pip install 'pipeplan[torch]'")
 
 
+def with_asked_recipe(
+    profile: Profile,
+    precision: str | None = None,
+    gradient_dtype: GradientDtype | None = None,
+    optimizer: str | None = None,
+) -> Profile:
+    """The profile with the recipe that a request asks for; None leaves what it says.
+
+    Raises:
+        UsageError: there is no such recipe, or the profile cannot have it.
+    """
+    from pipeplan.costs.recipes import recipe_asked, with_recipe
+
+    return with_recipe(profile, recipe_asked(profile, precision, gradient_dtype, optimizer))
+
+
 def profile(
-    model: Model, microbatch_sizes: Sequence[int], *, dtype: str = "float32", threads: int | None = None, **how: Any
+    model: Model,
+    microbatch_sizes: Sequence[int],
+    *,
+    dtype: str | None = None,
+    precision: str | None = None,
+    gradient_dtype: GradientDtype | None = None,
+    optimizer: str | None = None,
+    threads: int | None = None,
+    **how: Any,
 ) -> Profile:
     """Measure a model block by block; see :func:`pipeplan.runtime.profiling.measure.profile_model`, also for errors."""
+    from pipeplan.costs.recipes import MEASURED, measurable, profiled_recipe
     from pipeplan.runtime.profiling.build_profile import dtype_of, on_threads
     from pipeplan.runtime.profiling.measure import profile_model
 
+    dtype, recipe = profiled_recipe(MEASURED, "float32", dtype, precision, gradient_dtype, optimizer)
     with on_threads(threads):
-        return profile_model(model, microbatch_sizes, dtype=dtype_of(dtype), **how)
+        return profile_model(model, microbatch_sizes, dtype=dtype_of(dtype), recipe=measurable(recipe), **how)
 
 
 def estimate(
-    model: Model, microbatch_sizes: Sequence[int], *, device: str, dtype: str | None = None, **how: Any
+    model: Model,
+    microbatch_sizes: Sequence[int],
+    *,
+    device: str,
+    dtype: str | None = None,
+    precision: str | None = None,
+    gradient_dtype: GradientDtype | None = None,
+    optimizer: str | None = None,
+    **how: Any,
 ) -> Profile:
     """Estimate a model for a preset: :func:`pipeplan.runtime.profiling.estimate.estimate_model`, also for errors."""
     from pipeplan.costs.devices import device_preset
+    from pipeplan.costs.recipes import ESTIMATED, profiled_recipe
     from pipeplan.runtime.models.load import reference_model
     from pipeplan.runtime.profiling.build_profile import dtype_of
     from pipeplan.runtime.profiling.estimate import estimate_model
 
     preset = device_preset(device)
     how["reference"] = reference_model(model, how.get("calibration"))
-    return estimate_model(model, microbatch_sizes, device=preset, dtype=dtype_of(dtype or preset.dtype), **how)
+    dtype, recipe = profiled_recipe(ESTIMATED, preset.dtype, dtype, precision, gradient_dtype, optimizer)
+    return estimate_model(model, microbatch_sizes, device=preset, dtype=dtype_of(dtype), recipe=recipe, **how)
 
 
 # Links ------------------------------------------------------------------------------------------------------------
@@ -301,9 +338,17 @@ def run(
     from pipeplan.runtime.training.options import RunOutcome
 
     check(plan).require(where)
+    options = _by_plan(options, plan)
     if "OMP_NUM_THREADS" not in os.environ:
         options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
     return RunOutcome(plan, options, run_local(options.job, plan, options, on_step, on_look))
+
+
+def _by_plan(options: RunOptions, plan: Plan) -> RunOptions:
+    """Of a training, options that say by which recipe. Raises UsageError."""
+    from pipeplan.runtime.training.options import TrainOptions
+
+    return options.by_plan(plan) if isinstance(options, TrainOptions) else options
 
 
 def run_as_rank(
@@ -323,7 +368,7 @@ def run_as_rank(
         return plans[-1]
 
     result = run_under_torchrun(options.job, kept, options, on_step)
-    return None if result is None else RunOutcome(plans[-1], options, result)
+    return None if result is None else RunOutcome(plans[-1], _by_plan(options, plans[-1]), result)
 
 
 def last_checkpoint(folder: str) -> int | None:
@@ -336,7 +381,9 @@ def last_checkpoint(folder: str) -> int | None:
 # Names ------------------------------------------------------------------------------------------------------------
 
 
-def known_names(kind: Literal["schedulers", "placements", "models", "examples", "devices", "rules"]) -> list[str]:
+def known_names(
+    kind: Literal["schedulers", "placements", "models", "examples", "devices", "rules", "recipes"],
+) -> list[str]:
     """What the command line completes: names of one kind, from the catalog and the planner's tables, without torch."""
     from pipeplan.catalog import RUNNING_FAMILIES, configurations, model_sizes, names
     from pipeplan.examples import SHAPES

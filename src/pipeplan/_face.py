@@ -49,6 +49,8 @@ Counts = str | int | Iterable[int]
 """One number, several, or ``"1,2,4"``."""
 Switch = bool | Literal["auto", "yes", "no"]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
+GradientDtype = Literal["fp32", "bf16", "fp16"]
+Optimizer = Literal["adamw", "momentum", "sgd"]
 Granularity = Literal["layer", "half", "operator"]
 SearchProgress = Callable[[str, int, int, float], None]
 """Called with what found the best plan, its time, the bound, both in ns, and the seconds so far."""
@@ -154,6 +156,9 @@ def search(
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
     memory: Size | None = None,
+    precision: str | None = None,
+    gradient_dtype: GradientDtype | None = None,
+    optimizer: Optimizer | None = None,
     mini_batch: int | None = None,
     microbatch_size: int | None = None,
     microbatches: int | None = None,
@@ -187,6 +192,9 @@ def search(
         devices: number of devices; by default those of the profile's placement, else the cluster's.
         cluster: devices, memory and links, or the path of its file; without one, links are free.
         memory: of each device, as ``"16GB"``, ``"16GiB"`` or bytes; by default the cluster's, else unlimited.
+        precision: recipe of what training keeps of every parameter, as ``"bf16-mixed"``; by default the profile's.
+        gradient_dtype: what gradients add up in; by default the recipe's.
+        optimizer: whose state is kept beside the parameters; by default the profile's.
         mini_batch: samples per iteration (the global batch size).
         microbatch_size: samples per micro-batch; by default searched among the profiled sizes.
         microbatches: micro-batches per iteration; by default four per device.
@@ -249,6 +257,9 @@ def tune(
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
     memory: Size | None = None,
+    precision: str | None = None,
+    gradient_dtype: GradientDtype | None = None,
+    optimizer: Optimizer | None = None,
     mini_batch: int | None = None,
     microbatch_size: int | None = None,
     microbatches: int | None = None,
@@ -303,6 +314,9 @@ def compare(
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
     memory: Size | None = None,
+    precision: str | None = None,
+    gradient_dtype: GradientDtype | None = None,
+    optimizer: Optimizer | None = None,
     mini_batch: int | None = None,
     microbatch_size: int | None = None,
     microbatches: int | None = None,
@@ -351,6 +365,9 @@ def frontier(
     devices: Counts | None = None,
     cluster: Cluster | Path | None = None,
     memory: Size | None = None,
+    precision: str | None = None,
+    gradient_dtype: GradientDtype | None = None,
+    optimizer: Optimizer | None = None,
     mode: Literal["all", "min-time", "min-devices", "profile"] = "all",
     plans: bool = False,
     mini_batch: int | None = None,
@@ -369,6 +386,9 @@ def frontier(
         devices: numbers of devices to consider, as ``8``, ``[1, 2, 4]`` or ``"1,2,4"``; by default the cluster's.
         cluster: devices, memory, links and prices, or the path of its file.
         memory: most memory of each device, as ``"16GB"`` or bytes; by default the cluster's.
+        precision: recipe of what training keeps of every parameter, as ``"bf16-mixed"``; by default the profile's.
+        gradient_dtype: what gradients add up in; by default the recipe's.
+        optimizer: whose state is kept beside the parameters; by default the profile's.
         mode: of what fits: all points; all, with the quickest chosen; those on fewest devices; or the quickest for each
             number of devices.
         plans: whole plans with pipelines, instead of one stage on all devices whose blocks are split.
@@ -481,6 +501,9 @@ def profile(
     shards: Counts = 1,
     recompute: bool = False,
     dtype: Dtype | None = None,
+    precision: str | None = None,
+    gradient_dtype: GradientDtype | None = None,
+    optimizer: Optimizer | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
     threads: int | None = None,
     repeats: int = 10,
@@ -504,7 +527,10 @@ def profile(
         shared: blocks for all devices, by id or operator; ``*`` matches.
         shards: numbers of devices that split each block.
         recompute: costs with activation checkpointing, too.
-        dtype: number format; by default float32.
+        dtype: number format; by default that of ``precision``, else float32.
+        precision: recipe of what training keeps of every parameter; by default what a plain loop in ``dtype`` does.
+        gradient_dtype: what gradients add up in; by default the recipe's.
+        optimizer: whose state is kept beside the parameters; by default AdamW's.
         device: where to measure.
         threads: of CPU operators; by default torch's choice.
         repeats: timed runs of each block and size.
@@ -544,6 +570,9 @@ def estimate(
     shards: Counts = 1,
     recompute: bool = False,
     dtype: Dtype | None = None,
+    precision: str | None = None,
+    gradient_dtype: GradientDtype | None = None,
+    optimizer: Optimizer | None = None,
     calibrate: Profile | Path | None = None,
     cluster: Cluster | Path | None = None,
     progress: RunProgress | None = None,
@@ -554,7 +583,9 @@ def estimate(
     Args:
         model: as all arguments that are not named here, see :func:`profile`.
         device: preset whose rates are taken, as ``"a100-80gb"``.
-        dtype: number format; by default the preset's.
+        dtype: number format; by default that of ``precision``, else the preset's.
+        precision: recipe of what training keeps of every parameter; by default ``"bf16-mixed"`` for bfloat16,
+            ``"fp16-mixed"`` for float16.
         calibrate: measured profile to fit times to, or the path of its file.
 
     Returns:
@@ -710,13 +741,14 @@ def run(
     steps: int = 10,
     seed: int = 0,
     data: Path | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | None = None,
     lr: float | None = None,
     weight_decay: float | None = None,
     lr_schedule: str = "constant",
     warmup_steps: int = 0,
     lr_steps: int | None = None,
     clip_norm: float | None = None,
+    precision: str | None = None,
     autocast: Literal["bfloat16"] | None = None,
     checkpoint: Path | None = None,
     checkpoint_every: int | None = None,
@@ -724,7 +756,7 @@ def run(
     resume: bool = False,
     init: Path | None = None,
     export_weights: Path | None = None,
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32",
+    dtype: Literal["float32", "float64", "bfloat16"] | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
     backend: Literal["auto", "gloo", "nccl"] = "auto",
     timeout: Duration = 60,
@@ -746,21 +778,22 @@ def run(
         steps: mini-batches to train on.
         seed: of parameters and samples.
         data: a text, tokens as .npy or .bin, ``"builtin"`` or ``"pkg.mod:factory"``.
-        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` or ``"pkg.mod:factory"``.
+        optimizer: ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"`` or ``"pkg.mod:factory"``; by default the plan's.
         lr: learning rate; by default the optimizer's.
         weight_decay: by default the optimizer's.
         lr_schedule: ``"constant"``, ``"cosine"``, ``"linear"`` or ``"pkg.mod:factory"``.
         warmup_steps: steps over which the learning rate grows.
         lr_steps: steps of the schedule; by default all.
         clip_norm: clip the norm of all gradients together to this; inf only reports it.
-        autocast: compute in it, with parameters and optimizer in float32.
+        precision: recipe to train by: ``"fp32"``, ``"bf16"`` or ``"bf16-autocast"``; by default the plan's.
+        autocast: the same as ``precision="bf16-autocast"``.
         checkpoint: folder for checkpoints, from which any plan of the model can resume.
         checkpoint_every: write one every so many steps; by default at the end.
         keep_checkpoints: how many are kept.
         resume: resume from the last checkpoint; ``steps`` is the total.
         init: safetensors file to take the parameters from, by the names that they have in the module.
         export_weights: where to write them in the end; one file, whatever the plan.
-        dtype: of parameters and activations.
+        dtype: of parameters; by default the recipe's.
         device: where to run.
         backend: what carries tensors.
         timeout: longest time to wait, and longest action, as ``"60s"`` or in seconds.

@@ -19,9 +19,9 @@ from pipeplan.catalog import (
     names,
     read_table,
 )
-from pipeplan.costs.blocks import RECIPES, StateRecipe, state_recipe
 from pipeplan.costs.clusters import CLUSTERS, named_cluster
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
+from pipeplan.costs.recipes import RECIPES, StateRecipe, checked_recipe, running_bytes, state_of, state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS
 from pipeplan.examples.models import family_of
@@ -29,7 +29,7 @@ from pipeplan.files import Block
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
-from pipeplan.workload.kinds import OPTIMIZER, PARAMETERS
+from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, MemoryBytes
 
 ROOT = Path(catalog.__file__).parent
 
@@ -65,19 +65,41 @@ def test_rules_are_read(name: str) -> None:
     assert named_rules(name).name == name
 
 
+RECIPE_ROWS = {  # compute, gradient, master, AdamW; a copy while a block runs
+    "fp32": (4, 4, 0, 8, 0),
+    "bf16": (2, 2, 0, 4, 0),
+    "bf16-mixed": (2, 4, 4, 8, 0),
+    "bf16-autocast": (0, 4, 4, 8, 2),
+    "fp16-mixed": (2, 2, 4, 8, 0),
+    "fp8-mixed": (2, 4, 4, 8, 0),
+}
+
+
 @pytest.mark.parametrize("name", names("recipes"))
-def test_recipes_are_read(name: str) -> None:
-    recipe = state_recipe(name)
-    tensors = sum(map(len, recipe.tensors.values()))
-    assert recipe.state(10, 40).total == 40 * tensors, "all formats take as much in float32"
-    assert recipe.state(10, 20).total <= 40 * tensors
-    assert Block.kept(20, recipe.state(10, 20))["parameter_bytes"] == recipe.state(10, 20)[PARAMETERS] == 20
-    assert recipe.source
+def test_recipes_take_what_their_sources_say(name: str) -> None:
+    """And with frozen parameters only a copy that computes, in float32 where that is cast at each use."""
+    *kept, running = RECIPE_ROWS[name]
+    sizes = (state_of(block, checked_recipe(name)) for block in (counting(3), counting(0, 3)))
+    trained, frozen = sizes
+    assert [trained[kind] for kind in (PARAMETERS, GRADIENTS, MASTER, OPTIMIZER)] == [3 * each for each in kept]
+    assert frozen == MemoryBytes({PARAMETERS: 3 * (kept[0] or 4)})
+    assert running_bytes(counting(1, 2), checked_recipe(name)) == 3 * running
+    assert state_recipe(name).source
 
 
-def test_recipes_of_the_literature() -> None:
-    assert state_recipe("mixed-precision-adam").state(1, 2)[OPTIMIZER] == 12  # ZeRO, section 3.1
-    assert state_recipe("adamw").state(1, 2)[OPTIMIZER] == 4
+def counting(trained: int, frozen: int = 0) -> Block:
+    return Block.of("a", "1ms", "2ms", trained=trained, frozen=frozen)
+
+
+def test_gradients_and_optimizers_are_chosen_within_a_recipe() -> None:
+    both = state_of(counting(1), checked_recipe("bf16-mixed", "bf16", "momentum"))
+    assert (both[GRADIENTS], both[OPTIMIZER]) == (2, 4)
+    assert state_of(counting(1), checked_recipe("bf16", optimizer="sgd")).total == 4
+    assert checked_recipe("bf16-mixed", "fp32") == checked_recipe("bf16-mixed"), "those it has anyway"
+    with pytest.raises(UsageError, match="recipe fp32 has gradients in fp32, not in bf16"):
+        checked_recipe("fp32", "bf16")
+    with pytest.raises(UsageError, match="no optimizer 'lion'; choose from adamw, momentum, sgd"):
+        checked_recipe("fp32", optimizer="lion")
 
 
 @pytest.mark.parametrize("name", names("targets"))
@@ -110,13 +132,13 @@ def test_configurations_are_read(name: str) -> None:
 
 
 def test_what_no_reader_knows_is_refused() -> None:
-    device, recipe = read_table("devices", "cpu"), read_table("recipes", "adamw")
+    device, recipe = read_table("devices", "cpu"), read_table("recipes", "fp32")
     for kind, table in ((DevicePreset, device), (StateRecipe, recipe)):
         with pytest.raises(ValidationError, match="extra"):
             TypeAdapter(kind).validate_python(table | {"extra": 1})
     with pytest.raises(ValidationError, match="gradient"):
-        TypeAdapter(StateRecipe).validate_python(recipe | {"gradient": ["float32"]})
+        TypeAdapter(StateRecipe).validate_python(recipe | {"gradient": 4})
     with pytest.raises(ValidationError, match="hidden"):
         type(family_of("gpt2-345m"))(**dict(model_sizes()["gpt2-345m"].dimensions) | {"hidden": "wide"})
-    with pytest.raises(UsageError, match="there is no recipe 'sgd'; choose from adamw"):
+    with pytest.raises(UsageError, match="there is no recipe 'sgd'; choose from bf16"):
         state_recipe("sgd")

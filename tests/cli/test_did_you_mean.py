@@ -14,8 +14,8 @@ from builders.chains import chain_profile
 from pipeplan import catalog
 from pipeplan.catalog import ExportTarget, ModelSize, export_target, read_table, require_known
 from pipeplan.cli.main import cli
-from pipeplan.costs.blocks import state_recipe
 from pipeplan.costs.devices import device_preset
+from pipeplan.costs.recipes import state_recipe
 from pipeplan.errors import FileError, PipeplanError, UsageError, choose_from, did_you_mean
 from pipeplan.examples import models
 from pipeplan.files import write_file
@@ -114,7 +114,7 @@ def test_a_value_in_a_file_that_is_nearly_right(tmp_path: Path, profile_path: st
     ("folder", "name", "read", "right", "wrong"),
     [
         ("devices", "cpu", device_preset, "memory_bytes", "memory_byte"),
-        ("recipes", "adamw", state_recipe, "tensors", "tensor"),
+        ("recipes", "fp32", state_recipe, "bytes", "byte"),
         ("targets", catalog.names("targets")[0], export_target, "placements", "placement"),
     ],
 )
@@ -123,7 +123,7 @@ def test_a_key_of_the_catalog_that_is_nearly_right(
 ) -> None:
     table = read_table(folder, name)
     mistaken = {wrong if key == right else key: value for key, value in table.items()}
-    for module in ("pipeplan.catalog", "pipeplan.costs.devices", "pipeplan.costs.blocks"):
+    for module in ("pipeplan.catalog", "pipeplan.costs.devices", "pipeplan.costs.recipes"):
         monkeypatch.setattr(f"{module}.read_table", lambda *_: mistaken)
     with pytest.raises(FileError, match=f"{wrong} is not known; did you mean {right}"):
         getattr(read, "__wrapped__", read)(name)

@@ -35,7 +35,7 @@ def profile_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     kept = {block.id for block in blocks}
     edges = tuple(edge for edge in whole.edges if {edge.source, edge.target} <= kept)
     path = tmp_path_factory.mktemp("frontier") / "profile.json"
-    write_file(Profile(name="short", source=whole.source, blocks=blocks, edges=edges), str(path))
+    write_file(Profile(name="short", source=whole.source, recipe=whole.recipe, blocks=blocks, edges=edges), str(path))
     return path
 
 

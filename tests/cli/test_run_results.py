@@ -87,7 +87,7 @@ def test_throughput_is_of_the_median_on_the_device_that_ran() -> None:
     known = plan.provenance.model_copy(update={"tokens_per_sample": 16, "forward_flops_per_sample": 52 * 10**9})
     plan = plan.model_copy(update={"provenance": known})
     on_a100 = RunResult((FINE, STEEP, STEEP), (1, 1), {"device": "NVIDIA A100-SXM4-80GB"})
-    options = TrainOptions("gpt2-tiny", device="cuda", autocast="bfloat16")
+    options = TrainOptions("gpt2-tiny", device="cuda", precision="bf16-autocast")
     figures = RunOutcome(plan, options, on_a100).figures()
     assert figures["samples_per_second"] == pytest.approx(1000)
     assert figures["tokens_per_second"] == pytest.approx(16_000)
@@ -95,7 +95,7 @@ def test_throughput_is_of_the_median_on_the_device_that_ran() -> None:
     for other in (
         TrainOptions("gpt2-tiny"),
         TrainOptions("gpt2-tiny", device="cuda"),
-        TrainOptions("gpt2-tiny", device="cuda", autocast="bfloat16", backend="gloo"),
+        TrainOptions("gpt2-tiny", device="cuda", precision="bf16-autocast", backend="gloo"),
     ):
         assert RunOutcome(plan, other, on_a100).figures()["model_flops_utilisation"] is None
     assert RunOutcome(plan, RunOptions(), on_a100).throughput is None

@@ -114,7 +114,7 @@ def test_bytes_are_those_measured(name: str, hidden: int, heads: int, samples: i
     blocks = {block.id: block for block in profile.blocks}
     for id_, operator in gpt2(samples, hidden, heads, 4).items():
         (row,) = [each for each in blocks[id_].costs if each.microbatch_size == samples]
-        assert 4 * operator.parameters == blocks[id_].parameter_bytes
+        assert operator.parameters == blocks[id_].parameters
         assert operator.saved_bytes == pytest.approx(row.activation_bytes, rel=1e-3)
         assert operator.deferred_bytes == pytest.approx(row.weight_grad_bytes, rel=1e-3)
         workspace = max(operator.gradient_bytes, operator.update_bytes)

@@ -13,6 +13,7 @@ from builders.requests import request_of
 from pipeplan.catalog import names, read_table
 from pipeplan.checker import check
 from pipeplan.cli.example_verb import example_command as command
+from pipeplan.costs import state_of
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.errors import UsageError
 from pipeplan.examples import MODELS, model
@@ -20,6 +21,7 @@ from pipeplan.files import Cluster, PlacedStage, Placement, Profile, Source, par
 from pipeplan.files.cluster import DeviceKind, LinkLevel
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
+from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, MemoryBytes
 from support.paths import ROOT
 
 PAGE = ROOT / "docs" / "models.md"
@@ -99,8 +101,8 @@ single = cache(partial(model, microbatch_sizes=[1]))
 
 def parameters(profile: Profile) -> int:
     """From the file alone: bytes of 16-bit numbers, a tied table once."""
-    again = sum((len(each.blocks) - 1) * each.parameter_bytes for each in profile.tied)
-    return (sum(block.parameter_bytes for block in profile.blocks) - again) // 2
+    again = sum((len(each.blocks) - 1) * each.parameters for each in profile.tied)
+    return sum(block.parameters for block in profile.blocks) - again
 
 
 def rounded(count: int, stated: str) -> str:
@@ -186,7 +188,7 @@ def test_differences_are_those_explained(name: str) -> None:
 @pytest.mark.parametrize(("name", "tower"), SUBMODULES)
 def test_layers_of_flexpipes_submodules(name: str, tower: str) -> None:
     layers = [block for block in single(name).blocks if block.id.startswith(f"{tower}.layer")]
-    assert sum(block.parameter_bytes for block in layers) / 2 == pytest.approx(SUBMODULES[name, tower], rel=0.02)
+    assert sum(block.parameters for block in layers) == pytest.approx(SUBMODULES[name, tower], rel=0.02)
 
 
 @pytest.mark.parametrize(("size", "layers", "total"), [("5b", 64, 5.0e9), ("16b", 80, 16.1e9)])
@@ -194,7 +196,7 @@ def test_flexpipes_gpt_without_embeddings(size: str, layers: int, total: float) 
     name = "flexpipe-gpt-5b-64k" if size == "5b" else "flexpipe-gpt-16b-256k"
     halves = [block for block in single(name).blocks if block.operator in ("attention", "ffn")]
     assert len(halves) == 2 * layers
-    assert abs(sum(block.parameter_bytes for block in halves) / 2 - total) <= 0.05e9
+    assert abs(sum(block.parameters for block in halves) - total) <= 0.05e9
 
 
 @pytest.mark.parametrize(
@@ -311,8 +313,11 @@ def test_stages_of_split_blocks_can_be_planned() -> None:
 
 
 @pytest.mark.parametrize("name", SMALLEST)
-def test_optimizer_state_is_mixed_precision_adams(name: str) -> None:
-    assert all(block.optimizer_bytes == 6 * block.parameter_bytes for block in single(name).blocks)
+def test_state_is_mixed_precision_adams(name: str) -> None:
+    """ZeRO (SC'20), section 3.1: 2 + 2 + 12 bytes."""
+    profile = single(name)
+    each = MemoryBytes({PARAMETERS: 2, GRADIENTS: 2, MASTER: 4, OPTIMIZER: 8})
+    assert all(state_of(block, profile.recipe) == each * block.parameters for block in profile.blocks)
 
 
 def test_faster_devices_take_less_time() -> None:

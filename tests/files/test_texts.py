@@ -13,8 +13,8 @@ from pydantic import TypeAdapter, ValidationError
 
 import pipeplan
 from pipeplan.catalog import names, read_table
-from pipeplan.costs.blocks import StateRecipe
 from pipeplan.costs.devices import DevicePreset
+from pipeplan.costs.recipes import StateRecipe
 from pipeplan.errors import FileError
 from pipeplan.files import FileModel, trace
 from pipeplan.runtime.profiling import benches, rounds  # noqa: F401  # have models of files

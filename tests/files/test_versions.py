@@ -20,15 +20,16 @@ from pydantic import create_model
 
 from builders.chains import chain_plan, chain_profile
 from pipeplan.cli.main import main
+from pipeplan.costs import state_of
 from pipeplan.errors import FileError
 from pipeplan.files import (
     FORMATS,
     Block,
     File,
-    FileModel,
     Plan,
     Profile,
     Provenance,
+    Recipe,
     base,
     parse,
     read_profile,
@@ -47,8 +48,10 @@ from pipeplan.files.base import (
     current_version,
     form_of_version,
 )
+from pipeplan.files.profile import Parts
 from pipeplan.texts import problems_of
 from pipeplan.workload.elements import Items, Name
+from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS
 
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
@@ -143,13 +146,7 @@ _FIELDS: dict[str, Any] = {name: (field.annotation, field) for name, field in Bl
 _FIELDS["family"] = _FIELDS.pop("operator")
 
 
-class _Kept(FileModel):
-    """What a block keeps does not follow from the keys that change here."""
-
-    state = Block.state
-
-
-Block2 = create_model("Block2", __base__=_Kept, **_FIELDS, trainable=(bool, ...))
+Block2 = create_model("Block2", __base__=Parts, **_FIELDS, trainable=(bool, ...))
 
 
 def use(monkeypatch: pytest.MonkeyPatch, folder: Path, models: dict[str, type[File]]) -> None:
@@ -441,3 +438,49 @@ def test_chains_of_helpers_are_the_recorded_ones() -> None:
     recorded = parse(json.dumps(OLD["file"]), Profile)
     profile = chain_profile(2, split=(12, 9), lag=7, weight_grad_bytes=1500)
     assert recorded.read_as("") == profile.model_copy(update={"source": recorded.source})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "meant"),
+    [
+        ("float32", (40, 80), Recipe(name="fp32")),
+        ("float32", (40, 40), Recipe(name="fp32", optimizer="momentum")),
+        ("bfloat16", (20, 40), Recipe(name="bf16")),
+        ("bfloat16", (20, 120), Recipe(name="bf16-mixed", gradient_dtype="bf16")),
+        ("float16", (20, 120), Recipe(name="fp16-mixed")),
+        ("", (20, 120), Recipe()),  # of two recipes
+        ("float16", (20, 40), Recipe()),  # of none
+        ("float32", (40, 120), Recipe()),
+        ("float32", (42, 84), Recipe()),  # half a number
+        ("float32", (40, 0), Recipe()),  # no optimizer, or one that is not stated
+    ],
+)
+def test_bytes_of_version_1_keep_their_meaning(dtype: str, kept: tuple[int, int], meant: Recipe) -> None:
+    """Named where they mean one recipe, and never other bytes than gradients as large as parameters."""
+    row = {"microbatch_size": 1, "forward_ns": 1, "backward_ns": 2}
+    sizes = dict(zip(("parameter_bytes", "optimizer_bytes"), kept, strict=True))
+    blocks = [
+        {"id": "a", "operator": "x", "costs": [row], **sizes, "tied": "words"},
+        {"id": "b", "operator": "x", "costs": [row], **sizes, "tied": "words"},
+        {"id": "c", "operator": "x", "costs": [row]},
+    ]
+    content = {"name": "p", "kind": "profile", "source": {"method": "measured", "dtype": dtype}, "blocks": blocks}
+    profile = parse(json.dumps(content), Profile)
+    assert profile.recipe == meant
+    for block in profile.blocks[:2]:
+        state = state_of(block, profile.recipe)
+        assert (state[PARAMETERS], state[GRADIENTS], state[MASTER] + state[OPTIMIZER]) == (kept[0], *kept)
+    assert state_of(profile.blocks[2], profile.recipe).total == 0
+    assert profile.tied[0].blocks == ("a", "b")
+
+
+def test_blocks_of_version_1_that_mean_several_recipes_keep_their_bytes() -> None:
+    row = {"microbatch_size": 1, "forward_ns": 1, "backward_ns": 2}
+    blocks = [
+        {"id": f"b{n}", "operator": "x", "costs": [row], "parameter_bytes": 40, "optimizer_bytes": 40 * n}
+        for n in range(3)
+    ]
+    content = {"name": "p", "source": {"method": "measured", "dtype": "float32"}, "blocks": blocks}
+    profile = parse(json.dumps(content), Profile)
+    assert profile.recipe.is_custom
+    assert [block.optimizer_bytes for block in profile.blocks] == [0, 40, 80]

@@ -13,7 +13,7 @@ from builders.orders import gpipe_orders
 from builders.plans import plan_of
 from builders.profiles import joined
 from pipeplan.checker import check
-from pipeplan.costs import StageCost, build_workload, stage_costs
+from pipeplan.costs import StageCost, build_workload, stage_costs, state_of
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import UsageError
 from pipeplan.examples.models import WIDTH, model
@@ -349,8 +349,8 @@ def test_a_frontier_on_one_device_has_one_copy() -> None:
     held = sum(ways[0].state_bytes for ways in found.configurations.values())
     (point,) = track(found.graph).memory_bytes
     kept = sum(found.kept_bytes(node, found.configurations[node.name][0]) for node in found.operators.nodes)
-    assert held == sum(block.state.total for block in profile.blocks)
-    assert point == held + kept - profile.tied[0].state.total
+    assert held == sum(state_of(block, profile.recipe).total for block in profile.blocks)
+    assert point == held + kept - state_of(profile.tied[0], profile.recipe).total
 
 
 @pytest.mark.parametrize(("users", "sure"), [((0, 2, 3), True), ((0, 1, 2, 3), False)])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from builders.chains import chain_workload
 from builders.orders import one_f_one_b
 from builders.plans import plan_of
+from builders.states import training_state
 from pipeplan.costs import StageCost, stage_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, CostRow, Edge, Profile, Source
@@ -22,7 +23,6 @@ from pipeplan.partition.chain.costs import Array, ChainCosts, Fitting, StageTime
 from pipeplan.partition.chain.kernel import ShortestStages
 from pipeplan.partition.problem import PartitionProblem, Pricing, Way, free
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.kinds import training_state
 from pipeplan.workload.workload import Workload
 from references.replay import replay
 

@@ -11,10 +11,10 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from builders.states import training_state
 from pipeplan.costs import UNLIMITED, StageCost
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.chain.kernel import Programme, ShortestStages, shortest_first
-from pipeplan.workload.kinds import training_state
 
 TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30, 10**15])
 SIZES = st.integers(0, 9)

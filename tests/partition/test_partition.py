@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from builders import profiles
+from builders.states import training_state
 from pipeplan.costs import StageCost
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, CostRow, Placement, Profile, Source
@@ -21,7 +22,6 @@ from pipeplan.partition.chain.kernel import balanced_split, least_split
 from pipeplan.partition.chain.rebalance import least_short, levelled, shortest_run
 from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.workload.kinds import training_state
 from references.split import slow_split
 
 TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30])

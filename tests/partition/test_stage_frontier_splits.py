@@ -114,7 +114,7 @@ def copies(model: CostModel, chosen: Mapping[str, Configuration], users: Sequenc
     for name in users:
         way = chosen[name]
         split = way.splits.get("samples")
-        left = way.parameter_bytes - TABLE // parts[way.name]
+        left = way.gradient_bytes - TABLE // parts[way.name]
         without = round(sum_ns(left, split, model.resharding)) if split else 0
         own.append(share_of(model, way.sync_ns) - share_of(model, without))
     whole = share_of(model, round(sum_ns(TABLE, MeshSplit(model.resharding.devices, 1), model.resharding)))

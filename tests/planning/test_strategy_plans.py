@@ -108,7 +108,7 @@ def test_a_layer_by_rows_sums_and_by_columns_gives_slices() -> None:
     assert ways["columns4"].output.features is not None
     assert ways["rows4"].inputs[0].features == ways["columns4"].output.features
     assert ways["rows4"].forward_ns > ways["columns4"].forward_ns, "the sum takes time"
-    assert ways["columns4"].parameter_bytes == ways["rows2-columns2"].parameter_bytes
+    assert ways["columns4"].gradient_bytes == ways["rows2-columns2"].gradient_bytes
 
 
 def test_operators_inside_of_blocks_are_not_for_plans() -> None:

@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from builders.states import training_state
 from pipeplan.costs import StageCost
 from pipeplan.files import PlacedStage, Placement
 from pipeplan.partition.graph.in_flight import KFKB, flows, kfkb_word
 from pipeplan.partition.problem import Costs
-from pipeplan.workload.kinds import Role, training_state
+from pipeplan.workload.kinds import Role
 
 Edges = Sequence[tuple[str, str]]
 

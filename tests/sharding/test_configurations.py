@@ -8,6 +8,8 @@ from math import prod
 import numpy as np
 import pytest
 
+from builders.states import training_state
+from pipeplan.costs import state_of
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.layouts import Layout, MeshSplit, Resharding
@@ -60,11 +62,11 @@ def test_sizes_of_configuration_sets_on_16_devices(operation: Splittable, count:
 
 @pytest.mark.parametrize("operation", [each for each, _ in SPLIT_OPERATORS], ids=lambda each: type(each).__name__)
 def test_shares_hold_and_compute_no_more_than_the_whole(operation: Splittable) -> None:
-    scale = OperatorScale(parameter_bytes=operation.parameters * 2, state_bytes=operation.parameters * 16)
+    scale = OperatorScale(state=training_state(operation.parameters * 2, operation.parameters * 12))
     alone = configurations(operation, scale, V100, Resharding(None, 1))[0]
     for each in configurations(operation, scale, V100, Resharding(None, 16)):
         parts = prod(split.extent for name, split in each.splits.items() if name in operation.weighted)
-        assert each.parameter_bytes == -(-alone.parameter_bytes // parts)
+        assert each.gradient_bytes == -(-alone.gradient_bytes // parts)
         assert each.compute_ns <= alone.compute_ns
         assert each.compute_ns * prod(split.extent for split in each.splits.values()) >= alone.compute_ns * 0.99
         assert each.inside_bytes <= alone.inside_bytes
@@ -72,7 +74,7 @@ def test_shares_hold_and_compute_no_more_than_the_whole(operation: Splittable) -
 
 def test_a_product_split_by_rows_is_a_sum_and_by_columns_gives_one_back() -> None:
     product = ops.Product(axes(samples=64, places=1, rows=64, columns=64), 2)
-    scale = OperatorScale(parameter_bytes=8192, state_bytes=65536)
+    scale = OperatorScale(state=training_state(8192, 65536 - 2 * 8192))
     found = {
         each.name: each for each in configurations(product, scale, V100, Resharding(named_cluster("tensoropt"), 16))
     }
@@ -111,8 +113,8 @@ def test_every_model_is_cut_into_operators_that_add_up(name: str) -> None:
             assert told[block.id] == pytest.approx(
                 block.costs[0].forward_ns, rel=0.5 if "attention" in block.operator else 0.01
             )
-            assert 2 * learned[block.id] == pytest.approx(block.parameter_bytes, rel=0.01)
-    assert 2 * sum(learned.values()) == pytest.approx(sum(block.parameter_bytes for block in split), rel=0.02)
+            assert learned[block.id] == pytest.approx(block.parameters, rel=0.01)
+    assert sum(learned.values()) == pytest.approx(sum(block.parameters for block in split), rel=0.02)
     names = {node.name for node in whole.nodes}
     assert all({link.source, link.target} <= names for link in whole.links)
 
@@ -130,7 +132,7 @@ def test_one_device_holds_and_takes_what_the_profile_says() -> None:
         pytest.approx(sum(row.forward_ns + (row.backward_ns or 0) for row in rows), rel=1e-4)
     ]
     held = sum(row.activation_bytes for row in rows)
-    held += sum(2 * block.parameter_bytes + block.optimizer_bytes for block in profile.blocks)
+    held += sum(state_of(block, profile.recipe).total for block in profile.blocks)
     again = sum(
         16 * edge.bytes_per_sample for edge in profile.edges if "convolution" in edge.source or "linear" in edge.source
     )

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from pipeplan.costs import state_of
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.examples.models import model
 from pipeplan.sharding.baselines import BaselinePoint, data_parallel, fastest, one_mesh_for_all, split_everything
@@ -52,6 +53,6 @@ def test_one_mesh_includes_data_parallelism_and_needs_more_memory(split: tuple[C
 def test_data_parallelism_holds_all_parameters_on_every_device() -> None:
     profile = model("tensoropt-rnn", device="v100-16gb")
     built = cost_model(profile, named_cluster("tensoropt", 4), 4, 64, options=CostOptions())
-    states = sum(2 * block.parameter_bytes + block.optimizer_bytes for block in profile.blocks)
+    states = sum(state_of(block, profile.recipe).total for block in profile.blocks)
     assert data_parallel(built).memory_bytes >= states
     assert split_everything(built).memory_bytes <= states // 4 * 1.1

@@ -243,9 +243,9 @@ listed = "MEMORY_KINDS = ("
 source = Path(spec.origin).read_text()
 assert source.count(listed) == 1
 exec(source.replace(listed, '''
-MASTER = MemoryKind("master weights", "master_bytes", Lifetime.ALWAYS)
+SCALES = MemoryKind("scales", "scale_bytes", Lifetime.ALWAYS)
 PROMPTS = MemoryKind("prompts", "prompt_bytes", Lifetime.MICROBATCH)
-MEMORY_KINDS = (PROMPTS, MASTER, '''), kinds.__dict__)
+MEMORY_KINDS = (PROMPTS, SCALES, '''), kinds.__dict__)
 
 from dataclasses import replace
 from fractions import Fraction
@@ -256,7 +256,7 @@ from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.task_graph import task_graph
 
 given = chain_workload(2, 3, activation_bytes=10)
-stages = tuple(replace(each, master_bytes=7, prompt_bytes=100) for each in given.stages)
+stages = tuple(replace(each, scale_bytes=7, prompt_bytes=100) for each in given.stages)
 graph = task_graph(replace(given, stages=stages))
 orders = [[task for task in range(graph.num_tasks) if device in graph.devices_of(task)] for device in range(2)]
 plan = assemble(graph, orders, 1, Fraction(1), "gpipe")
@@ -269,7 +269,7 @@ print(check(plan).figures()["problems"], simulate(plan).memory[0].parts)
 def test_kinds_of_memory_added_to_the_list_are_counted_everywhere() -> None:
     """One kept throughout, one for each micro-batch: from its first action on a stage to its last on the devices."""
     found = subprocess.run([sys.executable, "-c", ADDED], capture_output=True, text=True, check=False)
-    assert found.stdout == "[] MemoryBytes(prompts=300, master weights=7, activations=30)\n", found.stderr
+    assert found.stdout == "[] MemoryBytes(prompts=300, scales=7, activations=30)\n", found.stderr
 
 
 def test_bytes_by_kind_add_up() -> None:

@@ -8,13 +8,22 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, deliveries_of, replicas_of, shares_evenly
-from pipeplan.costs import block_costs, held_part, sum_time, transfer_time
+from pipeplan.costs import block_costs, held_part, state_of, sum_time, transfer_time, with_recipe
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, TiedParameter, sha256_of
+from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage, TiedState
-from pipeplan.workload.kinds import BACKWARD_ROLES, GRADIENTS, STATE_KINDS, MemoryBytes, Role, is_instruction
+from pipeplan.workload.kinds import (
+    BACKWARD_ROLES,
+    GRADIENTS,
+    MASTER,
+    OPTIMIZER,
+    STATE_KINDS,
+    MemoryBytes,
+    Role,
+    is_instruction,
+)
 from pipeplan.workload.mesh import SAMPLES, HeldPart, Mesh
 
 _EdgesByPair = dict[tuple[str, str], list[Edge]]
@@ -30,7 +39,12 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     _check_origin(plan, profile, findings)
     if not _has_its_blocks(plan, profile, findings):
         return
-    known = _Known.of(profile)
+    try:
+        profile = with_recipe(profile, plan.recipe or profile.recipe)
+    except UsageError as error:
+        findings.add("profile", "recipe", f"is {plan.recipe}: {error}")
+        return
+    known = _Known.of(profile, apart=not plan.read_sha256)
     _check_block_order(plan, known, findings)
     operations: dict[int, list[Operation]] = defaultdict(list)
     for each in plan.operations:
@@ -54,18 +68,32 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
 
 
 class _Known(NamedTuple):
-    """A profile's blocks by their ids, and the edges into each."""
+    """A profile's blocks by their ids, the edges into each, and what training keeps of them and of what they share."""
 
     blocks: dict[str, Block]
     into: dict[str, list[Edge]]
+    kept: dict[str, MemoryBytes]
+    kept_tied: dict[str, MemoryBytes]
+    recipe: Recipe
 
     @staticmethod
-    def of(profile: Profile) -> _Known:
-        """Of a profile, which is looked through once."""
+    def of(profile: Profile, *, apart: bool) -> _Known:
+        """Of a profile, which is looked through once; plans of version 1 count master copies as optimizer's bytes."""
+
+        def kept(part: Block | TiedParameter) -> MemoryBytes:
+            state = state_of(part, profile.recipe)
+            return state if apart else MemoryBytes({**state, MASTER: 0, OPTIMIZER: state[MASTER] + state[OPTIMIZER]})
+
         into: dict[str, list[Edge]] = defaultdict(list)
         for edge in profile.edges:
             into[edge.target].append(edge)
-        return _Known({block.id: block for block in profile.blocks}, dict(into))
+        return _Known(
+            {block.id: block for block in profile.blocks},
+            dict(into),
+            {block.id: kept(block) for block in profile.blocks},
+            {each.name: kept(each) for each in profile.tied},
+            profile.recipe,
+        )
 
 
 def _knows_links(plan: Plan, cluster: Cluster | None) -> bool:
@@ -147,6 +175,7 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
                 stage.shards,
                 recompute=stage.recompute,
                 input_bytes=sum(_tensor_bytes(edge, samples) for edge in known.into.get(id_, ())),
+                recipe=known.recipe,
             )
             for id_ in stage.blocks
         ]
@@ -171,12 +200,12 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
     parts = [_parts_held(known, stage, place) for place in range(len(stage.blocks))]
     expected = MemoryBytes()
     for block, held in zip(stage.blocks, parts, strict=True):
-        expected += known.blocks[block].state.share(held[0].num_parts)
+        expected += known.kept[block].share(held[0].num_parts)
     for tied in profile.tied:
         before: set[tuple[HeldPart, ...]] = set()
         for block, held in zip(stage.blocks, parts, strict=True):
             if block in tied.blocks and held in before:
-                expected -= tied.state // held[0].num_parts
+                expected -= known.kept_tied[tied.name] // held[0].num_parts
             before |= {held} if block in tied.blocks else set()
     _compare(f"stages[{number}]", stage, expected.keyed(STATE_KINDS), findings)
 
@@ -218,7 +247,7 @@ def _check_tied(plan: Plan, profile: Profile, known: _Known, findings: Findings)
             findings.add("profile", "tied", text)
             continue
         for (number, each), part in itertools.zip_longest(stated, holders):
-            state = MemoryBytes() if part is None else tied.state // part.num_parts
+            state = MemoryBytes() if part is None else known.kept_tied[tied.name] // part.num_parts
             _compare(f"tied[{number}]", each, state.keyed(STATE_KINDS), findings)
 
 
@@ -234,7 +263,7 @@ def _holders(plan: Plan, tied: TiedParameter, known: _Known) -> dict[HeldPart, l
     """{part: (stage, its devices that have it), for each way in which the stage splits it}; none of one stage alone."""
     users = [number for number, stage in enumerate(plan.stages) if _uses(stage, tied)]
     found: dict[HeldPart, list[tuple[int, tuple[int, ...]]]] = defaultdict(list)
-    for number in users if len(users) > 1 and tied.state.total else ():
+    for number in users if len(users) > 1 and known.kept_tied[tied.name].total else ():
         stage = plan.stages[number]
         ways = [_parts_held(known, stage, n) for n, block in enumerate(stage.blocks) if block in tied.blocks]
         for way in dict.fromkeys(ways):
@@ -290,7 +319,7 @@ def _inside_ns(stage: Stage, profile: Profile, apart: set[str], known: _Known, c
     What several of its blocks share is summed with the first one's, if that is cheaper or the whole of it is not known
     to be; where they split it unlike, whole over all. Tied parameters of the same blocks count as one.
     """
-    left = [known.blocks[block].parameter_bytes for block in stage.blocks]
+    left = [known.kept[block][GRADIENTS] for block in stage.blocks]
     parts = [_parts_held(known, stage, place) for place in range(len(stage.blocks))]
     cuts = [held[0].num_parts for held in parts]
     taken = [0] * len(stage.blocks)
@@ -300,11 +329,12 @@ def _inside_ns(stage: Stage, profile: Profile, apart: set[str], known: _Known, c
         return sum_time(cluster, stage.shards, stage.mesh_of(place), own)
 
     groups: dict[tuple[str, ...], int] = defaultdict(int)
-    for tied in sorted(profile.tied, key=lambda each: each.state.total, reverse=True):
-        if tied.name not in apart and tied.state.total:
-            groups[tied.blocks] += tied.parameter_bytes
+    for tied in sorted(profile.tied, key=lambda each: known.kept_tied[each.name].total, reverse=True):
+        kept = known.kept_tied[tied.name]
+        if tied.name not in apart and kept.total:
+            groups[tied.blocks] += kept[GRADIENTS]
         for place, block in enumerate(stage.blocks):
-            taken[place] += tied.parameter_bytes if tied.name in apart and block in tied.blocks else 0
+            taken[place] += kept[GRADIENTS] if tied.name in apart and block in tied.blocks else 0
     total = sum(map(time, range(len(stage.blocks))))
     for users, size in groups.items():
         places = [stage.blocks.index(block) for block in users if block in stage.blocks]

@@ -21,8 +21,10 @@ from pipeplan.cli.shared import (
     OneOf,
     RenamedOption,
     Status,
+    asked_profile,
     given_file,
     limited,
+    recipe_options,
     require_folder,
 )
 from pipeplan.errors import PipeplanError, UsageError
@@ -58,6 +60,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     "--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links, prices."
 )
 @click.option("--memory", type=BYTES, help="Memory limit of each device, such as 16GB.  [default: the cluster's]")
+@recipe_options
 @click.option(
     "--mode",
     type=OneOf(_MODES),
@@ -174,7 +177,7 @@ def frontier_request(ctx: click.Context) -> Request:
         within=flags["tolerance"],
     )
     return _api.frontier_request(
-        given_file("profile", flags["profile_path"]),
+        asked_profile(flags),
         devices=flags["devices"],
         cluster=given_file("cluster", flags["cluster_path"]),
         memory_bytes=flags["memory"],

@@ -30,6 +30,7 @@ from pipeplan.cli.shared import (
     given_file,
     granularity,
     interrupt_on_sigterm,
+    recipe_options,
     warnings_shown,
 )
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
@@ -153,6 +154,7 @@ def _read_text(path: str) -> str:
     type=OneOf(["float32", "bfloat16", "float16", "float64"]),
     help="Number format.  [default: float32; for an estimate the preset's]",
 )
+@recipe_options
 @click.option(
     "--device",
     type=MEASURED_DEVICE,
@@ -226,7 +228,11 @@ def profile_command(ctx: click.Context, /, **_: Any) -> None:
             _measure(ctx, outputs)
 
 
-_MODEL = {"name", "microbatch", "sequence", "grain", "shared", "shards", "recompute", "dtype", "device", "output"}
+_RECIPE = ("precision", "gradient_dtype", "optimizer")
+_MODEL = {
+    *("name", "microbatch", "sequence", "grain", "shared", "shards", "recompute", "dtype", "device", "output"),
+    *_RECIPE,
+}
 _USES = {
     "show": ({"show"}, {"microbatch", "as_json"}),
     "communication_from": ({"communication_from", "cluster", "output"}, {"level", "as_json"}),
@@ -324,8 +330,7 @@ def measured(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any) 
     return _api.profile(
         _model(given, tell),
         given["microbatch"],
-        dtype=given["dtype"] or "float32",
-        **{name: given[name] for name in _MEASURING},
+        **{name: given[name] for name in (*_MEASURING, *_RECIPE, "dtype")},
         cluster=given_file("cluster", given["cluster"]),
         **how,
     )
@@ -338,9 +343,7 @@ def estimated(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any)
         _model(given, tell, meta=True),
         given["microbatch"],
         device=given["device"],
-        dtype=given["dtype"],
-        shards=given["shards"],
-        recompute=given["recompute"],
+        **{name: given[name] for name in ("dtype", *_RECIPE, "shards", "recompute")},
         calibration=calibration,
         cluster=given_file("cluster", given["cluster"]),
         **how,

@@ -97,10 +97,9 @@ class _Stretch(FiniteRange):
 )
 @click.option(
     "--optimizer",
-    type=KnownNames(lambda: ["adamw", "adam", "sgd"]),
-    default="adamw",
-    metavar="adamw|adam|sgd|pkg.mod:factory",
-    help="One of torch's, or a function that takes the parameters and returns one.",
+    type=KnownNames(lambda: ["adamw", "adam", "momentum", "sgd"]),
+    metavar="adamw|adam|momentum|sgd|pkg.mod:factory",
+    help="One of torch's, or a function that takes the parameters and returns one.  [default: the plan's]",
 )
 @click.option("--lr", "learning_rate", type=FiniteRange(0), help="Learning rate.  [default: the optimizer's, 0.001]")
 @click.option("--weight-decay", type=FiniteRange(0), help="Weight decay.  [default: the optimizer's, 0.01 for adamw]")
@@ -122,8 +121,12 @@ class _Stretch(FiniteRange):
     help="Clip the global gradient norm to this; inf only reports it.",
 )
 @click.option(
-    "--autocast", type=OneOf(["bfloat16"]), help="Compute in this format, with parameters and optimizer in float32."
+    "--precision",
+    type=KnownNames(lambda: _api.known_names("recipes")),
+    metavar="fp32|bf16|bf16-autocast",
+    help="Recipe to train by.  [default: the plan's; fp32 where it has none]",
 )
+@click.option("--autocast", type=OneOf(["bfloat16"]), help="The same as --precision bf16-autocast.")
 @click.option(
     "--checkpoint", type=FOLDER, metavar="DIR", help="Write checkpoints, from which any plan of the model can resume."
 )
@@ -145,7 +148,9 @@ class _Stretch(FiniteRange):
     help="Write the weights at the end: one safetensors file with the module's names, from any plan.",
 )
 @click.option(
-    "--dtype", type=OneOf(["float32", "float64", "bfloat16"]), default="float32", help="Number format of the model."
+    "--dtype",
+    type=OneOf(["float32", "float64", "bfloat16"]),
+    help="Number format of the model.  [default: the recipe's]",
 )
 @click.option("--device", type=OneOf(["cpu", "cuda"]), default="cpu", help="What ranks compute on.")
 @click.option(
@@ -217,6 +222,12 @@ def run_options(given: Mapping[str, Any]) -> RunOptions:
     options = _api.RunOptions(**{name: given[name] for name in _OF_ALL_RUNS})
     if given["model"] is not None:
         training = {name: value for name, value in given.items() if name not in (*_OF_ALL_RUNS, *_ELSEWHERE)}
+        if training.pop("autocast") is not None:
+            if training["precision"] not in (None, "bf16-autocast"):
+                raise UsageError(
+                    f"--autocast is --precision bf16-autocast; leave it or --precision {training['precision']} out"
+                )
+            training["precision"] = "bf16-autocast"
         options = _api.TrainOptions(**training, **options.as_json())
     options.require_consistent()
     return options

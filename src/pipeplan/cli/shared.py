@@ -21,7 +21,7 @@ from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.units import bytes_of, ns_of
 
 if TYPE_CHECKING:
-    from pipeplan._api import Limit, Progress, Request, Rules
+    from pipeplan._api import Limit, Profile, Progress, Request, Rules
 
 
 _MOST = 1_000_000
@@ -185,6 +185,39 @@ def granularity(text: str) -> Callable[[_Command], _Command]:
 _YES_NO = {"auto": None, "yes": True, "no": False}
 _RECOMPUTE = {"auto": None, "all": True, "none": False}
 
+_RECIPE = (
+    click.option(
+        "--precision",
+        type=KnownNames(lambda: _api.known_names("recipes")),
+        metavar="fp32|bf16|bf16-mixed|bf16-autocast|fp16-mixed|fp8-mixed",
+        help="What training keeps of every parameter, by its recipe.  [default: the profile's]",
+    ),
+    click.option(
+        "--gradient-dtype",
+        type=OneOf(["fp32", "bf16", "fp16"]),
+        help="What gradients add up in.  [default: the recipe's]",
+    ),
+    click.option(
+        "--optimizer",
+        type=OneOf(["adamw", "momentum", "sgd"]),
+        help="Whose state is kept beside the parameters.  [default: the profile's]",
+    ),
+)
+
+
+def recipe_options(command: _Command) -> _Command:
+    """Give a command the flags that choose what training keeps of every parameter."""
+    for option in reversed(_RECIPE):
+        command = option(command)
+    return command
+
+
+def asked_profile(flags: Mapping[str, Any]) -> Profile:
+    """The profile that the flags name, with the recipe that they ask for. Raises UsageError."""
+    asked = (flags["precision"], flags["gradient_dtype"], flags["optimizer"])
+    return _api.with_asked_recipe(given_file("profile", flags["profile_path"]), *asked)
+
+
 _OPTIONS = (
     click.argument("profile_path", type=FILE, metavar="PROFILE"),
     click.option("--devices", type=click.IntRange(min=1), help="Number of devices.  [default: the placement's]"),
@@ -192,6 +225,7 @@ _OPTIONS = (
     click.option(
         "--memory", type=BYTES, help="Memory of each device, such as 16GB or 16GiB.  [default: the cluster's]"
     ),
+    *_RECIPE,
     click.option(
         *("--mini-batch", "--global-batch-size", "mini_batch"),
         type=click.IntRange(min=1),
@@ -267,7 +301,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
     Raises:
         UsageError: files that cannot be read, or flags that contradict each other.
     """
-    profile = given_file("profile", flags["profile_path"])
+    profile = asked_profile(flags)
     cluster = given_file("cluster", flags["cluster_path"])
     same = ("devices", "placement", "mini_batch", "microbatch_size", "chunks", "replicas", "seed", "deterministic")
     said: dict[str, Any] = {}

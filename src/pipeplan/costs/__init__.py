@@ -4,8 +4,9 @@ Here: a profile and a placement become a workload. Not here: measuring (runtime.
 clusters (catalog), what follows from costs in time (workload).
 """
 
-from pipeplan.costs.blocks import UNLIMITED, StageCost, TiedShare, block_costs, held_part, state_of_total
+from pipeplan.costs.blocks import UNLIMITED, StageCost, TiedShare, block_costs, held_part
 from pipeplan.costs.communication import transfer_time
+from pipeplan.costs.recipes import state_of, with_recipe
 from pipeplan.costs.shared import sum_time, with_syncs
 from pipeplan.costs.stages import build_workload, can_split, group_costs, stage_costs
 
@@ -19,8 +20,9 @@ __all__ = [
     "group_costs",
     "held_part",
     "stage_costs",
-    "state_of_total",
+    "state_of",
     "sum_time",
     "transfer_time",
+    "with_recipe",
     "with_syncs",
 ]

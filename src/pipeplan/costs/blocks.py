@@ -1,26 +1,31 @@
-"""What blocks and stages cost: a block between measured sizes, the state that training keeps, the sum of a stage."""
+"""What blocks and stages cost: a block between measured sizes, the sum of a stage."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from pydantic import ConfigDict, TypeAdapter
-
-from pipeplan.catalog import names, read_table, require_known
-from pipeplan.errors import UsageError, choose_from, unknown_key
-from pipeplan.files import Block, CostRow, Profile
-from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS, MemoryBytes, training_state
+from pipeplan.costs.recipes import running_bytes
+from pipeplan.errors import UsageError
+from pipeplan.files import Block, CostRow, Profile, Recipe
+from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 from pipeplan.workload.mesh import HeldPart, Mesh
 
 
 def block_costs(
-    block: Block, microbatch_size: int, shards: int = 1, *, recompute: bool = False, input_bytes: int = 0
+    block: Block,
+    microbatch_size: int,
+    shards: int = 1,
+    *,
+    recompute: bool = False,
+    input_bytes: int = 0,
+    recipe: Recipe | None = None,
 ) -> CostRow:
     """The block's row for a micro-batch size, interpolated linearly between its neighbours where it has none.
+
+    With a ``recipe`` by which parameters are cast when they are used, the workspace has their part of the copy.
 
     With ``recompute`` the block's own rows for it are used; without such rows they follow from the others:
     F keeps only the inputs (``input_bytes`` for this micro-batch), B and I run the forward again first and need
@@ -29,12 +34,18 @@ def block_costs(
     Raises:
         UsageError: no rows for this shard count, or the size is outside the rows' range.
     """
+    row = _row_for(block, microbatch_size, shards, recompute=recompute, input_bytes=input_bytes)
+    running = 0 if recipe is None else running_bytes(block, recipe)
+    return row.model_copy(update={"workspace_bytes": row.workspace_bytes - (-running // shards)}) if running else row
+
+
+def _row_for(block: Block, microbatch_size: int, shards: int, *, recompute: bool, input_bytes: int) -> CostRow:
     rows = sorted(
         (row for row in block.costs if row.shards == shards and row.recompute == recompute and not row.configuration),
         key=lambda row: row.microbatch_size,
     )
     if not rows and recompute:
-        return _recomputed(block_costs(block, microbatch_size, shards), input_bytes)
+        return _recomputed(_row_for(block, microbatch_size, shards, recompute=False, input_bytes=0), input_bytes)
     if not rows:
         known = sorted({row.shards for row in block.costs})
         raise UsageError(f"block {block.id!r} has no costs for {shards} shards, only for {known}; profile it with them")
@@ -102,58 +113,7 @@ def _recomputed(row: CostRow, input_bytes: int) -> CostRow:
     )
 
 
-# State --------------------------------------------------------------------------------------------------------------
-
-RECIPES = names("recipes")
-"""Every recipe by name."""
-
-_FLOAT32_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class StateRecipe:
-    """What training keeps for every parameter: tensors of its shape by kind of memory, each in the parameter's ``own``
-    format or in float32. What of it a profile can say, ``Block.kept`` knows.
-    """
-
-    title: str
-    source: str
-    tensors: Mapping[str, tuple[Literal["own", "float32"], ...]]
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    def __post_init__(self) -> None:
-        unknown = unknown_key(self.tensors, [kind.name for kind in STATE_KINDS])
-        if unknown is not None or self.tensors[PARAMETERS.name] != ("own",):
-            raise ValueError(f"recipe {self.title!r}: {unknown or 'parameters are not their own'}")
-
-    def state(self, parameters: int, parameter_bytes: int) -> MemoryBytes:
-        """Bytes by kind for a number of parameters that take ``parameter_bytes`` in all."""
-        sizes = {"own": parameter_bytes, "float32": _FLOAT32_BYTES * parameters}
-        return MemoryBytes((kind, sum(sizes[each] for each in self.tensors.get(kind.name, ()))) for kind in STATE_KINDS)
-
-
-@cache
-def state_recipe(name: str) -> StateRecipe:
-    """The recipe of this name.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if name not in RECIPES:
-        raise UsageError(f"there is no recipe {name!r}; {choose_from(name, RECIPES)}")
-    table = read_table("recipes", name)
-    require_known(table, StateRecipe, f"{name}.toml")
-    return TypeAdapter(StateRecipe).validate_python(table)
-
-
-_PER_PARAMETER_BYTE = training_state(1).total
-
-
-def state_of_total(total_bytes: int, parameter_bytes: int) -> MemoryBytes:
-    """What is kept of parameters throughout training, where all of it takes ``total_bytes``."""
-    return training_state(parameter_bytes, total_bytes - parameter_bytes * _PER_PARAMETER_BYTE)
-
+# Stages ---------------------------------------------------------------------------------------------------------------
 
 _CUT_DIMENSIONS = {"rows": "inputs", "columns": "outputs", "hidden": "hidden", "features": "hidden"}
 """The dimension of a block that an axis of a mesh cuts."""

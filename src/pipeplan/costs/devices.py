@@ -28,11 +28,15 @@ from pipeplan.files import Block, CostRow, Profile
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One launch: floating-point operations, bytes to and from memory, and whether matrix units do the work."""
+    """One launch: floating-point operations, bytes to and from memory, and whether matrix units do the work.
+
+    ``weights`` is whether it is a product with weights, or of their gradient: what recipes with FP8 run so.
+    """
 
     flops: int
     moved_bytes: int
     matrix: bool = False
+    weights: bool = False
 
 
 # Presets ------------------------------------------------------------------------------------------------------------
@@ -80,13 +84,30 @@ class DevicePreset:
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 
-    def kernel_ns(self, flops: int, moved_bytes: int, *, matrix: bool) -> float:
-        """Time of one kernel in ns: the slower of computing and moving, each at the share that its size reaches."""
+    def kernel_ns(self, flops: int, moved_bytes: int, *, matrix: bool, fp8: bool = False) -> float:
+        """Time of one kernel in ns: the slower of computing and moving, each at the share that its size reaches.
+
+        With ``fp8`` matrix units compute in that format.
+
+        Raises:
+            UsageError: they do not have it.
+        """
         if matrix:
-            computing = _time_ns(flops, self.matrix_flops_per_s, self.matrix_efficiency)
+            peak = self.fp8_peak() if fp8 else self.matrix_flops_per_s
+            computing = _time_ns(flops, peak, self.matrix_efficiency)
         else:
             computing = 1e9 * flops / self.float32_flops_per_s
         return max(computing, _time_ns(moved_bytes, self.bandwidth_bytes_per_s, self.memory_efficiency))
+
+    def fp8_peak(self) -> int:
+        """FLOP/s of products in FP8. Raises UsageError where the device has none, or none that is known."""
+        if self.fp8_flops_per_s is None:
+            able = [each.name for each in map(device_preset, PRESETS) if each.fp8_flops_per_s is not None]
+            raise UsageError(
+                f"--device {self.name} has no FP8 peak, by which --precision fp8-mixed is estimated; choose one of "
+                f"{', '.join(able)}, or --precision bf16-mixed"
+            )
+        return self.fp8_flops_per_s
 
 
 def _time_ns(work: int, peak: int, curve: Curve) -> float:
@@ -175,15 +196,17 @@ PHASES: tuple[Phase, ...] = ("forward_ns", "input_grad_ns", "weight_grad_ns")
 Work = Mapping[Phase, Sequence[Kernel]]
 """The kernels of F, I and W of a block for one micro-batch."""
 
-Likeness = tuple[str, tuple[tuple[str, int], ...], int]
-"""Operator, dimensions and parameter bytes: equal for blocks that cost the same."""
+Likeness = tuple[str, tuple[tuple[str, int], ...], tuple[int, int, int]]
+"""Operator, dimensions and parameters: equal for blocks that cost the same."""
 
 _SWEEPS = 500
 
 
 def likeness(block: Block) -> Likeness:
     """What a block has in common with those that cost the same."""
-    return block.operator, tuple(sorted(block.dimensions.items())), block.parameter_bytes
+    counted = block.parameters + block.frozen_parameters > 0
+    parameters = block.parameters, block.frozen_parameters, 0 if counted else block.parameter_bytes
+    return block.operator, tuple(sorted(block.dimensions.items())), parameters
 
 
 @dataclass(frozen=True, slots=True)

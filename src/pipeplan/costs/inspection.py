@@ -7,9 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from pipeplan.costs.recipes import state_of
 from pipeplan.display import Displayed
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.units import format_ns
+from pipeplan.workload.kinds import STATE_KINDS, MemoryBytes
 
 LARGE_SPREAD = 0.1
 """Interquartile range over median from which a measurement is doubtful: plans differ by less."""
@@ -68,7 +70,7 @@ def _work_ns(row: CostRow) -> int:
 class OperatorShare:
     """What the blocks of one operator kind take; shares are of the whole profile, 0 where that takes nothing.
 
-    ``time_ns`` is forward and backward, ``state_bytes`` parameters, gradients and optimizer, ``activation_bytes``
+    ``time_ns`` is forward and backward, ``state_bytes`` all that training keeps of parameters, ``activation_bytes``
     what one micro-batch holds.
     """
 
@@ -90,10 +92,10 @@ def operator_shares(profile: Profile, size: int) -> list[OperatorShare]:
     found: dict[str, list[int]] = {}
     counted = Counter[str]()
     for each in profile.tied:
-        counted.update(dict.fromkeys(each.blocks[1:], each.state.total))
+        counted.update(dict.fromkeys(each.blocks[1:], state_of(each, profile.recipe).total))
     for block in profile.blocks:
         row = _row(block, size)
-        taken = (1, _work_ns(row), block.state.total - counted[block.id], row.activation_bytes)
+        taken = (1, _work_ns(row), state_of(block, profile.recipe).total - counted[block.id], row.activation_bytes)
         found[block.operator] = [a + b for a, b in zip(found.get(block.operator, [0] * 4), taken, strict=True)]
     totals = [max(1, sum(column)) for column in zip(*found.values(), strict=True)]
     shares = [
@@ -272,6 +274,7 @@ class Inspection(Displayed):
         return {
             "profile": profile.name,
             "source": profile.source.model_dump(mode="json"),
+            "recipe": profile.recipe.model_dump(mode="json"),
             **counts(profile),
             "microbatch_sizes": list(sizes),
             "sizes": _sums_by_size(profile),
@@ -296,23 +299,30 @@ class ProfileResult:
             "profile": profile.name,
             "device": profile.source.device,
             "dtype": profile.source.dtype,
+            "recipe": profile.recipe.model_dump(mode="json"),
             **found,
             "sizes": _sums_by_size(profile),
             "seconds": round(self.seconds, 3),
         }
 
 
+def kept_state(profile: Profile) -> MemoryBytes:
+    """What training keeps of the whole model, of tied parameters once."""
+    again = ((state_of(each, profile.recipe), len(each.blocks) - 1) for each in profile.tied)
+    whole = sum((state_of(block, profile.recipe) for block in profile.blocks), MemoryBytes())
+    return whole - sum((state * times for state, times in again), MemoryBytes())
+
+
 def counts(profile: Profile) -> dict[str, int]:
-    """How many blocks, kinds of blocks and edges there are, and the bytes of their states, of tied parameters once."""
-    again = [(each, len(each.blocks) - 1) for each in profile.tied]
+    """How many blocks, kinds of blocks, edges and parameters there are, and the bytes of their states, each once."""
+    again = sum(each.parameters * (len(each.blocks) - 1) for each in profile.tied)
     return {
         "num_blocks": len(profile.blocks),
         "num_kinds": len(alike(profile)),
         "num_edges": len(profile.edges),
-        "parameter_bytes": sum(block.parameter_bytes for block in profile.blocks)
-        - sum(times * each.parameter_bytes for each, times in again),
-        "optimizer_bytes": sum(block.optimizer_bytes for block in profile.blocks)
-        - sum(times * each.optimizer_bytes for each, times in again),
+        "parameters": sum(block.parameters for block in profile.blocks) - again,
+        "frozen_parameters": sum(block.frozen_parameters for block in profile.blocks),
+        **kept_state(profile).keyed(STATE_KINDS),
     }
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipeplan.costs.blocks import held_part
 from pipeplan.costs.communication import all_reduce_time
+from pipeplan.costs.recipes import state_of
 from pipeplan.files import Block, Cluster, Profile, TiedParameter
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Stage, TiedState
@@ -33,19 +34,24 @@ class SharedState:
 
     profile: Profile
     blocks: Mapping[str, Block] = field(init=False)
+    kept: Mapping[str, MemoryBytes] = field(init=False)
+    kept_tied: Mapping[str, MemoryBytes] = field(init=False)
 
     def __post_init__(self) -> None:
+        recipe = self.profile.recipe
         self.blocks = {block.id: block for block in self.profile.blocks}
+        self.kept = {block.id: state_of(block, recipe) for block in self.profile.blocks}
+        self.kept_tied = {each.name: state_of(each, recipe) for each in self.profile.tied}
 
     def of_configured(self, stage: Stage) -> MemoryBytes:
         """What a device keeps of a stage whose blocks have configurations: tied parts once for each way to split."""
         state = MemoryBytes()
         for index, block in enumerate(stage.blocks):
-            state += self.blocks[block].state.share(self._parts(stage, index)[0].num_parts)
+            state += self.kept[block].share(self._parts(stage, index)[0].num_parts)
         for tied in self.profile.tied:
             ways = self.ways(stage, tied.blocks)
             for parts, users in ways.items():
-                state -= tied.state // parts[0].num_parts * (len(users) - 1)
+                state -= self.kept_tied[tied.name] // parts[0].num_parts * (len(users) - 1)
         return state
 
     def ways(self, stage: Stage, blocks: Collection[str]) -> dict[Parts, list[int]]:
@@ -62,7 +68,12 @@ class SharedState:
 
     def tied(self, stages: Sequence[Stage]) -> list[TiedState]:
         """What stages share, without the times of sums; of no bytes it is not known."""
-        return [entry for each in self.profile.tied if each.state.total for entry in self._entries(each, stages)]
+        return [
+            entry
+            for each in self.profile.tied
+            if self.kept_tied[each.name].total
+            for entry in self._entries(each, stages)
+        ]
 
     def _entries(self, tied: TiedParameter, stages: Sequence[Stage]) -> Iterator[TiedState]:
         """One for each part, and one for the sum of the whole where the parts are unlike; none of one stage alone."""
@@ -78,7 +89,7 @@ class SharedState:
                     holders[part].append((number, tuple(own)))
         for part, those in holders.items():
             numbers, devices = zip(*those, strict=True)
-            bytes_ = (tied.state // part.num_parts).keyed(STATE_KINDS)
+            bytes_ = (self.kept_tied[tied.name] // part.num_parts).keyed(STATE_KINDS)
             yield TiedState(name=tied.name, stages=numbers, devices=devices, parts=part.num_parts, **bytes_)
         if len({part.kind for part in holders}) > 1:
             yield TiedState(name=tied.name, stages=tuple(users), devices=tuple(stages[n].devices for n in users))
@@ -93,7 +104,7 @@ class SharedState:
             return 0
         before = [0] * len(stage.blocks)
         cuts = [self._parts(stage, index)[0].num_parts for index in range(len(stage.blocks))]
-        sizes = [-(-self.blocks[id_].parameter_bytes // cut) for id_, cut in zip(stage.blocks, cuts, strict=True)]
+        sizes = [-(-self.kept[id_][GRADIENTS] // cut) for id_, cut in zip(stage.blocks, cuts, strict=True)]
 
         def spent(index: int) -> int:
             size = sizes[index] - before[index] // cuts[index]
@@ -102,9 +113,9 @@ class SharedState:
         for tied in self.profile.tied:
             if tied.name in apart:
                 for index, block in enumerate(stage.blocks):
-                    before[index] += tied.parameter_bytes * (block in tied.blocks)
+                    before[index] += self.kept_tied[tied.name][GRADIENTS] * (block in tied.blocks)
         total = sum(spent(index) for index in range(len(stage.blocks)))
-        for names, users, size in _tables(self.profile, stage.blocks):
+        for names, users, size in self._tables(stage.blocks):
             if not names.isdisjoint(apart):
                 continue
             times = []
@@ -117,22 +128,22 @@ class SharedState:
             total -= sum(times) - (min(times[0], whole) if alike else whole)
         return total
 
+    def _tables(self, blocks: Sequence[str]) -> list[tuple[set[str], list[int], int]]:
+        """What some blocks of a stage share, the most first: names, the places of the blocks, and bytes of gradients.
 
-def _tables(profile: Profile, blocks: Sequence[str]) -> list[tuple[set[str], list[int], int]]:
-    """What some blocks of a stage share, the most first: names, the places of the blocks, and bytes of parameters.
-
-    What the same blocks share is one.
-    """
-    found: dict[tuple[str, ...], list[TiedParameter]] = defaultdict(list)
-    for each in sorted(profile.tied, key=lambda tied: -tied.state.total):
-        if each.state.total:
-            found[each.blocks].append(each)
-    tables = []
-    for users, those in found.items():
-        places = [blocks.index(block) for block in users if block in blocks]
-        if len(places) > 1:
-            tables.append(({each.name for each in those}, places, sum(each.parameter_bytes for each in those)))
-    return tables
+        What the same blocks share is one.
+        """
+        found: dict[tuple[str, ...], list[TiedParameter]] = defaultdict(list)
+        for each in sorted(self.profile.tied, key=lambda tied: -self.kept_tied[tied.name].total):
+            if self.kept_tied[each.name].total:
+                found[each.blocks].append(each)
+        tables = []
+        for users, those in found.items():
+            places = [blocks.index(block) for block in users if block in blocks]
+            if len(places) > 1:
+                size = sum(self.kept_tied[each.name][GRADIENTS] for each in those)
+                tables.append(({each.name for each in those}, places, size))
+        return tables
 
 
 def sum_time(cluster: Cluster | None, devices: int, mesh: Mesh, size: int) -> int:

@@ -11,9 +11,10 @@ from typing import Any
 
 from pipeplan.costs.blocks import StageCost, TiedShare, block_costs
 from pipeplan.costs.communication import transfer_time
+from pipeplan.costs.recipes import state_of
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile
+from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Recipe
 from pipeplan.time_limit import checked
 from pipeplan.units import MAX_BYTES, MAX_NS, MAX_TOTAL, require_sum
 from pipeplan.workload.elements import MAX_COUNT, Dependency, Device, Hop, Operation, Stage, TiedState, slots_of
@@ -53,9 +54,9 @@ def group_costs(
     into: dict[str, list[Edge]] = defaultdict(list)
     for edge in profile.edges:
         into[edge.target].append(edge)
-    tied = _tied_in(profile, shards)
+    tied, recipe = _tied_in(profile, shards), profile.recipe
     return [
-        _summed([by_id[id_] for id_ in blocks], into, tied, microbatch_size, shards, recompute=recompute)
+        _summed([by_id[id_] for id_ in blocks], into, tied, recipe, microbatch_size, shards, recompute=recompute)
         for blocks in checked(groups, 64)
     ]
 
@@ -64,7 +65,7 @@ def _tied_in(profile: Profile, shards: int) -> dict[str, list[TiedShare]]:
     """{block: what each of the devices that split it shares with other blocks}"""
     found: dict[str, list[TiedShare]] = defaultdict(list)
     for each in profile.tied:
-        share = TiedShare(each.name, shards, each.state // shards)
+        share = TiedShare(each.name, shards, state_of(each, profile.recipe) // shards)
         for block in each.blocks:
             found[block].append(share)
     return found
@@ -74,6 +75,7 @@ def _summed(
     chosen: Sequence[Block],
     into: Mapping[str, Sequence[Edge]],
     tied: Mapping[str, Sequence[TiedShare]],
+    recipe: Recipe,
     microbatch_size: int,
     shards: int,
     *,
@@ -88,6 +90,7 @@ def _summed(
             shards,
             recompute=recompute,
             input_bytes=sum(_edge_bytes(edge, microbatch_size) for edge in each),
+            recipe=recipe,
         )
         for block, each in zip(chosen, edges, strict=True)
     ]
@@ -103,7 +106,7 @@ def _summed(
         ),
         weight_grad_bytes=sum(row.weight_grad_bytes for row in rows),
         workspace_bytes=max(row.workspace_bytes for row in rows),
-        state=sum((block.state.share(shards) for block in chosen), MemoryBytes()) - _again(shared),
+        state=sum((state_of(block, recipe).share(shards) for block in chosen), MemoryBytes()) - _again(shared),
         tied=frozenset(shared),
     )
 
@@ -263,7 +266,7 @@ def require_totals(profile: Profile, num_microbatches: int, microbatch_size: int
         )
 
     sent = sum(edge.bytes_per_sample for edge in profile.edges) * microbatch_size * num_microbatches
-    state = sum(block.state.total for block in checked(profile.blocks, 1000))
+    state = sum(state_of(block, profile.recipe).total for block in checked(profile.blocks, 1000))
     fixed = sum(edge.transfer_ns or 0 for edge in profile.edges) * num_microbatches
     for level in cluster.levels if cluster is not None else ():
         waits = level.latency_ns * (len(profile.edges) * num_microbatches + len(profile.blocks))
@@ -277,7 +280,7 @@ def require_totals(profile: Profile, num_microbatches: int, microbatch_size: int
             iteration(lambda row: row.activation_bytes + row.weight_grad_bytes + row.workspace_bytes),
             "bytes",
         ),
-        "parameter_bytes and optimizer_bytes of all blocks": (state, "bytes"),
+        f"{', '.join(kind.key for kind in STATE_KINDS)} of all blocks": (state, "bytes"),
         "bytes_per_sample of all edges": (sent, "bytes"),
         "times on links of all edges": (fixed, "ns"),
     }

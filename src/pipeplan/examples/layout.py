@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipeplan.costs.blocks import state_recipe
 from pipeplan.costs.communication import Combining, Prices
 from pipeplan.costs.devices import DevicePreset
 from pipeplan.costs.operators import (
@@ -36,8 +35,7 @@ from pipeplan.costs.operators import (
     vocabulary_loss,
 )
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Edge, TiedParameter
-from pipeplan.workload.kinds import PARAMETERS
+from pipeplan.files import Block, Edge, Recipe, TiedParameter
 
 WIDTH = 2
 """Bytes of a number in the 16-bit formats."""
@@ -290,8 +288,11 @@ def class_loss(rows: int, inputs: int, classes: int, *, pooled_side: int = 0) ->
     return costs
 
 
-RECIPE = "mixed-precision-adam"
-"""What training holds of every parameter, a recipe of the catalog."""
+def recipe_of(device: DevicePreset) -> Recipe:
+    """What training is taken to keep: a float32 copy and Adam's moments beside gradients in the device's 16 bits."""
+    if device.dtype == "float16":
+        return Recipe(name="fp16-mixed")
+    return Recipe(name="bf16-mixed", gradient_dtype="bf16")
 
 
 class ModelLayout:
@@ -309,7 +310,7 @@ class ModelLayout:
         prices: Prices | None = None,
     ) -> None:
         self.device, self.microbatch_sizes, self.shards, self.prices = device, microbatch_sizes, shards, prices
-        self.recipe = state_recipe(RECIPE)
+        self.recipe = recipe_of(device)
         self.forward_flops = 0
         self.blocks: list[Block] = []
         self.edges: list[Edge] = []
@@ -318,10 +319,9 @@ class ModelLayout:
     @property
     def tied(self) -> tuple[TiedParameter, ...]:
         """The tables that several blocks share."""
-        states = {name: self.recipe.state(count, WIDTH * count) for name, (count, _) in self._tables.items()}
         return tuple(
-            TiedParameter(name=name, blocks=tuple(blocks), **Block.kept(states[name][PARAMETERS], states[name]))
-            for name, (_, blocks) in self._tables.items()
+            TiedParameter(name=name, blocks=tuple(blocks), parameters=count)
+            for name, (count, blocks) in self._tables.items()
         )
 
     def _tie(self, name: str | None, id_: str, stack: Stack, vocabulary: int) -> str:
@@ -346,15 +346,13 @@ class ModelLayout:
             UsageError: its heads do not divide by the shards.
         """
         of_sample = part(1, 1)
-        parameters = of_sample.parameters
         self.forward_flops += of_sample.product_flops
-        state = self.recipe.state(parameters, WIDTH * parameters)
         self._require_divisible(id_, dimensions.get("heads"))
         block = Block(
             id=id_,
             operator=operator,
             dimensions=dimensions,
-            **Block.kept(state[PARAMETERS], state),
+            parameters=of_sample.parameters,
             shared=shared,
             costs=tuple(
                 cost_row(part(size, shards), size, self.device, shards=shards, prices=self.prices)

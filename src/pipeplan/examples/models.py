@@ -32,7 +32,6 @@ from pipeplan.examples.layout import (
     whole,
 )
 from pipeplan.files import Cluster, Profile, Source
-from pipeplan.workload.kinds import OPTIMIZER
 
 _STRICT = ConfigDict(extra="forbid")
 _TIED = "token-embedding"
@@ -373,7 +372,7 @@ _MOST_SHARDS = 1024
 
 _ESTIMATE = (
     "Estimated by closed forms, not measured. Parameters, gradients and activations in 16 bits, statistics and loss in "
-    "float32; optimizer state of {recipe}, {size} bytes per parameter. Times by a roofline whose efficiency "
+    "float32; a float32 copy and Adam's moments, 12 bytes per parameter. Times by a roofline whose efficiency "
     "grows with a kernel's size up to 70 % of the peak FLOP/s and 85 % of the bandwidth, both assumed; causal masks "
     "halve attention, no dropout, fused attention."
 )
@@ -418,8 +417,6 @@ def model(
     layout = ModelLayout(preset, sizes, shards=groups, prices=None if cluster is None else prices_in(cluster))
     dimensions = family_of(name)
     dimensions.build(layout)
-    recipe = layout.recipe
-    estimate = _ESTIMATE.format(recipe=recipe.title, size=recipe.state(1, WIDTH)[OPTIMIZER])
     split = _SPLIT.format(cluster.name if cluster is not None else preset.title) if groups[-1] > 1 else ""
     return Profile(
         name=name,
@@ -428,10 +425,11 @@ def model(
             device=preset.title,
             dtype=preset.dtype,
             reference=paper.reference,
-            notes=" ".join(filter(None, [estimate, split, f"Device: {preset.source}.", paper.notes])),
+            notes=" ".join(filter(None, [_ESTIMATE, split, f"Device: {preset.source}.", paper.notes])),
         ),
         tokens_per_sample=dimensions.sequence if isinstance(dimensions, Decoder | Encoder) else None,
         forward_flops_per_sample=layout.forward_flops or None,
+        recipe=layout.recipe,
         blocks=tuple(layout.blocks),
         edges=tuple(layout.edges),
         tied=layout.tied,

@@ -22,6 +22,7 @@ from pipeplan.files.read_write import (
     write_file,
     write_text,
 )
+from pipeplan.files.recipe import Recipe
 
 __all__ = [
     "FORMATS",
@@ -40,6 +41,7 @@ __all__ = [
     "Predicted",
     "Profile",
     "Provenance",
+    "Recipe",
     "Source",
     "TiedParameter",
     "parse",

@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal, overload
 
 from pydantic import Field, SerializerFunctionWrapHandler, StringConstraints, model_serializer, model_validator
 
-from pipeplan.files.base import MIGRATIONS, CurrentVersion, File, FileModel, current_version
+from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, current_version
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.profile import FlopsPerSample, TokensPerSample
+from pipeplan.files.recipe import AUTOCAST, Recipe
 from pipeplan.units import format_ns
 from pipeplan.workload.action import ACTION_PATTERN, Action, operation_of
 from pipeplan.workload.elements import (
@@ -40,7 +41,7 @@ from pipeplan.workload.elements import (
     TiedState,
     slots_of,
 )
-from pipeplan.workload.kinds import Role
+from pipeplan.workload.kinds import MASTER, PARAMETERS, Role
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.workload import Workload
 
@@ -85,8 +86,14 @@ class Provenance(FileModel):
     versions: dict[Name, Text] = {}
 
 
-MIGRATIONS["plan", 1] = lambda plan: plan
-"""Version 2 has ``tied``, and what the profile's numbers are for and what a sample is, which version 1 does not say."""
+def _memory_has_master_copies(plan: Content) -> Content:
+    """Version 2: predicted memory has them apart; of version 1 they are among the optimizer's bytes."""
+    memory = [each | {"master_bytes": 0} for each in plan["predicted"]["memory"]]
+    return plan | {"predicted": plan["predicted"] | {"memory": memory}}
+
+
+MIGRATIONS["plan", 1] = _memory_has_master_copies
+"""Version 2 also has ``tied``, the recipe, what the profile's numbers are for and what a sample is, by default none."""
 
 
 class Plan(File):
@@ -99,6 +106,10 @@ class Plan(File):
     num_microbatches: Count
     microbatch_size: Annotated[Count, Field(description="mini-batch / num_microbatches")]
     num_routes: Annotated[Count, Field(description="ways through the stages that micro-batches take in turn")] = 1
+    recipe: Annotated[
+        Recipe | None,
+        Field(description="what training keeps of every parameter; null: of version 1, which says only bytes"),
+    ] = None
     devices: Annotated[Items[Device], Field(min_length=1, max_length=MAX_DEVICES)]
     stages: Annotated[Items[Stage], Field(min_length=1)]
     tied: Annotated[Items[TiedState], Field(description="parameters that stages share")] = ()
@@ -408,6 +419,11 @@ class Plan(File):
                 if stage.blocks
             ),
         )
+
+    def held_parameters(self, stage: Stage) -> int:
+        """Bytes of parameters as a device has them: of the copy that computes, or of those that are cast to it."""
+        cast = self.recipe is not None and self.recipe.name == AUTOCAST
+        return stage.state[PARAMETERS] + stage.state[MASTER] * cast
 
     def operation(self, id_: str) -> Operation:
         """The operation with this id, such as ``2F``."""

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.files.placement import Placement
+from pipeplan.files.recipe import CUSTOM, Recipe
 from pipeplan.graphs import topological_order
-from pipeplan.units import bytes_of, ns_of
+from pipeplan.units import MAX_BYTES, bytes_of, ns_of
 from pipeplan.workload.elements import Bytes, Count, Index, Items, Name, Nanoseconds
-from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryBytes, training_state
+from pipeplan.workload.kinds import STATE_KINDS
 
 TokensPerSample = Annotated[
     Count | None, Field(description="where samples are sequences of tokens; null where that is not known")
@@ -75,7 +76,34 @@ class CostRow(FileModel):
         return (self.microbatch_size, self.shards, self.configuration, self.recompute)
 
 
-class Block(FileModel):
+Parameters = Annotated[int, Field(ge=0, le=MAX_BYTES)]
+Trained = Annotated[Parameters, Field(description="how many that are trained, unsplit")]
+ParameterBytes = Annotated[Bytes, Field(description="by the recipe custom, unsplit, frozen ones included")]
+GradientBytes = Annotated[
+    Bytes | None, Field(description="by the recipe custom, unsplit; null: as many as parameter_bytes")
+]
+MasterBytes = Annotated[Bytes, Field(description="by the recipe custom, unsplit: a copy that is updated")]
+OptimizerBytes = Annotated[Bytes, Field(description="by the recipe custom, unsplit")]
+
+
+class Parts(FileModel):
+    """What says how many parameters it has, or by the recipe ``custom`` how many bytes training keeps of them.
+
+    :func:`pipeplan.costs.recipes.state_of` has the bytes of both.
+    """
+
+    @property
+    def stated(self) -> str | None:
+        """A key that states bytes, which only the recipe ``custom`` has; None where there is none."""
+        return next((kind.key for kind in STATE_KINDS if getattr(self, kind.key)), None)
+
+    def without_bytes(self) -> Self:
+        """The same, counted only."""
+        nothing = {kind.key: type(self).model_fields[kind.key].default for kind in STATE_KINDS}
+        return self.model_copy(update=nothing)
+
+
+class Block(Parts):
     """The smallest piece of the model that is placed."""
 
     id: Name
@@ -84,8 +112,12 @@ class Block(FileModel):
         dict[Name, Dimension],
         Field(description="sizes a configuration can split: sequence, hidden, heads, vocabulary, ..."),
     ] = {}
-    parameter_bytes: Annotated[Bytes, Field(description="unsplit; gradients take the same")] = 0
-    optimizer_bytes: Annotated[Bytes, Field(description="optimizer state, unsplit")] = 0
+    parameters: Trained = 0
+    frozen_parameters: Annotated[Parameters, Field(description="how many that are not, unsplit")] = 0
+    parameter_bytes: ParameterBytes = 0
+    gradient_bytes: GradientBytes = None
+    master_bytes: MasterBytes = 0
+    optimizer_bytes: OptimizerBytes = 0
     shared: Annotated[bool, Field(description="spread over all devices by placements that know shared blocks")] = False
     costs: Annotated[Items[CostRow], Field(min_length=1)]
 
@@ -102,7 +134,11 @@ class Block(FileModel):
         weight_grad_bytes: str | int = 0,
         workspace: str | int = 0,
         parameters: str | int = 0,
+        gradients: str | int | None = None,
+        master: str | int = 0,
         optimizer: str | int = 0,
+        trained: int = 0,
+        frozen: int = 0,
         microbatch_size: int = 1,
         operator: str = "block",
         shared: bool = False,
@@ -110,7 +146,9 @@ class Block(FileModel):
         """A block with costs for one micro-batch size, in a line of Python.
 
         Times are text with a unit or seconds, sizes text with a unit or bytes: ``Block.of("layer0", "1ms", "2ms",
-        activation="64MB")``. For several sizes or shard counts make :class:`Block` of a :class:`CostRow` for each.
+        activation="64MB")``. ``parameters``, ``gradients`` (None: as large), ``master`` and ``optimizer`` are bytes,
+        for a profile with the recipe ``custom``; ``trained`` and ``frozen`` count parameters, for one with another. For
+        several sizes or shard counts make :class:`Block` of a :class:`CostRow` for each.
 
         Raises:
             UsageError: a time or a size is none.
@@ -129,27 +167,15 @@ class Block(FileModel):
         return cls(
             id=id,
             operator=operator,
+            parameters=trained,
+            frozen_parameters=frozen,
             parameter_bytes=bytes_of(parameters),
+            gradient_bytes=None if gradients is None else bytes_of(gradients),
+            master_bytes=bytes_of(master),
             optimizer_bytes=bytes_of(optimizer),
             shared=shared,
             costs=(row,),
         )
-
-    @staticmethod
-    def kept(parameter_bytes: int, state: MemoryBytes) -> dict[str, Any]:
-        """The keys by which a block says what training keeps of it: of ``state`` what is trained, of all else nothing.
-
-        Raises:
-            ValueError: its gradients are unlike its parameters, which a profile cannot say.
-        """
-        if state[GRADIENTS] != state[PARAMETERS]:
-            raise ValueError(f"gradients of {state[GRADIENTS]} bytes for parameters of {state[PARAMETERS]}")
-        return {"parameter_bytes": parameter_bytes, "optimizer_bytes": state[OPTIMIZER]}
-
-    @property
-    def state(self) -> MemoryBytes:
-        """What training keeps of it, unsplit: gradients take what parameters take."""
-        return training_state(self.parameter_bytes, self.optimizer_bytes)
 
     @model_validator(mode="after")
     def _rows_are_unique(self) -> Block:
@@ -182,21 +208,54 @@ class Edge(FileModel):
     broadcast: Annotated[bool, Field(description="one tensor for all samples instead of a slice for each")] = False
 
 
-class TiedParameter(FileModel):
+class TiedParameter(Parts):
     """A parameter that several blocks share: each counts it as its own, a device that has several of them has it once.
 
-    Bytes of 0 are not known: of version 1 only the blocks are.
+    It is trained, and its gradients are summed over all copies: frozen parameters are each block's own. Where nothing
+    is counted it is not known: of version 1 only the blocks are.
     """
 
     name: Name
     blocks: Annotated[Items[Name], Field(min_length=2, description="those that share it, which all count it")]
-    parameter_bytes: Annotated[Bytes, Field(description="unsplit; gradients take the same")] = 0
-    optimizer_bytes: Annotated[Bytes, Field(description="optimizer state, unsplit")] = 0
+    parameters: Trained = 0
+    parameter_bytes: ParameterBytes = 0
+    gradient_bytes: GradientBytes = None
+    master_bytes: MasterBytes = 0
+    optimizer_bytes: OptimizerBytes = 0
 
     @property
-    def state(self) -> MemoryBytes:
-        """What training keeps of it, unsplit."""
-        return training_state(self.parameter_bytes, self.optimizer_bytes)
+    def frozen_parameters(self) -> int:
+        """None: see above."""
+        return 0
+
+
+_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_MEANT: dict[tuple[str, float | None], Content] = {
+    ("float32", 2): {"name": "fp32"},
+    ("float32", 1): {"name": "fp32", "optimizer": "momentum"},
+    ("bfloat16", 2): {"name": "bf16"},
+    ("bfloat16", 1): {"name": "bf16", "optimizer": "momentum"},
+    ("bfloat16", 6): {"name": "bf16-mixed", "gradient_dtype": "bf16"},
+    ("float16", 6): {"name": "fp16-mixed"},
+}
+"""Recipes in which gradients take what parameters take, by number format and bytes of all other state over these."""
+
+
+def _recipe_is_named(profile: Content) -> Content:
+    """Version 2: blocks count parameters and the profile names the recipe that their bytes meant, if that is one."""
+    dtype, blocks = profile["source"]["dtype"], profile["blocks"]
+    sizes = [(block["parameter_bytes"], block["optimizer_bytes"]) for block in blocks]
+    ratios = {rest / own if own else None for own, rest in sizes if own or rest}
+    (ratio,) = ratios if len(ratios) == 1 else (None,)
+    meant, width = _MEANT.get((dtype, ratio)), _DTYPES.get(dtype, 1)
+    if meant is None or any(own % width for own, _ in sizes):
+        return profile
+    counted = [
+        {key: value for key, value in block.items() if key not in ("parameter_bytes", "optimizer_bytes")}
+        | {"parameters": block["parameter_bytes"] // width}
+        for block in blocks
+    ]
+    return profile | {"blocks": counted, "recipe": meant}
 
 
 def _tied_parameters_have_bytes(profile: Content) -> Content:
@@ -211,7 +270,7 @@ def _tied_parameters_have_bytes(profile: Content) -> Content:
     return profile | {"blocks": blocks, "tied": tied}
 
 
-MIGRATIONS["profile", 1] = _tied_parameters_have_bytes
+MIGRATIONS["profile", 1] = lambda profile: _recipe_is_named(_tied_parameters_have_bytes(profile))
 
 
 class Profile(File):
@@ -223,6 +282,7 @@ class Profile(File):
     source: Source
     tokens_per_sample: TokensPerSample = None
     forward_flops_per_sample: FlopsPerSample = None
+    recipe: Annotated[Recipe, Field(description="what training keeps of every parameter")] = Recipe()
     blocks: Annotated[Items[Block], Field(min_length=1)]
     edges: Items[Edge] = ()
     tied: Annotated[Items[TiedParameter], Field(description="parameters that blocks share")] = ()
@@ -253,16 +313,28 @@ class Profile(File):
                         f"edges[{index}] and edges[{first}] carry tensor {edge.tensor!r} of {edge.source!r} in "
                         "different sizes"
                     )
+        self._require_counts()
         self._require_tied(ids)
         order = self.topological_order()
         if self.placement is not None:
             self.check_placement(self.placement, order)
         return self
 
+    def _require_counts(self) -> None:
+        """Bytes are stated where the recipe does not say them."""
+        for place, parts in (("blocks", self.blocks), ("tied", self.tied)):
+            for index, part in enumerate(parts if not self.recipe.is_custom else ()):
+                if part.stated is not None:
+                    raise ValueError(
+                        f"{place}[{index}] states {part.stated}, which the recipe {self.recipe.name!r} says already; "
+                        f"give parameters, or the recipe {CUSTOM!r}"
+                    )
+
     def _require_tied(self, place_of: dict[str, int]) -> None:
         """Tied parameters name blocks, each once, that count as much; ``place_of`` are the blocks by id."""
         names: set[str] = set()
-        left = {block.id: [block.parameter_bytes, block.optimizer_bytes] for block in self.blocks}
+        keys = ("parameters", *(kind.key for kind in STATE_KINDS))
+        left = {block.id: {key: getattr(block, key) or 0 for key in keys} for block in self.blocks}
         for index, each in enumerate(self.tied):
             if each.name in names or len(set(each.blocks)) < len(each.blocks):
                 raise ValueError(f"tied[{index}] {each.name!r} names a block twice, or has the name of another")
@@ -270,14 +342,20 @@ class Profile(File):
             for id_ in each.blocks:
                 if id_ not in place_of:
                     raise ValueError(f"tied[{index}] names {id_!r}, which is not a block")
-                left[id_][0] -= each.parameter_bytes
-                left[id_][1] -= each.optimizer_bytes
-                if min(left[id_]) < 0:
-                    block = self.blocks[place_of[id_]]
+                block = self.blocks[place_of[id_]]
+                for key in keys:
+                    left[id_][key] -= getattr(each, key) or 0
+                    if left[id_][key] >= 0:
+                        continue
+                    if key == "parameters" and block.frozen_parameters >= -left[id_][key]:
+                        raise ValueError(
+                            f"tied[{index}] {each.name!r} has {each.parameters} parameters, of which block {id_!r} "
+                            f"trains only {block.parameters}: it has {block.frozen_parameters} frozen ones, and what "
+                            "is tied is trained; leave frozen parameters out of tied, or count them as parameters"
+                        )
                     raise ValueError(
-                        f"tied[{index}] {each.name!r} has {each.parameter_bytes} bytes of parameters and "
-                        f"{each.optimizer_bytes} of optimizer state; with the parameters tied before it that is more "
-                        f"than block {id_!r} counts, {block.parameter_bytes} and {block.optimizer_bytes}"
+                        f"tied[{index}] {each.name!r} has {key} {getattr(each, key)}; with the parameters tied before "
+                        f"it that is more than block {id_!r} counts, {getattr(block, key) or 0}"
                     )
 
     @classmethod
@@ -290,6 +368,7 @@ class Profile(File):
         bytes_per_sample: str | int = 0,
         placement: Placement | None = None,
         source: Source | None = None,
+        recipe: str | Recipe = CUSTOM,
     ) -> Profile:
         """A profile of these blocks, in a few lines of Python.
 
@@ -306,6 +385,7 @@ class Profile(File):
             bytes_per_sample: of the tensors on edges that are pairs, as text with a unit or bytes.
             placement: used as it is unless another is asked for.
             source: where the numbers came from; by default they are called estimated.
+            recipe: what training keeps of the parameters that blocks count; by default blocks state bytes.
 
         Raises:
             UsageError: ``bytes_per_sample`` is no size.
@@ -318,7 +398,8 @@ class Profile(File):
             for edge in (pairs if edges is None else edges)
         )
         source = source or Source(method="estimated", notes="Made in Python.")
-        return cls(name=name, source=source, blocks=known, edges=made, placement=placement)
+        recipe = Recipe(name=recipe) if isinstance(recipe, str) else recipe
+        return cls(name=name, source=source, recipe=recipe, blocks=known, edges=made, placement=placement)
 
     def __repr__(self) -> str:
         sizes = ", ".join(map(str, self.microbatch_sizes)) or "none in common"

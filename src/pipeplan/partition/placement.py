@@ -453,6 +453,7 @@ def _profile_of(profile: Profile, part: Sequence[str]) -> Profile:
     return Profile(
         name=profile.name,
         source=profile.source,
+        recipe=profile.recipe,
         blocks=tuple(block for block in profile.blocks if block.id in inside),
         edges=tuple(edge for edge in profile.edges if {edge.source, edge.target} <= inside),
         tied=tuple(each.model_copy(update={"blocks": blocks}) for each, blocks in own if len(blocks) > 1),

@@ -17,7 +17,7 @@ from pipeplan._version import __version__
 from pipeplan.checker import check
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
-from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, sha256_of
+from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, Recipe, sha256_of
 from pipeplan.lower import programs
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
@@ -44,13 +44,14 @@ def assemble(
     *,
     loop: LoopCut | None = None,
     split_overhead_ns: int = 0,
+    recipe: Recipe | None = None,
     provenance: Provenance | None = None,
     where: str = "",
 ) -> Plan:
     """The plan of a workload whose devices run ``orders``, with its predicted figures.
 
     ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload: with a ``loop``, of all its
-    micro-batches. ``where`` is the profile's file.
+    micro-batches. ``recipe`` is what training keeps, ``where`` the profile's file.
 
     Raises:
         UsageError: a figure is larger than a plan can say, such as the bytes that a device holds.
@@ -69,6 +70,7 @@ def assemble(
         return Plan.of_workload(
             workload.with_microbatches(workload.num_microbatches + (0 if loop is None else loop.skipped)),
             starts_ns=by_operation,
+            recipe=recipe,
             split_overhead_ns=split_overhead_ns,
             programs=written,
             repetend=repetend,
@@ -125,6 +127,7 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
         schedule.scheduler,
         loop=schedule.loop,
         split_overhead_ns=request.split_overhead_ns,
+        recipe=request.profile.recipe,
         provenance=_provenance(request, candidate, schedule.workload),
         where=request.profile.where,
     )
@@ -176,7 +179,7 @@ def provenance_of(
         tokens_per_sample=profile.tokens_per_sample,
         forward_flops_per_sample=profile.forward_flops_per_sample,
         cluster_sha256=sha256_of(cluster) if cluster is not None else "",
-        options=dict(options),
+        options={**options, "recipe": str(profile.recipe)},
         seed=seed,
         versions={"pipeplan": __version__, "python": platform.python_version(), **versions},
     )

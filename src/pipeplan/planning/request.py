@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 from pipeplan.costs import can_split
+from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_totals
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
@@ -251,7 +252,14 @@ class Request:
 
 
 def link_notes(request: Request) -> Iterator[str]:
-    """That links are free, where they are, and but for what."""
+    """That links are free, where they are, and but for what; and that times are of another number format."""
+    profile = request.profile
+    computes = computing_dtype(profile.recipe)
+    if computes is not None and profile.source.dtype not in ("", computes):
+        yield (
+            f"times and activations are those of {profile.source.dtype}, as profiled: the recipe {profile.recipe} "
+            f"computes in {computes}, and changes only what is kept of parameters"
+        )
     if request.cluster is not None or request.num_devices == 1:
         return
     timed = [edge for edge in request.profile.edges if edge.transfer_ns]

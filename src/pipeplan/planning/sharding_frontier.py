@@ -234,6 +234,7 @@ def plan_of_strategy(
         weak_makespan_bound(workload),
         Fraction(split.costs.forward_ns + split.costs.backward_ns),
         "strategy",
+        recipe=profile.recipe,
         where=profile.where,
         provenance=provenance_of(
             profile,

@@ -127,6 +127,7 @@ def _digest(request: Request) -> str:
         [
             __version__,
             sha256_of(request.profile),
+            str(request.profile.recipe),
             None if cluster is None else sha256_of(cluster),
             request.memory,
             request.num_devices,

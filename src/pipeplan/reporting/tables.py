@@ -8,7 +8,16 @@ from typing import TextIO
 from rich.table import Table
 from rich.text import Text
 
-from pipeplan.costs.inspection import SUMMED, Inspection, alike, cautions, counts, operator_shares, sums
+from pipeplan.costs.inspection import (
+    SUMMED,
+    Inspection,
+    alike,
+    cautions,
+    counts,
+    kept_state,
+    operator_shares,
+    sums,
+)
 from pipeplan.costs.throughput import Throughput, format_rate
 from pipeplan.files import CostRow, Profile
 from pipeplan.planning.comparison import OURS, Comparison, ComparisonRow
@@ -29,7 +38,7 @@ from pipeplan.reporting.timeline import kind_name
 from pipeplan.simulator.measured_times import DeviceTimes, KindTimes, LoggedComparison, MeasuredComparison
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
-from pipeplan.workload.kinds import is_instruction
+from pipeplan.workload.kinds import MASTER, STATE_KINDS, is_instruction
 from pipeplan.workload.samples import size_in_words
 
 # Comparisons of schedules -----------------------------------------------------------------------------------------
@@ -195,7 +204,7 @@ def print_inspection(inspection: Inspection, file: TextIO | None = None) -> None
     console.print(flowed(_about(profile), console.width))
     console.print(*_totals(profile, console.width), sep="\n")
     if sizes := profile.microbatch_sizes:
-        shares = f"shares at micro-batch size {sizes[-1]}; states are parameters, gradients and optimizer"
+        shares = f"shares at micro-batch size {sizes[-1]}; states are all that training keeps of parameters"
         console.print(flowed(shares, console.width))
         console.print(*_shares(profile, sizes[-1], console.width), sep="\n")
     found = cautions(profile, inspection.asked)
@@ -255,10 +264,12 @@ def _time(ns: int | None) -> str:
 
 def _about(profile: Profile) -> str:
     found = counts(profile)
-    return (
-        f"{found['num_blocks']} blocks of {found['num_kinds']} kinds, {found['num_edges']} edges, parameters "
-        f"{format_bytes(found['parameter_bytes'])}, optimizer {format_bytes(found['optimizer_bytes'])}"
-    )
+    state = kept_state(profile)
+    kept = [f"{kind.name} {format_bytes(state[kind])}" for kind in STATE_KINDS if state[kind] or kind is not MASTER]
+    many = f"{found['num_blocks']} blocks of {found['num_kinds']} kinds, {found['num_edges']} edges"
+    frozen = f"{found['frozen_parameters']:,} frozen" if found["frozen_parameters"] else ""
+    trained = f"{found['parameters']:,} parameters" if found["parameters"] else ""
+    return ", ".join(filter(None, (many, trained, frozen, f"recipe {profile.recipe}", *kept)))
 
 
 def _totals(profile: Profile, width: int) -> list[Table]:

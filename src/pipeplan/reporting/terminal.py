@@ -43,7 +43,7 @@ from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.elements import Stage
-from pipeplan.workload.kinds import MEMORY_KINDS, PARAMETERS, Role, in_order, role_of
+from pipeplan.workload.kinds import MASTER, MEMORY_KINDS, PARAMETERS, MemoryBytes, Role, in_order, role_of
 from pipeplan.workload.samples import size_in_words
 from pipeplan.workload.slices import num_sliced
 from pipeplan.workload.workload import Workload
@@ -67,7 +67,7 @@ def _shared(workload: Workload) -> list[str]:
     for name in dict.fromkeys(each.name for each in workload.tied):
         entries = [each for each in workload.tied if each.name == name]
         stages = sorted({stage for each in entries for stage in each.stages})
-        size = format_bytes(max(each.state[PARAMETERS] * each.parts for each in entries))
+        size = format_bytes(max(_parameters(each.state) * each.parts for each in entries))
         found.append(
             f"stages {number_ranges(stages)} share {name}, {size} of parameters: a device of "
             "several of them keeps what is the same in these once"
@@ -134,12 +134,17 @@ def print_proof(result: Result, file: TextIO | None = None) -> None:
         console.print(flowed(line, console.width))
 
 
+def _parameters(state: MemoryBytes) -> int:
+    """Bytes of the copy that computes, or of the one that is cast to it at each use."""
+    return state[PARAMETERS] or state[MASTER]
+
+
 def _stage_tables(workload: Workload, width: int) -> list[Table]:
     """A row for each stage, or for stages that differ only in their devices and the names of their blocks."""
     kinds = {operation.stage: operation.kind for operation in workload.operations}
     stages, works = workload.stages, workload.work_of_stages
     figures = [
-        (format_ns(works[index]), format_bytes(stage.state[PARAMETERS]), _way(workload, stage))
+        (format_ns(works[index]), format_bytes(_parameters(stage.state)), _way(workload, stage))
         for index, stage in enumerate(stages)
     ]
     names = [len(stage.blocks) or kinds[index] for index, stage in enumerate(stages)]

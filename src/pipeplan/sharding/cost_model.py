@@ -21,8 +21,9 @@ import numpy.typing as npt
 from pipeplan.costs import UNLIMITED
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.costs.layouts import Layout, MeshSplit, Resharding, Tensor, sum_ns
+from pipeplan.costs.recipes import running_bytes, state_of
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, Profile
+from pipeplan.files import Block, Cluster, Profile, Recipe, TiedParameter
 from pipeplan.sharding.elimination import Reducing
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode, expand
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, CostTie, Strategy, TieUser
@@ -43,7 +44,7 @@ from pipeplan.sharding.operators import (
 )
 from pipeplan.sharding.table import IntArray, Table, table
 from pipeplan.time_limit import checkpoint
-from pipeplan.workload.kinds import OPTIMIZER, PARAMETERS, MemoryBytes, training_state
+from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, MemoryBytes
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -99,9 +100,9 @@ class TiedTable(NamedTuple):
     state: MemoryBytes
 
     @property
-    def parameter_bytes(self) -> int:
-        """Only of the parameters."""
-        return self.state[PARAMETERS]
+    def gradient_bytes(self) -> int:
+        """Only of the gradients, which are summed."""
+        return self.state[GRADIENTS]
 
 
 class Spared(NamedTuple):
@@ -235,8 +236,8 @@ class CostModel:
             users = [name for name in each.operators if name in self.configurations]
             if len(users) > 1:
                 made = (self._tie_user(name, each, before[name], size, microbatches, numbers) for name in users)
-                found.append(CostTie(tuple(made), -(-self._whole_sum_ns(each.parameter_bytes) // microbatches)))
-                before.update(dict.fromkeys(users, each.parameter_bytes))
+                found.append(CostTie(tuple(made), -(-self._whole_sum_ns(each.gradient_bytes) // microbatches)))
+                before.update(dict.fromkeys(users, each.gradient_bytes))
         return tuple(found)
 
     def _tie_user(
@@ -248,14 +249,14 @@ class CostModel:
         microbatches: int,
         numbers: dict[object, int],
     ) -> TieUser:
-        """An operator that shares it, which shares ``before`` bytes of parameters with others, too."""
+        """An operator that shares it, which shares ``before`` bytes of gradients with others, too."""
         operation = self._nodes[name].operation
         ways, memory, time = [], [], []
         for way in self.configurations[name]:
             parts = num_parts(operation, way.splits)
             ways.append(numbers.setdefault(way_of(operation, way.splits), len(numbers)))
             memory.append(size(tied.state // parts))
-            left = (way.parameter_bytes - shared // parts for shared in (before, before + tied.parameter_bytes))
+            left = (way.gradient_bytes - shared // parts for shared in (before, before + tied.gradient_bytes))
             sums = [-(-sync_ns(operation, way.splits, each, self.resharding) // microbatches) for each in left]
             time.append(sums[0] - sums[1])
         return TieUser(name, *(np.array(each, np.int64) for each in (ways, memory, time)))
@@ -483,33 +484,50 @@ def _reducible(model: CostModel) -> CostModel:
     return model
 
 
-def _tied_tables(profile: Profile, operators: OperatorGraph) -> tuple[tuple[TiedTable, ...], dict[str, MemoryBytes]]:
-    """What operators share, the most bytes first; and by operator what of its state is tied."""
+class _HeldTied(NamedTuple):
+    """What an operator shares with others: how many parameters, and what training keeps of them."""
+
+    numbers: int = 0
+    state: MemoryBytes = MemoryBytes()
+
+
+def _tied_tables(profile: Profile, operators: OperatorGraph) -> tuple[tuple[TiedTable, ...], dict[str, _HeldTied]]:
+    """What operators share, the most bytes first; and by operator what of its parameters is tied."""
     by_block: dict[str, list[OperatorNode]] = defaultdict(list)
     for node in operators.nodes:
         if node.operation.parameters or node.operation.kind == "block":
             by_block[node.block].append(node)
-    own: dict[str, MemoryBytes] = defaultdict(MemoryBytes)
+    own: dict[str, _HeldTied] = defaultdict(_HeldTied)
     found: dict[tuple[str, ...], TiedTable] = {}
-    for each in sorted(profile.tied, key=lambda tied: -tied.state.total):
-        users = tuple(_holder(by_block[id_], each.parameter_bytes, own).name for id_ in each.blocks if by_block[id_])
-        for name in users:
-            own[name] += each.state
-        if each.state.total and len(users) > 1:
+    kept = {each.name: state_of(each, profile.recipe) for each in profile.tied}
+    for each in sorted(profile.tied, key=lambda tied: -kept[tied.name].total):
+        state = kept[each.name]
+        holders = [_holder(by_block[id_], each, own) for id_ in each.blocks if by_block[id_]]
+        for node in holders:
+            own[node.name] = _HeldTied(own[node.name].numbers + _numbers(each, node), own[node.name].state + state)
+        users = tuple(node.name for node in holders)
+        if state.total and len(users) > 1:
             before = found.get(users, TiedTable((), users, MemoryBytes()))
-            found[users] = TiedTable((*before.names, each.name), users, before.state + each.state)
+            found[users] = TiedTable((*before.names, each.name), users, before.state + state)
     return tuple(found.values()), own
 
 
-def _holder(nodes: Sequence[OperatorNode], size: int, own: Mapping[str, MemoryBytes]) -> OperatorNode:
-    """The operator of a block that has a parameter of ``size`` bytes: the smallest in which there is room for it."""
+def _numbers(tied: TiedParameter, node: OperatorNode) -> int:
+    """How many parameters it has, in an operator's number format where the profile says only bytes."""
+    return tied.parameters or tied.parameter_bytes // node.operation.width
+
+
+def _holder(nodes: Sequence[OperatorNode], tied: TiedParameter, own: Mapping[str, _HeldTied]) -> OperatorNode:
+    """The operator of a block that has a tied parameter: the smallest in which there is room for it."""
 
     def room(node: OperatorNode) -> int:
         if node.operation.kind == "block":
             return UNLIMITED
-        return node.operation.parameters * node.operation.width - own.get(node.name, MemoryBytes())[PARAMETERS]
+        return node.operation.parameters - own.get(node.name, _HeldTied()).numbers
 
-    return min((node for node in nodes if room(node) >= size), key=room, default=None) or max(nodes, key=room)
+    return min((node for node in nodes if room(node) >= _numbers(tied, node)), key=room, default=None) or max(
+        nodes, key=room
+    )
 
 
 def _preset_of(profile: Profile, cluster: Cluster | None) -> DevicePreset:
@@ -561,7 +579,7 @@ def _loader(node: OperatorNode, devices: int) -> OperatorNode:
 
 
 def _scales(
-    profile: Profile, operators: OperatorGraph, preset: DevicePreset, tied: Mapping[str, MemoryBytes]
+    profile: Profile, operators: OperatorGraph, preset: DevicePreset, tied: Mapping[str, _HeldTied]
 ) -> dict[str, OperatorScale]:
     by_block: dict[str, list[OperatorNode]] = defaultdict(list)
     for node in operators.nodes:
@@ -569,31 +587,29 @@ def _scales(
     return {
         node.name: scale
         for block in profile.blocks
-        for node, scale in zip(by_block[block.id], _block_scales(block, by_block[block.id], preset, tied), strict=True)
+        for node, scale in zip(
+            by_block[block.id], _block_scales(block, profile.recipe, by_block[block.id], preset, tied), strict=True
+        )
     }
 
 
 def _block_scales(
-    block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset, tied: Mapping[str, MemoryBytes]
+    block: Block, recipe: Recipe, nodes: Sequence[OperatorNode], preset: DevicePreset, tied: Mapping[str, _HeldTied]
 ) -> Iterable[OperatorScale]:
     """Its operators in proportion: times so that they add up to its row's, bytes to its parameters'.
 
     What is ``tied`` is where it is; the rest goes by the parameters beside it.
     """
     forward, backward = _measured_over_computed(block, nodes, preset)
-    held = [tied.get(node.name, MemoryBytes()) for node in nodes]
+    held = [tied.get(node.name, _HeldTied()) for node in nodes]
     counts = [node.operation.parameters if node.operation.kind != "block" else 1 for node in nodes]
-    beside = [
-        max(0, count - own[PARAMETERS] // node.operation.width)
-        for count, own, node in zip(counts, held, nodes, strict=True)
-    ]
+    beside = [max(0, count - own.numbers) for count, own in zip(counts, held, strict=True)]
     weights = beside if any(beside) else counts
-    total = max(1, sum(weights))
-    left = block.state - sum(held, MemoryBytes())
-    for own, weight in zip(held, weights, strict=True):
-        parameters = own[PARAMETERS] + left[PARAMETERS] * weight // total
-        state = training_state(parameters, own[OPTIMIZER] + left[OPTIMIZER] * weight // total)
-        yield OperatorScale(forward, backward, parameters, state.total)
+    total, running = max(1, sum(weights)), running_bytes(block, recipe)
+    left = state_of(block, recipe) - sum((own.state for own in held), MemoryBytes())
+    for own, weight, count in zip(held, weights, counts, strict=True):
+        state = own.state + left * weight // total
+        yield OperatorScale(forward, backward, state, -(-running * count // max(1, sum(counts))))
 
 
 def _measured_over_computed(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> tuple[float, float]:

@@ -16,17 +16,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import combinations, permutations
 from math import prod
 from typing import ClassVar, Literal, NamedTuple
 
-from pipeplan.costs.blocks import state_of_total
 from pipeplan.costs.communication import Combining, Exchange, send_time, time_of_groups
 from pipeplan.costs.devices import DevicePreset, Kernel
 from pipeplan.costs.layouts import Layout, MeshSplit, Resharding, Tensor, groups_along, joined, sum_ns
 from pipeplan.costs.operators import Operator
+from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 from pipeplan.workload.mesh import SHARDS
 
 Map = tuple[str | None, str | None, str | None]
@@ -255,14 +255,14 @@ Rule = Callable[[Splittable, Splits], bool]
 class OperatorScale:
     """What a profile says of an operator beyond its closed form.
 
-    ``forward`` and ``backward`` are measured over computed time of its block; ``state_bytes`` are its unsplit
-    parameters, gradients and optimizer state, of which ``parameter_bytes`` parameters (gradients are as large).
+    ``forward`` and ``backward`` are measured over computed time of its block; ``state`` is what training keeps of its
+    parameters, and ``running_bytes`` are of a copy of them that is there while it runs, both unsplit.
     """
 
     forward: float = 1.0
     backward: float = 1.0
-    parameter_bytes: int = 0
-    state_bytes: int = 0
+    state: MemoryBytes = field(default_factory=MemoryBytes)
+    running_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class Configuration:
     """How an operator is split and what it costs each device; times in ns, of all its samples.
 
     ``weight_grad_ns`` is the part of backward that can wait, holding ``deferred_bytes``: None where it cannot.
-    ``sync_ns`` adds up the parameters' gradients. ``state_bytes`` are parameters, gradients and optimizer state,
+    ``sync_ns`` adds up the ``gradient_bytes`` of parameters, which are among the ``state_bytes`` that training keeps,
     ``inside_bytes`` what backward needs beside inputs and output, ``entry_bytes`` the first input. Layouts are those of
     the inputs, of the gradients given for them (none if none are), and of the output, whose gradient is taken where
     the output lies and is no sum.
@@ -283,7 +283,7 @@ class Configuration:
     weight_grad_ns: int
     deferred_bytes: int | None
     sync_ns: int
-    parameter_bytes: int
+    gradient_bytes: int
     state_bytes: int
     inside_bytes: int
     entry_bytes: int
@@ -359,7 +359,7 @@ def _priced(
     times = operation.times(numbers, device)
     forward, backward = _exchanged(operation.exchanges(numbers), splits, resharding)
     parts = num_parts(operation, splits)
-    parameters = -(-scale.parameter_bytes // parts)
+    state = scale.state.share(parts)
     deferred = operation.deferred_bytes(numbers)
     return Configuration(
         name=mesh_name(list(splits.items()), resharding.devices),
@@ -368,12 +368,12 @@ def _priced(
         backward_ns=round((times.input_grad_ns + times.weight_grad_ns) * scale.backward + backward),
         weight_grad_ns=0 if deferred is None else round(times.weight_grad_ns * scale.backward),
         deferred_bytes=deferred,
-        sync_ns=sync_ns(operation, splits, parameters, resharding),
-        parameter_bytes=parameters,
-        state_bytes=state_of_total(scale.state_bytes, scale.parameter_bytes).share(parts).total,
+        sync_ns=sync_ns(operation, splits, state[GRADIENTS], resharding),
+        gradient_bytes=state[GRADIENTS],
+        state_bytes=state.total,
         inside_bytes=operation.inside_bytes(numbers),
         entry_bytes=operation.entry_bytes(numbers),
-        workspace_bytes=operation.workspace_bytes(numbers),
+        workspace_bytes=operation.workspace_bytes(numbers) - (-scale.running_bytes // parts),
         inputs=tuple(_layout(taken, splits) for taken in operation.inputs),
         input_gradients=tuple(_partial(operation, taken, splits) for taken in operation.inputs if operation.learns),
         output=_partial(operation, operation.output, splits),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from pydantic import ValidationError
 
-from pipeplan.costs import build_workload, transfer_time, with_syncs
+from pipeplan.costs import build_workload, transfer_time, with_recipe, with_syncs
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Plan, Profile
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
@@ -20,12 +20,15 @@ _Message = tuple[int, str, int]  # source stage, payload, target stage
 
 
 def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
-    """The plan's stages with the times and sizes of a profile; links are the cluster's, or cost nothing.
+    """The plan's stages with a profile's times, and sizes by its own recipe; links are the cluster's, or cost nothing.
 
     Raises:
-        UsageError: the profile does not have the plan's blocks, or no costs for what the plan does with them.
+        UsageError: the profile does not have the plan's blocks, or no costs for what the plan does with them, or
+            cannot have its recipe.
     """
     placement = _placement(plan, profile)
+    if plan.recipe is not None:
+        profile = with_recipe(profile, plan.recipe)
     built = _Built(plan, profile, placement, cluster)
     devices = built.any.devices if cluster is not None else plan.devices
     return replace(

@@ -140,11 +140,12 @@ class MemoryKind:
 
 PARAMETERS = MemoryKind("parameters", "parameter_bytes", Lifetime.ALWAYS)
 GRADIENTS = MemoryKind("gradients", "gradient_bytes", Lifetime.ALWAYS)
+MASTER = MemoryKind("master", "master_bytes", Lifetime.ALWAYS)
 OPTIMIZER = MemoryKind("optimizer", "optimizer_bytes", Lifetime.ALWAYS)
 ACTIVATIONS = MemoryKind("activations", "activation_bytes", Lifetime.RETURNED)
 WORKSPACE = MemoryKind("workspace", "workspace_bytes", Lifetime.RUNNING)
 
-MEMORY_KINDS = (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACE)
+MEMORY_KINDS = (PARAMETERS, GRADIENTS, MASTER, OPTIMIZER, ACTIVATIONS, WORKSPACE)
 """Every kind of memory, in the order of tables and files; keys of plans follow, in a new version of the format."""
 
 STATE_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.lifetime is Lifetime.ALWAYS)
@@ -228,8 +229,3 @@ class MemoryBytes(Mapping[MemoryKind, int]):
         found = cls.__new__(cls)
         found._sizes = tuple(sizes)
         return found
-
-
-def training_state(parameter_bytes: int, optimizer_bytes: int = 0) -> MemoryBytes:
-    """What is kept of parameters throughout training, by what a profile says of them: gradients take the same."""
-    return MemoryBytes({PARAMETERS: parameter_bytes, GRADIENTS: parameter_bytes, OPTIMIZER: optimizer_bytes})

@@ -50,7 +50,7 @@ def cases() -> dict[str, Case]:
         found[name] = (model_plan(load_model(name), [0, 1, 2, 3], split=True), replace(OPTIONS, model=name))
     vshape = model_plan(tiny, PLACEMENTS["v-shape"], split=True)
     found["near bfloat16"] = (vshape, replace(OPTIONS, dtype="bfloat16"))
-    found["near autocast"] = (vshape, replace(OPTIONS, dtype="float32", autocast="bfloat16"))
+    found["near autocast"] = (vshape, replace(OPTIONS, dtype="float32", precision="bf16-autocast"))
     return found
 
 

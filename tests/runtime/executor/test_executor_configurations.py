@@ -17,7 +17,7 @@ from torch import nn
 from pipeplan.checker import check
 from pipeplan.costs import build_workload, held_part, stage_costs
 from pipeplan.errors import UsageError
-from pipeplan.files import PlacedStage, Plan, Profile
+from pipeplan.files import PlacedStage, Plan, Profile, Recipe
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorLayout
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.sequential import sequential_model
@@ -36,6 +36,7 @@ from runtime_support.models import branches
 from runtime_support.plans import TRAINING, Unsplit, placed_plan, profile_of
 from runtime_support.threads import require_equal_to_unsplit, together
 
+FLOAT32 = Recipe(name="fp32", optimizer="sgd")
 SIZE = 4
 """Samples of a micro-batch."""
 
@@ -111,20 +112,19 @@ def test_any_strategy_gives_the_gradients_of_an_unsplit_run(case: tuple[Model, P
 def splittable(model: Model) -> Profile:
     """With the sizes of blocks, their parameters, and costs for as many shards as all of them can be split over."""
     sized = block_graph_of(model, torch.float32)
-    bytes_of = {block.spec.id: block.parameter_bytes for block in sized.blocks}
+    known = {block.spec.id: block.trainable for block in sized.blocks}
     made = profile_of(model)
     blocks = tuple(
         block.model_copy(
             update={
                 "dimensions": model.block(block.id).dimensions,
-                "parameter_bytes": bytes_of[block.id],
+                "parameters": known[block.id],
                 "costs": tuple(row for row in block.costs if row.shards <= 2),
             }
         )
         for block in made.blocks
     )
-    tied = tuple(each.model_copy(update={"optimizer_bytes": 0}) for each in sized.tied)
-    return made.model_copy(update={"blocks": blocks, "tied": tied})
+    return made.model_copy(update={"recipe": FLOAT32, "blocks": blocks, "tied": sized.tied})
 
 
 @pytest.mark.parametrize(

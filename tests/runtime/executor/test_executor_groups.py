@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeplan.checker import check
-from pipeplan.files import PlacedStage, Plan
+from pipeplan.files import PlacedStage, Plan, Recipe
 from pipeplan.reporting.timeline import predicted_trace
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
@@ -18,6 +18,7 @@ from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.kinds import PARAMETERS
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, placed_plan, profile_of, reports_of
 
+FLOAT32 = Recipe(name="fp32", optimizer="sgd")
 BRANCHES, CHAIN, TINY = "runtime_support.models:branches", "runtime_support.models:chain", "gpt2-tiny"
 CUTS = {
     BRANCHES: [("a",), ("left",), ("right", "right2"), ("join",), ("side", "end")],
@@ -75,14 +76,13 @@ def first_and_last() -> Plan:
     """Embedding and head, which share a table, on device 0 and replicas of both beside it; with the model's bytes."""
     model = load_model(TINY)
     sized = block_graph_of(model, torch.float32)
-    known = {block.spec.id: block.parameter_bytes for block in sized.blocks}
+    known = {block.spec.id: block.trainable for block in sized.blocks}
     made = profile_of(model)
-    blocks = tuple(block.model_copy(update={"parameter_bytes": known[block.id]}) for block in made.blocks)
-    tied = tuple(each.model_copy(update={"optimizer_bytes": 0}) for each in sized.tied)
+    blocks = tuple(block.model_copy(update={"parameters": known[block.id]}) for block in made.blocks)
     ids = [block.id for block in model.blocks]
     groups = [(ids[:3], (0, 1)), (ids[3:6], (2,)), (ids[6:8], (3,)), (ids[8:], (3, 0))]
     stages = [PlacedStage(blocks=tuple(own), devices=on, replicas=len(on)) for own, on in groups]
-    profile = made.model_copy(update={"blocks": blocks, "tied": tied})
+    profile = made.model_copy(update={"recipe": FLOAT32, "blocks": blocks, "tied": sized.tied})
     return placed_plan(model, stages, num_microbatches=4, split=True, profile=profile)
 
 

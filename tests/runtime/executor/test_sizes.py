@@ -16,8 +16,9 @@ from builders.shapes import shape_workload
 from pipeplan.costs import build_workload
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.devices import device_preset
+from pipeplan.costs.recipes import MEASURED, profiled_recipe
 from pipeplan.examples import ShapeCosts
-from pipeplan.files import CostRow, PlacedStage, Placement, Plan, Source
+from pipeplan.files import CostRow, PlacedStage, Placement, Plan, Recipe, Source
 from pipeplan.planning.sharding_frontier import plan_of_strategy
 from pipeplan.runtime.executor.rank_program import planned_programs, programs_of
 from pipeplan.runtime.executor.tensors import TensorSpec
@@ -51,7 +52,9 @@ def plan_for(
     model = load_model(name, sequence)
     rows = [CostRow(microbatch_size=n, shards=s, forward_ns=1, backward_ns=2) for n in (1, 2, 4) for s in (1, 2)]
     names = [block.id for block in model.blocks]
-    profile = profile_of(model, block_graph_of(model, dtype), dict.fromkeys(names, rows), Source(method="estimated"))
+    format_, recipe = profiled_recipe(MEASURED, str(dtype).removeprefix("torch."))
+    source = Source(method="estimated", dtype=format_)
+    profile = profile_of(model, block_graph_of(model, dtype), dict.fromkeys(names, rows), source, recipe)
     devices = tuple(range(1, 1 + replicas * shards))
     half = len(names) // 2
     stages = (
@@ -94,7 +97,7 @@ def test_a_table_that_blocks_of_a_stage_share_counts_once_or_with_each(known: bo
     rows = [CostRow(microbatch_size=n, forward_ns=1, backward_ns=2) for n in (1, 2, 4)]
     names = [block.id for block in model.blocks]
     graph = block_graph_of(model, torch.float32)
-    profile = profile_of(model, graph, dict.fromkeys(names, rows), Source(method="estimated"))
+    profile = profile_of(model, graph, dict.fromkeys(names, rows), Source(method="estimated"), Recipe(name="fp32"))
     if not known:
         profile = profile.model_copy(update={"tied": ()})
     placement = Placement(strategy="by-hand", num_devices=1, stages=(PlacedStage(blocks=tuple(names), devices=(0,)),))

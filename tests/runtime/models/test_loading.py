@@ -58,7 +58,7 @@ def test_a_sequential_and_one_tensor() -> None:
     assert [block.operator for block in model.blocks] == ["linear", "linear", "linear"]
     profile = profile_model(model, (1, 2), repeats=1, warmup=0)
     assert profile.microbatch_sizes == (1, 2)
-    assert sum(block.parameter_bytes for block in profile.blocks) == 4 * (8 * 16 + 16 + 16 * 16 + 16 + 16 * 2 + 2)
+    assert sum(block.parameters for block in profile.blocks) == 8 * 16 + 16 + 16 * 16 + 16 + 16 * 2 + 2
 
 
 def test_a_module_and_inputs_by_name() -> None:

@@ -279,7 +279,7 @@ def test_shares_without_the_whole() -> None:
     found = measure(shares(1), shards=(2,))
     assert [row.shards for row in block_of(found, "split").costs] == [2]
     (split,) = (block for block in found.blocks if block.id == "split")
-    assert split.parameter_bytes == FLOAT * (2 * WIDTH + 2 * WIDTH * 32 + 32 + WIDTH)  # of the whole
+    assert split.parameters == 2 * WIDTH + 2 * WIDTH * 32 + 32 + WIDTH  # of the whole
 
 
 def cluster(num_devices: int) -> Cluster:

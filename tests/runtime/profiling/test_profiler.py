@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.cli.main import main
+from pipeplan.costs import state_of
 from pipeplan.costs.stages import can_split, stage_costs
 from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
-from pipeplan.files import CostRow, Profile, parse, read_profile, to_json
+from pipeplan.files import CostRow, Profile, Recipe, parse, read_profile, to_json
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.parallel import device
@@ -25,7 +26,7 @@ from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.profiling.build_profile import block_graph_of
 from pipeplan.runtime.profiling.instruments import meter_for, saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
-from pipeplan.workload.kinds import PARAMETERS
+from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryBytes
 from support.paths import ROOT
 
 WIDTH = 8
@@ -100,13 +101,14 @@ def test_blocks_and_edges(tiny: Profile) -> None:
 def test_parameters(tiny: Profile) -> None:
     by_id = {block.id: block for block in tiny.blocks}
     hidden = 32
-    assert by_id["embedding"].parameter_bytes == FLOAT * (64 + 16) * hidden
-    assert by_id["layer1.attention"].parameter_bytes == FLOAT * (4 * hidden * hidden + 4 * hidden + 2 * hidden)
-    assert by_id["head"].parameter_bytes == FLOAT * (64 * hidden + 2 * hidden)
-    assert all(block.optimizer_bytes == 2 * block.parameter_bytes for block in tiny.blocks)
+    assert by_id["embedding"].parameters == (64 + 16) * hidden
+    assert by_id["layer1.attention"].parameters == 4 * hidden * hidden + 4 * hidden + 2 * hidden
+    assert by_id["head"].parameters == 64 * hidden + 2 * hidden
+    assert tiny.recipe == Recipe(name="fp32")
+    assert not any(block.frozen_parameters or block.stated for block in tiny.blocks)
     (table,) = tiny.tied
     assert (table.name, table.blocks) == ("embedding.token.weight", ("embedding", "head"))
-    assert (table.parameter_bytes, table.optimizer_bytes) == (FLOAT * 64 * hidden, 2 * FLOAT * 64 * hidden)
+    assert table.parameters == 64 * hidden
 
 
 def test_rows(tiny: Profile) -> None:
@@ -140,7 +142,10 @@ def test_other_number_formats(dtype: torch.dtype) -> None:
     size = torch.empty(0, dtype=dtype).element_size()
     assert found.source.dtype == str(dtype).removeprefix("torch.")
     assert {edge.bytes_per_sample for edge in found.edges} == {16 * 32 * size}
-    assert found.blocks[0].parameter_bytes == size * (64 + 16) * 32
+    assert found.recipe.name == {"float64": "custom", "bfloat16": "bf16"}[found.source.dtype]
+    assert found.blocks[0].parameters == (64 + 16) * 32
+    kept = MemoryBytes({PARAMETERS: size, GRADIENTS: size, OPTIMIZER: 2 * size})
+    assert state_of(found.blocks[0], found.recipe) == kept * ((64 + 16) * 32)
     assert row_of(found, "layer0.ffn").weight_grad_bytes == 10 * 16 * 32 * size
 
 
@@ -225,15 +230,18 @@ def test_edges_of_a_graph() -> None:
     assert (given.activation_bytes, given.weight_grad_bytes) == (0, 0)
 
 
-def test_frozen_parameters_need_no_optimizer() -> None:
+def test_frozen_parameters_need_neither_gradient_nor_optimizer() -> None:
     def build() -> nn.Module:
         module = nn.Sequential(linear(), linear())
         module[0].requires_grad_(False)
         return module
 
     (block,) = measure(chain(build)).blocks
-    assert block.parameter_bytes == 2 * FLOAT * (WIDTH * WIDTH + WIDTH)
-    assert block.optimizer_bytes == block.parameter_bytes
+    half = WIDTH * WIDTH + WIDTH
+    assert (block.parameters, block.frozen_parameters) == (half, half)
+    assert state_of(block, Recipe(name="fp32")) == MemoryBytes(
+        {PARAMETERS: 2 * FLOAT * half, GRADIENTS: FLOAT * half, OPTIMIZER: 2 * FLOAT * half}
+    )
 
 
 # Memory ----------------------------------------------------------------------------------------------------------
@@ -308,7 +316,7 @@ def test_stages_add_up() -> None:
     stage = stage_costs(apart, ["b", "c", "d"], 16)
     assert stage.activation_bytes == row_of(whole, "b", 16).activation_bytes
     assert stage.weight_grad_bytes == row_of(whole, "b", 16).weight_grad_bytes
-    assert stage.state[PARAMETERS] == whole.blocks[1].parameter_bytes
+    assert stage.state[PARAMETERS] == FLOAT * whole.blocks[1].parameters
 
 
 class Scratch(nn.Module):
@@ -620,8 +628,9 @@ def test_command_prints_sums(run: Callable[..., int], capsys: pytest.CaptureFixt
     printed = json.loads(capsys.readouterr().out)
     found = read_profile(str(tmp_path / "p.json"))
     assert (printed["num_blocks"], printed["num_kinds"]) == (10, 4)
-    table, all_blocks = found.tied[0].parameter_bytes, sum(block.parameter_bytes for block in found.blocks)
-    assert printed["parameter_bytes"] == all_blocks - table, "a tied table counts once"
+    once = sum(block.parameters for block in found.blocks) - found.tied[0].parameters
+    assert printed["parameters"] == once, "a tied table counts once"
+    assert (printed["recipe"]["name"], printed["parameter_bytes"]) == ("fp32", FLOAT * once)
     (sums,) = printed["sizes"]
     assert sums["microbatch_size"] == 1
     for field in ("forward_ns", "weight_grad_ns", "activation_bytes"):
@@ -714,7 +723,7 @@ def test_command_tells_of_missing_sizes(
 
 
 def test_what_blocks_share_is_listed_with_its_bytes() -> None:
-    """What the same blocks share together, a frozen parameter without optimizer state, inside a block counted once."""
+    """What the same blocks share together, inside a block counted once; frozen ones, with nothing to sum, are not."""
 
     def two() -> nn.Module:
         return nn.Sequential(linear(), linear())
@@ -730,15 +739,14 @@ def test_what_blocks_share_is_listed_with_its_bytes() -> None:
         (("b", "weight"), ("d", "weight")),
     )
     found = block_graph_of(chain(two, frozen, two, frozen, tied=tied), torch.float32)
-    weight, bias = FLOAT * WIDTH * WIDTH, FLOAT * WIDTH
-    assert [(each.name, each.blocks, each.parameter_bytes, each.optimizer_bytes) for each in found.tied] == [
-        ("a.0.weight", ("a", "c"), weight + bias, 2 * (weight + bias)),
-        ("b.weight", ("b", "d"), weight, 0),
+    weight, bias = WIDTH * WIDTH, WIDTH
+    assert [(each.name, each.blocks, each.parameters) for each in found.tied] == [
+        ("a.0.weight", ("a", "c"), weight + bias)
     ]
-    assert [block.parameter_bytes for block in found.blocks[:3]] == [
-        weight + 2 * bias,
-        weight + bias,
-        2 * weight + 2 * bias,
+    assert [(block.trainable, block.frozen) for block in found.blocks[:3]] == [
+        (weight + 2 * bias, 0),
+        (bias, weight),
+        (2 * weight + 2 * bias, 0),
     ]
 
 
@@ -747,4 +755,4 @@ def test_hugging_face_ties_as_its_configuration_says(tie: bool) -> None:
     sizes = "vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2"
     name = f"LlamaConfig({sizes}, num_key_value_heads=2, max_position_embeddings=16, tie_word_embeddings={tie})"
     graph = block_graph_of(load_model(name, sequence=8), torch.float32)
-    assert [(each.parameter_bytes, len(each.blocks)) for each in graph.tied] == [(FLOAT * 96 * 32, 2)] * tie
+    assert [(each.parameters, len(each.blocks)) for each in graph.tied] == [(96 * 32, 2)] * tie

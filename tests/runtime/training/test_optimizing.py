@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
+from builders.chains import chain_plan
 from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.rank_program import StagePart
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
@@ -110,9 +111,9 @@ def test_factors_stay_between_nothing_and_all() -> None:
 
 def test_autocast_is_for_float32() -> None:
     assert autocast_of(TrainOptions("gpt2-tiny")) is None
-    assert autocast_of(TrainOptions("gpt2-tiny", autocast="bfloat16")) == Autocast("cpu", torch.bfloat16)
-    with pytest.raises(UsageError, match="--autocast bfloat16 computes from float32 parameters; leave --dtype float64"):
-        autocast_of(TrainOptions("gpt2-tiny", autocast="bfloat16", dtype="float64"))
+    assert autocast_of(TrainOptions("gpt2-tiny", precision="bf16-autocast")) == Autocast("cpu", torch.bfloat16)
+    with pytest.raises(UsageError, match="bf16-autocast trains parameters in float32; leave --dtype float64"):
+        TrainOptions("gpt2-tiny", precision="bf16-autocast", dtype="float64").by_plan(chain_plan(2, 2))
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "mmt-tiny", "branches"])

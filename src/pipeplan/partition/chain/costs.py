@@ -13,8 +13,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import UNLIMITED, StageCost, TiedShare, state_of_total
-from pipeplan.workload.kinds import GRADIENTS
+from pipeplan.costs import UNLIMITED, StageCost, TiedShare
+from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
 
 Range = tuple[int, int]
 """Blocks begin..end-1 of the chain."""
@@ -229,16 +229,17 @@ class ChainCosts:
 
     def _stage(self, begin: int, end: int, row: int) -> StageCost:
         between = self.sums[:, row, end] - self.sums[:, row, begin]
-        forward, compute, activations, _, _ = between.tolist()
-        parameters, static = int(self.gradients(begin, end)[row]), int(self.statics(begin, end)[row])
+        forward, compute, activations, _, _, *kept = between.tolist()
+        tied = [(each, before[end] - before[begin]) for each, before in self.tied if before[end] > before[begin]]
+        again = sum((each.state * int(blocks - 1) for each, blocks in tied), MemoryBytes())
         power = (end - begin).bit_length() - 1
         return StageCost(
             forward,
             compute - forward,
             activation_bytes=activations,
             workspace_bytes=int(max(self.widest[row, power, begin], self.widest[row, power, end - (1 << power)])),
-            state=state_of_total(static, parameters),
-            tied=frozenset(each for each, before in self.tied if before[end] > before[begin]),
+            state=MemoryBytes(zip(STATE_KINDS, kept, strict=True)) - again,
+            tied=frozenset(each for each, _ in tied),
         )
 
     def time(self, begins: Place, ends: Place) -> Array:
@@ -369,10 +370,13 @@ def _between(sums: Array, begins: Place, ends: Place) -> Array:
 
 
 def _sums(rows: Sequence[Sequence[StageCost]]) -> Array:
-    """[kind, row, block + 1] of forward, compute, activations, gradients and static."""
+    """[kind, row, block + 1] of forward, compute, activations, gradients, static, and each kind of state."""
     each = [
         [
-            (cost.forward_ns, cost.compute_ns, cost.activation_bytes, cost.gradient_bytes, cost.static_bytes)
+            (
+                *(cost.forward_ns, cost.compute_ns, cost.activation_bytes, cost.gradient_bytes, cost.static_bytes),
+                *(cost.state[kind] for kind in STATE_KINDS),
+            )
             for cost in row
         ]
         for row in rows

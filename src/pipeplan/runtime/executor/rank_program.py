@@ -26,7 +26,7 @@ from pipeplan.runtime.executor.message_graph import (
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Attribute, Loop, Stage
-from pipeplan.workload.kinds import PARAMETERS, Role, is_instruction
+from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
 Rows = tuple[Message, Numbers]
@@ -338,7 +338,7 @@ class _Lowering:
             outputs={target: names for (source, target), names in crossings.items() if source == index},
             returns=frozenset(source for source, target in gradients if target == index),
             awaits=frozenset(target for source, target in gradients if source == index),
-            parameter_bytes=stage.state[PARAMETERS],
+            parameter_bytes=self._plan.held_parameters(stage),
             waiting_bytes=sum(each.release_bytes for each in operations if each.role is Role.WEIGHT_GRAD),
         )
 

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pipeplan._version import __version__
-from pipeplan.costs.blocks import state_recipe
 from pipeplan.costs.communication import Exchange, Prices
+from pipeplan.costs.recipes import unnamed_bytes
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Source, TiedParameter
+from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Recipe, Source, TiedParameter
 from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
 from pipeplan.runtime.profiling.flops import ProductCounter
@@ -38,8 +38,8 @@ class BlockNode:
     """What is known of a block before it runs.
 
     ``kind`` is the id of the first block like it, ``likeness`` equal for all of them, those of other models included;
-    ``input_needs_grad`` is by source; ``roots`` are the outputs, by index, that backward starts from; ``trainable`` are
-    the numbers in parameters that get a gradient.
+    ``input_needs_grad`` is by source; ``roots`` are the outputs, by index, that backward starts from; ``trainable`` and
+    ``frozen`` are the numbers in parameters that get a gradient, and in those that do not.
     """
 
     spec: BlockSpec
@@ -47,9 +47,8 @@ class BlockNode:
     likeness: Hashable
     input_needs_grad: tuple[bool, ...]
     roots: tuple[int, ...]
-    parameter_bytes: int
     trainable: int
-    trainable_bytes: int
+    frozen: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class BlockGraph:
                 block.spec.samples,
                 block.kind,
                 block.input_needs_grad,
-                (block.parameter_bytes, block.trainable_bytes),
+                (block.trainable, block.frozen),
             )
             for block in self.blocks
         ]
@@ -111,7 +110,7 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
     blocks: list[BlockNode] = []
     for step in steps:
         id_, parameters = step.spec.id, _own_parameters(step, model)
-        trained = [tensor for tensor in parameters if tensor.requires_grad]
+        trained = sum(tensor.numel() for tensor in parameters if tensor.requires_grad)
         roots = _roots(step, read)
         likeness = _likeness(step, roots)
         blocks.append(
@@ -121,9 +120,8 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
                 likeness,
                 tuple(tensor.requires_grad for tensor in step.inputs),
                 roots,
-                sum(tensor.nbytes for tensor in parameters),
-                sum(tensor.numel() for tensor in trained),
-                sum(tensor.nbytes for tensor in trained),
+                trained,
+                sum(tensor.numel() for tensor in parameters) - trained,
             )
         )
     readers = Counter(each for block in model.blocks for each in set(block.inputs))
@@ -154,20 +152,23 @@ def _own_parameters(step: ShapedBlock, model: Model) -> list[nn.Parameter]:
 
 
 def _tied(model: Model, modules: Mapping[str, nn.Module]) -> Iterator[TiedParameter]:
-    """What several blocks share, with its bytes as they count them; one entry for all that the same blocks share."""
+    """What several blocks share and train; one entry for all that the same blocks share.
+
+    What is frozen has no gradients to sum, so that it is each block's own.
+    """
     shared: dict[frozenset[str], list[tuple[str, str]]] = defaultdict(list)
     for group in model.tied:
         shared[frozenset(id_ for id_, _ in group)].append(group[0])
     for blocks, firsts in shared.items():
         if len(blocks) > 1:
             parameters = [modules[id_].get_parameter(name) for id_, name in firsts]
-            trained = [each for each in parameters if each.requires_grad]
-            numbers, size = sum(each.numel() for each in trained), sum(each.nbytes for each in trained)
-            state = state_recipe(_RECIPE).state(numbers, size)
+            trained = sum(each.numel() for each in parameters if each.requires_grad)
+            if not trained:
+                continue
             yield TiedParameter(
                 name=".".join(firsts[0]),
                 blocks=tuple(block.id for block in model.blocks if block.id in blocks),
-                **Block.kept(sum(each.nbytes for each in parameters), state),
+                parameters=trained,
             )
 
 
@@ -245,14 +246,9 @@ def _form(tensor: Tensor) -> Hashable:
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
 
 
-_RECIPE = "adamw"
-"""What training is taken to hold of every parameter, a recipe of the catalog."""
-
-STATE_NOTES = (
-    "Weight gradients of linear and embedding layers are deferred to W, all others are part of I.",
-    f"Optimizer state is {state_recipe(_RECIPE).title}'s.",
-)
+STATE_NOTES = ("Weight gradients of linear and embedding layers are deferred to W, all others are part of I.",)
 """What every profile that is made here says of its blocks."""
+
 
 _FLOAT32_BYTES = 4
 
@@ -318,6 +314,7 @@ def profile_of_kinds(
     rows: Iterable[tuple[Kind, CostRow]],
     price: Price,
     source: Source,
+    recipe: Recipe,
 ) -> Profile:
     """The profile whose blocks have the rows of their kinds, with what collectives take. Raises UsageError."""
     kinds, of_kind = kinds_of(splits), defaultdict[Kind, list[CostRow]](list)
@@ -329,13 +326,15 @@ def profile_of_kinds(
             for row in of_kind[kinds[block.likeness]]:
                 own = row.model_copy(update={"shards": split.shards})
                 costs[block.spec.id].append(_with_collectives(own, block.spec.collectives, price))
-    return profile_of(model, unsplit, {id_: sorted(own, key=lambda row: row.key) for id_, own in costs.items()}, source)
+    by_block = {id_: sorted(own, key=lambda row: row.key) for id_, own in costs.items()}
+    return profile_of(model, unsplit, by_block, source, recipe)
 
 
 def bare_profile(model: Model, graph: BlockGraph) -> Profile:
     """A profile that says nothing of times, for its blocks and edges. Raises UsageError where names do not fit one."""
     nothing = (CostRow(microbatch_size=1, forward_ns=0, backward_ns=0),)
-    return profile_of(model, graph, {block.spec.id: nothing for block in graph.blocks}, Source(method="estimated"))
+    costs = {block.spec.id: nothing for block in graph.blocks}
+    return profile_of(model, graph, costs, Source(method="estimated"), Recipe())
 
 
 def source_of(method: Literal["measured", "estimated"], device: str, dtype: torch.dtype, notes: str = "") -> Source:
@@ -377,17 +376,25 @@ def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: Pr
     return row.model_copy(update=times)
 
 
-def profile_of(model: Model, graph: BlockGraph, costs: Mapping[str, Sequence[CostRow]], source: Source) -> Profile:
-    """The model's profile. Raises UsageError where its names do not fit one."""
+def profile_of(
+    model: Model, graph: BlockGraph, costs: Mapping[str, Sequence[CostRow]], source: Source, recipe: Recipe
+) -> Profile:
+    """The model's profile. Raises UsageError where its names do not fit one.
+
+    With the recipe ``custom`` bytes are stated of what a plain loop keeps in the source's number format.
+    """
+    width = dtype_of(source.dtype).itemsize if recipe.is_custom and source.dtype else None
+    tied = [each.model_copy(update=unnamed_bytes(width, each.parameters)) for each in graph.tied]
     try:
         return Profile(
             name=model.name,
             source=source,
             tokens_per_sample=graph.tokens_per_sample,
             forward_flops_per_sample=graph.forward_flops_per_sample,
-            blocks=tuple(_block(block, costs[block.spec.id]) for block in graph.blocks),
+            recipe=recipe,
+            blocks=tuple(_block(block, costs[block.spec.id], width) for block in graph.blocks),
             edges=graph.edges,
-            tied=graph.tied,
+            tied=tuple(tied),
         )
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
@@ -395,7 +402,12 @@ def profile_of(model: Model, graph: BlockGraph, costs: Mapping[str, Sequence[Cos
         raise UsageError(f"model {model.name!r} does not fit a profile: {place}: {first['msg']}") from error
 
 
-def _block(block: BlockNode, costs: Sequence[CostRow]) -> Block:
-    state = state_recipe(_RECIPE).state(block.trainable, block.trainable_bytes)
-    said = {**block.spec.described, **Block.kept(block.parameter_bytes, state)}
-    return Block(id=block.spec.id, **said, costs=tuple(costs))
+def _block(block: BlockNode, costs: Sequence[CostRow], width: int | None) -> Block:
+    return Block(
+        id=block.spec.id,
+        **block.spec.described,
+        parameters=block.trainable,
+        frozen_parameters=block.frozen,
+        **unnamed_bytes(width, block.trainable, block.frozen),
+        costs=tuple(costs),
+    )

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from pipeplan.costs.communication import prices_in, prices_of
 from pipeplan.costs.devices import Calibration, DevicePreset, Kernel, KnownRow, Work, calibrate, likeness, measured_rows
+from pipeplan.costs.recipes import ESTIMATED, products_in_fp8, profiled_recipe
 from pipeplan.errors import UsageError
-from pipeplan.files import Cluster, CostRow, Profile
+from pipeplan.files import Cluster, CostRow, Profile, Recipe
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
 from pipeplan.runtime.profiling.benches import Bench
@@ -61,6 +62,7 @@ def estimate_model(
     calibration: Profile | None = None,
     reference: Model | None = None,
     cluster: Cluster | None = None,
+    recipe: Recipe | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Estimate every block of a model for each micro-batch size.
@@ -77,15 +79,22 @@ def estimate_model(
         calibration: a measured profile that times are fitted to: of this model, or of some of its blocks.
         reference: the model that ``calibration`` is of, if it is another one.
         cluster: whose links the collectives of split blocks take; without, the device's own link.
+        recipe: what training keeps of every parameter; by default the usual one of the number format.
         progress: called before every block and size.
     """
     sizes = sorted(set(microbatch_sizes))
     if not sizes or sizes[0] < 1:
         raise UsageError(f"micro-batch sizes {sizes}: give at least one, each 1 or more, with --microbatch")
+    recipe = recipe or profiled_recipe(ESTIMATED, str(dtype).removeprefix("torch."))[1]
+    fp8 = products_in_fp8(recipe)
+    if fp8 and calibration is not None:
+        raise UsageError(f"--calibrate fits measured times, which say nothing of FP8; leave --precision {recipe} out")
+    if fp8:
+        device.fp8_peak()  # before anything is traced
     splits = splits_of(model, shards, dtype, cluster)
     rows = {bench.key: (bench.row(), work) for bench, work in counted(splits, sizes, dtype, recompute, progress)}
     unsplit, notes = unsplit_of(splits, model, dtype), _NOTES
-    timed = {key: _on_device(row, work, device) for key, (row, work) in rows.items()}
+    timed = {key: _on_device(row, work, device, fp8=fp8) for key, (row, work) in rows.items()}
     if calibration is not None:
         bare = bare_profile(model, unsplit)
         fitted = _fitted(calibration, reference or model, dtype)
@@ -96,12 +105,18 @@ def estimate_model(
         notes = f"{notes} {model.remark}."
     price = priced_by(prices_in(cluster) if cluster is not None else prices_of(device), dtype)
     source = source_of("estimated", device.title, dtype, f"{notes} Device: {device.source}.")
-    return profile_of_kinds(model, splits, unsplit, ((key.kind, row) for key, row in timed.items()), price, source)
+    by_kind = ((key.kind, row) for key, row in timed.items())
+    return profile_of_kinds(model, splits, unsplit, by_kind, price, source, recipe)
 
 
-def _on_device(row: CostRow, work: Work, device: DevicePreset) -> CostRow:
+def _on_device(row: CostRow, work: Work, device: DevicePreset, *, fp8: bool) -> CostRow:
     times: dict[str, int] = {
-        phase: round(sum(device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix) for each in kernels))
+        phase: round(
+            sum(
+                device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix, fp8=fp8 and each.weights)
+                for each in kernels
+            )
+        )
         for phase, kernels in work.items()
     }
     return row.model_copy(update={**times, "backward_ns": times["input_grad_ns"] + times["weight_grad_ns"]})
@@ -116,7 +131,8 @@ def _fitted(measured: Profile, reference: Model, dtype: torch.dtype) -> Calibrat
     unsplit = splits[0].graph
     bare = bare_profile(reference, unsplit)
     kinds = {likeness(block): node.kind for block, node in zip(bare.blocks, unsplit.blocks, strict=True)}
-    rows = [(block, row) for block, row in measured_rows(measured) if likeness(block) in kinds]
+    same = measured.source.dtype in ("", str(dtype).removeprefix("torch."))
+    rows = [(block, row) for block, row in measured_rows(measured) if same and likeness(block) in kinds]
     if not rows:
         raise UsageError(
             f"--calibrate: profile {measured.name!r} has no block with the operator, dimensions and parameters of one "
@@ -283,5 +299,5 @@ def _kernel(
     moved = sum(tensor.nbytes for tensor in (*read, *outputs))
     flops = product_flops(func, args, kwargs, made)
     if flops is not None:
-        return Kernel(flops, moved, matrix=True)
+        return Kernel(flops, moved, matrix=True, weights=operator in (_aten.mm, _aten.addmm))
     return Kernel(max((tensor.numel() for tensor in outputs), default=0), moved)

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from pipeplan.costs.communication import prices_in
+from pipeplan.costs.recipes import MEASURED, profiled_recipe
 from pipeplan.errors import UsageError
-from pipeplan.files import Cluster, Profile, Source
+from pipeplan.files import Cluster, Profile, Recipe, Source
 from pipeplan.runtime.models.losses import find_losses
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.benches import TIMES, Bench
@@ -49,6 +50,7 @@ def profile_model(
     recompute: bool = False,
     cluster: Cluster | None = None,
     dtype: torch.dtype = torch.float32,
+    recipe: Recipe | None = None,
     device: torch.device | str = "cpu",
     seed: int = 0,
     progress: Progress | None = None,
@@ -73,6 +75,7 @@ def profile_model(
         recompute: rows with activation checkpointing of each block, too.
         cluster: whose links the collectives of split blocks take; without, their times are left out.
         dtype: of parameters and activations.
+        recipe: what training keeps of every parameter; by default what a plain loop does in the number format.
         device: where to run; times and memory on CUDA are taken on the device.
         seed: of parameters and samples.
         progress: called before every run.
@@ -87,6 +90,7 @@ def profile_model(
         InfeasibleError: memory ran out at the smallest size.
     """
     sizes, runs = sorted(set(microbatch_sizes)), RunCounts(repeats, warmup, max_spread)
+    recipe = recipe or profiled_recipe(MEASURED, str(dtype).removeprefix("torch."))[1]
     where = _require_usable(sizes, runs, device)
     splits = splits_of(model, shards, dtype, cluster)
     unsplit = unsplit_of(splits, model, dtype)
@@ -110,7 +114,7 @@ def profile_model(
     notes += [f"{text[0].upper()}{text[1:]}." for text in (model.remark, losses.text) if text]
     price = priced_by(None if cluster is None else prices_in(cluster), dtype)
     rows = ((bench.key.kind, bench.row()) for bench in benches.all)
-    return profile_of_kinds(model, splits, unsplit, rows, price, _source(dtype, where, " ".join(notes)))
+    return profile_of_kinds(model, splits, unsplit, rows, price, _source(dtype, where, " ".join(notes)), recipe)
 
 
 def _require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device | str) -> torch.device:

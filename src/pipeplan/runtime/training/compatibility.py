@@ -28,7 +28,7 @@ from pipeplan.runtime.training.data import fingerprint
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import Stage
-from pipeplan.workload.kinds import PARAMETERS, Role, role_of
+from pipeplan.workload.kinds import MASTER, Role, role_of
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, Mesh
 
 _SAMPLES = 2  # some losses compare samples with each other
@@ -115,7 +115,9 @@ def other_sizes(
     of parameters; what autocast makes shorter counts as if it were not.
     """
     held = {index: sizes for index, sizes in enumerate(_parameters(plan, model, dtype)) if min(sizes) > 0}
-    formats = {fit for sizes in held.values() for fit in _FORMATS if _agree(sizes, (fit,))} or set(_FORMATS)
+    alike = not any(stage.state[MASTER] for stage in plan.stages)  # else messages have another format than parameters
+    fitting = {fit for sizes in held.values() for fit in _FORMATS if _agree(sizes, (fit,))}
+    formats = fitting if fitting and alike else set(_FORMATS)
     for message, samples, sizes in _messages(plan, programs, specs, dtype):
         if not _agree(sizes, formats):
             planned, sent = (format_bytes(size / samples) for size in sizes)
@@ -149,7 +151,7 @@ def _parameters(plan: Plan, model: Model, dtype: torch.dtype) -> Iterator[tuple[
         every = sum(counts[block] / count for block, count in parts.items())
         own = [[holder for holder in group if holder[0] in parts] for group in model.tied]
         again = sum(sizes[holder] / parts[holder[0]] for holders in own for holder in holders[1:])
-        planned = stage.state[PARAMETERS]
+        planned = plan.held_parameters(stage)
         yield (
             planned,
             next((size for size in (every - again, every) if _agree((planned, size), _FORMATS)), every - again),

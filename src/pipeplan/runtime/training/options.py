@@ -6,17 +6,28 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import ClassVar, Literal
+from dataclasses import asdict, dataclass, replace
+from typing import ClassVar, Literal, Self
 
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import UsageError, choose_from
-from pipeplan.files import Plan
+from pipeplan.files import Plan, Recipe
+from pipeplan.files.recipe import ADAMW, AUTOCAST
 from pipeplan.runtime.launch.job import RunOptions, RunResult
 from pipeplan.units import format_ns
 
-OPTIMIZERS = {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"}
+OPTIMIZERS = {
+    "adamw": "torch.optim:AdamW",
+    "adam": "torch.optim:Adam",
+    "momentum": "torch.optim:SGD",
+    "sgd": "torch.optim:SGD",
+}
 """Optimizers by name."""
+
+MOMENTUM = 0.9
+
+RUNNABLE = {"fp32": "float32", "bf16": "bfloat16", AUTOCAST: "float32"}
+"""Recipes that a run can follow, and the number format of parameters: what is beside these is the optimizer's."""
 
 LR_SCHEDULES = ("constant", "cosine", "linear")
 
@@ -30,8 +41,10 @@ class TrainOptions(RunOptions):
     ``optimizer`` is one of ``OPTIMIZERS`` or ``pkg.mod:factory``, a function of parameters that returns one;
     ``learning_rate`` and ``weight_decay`` are handed to it where they are given. ``lr_schedule`` is one of
     ``LR_SCHEDULES`` or ``pkg.mod:factory``, a function of an optimizer; ``lr_steps`` is how many steps it spans, all
-    if None. ``clip_norm`` is the largest norm of all gradients together, ``autocast`` the format that operators
-    compute in, each None to leave it out.
+    if None. ``clip_norm`` is the largest norm of all gradients together, None to leave it out.
+
+    ``precision`` is the recipe that training follows, ``dtype`` the number format of parameters; both and ``optimizer``
+    are the plan's where they are None, of which :meth:`by_plan` makes options that say all three.
 
     ``data`` is where samples come from, see :func:`pipeplan.runtime.training.data.with_data`; None for those a model
     makes up.
@@ -48,16 +61,16 @@ class TrainOptions(RunOptions):
     sequence: int | None = None
     grain: Literal["layer", "half", "operator"] | None = None
     seed: int = 0
-    dtype: str = "float32"
+    dtype: str | None = None
+    precision: str | None = None
     instructions: str | None = None
-    optimizer: str = "adamw"
+    optimizer: str | None = None
     learning_rate: float | None = None
     weight_decay: float | None = None
     lr_schedule: str = "constant"
     warmup_steps: int = 0
     lr_steps: int | None = None
     clip_norm: float | None = None
-    autocast: str | None = None
     data: str | None = None
     checkpoint: str | None = None
     checkpoint_every: int | None = None
@@ -70,7 +83,8 @@ class TrainOptions(RunOptions):
 
     def require_consistent(self) -> None:
         """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
-        _require_known("--optimizer", self.optimizer, list(OPTIMIZERS))
+        if self.optimizer is not None:
+            _require_known("--optimizer", self.optimizer, list(OPTIMIZERS))
         _require_known("--lr-schedule", self.lr_schedule, LR_SCHEDULES)
         for flag, given in (("--resume", self.resume), ("--checkpoint-every", self.checkpoint_every)):
             if given and self.checkpoint is None:
@@ -82,6 +96,42 @@ class TrainOptions(RunOptions):
         there = self.export_weights is not None and os.path.exists(self.export_weights)
         if there and not os.path.isfile(str(self.export_weights)):
             raise UsageError(f"--export-weights {self.export_weights}: it is no ordinary file; choose another")
+
+    def by_plan(self, plan: Plan) -> Self:
+        """The same, with what it leaves to the plan's recipe.
+
+        Raises:
+            UsageError: a recipe that no run can follow, or whose parameters have another format than ``dtype``.
+        """
+        made_for = plan.recipe if plan.recipe is not None and not plan.recipe.is_custom else Recipe(name="fp32")
+        name = self.precision if self.precision is not None or self.dtype is not None else made_for.name
+        *first, last = RUNNABLE
+        usable = f"--precision {', '.join(first)} or {last}"
+        if name is not None and name not in RUNNABLE:
+            raise UsageError(
+                f"{f'--precision {name}' if self.precision else f'the plan was made for the recipe {made_for}'}: a run "
+                "has no master copy beside the parameters that compute, no loss scale and no FP8, so that it cannot "
+                f"train by {name}; give {usable}, to the run or to a new search"
+            )
+        if name is not None and self.precision is None and made_for.gradient_dtype is not None:
+            raise UsageError(
+                f"the plan was made for the recipe {made_for}: a run's gradients have the parameters' format; give "
+                f"{usable} to the run, or search without --gradient-dtype"
+            )
+        own = None if name is None else RUNNABLE[name]
+        if self.dtype is not None and own not in (None, self.dtype):
+            raise UsageError(f"--precision {name} trains parameters in {own}; leave --dtype {self.dtype} out")
+        return replace(self, dtype=own or self.dtype, precision=name, optimizer=self.optimizer or made_for.optimizer)
+
+    @property
+    def autocast(self) -> str | None:
+        """The format that blocks compute in where that is not the parameters'."""
+        return "bfloat16" if self.precision == AUTOCAST else None
+
+    @property
+    def number_format(self) -> str:
+        """Of parameters."""
+        return self.dtype or "float32"
 
     @property
     def schedule_steps(self) -> int:
@@ -102,9 +152,9 @@ class TrainOptions(RunOptions):
         return {
             "--sequence": self.sequence,
             "--grain": self.grain or "half",
-            "--dtype": self.dtype,
+            "--dtype": self.number_format,
             "--seed": self.seed,
-            "--optimizer": self.optimizer,
+            "--optimizer": self.optimizer or ADAMW,
             "--lr": self.learning_rate,
             "--weight-decay": self.weight_decay,
             "--lr-schedule": self.lr_schedule,
@@ -149,7 +199,7 @@ class RunOutcome:
         if not isinstance(self.options, TrainOptions) or not self.result.steps:
             return None
         where = self.result.versions.get("device", "") if self.options.transport == "nccl" else ""
-        dtype = self.options.autocast or self.options.dtype
+        dtype = self.options.autocast or self.options.number_format
         measure = Yardstick.of_plan(self.plan).on(where, dtype)
         return measure.throughput(self.plan.mini_batch, self.warm_ns, len(self.plan.devices))
 
@@ -183,7 +233,8 @@ class RunOutcome:
             "model": options.model,
             "num_ranks": len(plan.devices),
             "device": options.device,
-            "dtype": options.dtype,
+            "dtype": options.number_format,
+            "precision": options.precision,
             "backend": options.transport,
             "num_microbatches": plan.num_microbatches,
             **self._times(),

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from pipeplan._version import __version__
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
+from pipeplan.files.recipe import ADAMW
 from pipeplan.runtime.executor.channels import Channels
 from pipeplan.runtime.executor.custom_ops import CustomOpRunner, custom_ops_of
 from pipeplan.runtime.executor.interpreter import Executor
@@ -60,7 +61,7 @@ from pipeplan.runtime.training.compatibility import (
     warn_of_other_sizes,
 )
 from pipeplan.runtime.training.data import with_data
-from pipeplan.runtime.training.options import LR_SCHEDULES, OPTIMIZERS, TrainOptions
+from pipeplan.runtime.training.options import LR_SCHEDULES, MOMENTUM, OPTIMIZERS, TrainOptions
 from pipeplan.runtime.training.weights import Holder, WeightNames, read_weights, write_weights
 
 
@@ -139,6 +140,7 @@ class Trainer:
 
     def __init__(self, plan: Plan, model: Model, options: TrainOptions, progress: Progress) -> None:
         progress.begin(Phase.LOADING)
+        options = options.by_plan(plan)
         self.rank, self.model, self.options, self.progress = progress.rank, model, options, progress
         programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
         require_splittable(plan, model)
@@ -147,7 +149,7 @@ class Trainer:
         custom_ops = custom_ops_of(plan)
         self.program = programs[self.rank]
         self.device = rank_device(options.device, options.transport, options.num_threads)
-        dtype: torch.dtype = getattr(torch, options.dtype)
+        dtype: torch.dtype = getattr(torch, options.number_format)
         self.autocast = autocast_of(options)
         specs = travelling(self.program, model, dtype, self.autocast)
         lines = self.program.lines.union(part.devices for part in self.program.custom_ops.values())
@@ -229,13 +231,13 @@ class Trainer:
     def read_weights(self, path: str) -> None:
         """Take the parameters from a file of weights. Raises UsageError, the same on every rank."""
         self.progress.begin(Phase.RESUMING)
-        names = WeightNames.of(self.model, getattr(torch, self.options.dtype))
+        names = WeightNames.of(self.model, getattr(torch, self.options.number_format))
         read_weights(path, names, self.model.name, self._weights(names, stored=False))
 
     def write_weights(self, path: str) -> str:
         """Write all ranks' parameters into one file; why it is not there, if it is not. Collective."""
         self.progress.begin(Phase.SAVING)
-        names = WeightNames.of(self.model, getattr(torch, self.options.dtype))
+        names = WeightNames.of(self.model, getattr(torch, self.options.number_format))
         held = list(self._weights(names, stored=True))
         return write_weights(path, names, held, self.all_ranks, self.rank)
 
@@ -336,7 +338,7 @@ class Trainer:
         draw = (self.options.seed, step)
         if not wanted and not any(spec.loss for spec in specs):
             return MiniBatch({}, 1, draw)
-        dtype: torch.dtype = getattr(torch, self.options.dtype)
+        dtype: torch.dtype = getattr(torch, self.options.number_format)
         batch = self.model.mini_batch(self.program.mini_batch, step, self.options.seed, dtype=dtype, device=self.device)
         tensors = {name: tensor for name, tensor in batch.items() if name in wanted}
         return MiniBatch(tensors, self.model.predictions(batch), draw)
@@ -385,15 +387,8 @@ def travelling(
 
 
 def autocast_of(options: TrainOptions) -> Autocast | None:
-    """What ``--autocast`` asks for. Raises UsageError where parameters are not in float32."""
-    if options.autocast is None:
-        return None
-    if options.dtype != "float32":
-        raise UsageError(
-            f"--autocast {options.autocast} computes from float32 parameters; leave --dtype {options.dtype} out"
-        )
-    dtype: torch.dtype = getattr(torch, options.autocast)
-    return Autocast(options.device, dtype)
+    """What blocks run under, by the recipe."""
+    return None if options.autocast is None else Autocast(options.device, getattr(torch, options.autocast))
 
 
 def _versions(options: TrainOptions) -> dict[str, str]:
@@ -454,7 +449,10 @@ def _optimizer(parameters: Sequence[nn.Parameter], options: TrainOptions) -> Opt
     """Built-in names are torch's classes; what the command line does not set is as their defaults have it."""
     asked = {"lr": options.learning_rate, "weight_decay": options.weight_decay}
     given = {name: value for name, value in asked.items() if value is not None}
-    path = OPTIMIZERS.get(options.optimizer, options.optimizer)
+    name = options.optimizer or ADAMW
+    if name == "momentum":
+        given["momentum"] = MOMENTUM
+    path = OPTIMIZERS.get(name, name)
     made = made_by(path, "--optimizer", parameters, **given)
     if not isinstance(made, Optimizer):
         raise UsageError(f"--optimizer {path!r} returned {type(made).__name__}, not a torch.optim.Optimizer")

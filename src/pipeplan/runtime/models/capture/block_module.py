@@ -25,7 +25,7 @@ _INITIAL_STD = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class BlockRecipe:
     """How to make a block's module again and again.
 
     It takes the results of ``crossing``, operations of other blocks, then ``inputs`` of the batch, and gives those of
@@ -69,7 +69,7 @@ def _look(tensor: Tensor) -> tuple[Hashable, ...]:
 class CapturedBlock(nn.Module):
     """Runs a block's operators. What depends on nothing but sizes - masks, positions - is made once and kept."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: BlockRecipe) -> None:
         super().__init__()
         self._counted, self._has_constants = recipe.counted, recipe.has_constants
         self._deferred = recipe.deferred
@@ -181,7 +181,7 @@ class BlockWriter:
         shown = (op.name.removeprefix(f"{self.group.path}."), op.needs_grad) if op.kind != "call" else ()
         return (self.places[op], op.kind, op.per_sample, op.shape, *shown)
 
-    def like(self, other: BlockWriter, recipe: Recipe) -> Recipe:
+    def like(self, other: BlockWriter, recipe: BlockRecipe) -> BlockRecipe:
         """The recipe of a group with the same text, by that of the other one."""
         own = list(self.places)
         named = {(op.kind, op.name): own[place] for op, place in other.places.items() if op.kind != "call"}
@@ -211,7 +211,7 @@ class BlockWriter:
         """Whether it is trained, or comes from another block."""
         return source.kind == "parameter" or (source.kind == "call" and source not in known)
 
-    def recipe(self) -> Recipe:
+    def recipe(self) -> BlockRecipe:
         """What a block is made from."""
         self.of_inputs = self._depending_on_inputs()
         self.deferred = {
@@ -227,7 +227,7 @@ class BlockWriter:
         constants = self._constants()
         body_code, body_scope = self._write("body", (*crossing, *inputs), constants)
         constants_code, constants_scope = self._write_constants(constants)
-        return Recipe(
+        return BlockRecipe(
             code=f"{constants_code}\n{body_code}",
             globals=constants_scope | body_scope,
             crossing=crossing,

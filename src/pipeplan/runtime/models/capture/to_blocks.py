@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.capture.block_module import BlockWriter, Recipe
+from pipeplan.runtime.models.capture.block_module import BlockRecipe, BlockWriter
 from pipeplan.runtime.models.capture.export import trace
 from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode
 from pipeplan.runtime.models.capture.grouping import (
@@ -93,7 +93,7 @@ def _is_switched(module: nn.Module) -> bool:
 _DROPPING = (_DropoutNd, nn.MultiheadAttention, nn.RNNBase)
 
 
-def _recipes(traced: CapturedGraph, groups: Sequence[OpGroup], free: set[OpNode], name: str) -> list[Recipe]:
+def _recipes(traced: CapturedGraph, groups: Sequence[OpGroup], free: set[OpNode], name: str) -> list[BlockRecipe]:
     owner = {op: index for index, group in enumerate(groups) for op in group.operations}
     given: list[dict[OpNode, None]] = [{} for _ in groups]
     needs = [needed_by(group, free) for group in groups]
@@ -105,8 +105,8 @@ def _recipes(traced: CapturedGraph, groups: Sequence[OpGroup], free: set[OpNode]
         raise UsageError(f"model {name!r}: its output does not depend on its parameters")
     given[owner[traced.output]][traced.output] = None
     counting = next((op for op in traced.operations if op.kind == "input" and op.per_sample), None)
-    known: dict[Hashable, tuple[BlockWriter, Recipe]] = {}
-    found: list[Recipe] = []
+    known: dict[Hashable, tuple[BlockWriter, BlockRecipe]] = {}
+    found: list[BlockRecipe] = []
     for group, wanted, out in zip(groups, needs, given, strict=True):
         writer = BlockWriter(group, wanted, tuple(out), counting)
         if writer.text in known:
@@ -130,7 +130,11 @@ def _require_travelling(op: OpNode, name: str) -> None:
 
 
 def _blocks(
-    groups: Sequence[OpGroup], recipes: Sequence[Recipe], traced: CapturedGraph, grain: Grain, kept: Mapping[str, str]
+    groups: Sequence[OpGroup],
+    recipes: Sequence[BlockRecipe],
+    traced: CapturedGraph,
+    grain: Grain,
+    kept: Mapping[str, str],
 ) -> tuple[BlockSpec, ...]:
     operators = [operator_of(group, recipe.crossing, grain) for group, recipe in zip(groups, recipes, strict=True)]
     ids = block_ids(groups, operators, grain)
@@ -157,7 +161,7 @@ def _blocks(
 def parameters_of(block: BlockSpec) -> Mapping[str, str]:
     """Of a captured block: the names in the captured module that its parameters had, by those they have now."""
     recipe = getattr(getattr(block.build, "func", None), "__self__", None)
-    assert isinstance(recipe, Recipe), f"block {block.id!r} was not captured"
+    assert isinstance(recipe, BlockRecipe), f"block {block.id!r} was not captured"
     return recipe.parameters
 
 

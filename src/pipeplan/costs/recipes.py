@@ -1,0 +1,278 @@
+"""What training keeps of parameters: the one place where counts and a recipe become bytes.
+
+A recipe is data of the catalog: what one parameter takes of every kind of memory. A profile names one and counts
+parameters; with the recipe ``custom`` its blocks state bytes instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from pydantic import ConfigDict, TypeAdapter
+
+from pipeplan.catalog import names, read_table, require_known
+from pipeplan.errors import UsageError, choose_from, unknown_key
+from pipeplan.files import Block, Profile, TiedParameter, sha256_of
+from pipeplan.files.recipe import ADAMW, GradientDtype, Recipe
+from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryBytes
+
+RECIPES = names("recipes")
+"""Every recipe by name."""
+
+OPTIMIZERS = (ADAMW, "momentum", "sgd")
+"""Optimizers whose state every recipe knows."""
+
+_FROZEN, _WORKSPACE = "frozen", "workspace"
+_FORMATS: dict[str, tuple[GradientDtype, int]] = {
+    "float32": ("fp32", 4),
+    "bfloat16": ("bf16", 2),
+    "float16": ("fp16", 2),
+}
+"""By the name of a number format: how flags call it, and bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRecipe:
+    """What training keeps for every parameter, in bytes by the names of kinds of memory.
+
+    ``dtype`` is the number format that blocks compute in, ``products`` that of matrix products where it is another. Of
+    ``bytes`` those of ``frozen`` are for parameters that are not trained, by default as many as the copy that computes
+    has, and ``workspace`` is of a copy that is there only while a block runs. ``optimizer`` has the bytes of its state
+    by the optimizer's name.
+    """
+
+    title: str
+    source: str
+    dtype: str
+    bytes: Mapping[str, int]
+    optimizer: Mapping[str, int]
+    products: str = ""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    def __post_init__(self) -> None:
+        kinds = [kind.name for kind in STATE_KINDS if kind is not OPTIMIZER]
+        unknown = unknown_key(self.bytes, [*kinds, _FROZEN, _WORKSPACE]) or unknown_key(self.optimizer, OPTIMIZERS)
+        if unknown is not None or self.dtype not in _FORMATS or len(self.optimizer) < len(OPTIMIZERS):
+            raise ValueError(f"recipe {self.title!r}: {unknown or f'no dtype of {list(_FORMATS)}, or an optimizer'}")
+
+    @property
+    def gradient_dtypes(self) -> tuple[GradientDtype, ...]:
+        """Formats that gradients may add up in: float32, and the one that computes."""
+        return tuple(dict.fromkeys(("fp32", _FORMATS[self.dtype][0])))
+
+
+@cache
+def state_recipe(name: str) -> StateRecipe:
+    """The recipe of this name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in RECIPES:
+        raise UsageError(f"there is no recipe {name!r}; {choose_from(name, RECIPES)}")
+    table = read_table("recipes", name)
+    require_known(table, StateRecipe, f"{name}.toml")
+    return TypeAdapter(StateRecipe).validate_python(table)
+
+
+class _PerParameter(NamedTuple):
+    """Bytes of one parameter: of a trained and of a frozen one, and of the copy that is there while a block runs."""
+
+    trained: MemoryBytes
+    frozen: MemoryBytes
+    running: int
+
+
+@cache
+def _per_parameter(recipe: Recipe) -> _PerParameter:
+    """Raises UsageError where the catalog has no such recipe."""
+    of_catalog = state_recipe(recipe.name)
+    if recipe.optimizer not in of_catalog.optimizer:
+        raise UsageError(
+            f"recipe {recipe.name} has no optimizer {recipe.optimizer!r}; {choose_from(recipe.optimizer, OPTIMIZERS)}"
+        )
+    sizes = {kind: of_catalog.bytes.get(kind.name, 0) for kind in STATE_KINDS}
+    sizes[OPTIMIZER] = of_catalog.optimizer[recipe.optimizer]
+    if recipe.gradient_dtype is not None:
+        sizes[GRADIENTS] = _gradient_bytes(recipe)
+    frozen = of_catalog.bytes.get(_FROZEN, sizes[PARAMETERS])
+    return _PerParameter(MemoryBytes(sizes), MemoryBytes({PARAMETERS: frozen}), of_catalog.bytes.get(_WORKSPACE, 0))
+
+
+def _gradient_bytes(recipe: Recipe) -> int:
+    usable = state_recipe(recipe.name).gradient_dtypes
+    if recipe.gradient_dtype not in usable:
+        raise UsageError(
+            f"recipe {recipe.name} has gradients in {' or '.join(usable)}, not in {recipe.gradient_dtype}; choose one "
+            "of these with --gradient-dtype"
+        )
+    return next(size for name, size in _FORMATS.values() if name == recipe.gradient_dtype)
+
+
+def state_of(part: Block | TiedParameter, recipe: Recipe) -> MemoryBytes:
+    """What training keeps of a part of a profile, unsplit, by the profile's recipe.
+
+    Raises:
+        UsageError: the catalog has no such recipe.
+    """
+    if recipe.is_custom:
+        stated = {kind: getattr(part, kind.key) for kind in STATE_KINDS}
+        if stated[GRADIENTS] is None:
+            stated[GRADIENTS] = stated[PARAMETERS]
+        return MemoryBytes(stated)
+    each = _per_parameter(recipe)
+    return each.trained * part.parameters + each.frozen * part.frozen_parameters
+
+
+def computing_dtype(recipe: Recipe) -> str | None:
+    """The number format that blocks compute in; None where the recipe does not say it."""
+    return None if recipe.is_custom else state_recipe(recipe.name).dtype
+
+
+def products_in_fp8(recipe: Recipe) -> bool:
+    """Whether products with weights compute in FP8."""
+    return not recipe.is_custom and state_recipe(recipe.name).products == "float8"
+
+
+def unnamed_bytes(width: int | None, trained: int, frozen: int = 0) -> dict[str, Any]:
+    """What a block states of parameters in a format that no recipe has: AdamW's state in the format, as torch's is.
+
+    ``width`` is bytes per number; nothing is stated without it.
+    """
+    if width is None:
+        return {}
+    kept = {PARAMETERS: width * (trained + frozen), GRADIENTS: width * trained, OPTIMIZER: 2 * width * trained}
+    return MemoryBytes(kept).keyed(STATE_KINDS)
+
+
+MEASURED = {"float32": "fp32", "bfloat16": "bf16"}
+"""By number format the recipe of a plain torch loop, which is what is measured."""
+
+ESTIMATED = {"float32": "fp32", "bfloat16": "bf16-mixed", "float16": "fp16-mixed"}
+"""By number format the recipe that training usually has."""
+
+
+def profiled_recipe(
+    usual: Mapping[str, str],
+    default_dtype: str,
+    dtype: str | None = None,
+    precision: str | None = None,
+    gradient_dtype: GradientDtype | None = None,
+    optimizer: str | None = None,
+) -> tuple[str, Recipe]:
+    """The number format that a new profile is of, and its recipe, by the flags; ``usual`` recipes by format.
+
+    Raises:
+        UsageError: the flags contradict each other, or the catalog does not have them.
+    """
+    if precision is not None:
+        own = state_recipe(precision).dtype
+        if dtype not in (None, own):
+            raise UsageError(f"--precision {precision} computes in {own}; leave --dtype {dtype} out")
+        return own, checked_recipe(precision, gradient_dtype, optimizer)
+    dtype = dtype or default_dtype
+    if dtype in usual:
+        return dtype, checked_recipe(usual[dtype], gradient_dtype, optimizer)
+    if gradient_dtype is not None or optimizer is not None:
+        flag = f"--gradient-dtype {gradient_dtype}" if gradient_dtype else f"--optimizer {optimizer}"
+        raise UsageError(f"{flag} changes a recipe, and there is none for {dtype}; give --precision, too")
+    return dtype, Recipe()
+
+
+def measurable(recipe: Recipe) -> Recipe:
+    """A recipe that measured blocks may have, whose parameters are in the format that computes.
+
+    Raises:
+        UsageError: they would be cast at each use, or products be in FP8, which takes times that are not measured.
+    """
+    if recipe.is_custom or (_per_parameter(recipe).running == 0 and not products_in_fp8(recipe)):
+        return recipe
+    raise UsageError(
+        f"--precision {recipe.name}: blocks are measured with parameters in the format that computes, neither cast at "
+        f"each use nor in FP8; measure with --precision bf16-mixed, and give --precision {recipe.name} to the search"
+    )
+
+
+def running_bytes(block: Block, recipe: Recipe) -> int:
+    """Of the copy of a block's parameters that is there only while it runs, unsplit. Raises as :func:`state_of`."""
+    if recipe.is_custom:
+        return 0
+    return _per_parameter(recipe).running * (block.parameters + block.frozen_parameters)
+
+
+def optimizer_bytes(recipe: Recipe) -> int:
+    """Of the optimizer's state for one parameter. Raises as :func:`state_of`."""
+    return _per_parameter(recipe).trained[OPTIMIZER]
+
+
+def checked_recipe(name: str, gradient_dtype: GradientDtype | None = None, optimizer: str | None = None) -> Recipe:
+    """A recipe of the catalog with what is chosen of it.
+
+    Raises:
+        UsageError: there is none of that name, or it has no such gradients or optimizer.
+    """
+    found = Recipe(name=name, gradient_dtype=gradient_dtype, optimizer=optimizer or ADAMW)
+    plain = Recipe(name=name, optimizer=found.optimizer)
+    if _per_parameter(found) == _per_parameter(plain):
+        return plain  # the gradients are those it has anyway
+    return found
+
+
+def recipe_asked(
+    profile: Profile,
+    precision: str | None = None,
+    gradient_dtype: GradientDtype | None = None,
+    optimizer: str | None = None,
+) -> Recipe:
+    """The profile's recipe with what a request changes of it; None is left as it is.
+
+    Raises:
+        UsageError: there is no such recipe, or the profile cannot have it.
+    """
+    own = profile.recipe
+    if precision is None and gradient_dtype is None and optimizer is None:
+        return own
+    if precision is None and own.is_custom:
+        flag = f"--gradient-dtype {gradient_dtype}" if gradient_dtype else f"--optimizer {optimizer}"
+        raise UsageError(
+            f"{profile.where} has the recipe custom, which says only bytes, so that {flag} means nothing for it; "
+            f"give --precision, too, one of {', '.join(RECIPES)}"
+        )
+    if precision is None or precision == own.name:
+        return checked_recipe(own.name, gradient_dtype or own.gradient_dtype, optimizer or own.optimizer)
+    return checked_recipe(precision, gradient_dtype, optimizer or own.optimizer)
+
+
+def with_recipe(profile: Profile, recipe: Recipe) -> Profile:
+    """The profile as if training followed another recipe; times and activations stay as they are.
+
+    It is still the file that it was read from, whose fingerprint it has.
+
+    Raises:
+        UsageError: it states bytes and does not count its parameters, or the catalog has no such recipe.
+    """
+    if recipe == profile.recipe:
+        return profile
+    if recipe.is_custom:
+        raise UsageError(f"{profile.where} counts parameters by the recipe {profile.recipe}, and states no bytes")
+    _per_parameter(recipe)
+    bare = [block for block in profile.blocks if not block.parameters + block.frozen_parameters]
+    for block in bare:
+        if len(bare) == len(profile.blocks) or state_of(block, profile.recipe).total:
+            raise UsageError(
+                f"{profile.where} has the recipe {profile.recipe}: block {block.id!r} does not say how many parameters "
+                f"it has, only bytes, so that it cannot have the recipe {recipe.name}; leave --precision out, or "
+                "profile the model again"
+            )
+    changed = profile.model_copy(
+        update={
+            "recipe": recipe,
+            "blocks": tuple(block.without_bytes() for block in profile.blocks),
+            "tied": tuple(each.without_bytes() for each in profile.tied),
+        }
+    )
+    return changed.read_as(sha256_of(profile))
