@@ -39,6 +39,7 @@ class Choices:
     contention_source: str
     attention: Mapping[str, Kernels]
     generations: Mapping[str, tuple[str, ...]]
+    links: Mapping[str, int]
     neighbours: Mapping[str, str]
     adapters: Mapping[str, int]
     adapters_source: str

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.errors import FileError
 from pipeplan.costs.uniform.memory import memory
 from pipeplan.costs.uniform.published import PublishedRun, Unsaid, read_run
 from pipeplan.costs.uniform.shares import Shares, shares_for
 from pipeplan.costs.uniform.step import step_time
 from pipeplan.costs.uniform.words import Layout, Machine, Transformer, stacked
+from pipeplan.errors import FileError
 
 FEWEST_LAYOUTS = 5
 """A kind of device with fewer takes its neighbour's shares."""

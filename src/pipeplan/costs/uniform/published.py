@@ -388,13 +388,27 @@ def _machine(hardware: _Reader, device: DevicePreset, layout: Layout) -> Machine
         bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
         memory_bytes=device.memory_bytes,
         node=node,
-        link_bytes_per_s=device.link_bytes_per_s,
+        link_bytes_per_s=link_meant(intra, device),
         adapter_bytes_per_s=adapter_meant(hardware.text("inter_node"), printed) or _usual_adapter(device, hardware),
         matrix_share=shares.matrix,
         bandwidth_share=shares.bandwidth,
         attention_forward=forward,
         attention_backward=backward,
     )
+
+
+def link_meant(text: str, device: DevicePreset) -> float:
+    """Bytes per second between devices of a node, by free text in small letters.
+
+    All of a device's NVLinks go to a switch where nothing is said; a number of connections between two GPUs is as many
+    links between them.
+    """
+    said = re.search(r"nvlink\D{0,3}(\d+) (?:inter-?gpu )?(?:connect|link)|(\d+) nvlinks? between", text)
+    if said is None:
+        return device.link_bytes_per_s
+    links = int(said.group(1) or said.group(2))
+    each = device.link_bytes_per_s / choices().links.get(choices().generation(device.family), 1)
+    return min(max(links, 1) * each, device.link_bytes_per_s)
 
 
 _NUMBERS = {"two": 2, "four": 4, "eight": 8, "sixteen": 16}

@@ -11,7 +11,6 @@ from pipeplan.costs.uniform.choices import choices
 from pipeplan.costs.uniform.layer import (
     WIDTH,
     Layer,
-    Part,
     collective_ns,
     head_of,
     layer_of,
@@ -36,6 +35,8 @@ class StepTime:
     input_grad_ns: Number
     weight_grad_ns: Number
     head_ns: Number
+    message_ns: Number
+    waits_for_messages: Number
     stages_ns: Number
     bubble_ns: Number
     reduction_ns: Number
@@ -55,10 +56,13 @@ def step_time(model: Transformer, layout: Layout, machine: Machine) -> StepTime:
     slowest = np.where(alone, model.layers * each + head_ns, np.maximum(middle * each, last * each + head_ns))
     total = model.layers * each + head_ns
     message = _message_ns(model, layout, machine)
-    bubble = np.maximum(0, total - slowest) / layout.chunks - _filled(layout, middle * weight_grad)
+    ramps = np.maximum(0, total - slowest) / layout.chunks
+    ramps = ramps - _shorter(model, layout) * middle * each / layout.chunks
+    bubble = ramps - _filled(layout, middle * weight_grad)
     bubble = (np.maximum(0, bubble) + (layout.pipeline - 1) * 2 * message) * (1 - alone)
     waits = (layout.schedule == "1f1b") & (layout.chunks == 1)
-    stages = count * (slowest + np.where(waits, 2 * message, 0) * (1 - alone))
+    waited = np.where(waits & (layout.pipeline > 1), _loop_ns(layout, each, (first, middle, last), head_ns, message), 0)
+    stages = count * np.maximum(slowest, waited)
     held = middle * (layer.whole.parameters - layer.experts.parameters) + np.where(alone, 1 + (model.tied == 0), 1) * (
         head.parameters
     )
@@ -70,6 +74,8 @@ def step_time(model: Transformer, layout: Layout, machine: Machine) -> StepTime:
         input_grad,
         weight_grad,
         head_ns,
+        message,
+        waits,
         stages,
         bubble,
         reduction,
@@ -90,6 +96,45 @@ def layers_of_stages(model: Transformer, layout: Layout) -> tuple[Number, Number
     middle = np.where(rounded > 0, rounded / layout.pipeline, np.ceil(layers / layout.pipeline))
     short = 1 - even
     return middle, middle - short * (two | (rounded == 0)), middle - short
+
+
+def _shorter(model: Transformer, layout: Layout) -> Number:
+    """Devices at the end that interleaving leaves with fewer layers than others: they wait, instead of being waited for."""
+    places = layout.pipeline * layout.chunks
+    fewer = -model.layers % places
+    return np.where((layout.chunks > 1) & (fewer > 2) & (fewer < layout.pipeline), np.ceil(fewer / 2), 0)
+
+
+def _loop_ns(
+    layout: Layout, each_ns: Number, layers: tuple[Number, Number, Number], head_ns: Number, message_ns: Number
+) -> Number:
+    """What 1F1B takes for a micro-batch at least where messages are waited for.
+
+    From a stage n before the end, n micro-batches are on their way to the last stage and back: the mean work of these
+    stages, and a message each way between them. The longest loops count, with the first stage and without it.
+    """
+    first, middle, last = (number * each_ns for number in layers)
+    stages = layout.pipeline
+    inner = np.maximum(stages - 1, 1)
+    without = (middle * (stages - 2) + last + head_ns + 2 * (stages - 2) * message_ns) / inner
+    whole = (first + middle * (stages - 2) + last + head_ns + 2 * (stages - 1) * message_ns) / stages
+    return np.maximum(without, whole)
+
+
+def chunk_layers(layers: int, stages: int, chunks: int) -> list[int]:
+    """Layers of each chunk, in the order they run; where nothing else divides, chunks at the ends have one less."""
+    places = stages * chunks
+    if layers % places == 0:
+        return [layers // places] * places
+    each = (layers + 2) // places
+    if (layers + 2) % places == 0:
+        return [each - 1, *[each] * (places - 2), each - 1]
+    if (layers + 1) % places == 0:
+        return [*[(layers + 1) // places] * (places - 1), (layers + 1) // places - 1]
+    fewer = places - layers % places
+    at_end = -(-fewer // 2)  # the last chunk first, which has the head
+    each = layers // places + 1
+    return [each - (place < fewer - at_end or place >= places - at_end) for place in range(places)]
 
 
 def _layer_times(layer: Layer, model: Transformer, layout: Layout, machine: Machine) -> tuple[Number, Number, Number]:
