@@ -2,6 +2,7 @@
 
     python benchmarks/published_runs.py                  # the tables of docs/benchmarks/published-runs.md
     python benchmarks/published_runs.py --json           # every run
+    python benchmarks/published_runs.py --simulate       # also how far the closed forms are from simulated plans
     python benchmarks/published_runs.py --runs FILE      # other runs of the same form
 
 Everything that predicts is in ``pipeplan.costs.uniform``, every number it uses in the catalog. Fits that leave sources
@@ -12,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tables import markdown
 
-from pipeplan.costs.uniform.fitting import Judged, fit_shares, judge, layout_key, predicted_s, read_runs, with_shares
+from pipeplan.costs.uniform.fitting import layout_key
+from pipeplan.costs.uniform.judging import Judged, judge, left_out_errors, read_runs
+from pipeplan.planning.uniform import simulated_ns
 
 RUNS = Path(__file__).parent / "data" / "published-runs.json"
 FAR = 0.25
@@ -30,15 +33,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, default=RUNS, metavar="FILE")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--simulate", action="store_true", help="also simulate every pipeline; takes a minute")
     given = parser.parse_args()
     judged = judge(read_runs(given.runs))
+    apart = simulated(judged) if given.simulate else None
     if given.json:
-        print(json.dumps({"runs": [each.figures() for each in judged], "summary": summary(judged)}, indent=1))
-    else:
-        report(judged)
+        found = {"runs": [each.figures() for each in judged], "summary": summary(judged)}
+        print(json.dumps(found | ({} if apart is None else {"closed_form_over_simulated": apart}), indent=1))
+        return
+    report(judged)
+    if apart:
+        worst = max(apart, key=lambda name: abs(apart[name]))
+        print(f"\nClosed forms beside the simulated plans of {len(apart)} pipelines: at most", end=" ")
+        print(f"{percent(apart[worst])} ({worst}).")
 
 
-Predict = Callable[[Sequence[Judged]], Sequence[float]]
+MOST_ACTIONS = 500_000
+"""A pipeline of more chunks and micro-batches is not simulated."""
+
+
+def simulated(judged: Sequence[Judged]) -> dict[str, float]:
+    """The closed forms' time over that of the simulated plan, less 1, of every run with a pipeline; alike ones once."""
+    found: dict[str, float] = {}
+    known: dict[object, float] = {}
+    for each in judged:
+        if each.run is None or each.predicted_s is None or each.run.layout.pipeline == 1:
+            continue
+        layout = each.run.layout
+        if layout.pipeline * layout.chunks * layout.microbatches > MOST_ACTIONS:
+            continue
+        key = each.run.model, layout, each.run.machine
+        if key not in known:
+            known[key] = simulated_ns(each.id, each.run.model, layout, each.run.machine) / 1e9
+        found[each.id] = each.predicted_s / known[key] - 1
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +100,8 @@ def summary(judged: Sequence[Judged]) -> dict[str, Any]:
     """The figures of each group of runs, by how the shares were fitted."""
     told = [each for each in judged if each.run is not None and each.error is not None]
     sources = sorted({each.source for each in told})
-    one_out = refitted(told, [[each] for each in sources])
-    halves = refitted(told, [sources[::2], sources[1::2]])
+    one_out = left_out_errors(told, [[each] for each in sources])
+    halves = left_out_errors(told, [sources[::2], sources[1::2]])
     groups = {
         "dense": [each for each in told if each.is_dense and each.is_16_bit],
         "experts": [each for each in told if not each.is_dense],
@@ -81,29 +109,17 @@ def summary(judged: Sequence[Judged]) -> dict[str, Any]:
     found: dict[str, Any] = {"said": len(told), "of": len(judged)}
     for name, group in groups.items():
         found[name] = {
-            "catalog": of(group, {id(each): each.error or 0.0 for each in group}),
+            "catalog": of(group, {each.id: each.error or 0.0 for each in group}),
             "source left out": of(group, one_out),
             "fitted on the other half of the sources": of(group, halves),
         }
     return found
 
 
-def of(group: Iterable[Judged], errors: dict[int, float]) -> dict[str, Any]:
+def of(group: Iterable[Judged], errors: dict[str, float]) -> dict[str, Any]:
     """Figures of a group's errors."""
     runs = list(group)
-    return Errors([errors[id(each)] for each in runs], [layout_key(each.known) for each in runs]).figures()
-
-
-def refitted(told: Sequence[Judged], left_out: Sequence[Sequence[str]]) -> dict[int, float]:
-    """Errors of runs of each group of sources, at shares fitted without that group."""
-    errors = {}
-    for sources in left_out:
-        fitted = fit_shares([each.measured for each in told if each.source not in sources])
-        unseen = [each for each in told if each.source in sources]
-        found = predicted_s(with_shares([each.known for each in unseen], fitted))
-        for each, seconds in zip(unseen, found, strict=True):
-            errors[id(each)] = float(seconds) / each.measured.step_s - 1
-    return errors
+    return Errors([errors[each.id] for each in runs], [layout_key(each.known) for each in runs]).figures()
 
 
 def report(judged: Sequence[Judged]) -> None:

@@ -49,7 +49,7 @@ def memory(model: Transformer, layout: Layout, machine: Machine) -> Memory:
     table = head.parameters
     embedding = np.where(alone, np.where(model.tied > 0, 0, table), table)
     dense = whole.parameters - layer.experts.parameters
-    of_first = _state(layout, first * dense + embedding)
+    of_first = _state(layout, first * dense + embedding + table * (layout.schedule == "zb-v"))
     of_last = _state(layout, last * dense + table + embedding * alone)
     experts = _state(layout, middle * layer.experts.parameters, of_experts=True)
 

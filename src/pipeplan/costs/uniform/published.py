@@ -45,7 +45,7 @@ from pipeplan.costs.uniform.memory import state_bytes
 from pipeplan.costs.uniform.shares import Shares, catalog_shares, shares_for
 from pipeplan.costs.uniform.words import Layout, Machine, Transformer
 
-_MOST = 10**12
+_MOST = 10**9
 _VOCABULARY = 51_200
 _OTHER_ADAPTER = 12_500_000_000
 _OMNI_PATH_GBITS = 100
@@ -265,7 +265,7 @@ def _schedule(row: _Reader, pipeline: int) -> tuple[str, bool]:
 
 
 def _zero(row: _Reader, replicas: int) -> tuple[int, int]:
-    """The level, and how many devices it is over: FSDP's group, what ZeRO's ``over N ranks`` says, else all replicas."""
+    """The level, and how many devices it is over: FSDP's group, of ZeRO what ``over N ranks`` says, else all."""
     group = row.count("fsdp", 0, least=0, noted=False)
     fully = bool(group) or bool(re.search(r"fsdp|full_shard|zero-?3", row.text("optimizer")))
     level = row.count("zero", 3 if fully else 0, least=0)

@@ -53,7 +53,8 @@ def step_time(model: Transformer, layout: Layout, machine: Machine) -> StepTime:
     count = layout.microbatches
     middle, first, last = layers_of_stages(model, layout)
     alone = layout.pipeline == 1
-    slowest = np.where(alone, model.layers * each + head_ns, np.maximum(middle * each, last * each + head_ns))
+    most = np.where((layout.pipeline > 2) | (layout.schedule == "zb-v"), middle, first)  # of two none is in the middle
+    slowest = np.where(alone, model.layers * each + head_ns, np.maximum(most * each, last * each + head_ns))
     total = model.layers * each + head_ns
     message = _message_ns(model, layout, machine)
     ramps = np.maximum(0, total - slowest) / layout.chunks
@@ -88,18 +89,22 @@ def layers_of_stages(model: Transformer, layout: Layout) -> tuple[Number, Number
     """Layers of a middle, the first and the last stage.
 
     Even where chunks divide the layers; else with two more places, the first and the last chunk having one layer
-    less; else with one more, the last having less; else the most layers are those of even stages, rounded up.
+    less; else with one more, the last having less; else the most layers are those of even stages, rounded up. ZB-V
+    has the first and the last chunk on the first device.
     """
     layers, places = model.layers, layout.pipeline * layout.chunks
     two, one, even = (layers + 2) % places == 0, (layers + 1) % places == 0, layers % places == 0
     rounded = np.where(even, layers, np.where(two, layers + 2, np.where(one, layers + 1, 0)))
     middle = np.where(rounded > 0, rounded / layout.pipeline, np.ceil(layers / layout.pipeline))
-    short = 1 - even
-    return middle, middle - short * (two | (rounded == 0)), middle - short
+    at_last = 1 - even
+    at_first = at_last * (two | (rounded == 0))
+    v_shape = layout.schedule == "zb-v"
+    first = middle - at_first - v_shape * at_last
+    return middle, first, np.where(v_shape, first, middle - at_last)
 
 
 def _shorter(model: Transformer, layout: Layout) -> Number:
-    """Devices at the end that interleaving leaves with fewer layers than others: they wait, instead of being waited for."""
+    """Devices at the end that interleaving leaves with fewer layers than others: they wait, and nobody for them."""
     places = layout.pipeline * layout.chunks
     fewer = -model.layers % places
     return np.where((layout.chunks > 1) & (fewer > 2) & (fewer < layout.pipeline), np.ceil(fewer / 2), 0)

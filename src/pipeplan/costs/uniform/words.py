@@ -118,5 +118,10 @@ Said = TypeVar("Said", Transformer, Layout, Machine)
 
 
 def stacked(said: Sequence[Said]) -> Said:
-    """Several as one, with an array over them in each field."""
-    return type(said[0])(**{each.name: np.array([getattr(one, each.name) for one in said]) for each in fields(said[0])})
+    """Several as one, with an array over them in each field; numbers as floats, which do not overflow."""
+
+    def column(name: str) -> Any:
+        values = np.array([getattr(one, name) for one in said])
+        return values if values.dtype.kind == "U" else values.astype(np.float64)
+
+    return type(said[0])(**{each.name: column(each.name) for each in fields(said[0])})
