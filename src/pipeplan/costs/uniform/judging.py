@@ -1,4 +1,4 @@
-"""Published runs beside what is predicted of them, at the catalog's shares and at shares fitted without some of them."""
+"""Published runs beside predictions, at the catalog's shares and at shares fitted without some of them."""
 
 from __future__ import annotations
 
