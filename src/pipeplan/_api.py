@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipeplan.costs.communication import LinkResult as LinkResult
     from pipeplan.costs.inspection import Inspection as Inspection
     from pipeplan.costs.inspection import ProfileResult as ProfileResult
+    from pipeplan.costs.uniform.judging import RunsFit as RunsFit
     from pipeplan.files import Cluster as Cluster
     from pipeplan.files import FileModel as FileModel
     from pipeplan.files import Placement as Placement
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
 _PARTS = {
     "pipeplan.checker": ("Report",),
     "pipeplan.costs.inspection": ("Inspection", "ProfileResult"),
+    "pipeplan.costs.uniform.judging": ("RunsFit",),
     "pipeplan.files": (
         *("Block", "Cluster", "CostRow", "DeviceKind", "Edge", "LinkLevel", "PlacedStage", "Placement"),
         *("Plan", "Profile", "Source"),
@@ -220,6 +222,13 @@ def profile(
 
     with on_threads(threads):
         return profile_model(model, microbatch_sizes, dtype=dtype_of(dtype), **how)
+
+
+def read_calibration(path: str, device: str) -> Profile | RunsFit:
+    """A measured profile, or what a file of published runs says of a preset. Raises FileError and UsageError."""
+    from pipeplan.costs.uniform.judging import fit_device, holds_runs, read_runs
+
+    return fit_device(read_runs(path), device) if holds_runs(path) else read_profile(path)
 
 
 def estimate(

@@ -554,7 +554,7 @@ def estimate(
         model: as all arguments that are not named here, see :func:`profile`.
         device: preset whose rates are taken, as ``"a100-80gb"``.
         dtype: number format; by default the preset's.
-        calibrate: measured profile to fit times to, or the path of its file.
+        calibrate: measured profile to fit times to, or the path of its file, or of one of published runs.
 
     Returns:
         The profile, for :func:`search`.

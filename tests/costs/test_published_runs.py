@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.uniform.fitting import FEWEST_LAYOUTS, fit_shares, layout_key
-from pipeplan.costs.uniform.judging import Judged, judge, left_out_errors, read_runs
+from pipeplan.costs.uniform.judging import Judged, fit_device, holds_runs, judge, left_out_errors, read_runs
 from pipeplan.costs.uniform.published import Unsaid, adapter_meant, link_meant, read_run, recipe_meant
-from pipeplan.costs.uniform.shares import catalog_shares, shares_for
-from pipeplan.errors import FileError
+from pipeplan.costs.uniform.shares import catalog_shares, reaching, shares_for
+from pipeplan.errors import FileError, UsageError
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "data" / "published-runs.json"
 
@@ -282,6 +282,8 @@ def test_deepspeeds_pipeline_sums_gradients_after_all_else() -> None:
         ("RDMA 400 Gb/s per GPU", 50e9),
         ("InfiniBand 400 Gb/s", 50e9),
         ("RoCE RDMA between 4 nodes", None),
+        ("0 x 100 Gb/s per node", 1.5625e9),
+        ("9" * 5000 + " Gb/s", None),
         ("", None),
     ],
 )
@@ -324,6 +326,11 @@ def test_a_model_of_one_layer_is_that_layer_alone() -> None:
     row["model"]["layers"] = 1
     alone = judge([row | {"step_s": 1.0}])[0]
     assert alone.known.model.vocabulary == 0
+
+
+@pytest.mark.parametrize("text", ["ZeRO-1 over 0 ranks", "ZeRO-1 over " + "9" * 5000])
+def test_a_number_of_ranks_that_is_none(text: str) -> None:
+    assert read_run(_row() | {"optimizer": text}).layout.zero_group == 4
 
 
 def test_domains_wider_than_a_node() -> None:
@@ -380,3 +387,33 @@ def test_files_that_are_no_runs(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(FileError):
         read_runs(path)
+
+
+# Calibrating --------------------------------------------------------------------------------------------------------
+
+
+def test_shares_fitted_to_runs_change_a_devices_curves_at_their_ends(rows: list[Any]) -> None:
+    fit = fit_device(rows, "h100-96gb")
+    assert fit.shares.whose == "h100-80gb"
+    assert fit.after <= fit.before + 1e-3  # the catalog's are these runs' shares
+    device = device_preset("h100-96gb")
+    reached = reaching(device, fit.shares)
+    assert reached.matrix_efficiency[-1][1] == pytest.approx(fit.shares.matrix)
+    assert reached.memory_efficiency[-1][1] == pytest.approx(fit.shares.bandwidth)
+    for one, other in zip(device.memory_efficiency, reached.memory_efficiency, strict=True):
+        more = one[0] / device.bandwidth_bytes_per_s * (1 / fit.shares.bandwidth - 1 / device.memory_efficiency[-1][1])
+        taken = [work / device.bandwidth_bytes_per_s / share for work, share in (one, other)]
+        assert taken[1] - taken[0] == pytest.approx(more)  # a launch takes what it took
+
+
+def test_runs_of_other_devices_calibrate_nothing(rows: list[Any]) -> None:
+    with pytest.raises(UsageError, match="of 219 runs fewer than 5 layouts are on cpu or one like it"):
+        fit_device(rows, "cpu")
+
+
+def test_files_of_runs_and_profiles_are_told_apart(tmp_path: Path) -> None:
+    assert holds_runs(RUNS)
+    for text, holds in (('{"runs": []}', True), ('{"kind": "profile", "runs": []}', False), ("no JSON", False)):
+        (tmp_path / "file").write_text(text)
+        assert holds_runs(tmp_path / "file") is holds
+    assert not holds_runs(tmp_path / "none")

@@ -15,7 +15,7 @@ from pipeplan.costs.uniform.memory import memory
 from pipeplan.costs.uniform.published import PublishedRun
 from pipeplan.costs.uniform.shares import Shares, shares_for
 from pipeplan.costs.uniform.step import step_time
-from pipeplan.costs.uniform.words import Layout, Machine, Transformer, stacked
+from pipeplan.costs.uniform.words import Layout, Machine, Said, Transformer, stacked
 
 FEWEST_LAYOUTS = 5
 """A kind of device with fewer takes its neighbour's shares."""
@@ -77,7 +77,8 @@ def fit_shares(measured: Sequence[MeasuredRun]) -> dict[str, Shares]:
 def _fit(measured: Sequence[MeasuredRun]) -> tuple[float, float]:
     """The best two shares: a grid that closes in on its best point."""
     actual = np.array([each.step_s for each in measured])
-    model, layout, machine = (_as_column(each) for each in _stacked([each.run for each in measured]))
+    said = _stacked([each.run for each in measured])
+    model, layout, machine = _as_column(said[0]), _as_column(said[1]), _as_column(said[2])
 
     def loss(matrix: NDArray[np.float64], bandwidth: NDArray[np.float64]) -> NDArray[np.float64]:
         reached = replace(machine, matrix_share=matrix[None, :], bandwidth_share=bandwidth[None, :])
@@ -96,7 +97,7 @@ def _fit(measured: Sequence[MeasuredRun]) -> tuple[float, float]:
     return round(float(best[0]), _DIGITS), round(float(best[1]), _DIGITS)
 
 
-def _as_column(said: Transformer | Layout | Machine) -> Transformer | Layout | Machine:
+def _as_column(said: Said) -> Said:
     return replace(said, **{each.name: getattr(said, each.name)[:, None] for each in fields(said)})
 
 

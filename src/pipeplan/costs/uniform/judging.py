@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeplan.costs.uniform.fitting import MeasuredRun, fit_shares, predicted_bytes, predicted_s, with_shares
+from pipeplan.costs.uniform.fitting import (
+    FEWEST_LAYOUTS,
+    MeasuredRun,
+    fit_shares,
+    predicted_bytes,
+    predicted_s,
+    with_shares,
+)
 from pipeplan.costs.uniform.published import PublishedRun, Unsaid, read_run
-from pipeplan.errors import FileError
+from pipeplan.costs.uniform.shares import Shares, catalog_shares, shares_for
+from pipeplan.errors import FileError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +93,23 @@ def _error(predicted: float | None, measured: float | None) -> float | None:
     return None if predicted is None or measured is None else predicted / measured - 1
 
 
-def read_runs(path: Path) -> list[Any]:
+def holds_runs(path: str | Path) -> bool:
+    """Whether a file has published runs, and no profile: a list, or an object with runs."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, list) or (isinstance(content, dict) and "runs" in content and "kind" not in content)
+
+
+def read_runs(path: str | Path) -> list[Any]:
     """The rows of a file of published runs.
 
     Raises:
         FileError: it cannot be read, or holds no list.
     """
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise FileError(f"{path}: {error}") from error
     if isinstance(rows, dict):
@@ -144,3 +161,48 @@ def left_out_errors(told: Sequence[Judged], groups: Sequence[Collection[str]]) -
         for each, seconds in zip(unseen, found, strict=True):
             errors[each.id] = float(seconds) / each.measured.step_s - 1
     return errors
+
+
+@dataclass(frozen=True, slots=True)
+class RunsFit:
+    """Shares fitted to a file of published runs for one device, and the mean absolute errors of these runs.
+
+    ``before`` is at the catalog's shares, ``after`` at the fitted ones, each of the runs they were fitted on.
+    """
+
+    shares: Shares
+    before: float
+    after: float
+
+    @property
+    def notes(self) -> str:
+        """What a profile says of it."""
+        return (
+            f"{self.shares.notes} Their error is {self.after:.1%} in the mean, and was {self.before:.1%} at the "
+            "catalog's shares."
+        )
+
+
+def fit_device(rows: Sequence[Any], device: str) -> RunsFit:
+    """The shares of a kind of device by these runs; where they have too few layouts of it, its neighbour's.
+
+    Raises:
+        UsageError: there are too few of its neighbours, too.
+    """
+    told = [each for each in judge(rows) if each.error is not None]
+    shares = shares_for(device, fit_shares([each.measured for each in told]))
+    if not shares.runs:
+        raise UsageError(
+            f"--calibrate: of {len(rows)} runs fewer than {FEWEST_LAYOUTS} layouts are on {device} or one like it; "
+            "give more runs, or a measured profile"
+        )
+    fitted_on = [each.measured for each in told if each.known.device == shares.whose]
+    before, after = (
+        predicted_s([each.run.at(reached) for each in fitted_on])
+        for reached in (shares_for(shares.whose, catalog_shares()), shares)
+    )
+    return RunsFit(shares, _mean_error(before, fitted_on), _mean_error(after, fitted_on))
+
+
+def _mean_error(seconds: Iterable[float], runs: Sequence[MeasuredRun]) -> float:
+    return sum(abs(one / each.step_s - 1) for one, each in zip(seconds, runs, strict=True)) / len(runs)

@@ -70,9 +70,12 @@ def memory(model: Transformer, layout: Layout, machine: Machine) -> Memory:
         _state(layout, middle * dense) + experts, microbatches_in_flight(layout, 1) * middle * kept, most + gathered
     )
     at_last = _at(of_last + experts, last * kept, np.maximum(most, logits) + gathered)
-    inner = [np.where(layout.pipeline > 2, each, 0) for each in inner]
-    at_first = [np.where(alone, 0, each) for each in at_first]
-    stages = np.array([np.broadcast_arrays(*each, at_first[0])[:3] for each in (at_first, inner, at_last)])
+    there = (~np.asarray(alone), layout.pipeline > 2, True)
+    parts = [
+        [np.where(is_there, part, 0) for part in each]
+        for is_there, each in zip(there, (at_first, inner, at_last), strict=True)
+    ]
+    stages = np.array([np.broadcast_arrays(*each, parts[0][0])[:3] for each in parts])
     worst = stages.sum(axis=1).argmax(axis=0)
     chosen = np.take_along_axis(stages, worst[None, None], axis=0)[0]
     return Memory(*chosen)

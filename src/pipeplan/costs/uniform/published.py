@@ -271,7 +271,7 @@ def _zero(row: _Reader, replicas: int) -> tuple[int, int]:
     level = row.count("zero", 3 if fully else 0, least=0)
     if level > 3:
         raise Unsaid(f"zero is {level}; levels are 0 to 3")
-    over = re.search(r"over (\d+)", row.text("optimizer"))
+    over = re.search(r"over ([1-9]\d{0,8})\b", row.text("optimizer"))
     group = group or (int(over.group(1)) if over else replicas)
     group = min(group, replicas) if level else 1
     if replicas % group:
@@ -376,9 +376,9 @@ def _device(hardware: _Reader) -> DevicePreset:
 
 def _machine(hardware: _Reader, device: DevicePreset, layout: Layout) -> Machine:
     intra = hardware.text("intra_node")
-    domain = re.search(r"nvl ?(\d+)", intra)
+    domain = re.search(r"nvl ?([1-9]\d{0,8})\b", intra)
     printed = hardware.count("gpus_per_node", 8)
-    node = int(domain.group(1)) if domain and int(domain.group(1)) > 1 else printed
+    node = int(domain.group(1)) if domain else printed
     shares = shares_for(device.name, catalog_shares())
     forward, backward = choices().attention_shares(layout.attention, device.family)
     return Machine(
@@ -403,7 +403,7 @@ def link_meant(text: str, device: DevicePreset) -> float:
     All of a device's NVLinks go to a switch where nothing is said; a number of connections between two GPUs is as many
     links between them.
     """
-    said = re.search(r"nvlink\D{0,3}(\d+) (?:inter-?gpu )?(?:connect|link)|(\d+) nvlinks? between", text)
+    said = re.search(r"nvlink\D{0,3}(\d{1,9}) (?:inter-?gpu )?(?:connect|link)|\b(\d{1,9}) nvlinks? between", text)
     if said is None:
         return device.link_bytes_per_s
     links = int(said.group(1) or said.group(2))
@@ -420,15 +420,15 @@ def adapter_meant(text: str, node: int) -> float | None:
     ``gb/s`` is of bits where the rate is an adapter's as they are sold (25, 40, and 100 or more), else of bytes.
     """
     words = re.sub(r"\b(" + "|".join(_NUMBERS) + r")\b", lambda found: str(_NUMBERS[found.group()]), text)
-    rate = re.search(r"(\d+(?:\.\d+)?)\s*g(?:b|bit)s?(?:/s|ps)", words)
+    rate = re.search(r"(?<![\d.])(\d{1,9}(?:\.\d{1,9})?)\s*g(?:b|bit)s?(?:/s|ps)", words)
     if rate is None:
-        links = re.search(r"(\d+) omni-?path", words)
+        links = re.search(r"\b([1-9]\d{0,8}) omni-?path", words)
         return int(links.group(1)) * _OMNI_PATH_GBITS * 1e9 / 8 / node if links else None
     value = float(rate.group(1))
     each = value * 1e9 if value < 100 and value not in (25, 40) else value * 1e9 / 8
     if each <= 0:
         return None
-    count = re.search(r"(\d+)\s*(?:x\s*)?(?:\w+\s+)?$", words[: rate.start()])
+    count = re.search(r"(?<!\d)(\d{1,9})\s*(?:x\s*)?(?:\w+\s+)?$", words[: rate.start()])
     if count and int(count.group(1)):
         return int(count.group(1)) * each / node
     single = re.search(r"per (gpu|device|accelerator)", words) or (

@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from pipeplan.costs.communication import prices_in, prices_of
 from pipeplan.costs.devices import Calibration, DevicePreset, Kernel, KnownRow, Work, calibrate, likeness, measured_rows
+from pipeplan.costs.uniform.judging import RunsFit
+from pipeplan.costs.uniform.shares import reaching
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile
 from pipeplan.runtime.models.spec import Model
@@ -59,6 +61,7 @@ def estimate_model(
     shards: Sequence[int] = (1,),
     recompute: bool = False,
     calibration: Profile | None = None,
+    runs: RunsFit | None = None,
     reference: Model | None = None,
     cluster: Cluster | None = None,
     progress: Progress | None = None,
@@ -75,6 +78,7 @@ def estimate_model(
         shards: devices that split each block.
         recompute: rows with activation checkpointing of each block, too.
         calibration: a measured profile that times are fitted to: of this model, or of some of its blocks.
+        runs: what published runs reach on the device, instead of a measured profile.
         reference: the model that ``calibration`` is of, if it is another one.
         cluster: whose links the collectives of split blocks take; without, the device's own link.
         progress: called before every block and size.
@@ -85,6 +89,8 @@ def estimate_model(
     splits = splits_of(model, shards, dtype, cluster)
     rows = {bench.key: (bench.row(), work) for bench, work in counted(splits, sizes, dtype, recompute, progress)}
     unsplit, notes = unsplit_of(splits, model, dtype), _NOTES
+    if runs is not None:
+        device, notes = reaching(device, runs.shares), f"{notes} {runs.notes}"
     timed = {key: _on_device(row, work, device) for key, (row, work) in rows.items()}
     if calibration is not None:
         bare = bare_profile(model, unsplit)
