@@ -155,6 +155,8 @@ def report(judged: Sequence[Judged]) -> None:
             ],
         )
     )
+    print()
+    print(markdown(["source", "runs", "mean error", "mean, signed", "mean error of memory"], by_source(judged)))
     far = [each for each in judged if each.error is not None and abs(each.error) > FAR]
     print(f"\nBeyond {100 * FAR:.0f} %:\n")
     print(
@@ -163,6 +165,25 @@ def report(judged: Sequence[Judged]) -> None:
             [[each.id, percent(each.error), ", ".join(each.assumed)] for each in far],
         )
     )
+
+
+def by_source(judged: Sequence[Judged]) -> list[list[str]]:
+    """A row for each source."""
+    rows = []
+    for source in sorted({each.source for each in judged}):
+        runs = [each for each in judged if each.source == source]
+        errors = [each.error for each in runs if each.error is not None]
+        sizes = [each.memory_error for each in runs if each.memory_error is not None]
+        rows.append(
+            [
+                source,
+                f"{len(errors)} of {len(runs)}",
+                percent(sum(map(abs, errors)) / len(errors) if errors else None, sign=False),
+                percent(sum(errors) / len(errors) if errors else None),
+                percent(sum(sizes) / len(sizes) if sizes else None),
+            ]
+        )
+    return rows
 
 
 def percent(value: float | None, *, sign: bool = True) -> str:

@@ -227,6 +227,7 @@ def profile(
 def read_calibration(path: str, device: str) -> Profile | RunsFit:
     """A measured profile, or what a file of published runs says of a preset. Raises FileError and UsageError."""
     from pipeplan.costs.uniform.judging import fit_device, holds_runs, read_runs
+    from pipeplan.files import read_profile
 
     return fit_device(read_runs(path), device) if holds_runs(path) else read_profile(path)
 

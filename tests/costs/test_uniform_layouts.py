@@ -12,7 +12,7 @@ from pipeplan.costs.communication import Exchange
 from pipeplan.costs.uniform.layer import collective_ns, layer_of, product_ns, ring_rate
 from pipeplan.costs.uniform.memory import memory, microbatches_in_flight
 from pipeplan.costs.uniform.step import chunk_layers, layers_of_stages, step_time
-from pipeplan.costs.uniform.words import Layout, Machine, Transformer, stacked
+from pipeplan.costs.uniform.words import Machine, Transformer, UniformLayout, stacked
 from pipeplan.planning.uniform import pipeline_ns
 
 GPT = Transformer(
@@ -27,7 +27,7 @@ GPT = Transformer(
     tied=0,
     sequence=1024,
 )
-ONE = Layout(tensor=1, pipeline=1, chunks=1, context=1, data=1, microbatch=1, global_batch=1)
+ONE = UniformLayout(tensor=1, pipeline=1, chunks=1, context=1, data=1, microbatch=1, global_batch=1)
 UNBOUNDED = Machine(  # links and memory take no time
     matrix_flops_per_s=1e14,
     fp8_flops_per_s=0,

@@ -338,11 +338,11 @@ def measured(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any) 
 
 def estimated(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any) -> Profile:
     """The same, estimated for a device preset, and calibrated by a measured profile or published runs if given."""
-    calibration, runs = given["calibrate"], None
+    calibration = given["calibrate"]
     if isinstance(calibration, str):
         calibration = _api.read_calibration(calibration, given["device"])
-    if isinstance(calibration, _api.RunsFit):
-        calibration, runs = None, calibration
+    runs = calibration if isinstance(calibration, _api.RunsFit) else None
+    if runs is not None:
         tell(runs.notes)
     return _api.estimate(
         _model(given, tell, meta=True),
@@ -351,7 +351,7 @@ def estimated(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any)
         dtype=given["dtype"],
         shards=given["shards"],
         recompute=given["recompute"],
-        calibration=given_file("profile", calibration),
+        calibration=None if runs is not None else given_file("profile", calibration),
         runs=runs,
         cluster=given_file("cluster", given["cluster"]),
         **how,

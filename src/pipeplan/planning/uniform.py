@@ -5,14 +5,14 @@ from __future__ import annotations
 from pipeplan.costs import build_workload
 from pipeplan.costs.uniform.as_profile import profile_of, schedule_of
 from pipeplan.costs.uniform.step import step_time
-from pipeplan.costs.uniform.words import Layout, Machine, Transformer
+from pipeplan.costs.uniform.words import Machine, Transformer, UniformLayout
 from pipeplan.errors import UsageError
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 
 
-def simulated_ns(name: str, model: Transformer, layout: Layout, machine: Machine) -> float:
+def simulated_ns(name: str, model: Transformer, layout: UniformLayout, machine: Machine) -> float:
     """An iteration of one layout, its pipeline simulated: one replica of alike ones, the rest by their collectives.
 
     Chunks take what the closed forms say, the classic schedule of the layout says in which order they run, and what
@@ -26,7 +26,7 @@ def simulated_ns(name: str, model: Transformer, layout: Layout, machine: Machine
     return pipeline_ns(name, model, layout, machine) + float(after)
 
 
-def pipeline_ns(name: str, model: Transformer, layout: Layout, machine: Machine) -> int:
+def pipeline_ns(name: str, model: Transformer, layout: UniformLayout, machine: Machine) -> int:
     """Only from the first action to the end of the last."""
     time = step_time(model, layout, machine)
     profile, schedule = profile_of(name, model, layout, time), schedule_of(layout)

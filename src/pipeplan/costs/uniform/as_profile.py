@@ -6,19 +6,19 @@ What a chunk takes is that of the closed forms, so that a schedule and the simul
 from __future__ import annotations
 
 from pipeplan.costs.uniform.step import StepTime, chunk_layers
-from pipeplan.costs.uniform.words import Layout, Transformer
+from pipeplan.costs.uniform.words import Transformer, UniformLayout
 from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
 
 SCHEDULES = {"1f1b": "1f1b", "zb-1p": "zb-h1", "zb-2p": "zb-h2", "zb-v": "zb-v"}
 """A layout's schedule -> the classic one; with chunks 1F1B is interleaved."""
 
 
-def schedule_of(layout: Layout) -> str:
+def schedule_of(layout: UniformLayout) -> str:
     """The classic schedule of a layout."""
     return "interleaved-1f1b" if layout.schedule == "1f1b" and layout.chunks > 1 else SCHEDULES[layout.schedule]
 
 
-def profile_of(name: str, model: Transformer, layout: Layout, time: StepTime) -> Profile:
+def profile_of(name: str, model: Transformer, layout: UniformLayout, time: StepTime) -> Profile:
     """One replica of the layout: its chunks as blocks, with the times of one layout, and their placement."""
     stages, count = int(layout.pipeline), int(layout.pipeline * layout.chunks)
     layers = chunk_layers(int(model.layers), stages, int(layout.chunks))

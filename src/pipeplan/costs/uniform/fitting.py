@@ -15,7 +15,7 @@ from pipeplan.costs.uniform.memory import memory
 from pipeplan.costs.uniform.published import PublishedRun
 from pipeplan.costs.uniform.shares import Shares, shares_for
 from pipeplan.costs.uniform.step import step_time
-from pipeplan.costs.uniform.words import Layout, Machine, Said, Transformer, stacked
+from pipeplan.costs.uniform.words import Machine, Said, Transformer, UniformLayout, stacked
 
 FEWEST_LAYOUTS = 5
 """A kind of device with fewer takes its neighbour's shares."""
@@ -26,7 +26,7 @@ _DIGITS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredRun:
+class TimedRun:
     """A run in our words with what it took."""
 
     run: PublishedRun
@@ -53,7 +53,7 @@ def predicted_bytes(runs: Sequence[PublishedRun]) -> NDArray[np.float64]:
     return np.asarray(memory(*_stacked(runs)).peak_bytes, dtype=np.float64)
 
 
-def _stacked(runs: Sequence[PublishedRun]) -> tuple[Transformer, Layout, Machine]:
+def _stacked(runs: Sequence[PublishedRun]) -> tuple[Transformer, UniformLayout, Machine]:
     return (
         stacked([each.model for each in runs]),
         stacked([each.layout for each in runs]),
@@ -61,9 +61,9 @@ def _stacked(runs: Sequence[PublishedRun]) -> tuple[Transformer, Layout, Machine
     )
 
 
-def fit_shares(measured: Sequence[MeasuredRun]) -> dict[str, Shares]:
+def fit_shares(measured: Sequence[TimedRun]) -> dict[str, Shares]:
     """Shares by kind of device, of kinds with enough layouts."""
-    by_kind: dict[str, list[MeasuredRun]] = {}
+    by_kind: dict[str, list[TimedRun]] = {}
     for each in measured:
         by_kind.setdefault(each.run.device, []).append(each)
     found = {}
@@ -74,7 +74,7 @@ def fit_shares(measured: Sequence[MeasuredRun]) -> dict[str, Shares]:
     return found
 
 
-def _fit(measured: Sequence[MeasuredRun]) -> tuple[float, float]:
+def _fit(measured: Sequence[TimedRun]) -> tuple[float, float]:
     """The best two shares: a grid that closes in on its best point."""
     actual = np.array([each.step_s for each in measured])
     said = _stacked([each.run for each in measured])

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeplan.costs.uniform.fitting import (
     FEWEST_LAYOUTS,
-    MeasuredRun,
+    TimedRun,
     fit_shares,
     predicted_bytes,
     predicted_s,
@@ -45,11 +45,11 @@ class Judged:
         return self.run
 
     @property
-    def measured(self) -> MeasuredRun:
+    def measured(self) -> TimedRun:
         """The run with what it took, where both are known."""
         if self.step_s is None:
             raise ValueError(f"{self.id}: step_s is not printed")
-        return MeasuredRun(self.known, self.step_s)
+        return TimedRun(self.known, self.step_s)
 
     @property
     def is_dense(self) -> bool:
@@ -204,5 +204,5 @@ def fit_device(rows: Sequence[Any], device: str) -> RunsFit:
     return RunsFit(shares, _mean_error(before, fitted_on), _mean_error(after, fitted_on))
 
 
-def _mean_error(seconds: Iterable[float], runs: Sequence[MeasuredRun]) -> float:
+def _mean_error(seconds: Iterable[float], runs: Sequence[TimedRun]) -> float:
     return sum(abs(one / each.step_s - 1) for one, each in zip(seconds, runs, strict=True)) / len(runs)

@@ -19,7 +19,7 @@ from pipeplan.costs.operators import (
     vocabulary_loss,
 )
 from pipeplan.costs.uniform.choices import choices
-from pipeplan.costs.uniform.words import Layout, Machine, Number, Transformer
+from pipeplan.costs.uniform.words import Machine, Number, Transformer, UniformLayout
 
 WIDTH = 2
 """Bytes of a number that products take and give."""
@@ -39,7 +39,7 @@ _STEP_NS = 2_000.0
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LayerPart:
     """Times in ns of one micro-batch, bytes held for backward, and a number of parameters; parts add up."""
 
     forward_ns: Number = 0.0
@@ -48,8 +48,8 @@ class Part:
     saved_bytes: Number = 0.0
     parameters: Number = 0.0
 
-    def __add__(self, other: Part) -> Part:
-        return Part(
+    def __add__(self, other: LayerPart) -> LayerPart:
+        return LayerPart(
             self.forward_ns + other.forward_ns,
             self.input_grad_ns + other.input_grad_ns,
             self.weight_grad_ns + other.weight_grad_ns,
@@ -63,7 +63,7 @@ class Part:
         return self.input_grad_ns + self.weight_grad_ns
 
 
-def peak_flops_per_s(machine: Machine, layout: Layout) -> Number:
+def peak_flops_per_s(machine: Machine, layout: UniformLayout) -> Number:
     """Of matrix products in the layout's number format."""
     eight = (layout.recipe == "fp8-mixed") & (machine.fp8_flops_per_s > 0)
     return np.where(eight, machine.fp8_flops_per_s, machine.matrix_flops_per_s)
@@ -100,10 +100,10 @@ def weights(
     copies: Number = 1,
     *,
     kept: Number = 1.0,
-) -> Part:
+) -> LayerPart:
     """A product with weights and both of its gradients; of its input a share is ``kept`` here."""
     operator = linear(tokens, inputs, outputs, WIDTH, bias=False)
-    return Part(
+    return LayerPart(
         product_ns(machine, peak, tokens, inputs, outputs, copies),
         product_ns(machine, peak, tokens, outputs, inputs, copies),
         product_ns(machine, peak, inputs, tokens, outputs, copies),
@@ -112,10 +112,10 @@ def weights(
     )
 
 
-def _elementwise(machine: Machine, operators: Iterable[Operator]) -> Part:
-    total = Part()
+def _elementwise(machine: Machine, operators: Iterable[Operator]) -> LayerPart:
+    total = LayerPart()
     for each in operators:
-        total += Part(
+        total += LayerPart(
             sum(moving_ns(machine, kernel.moved_bytes) for kernel in each.forward),
             sum(moving_ns(machine, kernel.moved_bytes) for kernel in each.input_grad),
             0.0,
@@ -142,30 +142,30 @@ def collective_ns(machine: Machine, exchange: Exchange, devices: Number, stride:
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class LayerCosts:
     """A layer's parts, and its messages in ns, each way: ``tensor`` between devices that share its products."""
 
-    core: Part
-    up: Part
-    products: Part
-    experts: Part
-    elementwise: Part
+    core: LayerPart
+    up: LayerPart
+    products: LayerPart
+    experts: LayerPart
+    elementwise: LayerPart
     tensor_ns: Number
     context_ns: Number
     expert_ns: Number
 
     @property
-    def whole(self) -> Part:
+    def whole(self) -> LayerPart:
         """All that is computed."""
         return self.core + self.up + self.products + self.experts + self.elementwise
 
 
-def tokens_of(model: Transformer, layout: Layout) -> Number:
+def tokens_of(model: Transformer, layout: UniformLayout) -> Number:
     """Tokens of a micro-batch on one device, before tensor parallelism."""
     return layout.microbatch * model.sequence / layout.context
 
 
-def layer_of(model: Transformer, layout: Layout, machine: Machine) -> Layer:
+def layer_of(model: Transformer, layout: UniformLayout, machine: Machine) -> LayerCosts:
     """A layer for one micro-batch."""
     peak = peak_flops_per_s(machine, layout)
     tokens, hidden, split = tokens_of(model, layout), model.hidden, layout.tensor
@@ -219,7 +219,7 @@ def layer_of(model: Transformer, layout: Layout, machine: Machine) -> Layer:
     )
 
     exchange = Exchange("all_reduce", WIDTH * tokens * hidden)
-    return Layer(
+    return LayerCosts(
         core,
         up,
         products,
@@ -238,8 +238,14 @@ def _copy(numbers: Number) -> Operator:
 
 
 def _attention(
-    model: Transformer, layout: Layout, machine: Machine, peak: Number, heads: Number, kv_heads: Number, size: Number
-) -> Part:
+    model: Transformer,
+    layout: UniformLayout,
+    machine: Machine,
+    peak: Number,
+    heads: Number,
+    kv_heads: Number,
+    size: Number,
+) -> LayerPart:
     """The core; context parallelism divides a causal square evenly, an early and a late piece to each device."""
     samples, sequence = layout.microbatch, model.sequence
     fused = attention_core(samples, sequence / layout.context, sequence, heads, size, WIDTH, causal=True)
@@ -252,7 +258,7 @@ def _attention(
     )
     grouped = (size * WIDTH * tokens_of(model, layout)) * (heads + 2 * kv_heads)  # what queries, keys and values take
     narrow = np.minimum(1.0, size / choices().full_head)
-    once = Part(
+    once = LayerPart(
         forward / narrow, backward / narrow, 0.0, np.where(model.latent_rank > 0, fused.saved_bytes, grouped), 0.0
     )
 
@@ -262,10 +268,10 @@ def _attention(
     given = product_ns(machine, peak * slower, sequence / layout.context, size, sequence, count)
     taken = product_ns(machine, peak * slower, sequence / layout.context, sequence, size, count)
     ahead, back = (moving_ns(machine, scores * each) for each in _SOFTMAX_BYTES)
-    apart = Part(given + taken + ahead, 2 * (given + taken) + back, 0.0, grouped + _SCORE_BYTES * scores, 0.0)
+    apart = LayerPart(given + taken + ahead, 2 * (given + taken) + back, 0.0, grouped + _SCORE_BYTES * scores, 0.0)
 
     unfused = layout.attention == "unfused"
-    return Part(
+    return LayerPart(
         np.where(unfused, apart.forward_ns, once.forward_ns),
         np.where(unfused, apart.input_grad_ns, once.input_grad_ns),
         0.0,
@@ -274,13 +280,13 @@ def _attention(
     )
 
 
-def _context_ns(model: Transformer, layout: Layout, machine: Machine, kv_heads: Number) -> Number:
+def _context_ns(model: Transformer, layout: UniformLayout, machine: Machine, kv_heads: Number) -> Number:
     """Keys and values of the whole sequence, gathered or sent around a ring: the same bytes."""
     size = 2 * WIDTH * layout.microbatch * model.sequence * kv_heads * model.head_size
     return collective_ns(machine, Exchange("all_gather", size), layout.context, layout.tensor)
 
 
-def _experts_ns(model: Transformer, layout: Layout, machine: Machine, tokens: Number, routed: Number) -> Number:
+def _experts_ns(model: Transformer, layout: UniformLayout, machine: Machine, tokens: Number, routed: Number) -> Number:
     """Two all-to-alls, to the experts and back: a token goes once to each node of its experts, there once to each rank.
 
     Which experts a token goes to is taken as even and independent. A tensor group has its tokens divided; experts that
@@ -300,7 +306,7 @@ def _experts_ns(model: Transformer, layout: Layout, machine: Machine, tokens: Nu
     return (both + collective_ns(machine, split, width, 1)) * (model.experts > 0)
 
 
-def head_of(model: Transformer, layout: Layout, machine: Machine) -> Part:
+def head_of(model: Transformer, layout: UniformLayout, machine: Machine) -> LayerPart:
     """Product with the vocabulary and its loss, which devices of a tensor group share."""
     peak, tokens, own = peak_flops_per_s(machine, layout), tokens_of(model, layout), model.vocabulary / layout.tensor
     return weights(machine, peak, tokens, model.hidden, own) + _elementwise(

@@ -8,7 +8,7 @@ import numpy as np
 
 from pipeplan.costs.uniform.layer import WIDTH, head_of, layer_of, tokens_of
 from pipeplan.costs.uniform.step import layers_of_stages
-from pipeplan.costs.uniform.words import Layout, Machine, Number, Transformer
+from pipeplan.costs.uniform.words import Machine, Number, Transformer, UniformLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ def state_bytes(recipe: str) -> tuple[int, int, int, int]:
     return _STATE_BYTES[recipe]
 
 
-def memory(model: Transformer, layout: Layout, machine: Machine) -> Memory:
+def memory(model: Transformer, layout: UniformLayout, machine: Machine) -> Memory:
     """Closed forms of what a device holds at its peak."""
     layer, head = layer_of(model, layout, machine), head_of(model, layout, machine)
     whole = layer.whole
@@ -85,7 +85,7 @@ def _at(state: Number, held: Number, workspace: Number) -> tuple[Number, Number,
     return state, held, workspace
 
 
-def microbatches_in_flight(layout: Layout, stage: int = 0) -> Number:
+def microbatches_in_flight(layout: UniformLayout, stage: int = 0) -> Number:
     """Whole micro-batches whose activations a stage holds at once.
 
     1F1B: the stages' number; interleaved (p - 1) / (p v) more (Korthikanti et al., section 4.2.3); ZB-H2 2 p - 1
@@ -97,7 +97,7 @@ def microbatches_in_flight(layout: Layout, stage: int = 0) -> Number:
     return np.minimum(layout.microbatches, np.maximum(early, 1))
 
 
-def _state(layout: Layout, parameters: Number, *, of_experts: bool = False) -> Number:
+def _state(layout: UniformLayout, parameters: Number, *, of_experts: bool = False) -> Number:
     """Of a number of parameters: what the level divides, divided."""
     names = np.unique(np.asarray(layout.recipe))
     each = [

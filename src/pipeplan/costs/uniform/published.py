@@ -43,7 +43,7 @@ from pipeplan.costs.devices import DevicePreset, device_meant
 from pipeplan.costs.uniform.choices import choices
 from pipeplan.costs.uniform.memory import state_bytes
 from pipeplan.costs.uniform.shares import Shares, catalog_shares, shares_for
-from pipeplan.costs.uniform.words import Layout, Machine, Transformer
+from pipeplan.costs.uniform.words import Machine, Transformer, UniformLayout
 
 _MOST = 10**9
 _VOCABULARY = 51_200
@@ -60,7 +60,7 @@ class PublishedRun:
     """A run in our words, on a device of the catalog; ``assumed`` has what its source does not print."""
 
     model: Transformer
-    layout: Layout
+    layout: UniformLayout
     machine: Machine
     device: str
     assumed: tuple[str, ...]
@@ -87,7 +87,7 @@ def read_run(row: Mapping[str, Any]) -> PublishedRun:
     Raises:
         Unsaid: they cannot say it.
     """
-    reader = _Reader(row)
+    reader = _Fields(row)
     hardware = reader.part("hardware")
     device = _device(hardware)
     model = _model(reader.part("model"), reader)
@@ -98,17 +98,17 @@ def read_run(row: Mapping[str, Any]) -> PublishedRun:
 
 
 @dataclass
-class _Reader:
+class _Fields:
     """Fields of a table, each checked as it is read."""
 
     table: Mapping[str, Any]
     assumed: list[str] = field(default_factory=list)
 
-    def part(self, key: str) -> _Reader:
+    def part(self, key: str) -> _Fields:
         value = self.table.get(key)
         if not isinstance(value, Mapping):
             raise Unsaid(f"{key} is not printed" if value is None else f"{key} is no table")
-        return _Reader(value, self.assumed)
+        return _Fields(value, self.assumed)
 
     def number(self, key: str, usual: float | None = None, *, least: float = 1, noted: bool = True) -> float:
         """A number of at least ``least``; where it is not printed the usual one, without one the run cannot be said."""
@@ -152,7 +152,7 @@ class _Reader:
 # The model ----------------------------------------------------------------------------------------------------------
 
 
-def _model(table: _Reader, row: _Reader) -> Transformer:
+def _model(table: _Fields, row: _Fields) -> Transformer:
     layers, hidden = table.count("layers"), table.count("hidden")
     heads = table.count("heads", -(-hidden // 128))
     gated = table.flag("gated_mlp", False)
@@ -176,7 +176,7 @@ def _model(table: _Reader, row: _Reader) -> Transformer:
             "rotary_size": latent.count("qk_rope_dim"),
             "value_size": latent.count("v_head_dim"),
         }
-    size = table if latent is None else _Reader({"head_dim": latent.count("qk_head_dim")})
+    size = table if latent is None else _Fields({"head_dim": latent.count("qk_head_dim")})
     alone = layers == 1
     return Transformer(
         layers=layers,
@@ -196,7 +196,7 @@ def _model(table: _Reader, row: _Reader) -> Transformer:
 # The layout ---------------------------------------------------------------------------------------------------------
 
 
-def _layout(row: _Reader, model: Transformer, device: DevicePreset) -> Layout:
+def _layout(row: _Fields, model: Transformer, device: DevicePreset) -> UniformLayout:
     tensor, pipeline, context = (row.count(key, 1) for key in ("tp", "pp", "cp"))
     data, left = divmod(row.count("gpus"), tensor * pipeline * context)
     if left or not data:
@@ -212,7 +212,7 @@ def _layout(row: _Reader, model: Transformer, device: DevicePreset) -> Layout:
     zero, group = _zero(row, data * context)
     optimizer, overlap = row.text("optimizer"), row.text("overlap")
     recipe = recipe_meant(row.text("precision"), row)
-    return Layout(
+    return UniformLayout(
         tensor=tensor,
         pipeline=pipeline,
         chunks=chunks,
@@ -233,13 +233,13 @@ def _layout(row: _Reader, model: Transformer, device: DevicePreset) -> Layout:
     )
 
 
-def _batch_of_microbatches(row: _Reader, samples: int) -> float | None:
+def _batch_of_microbatches(row: _Fields, samples: int) -> float | None:
     if row.table.get("num_microbatches") is None:
         return None
     return row.count("num_microbatches") * samples
 
 
-def _experts(row: _Reader, model: Transformer, tensor: int, devices: int) -> dict[str, int]:
+def _experts(row: _Fields, model: Transformer, tensor: int, devices: int) -> dict[str, int]:
     if not model.experts:
         return {}
     expert, own = row.count("ep"), row.count("etp", tensor)
@@ -249,7 +249,7 @@ def _experts(row: _Reader, model: Transformer, tensor: int, devices: int) -> dic
     return {"expert": expert, "expert_tensor": own, "fused_dispatch": int(fused)}
 
 
-def _schedule(row: _Reader, pipeline: int) -> tuple[str, bool]:
+def _schedule(row: _Fields, pipeline: int) -> tuple[str, bool]:
     """The schedule, and whether it is interleaved."""
     text = row.text("schedule")
     if pipeline == 1:
@@ -264,7 +264,7 @@ def _schedule(row: _Reader, pipeline: int) -> tuple[str, bool]:
     return "1f1b", bool(re.search(r"interleaved(?! 1f1b when)|1f1b-i\b", text))
 
 
-def _zero(row: _Reader, replicas: int) -> tuple[int, int]:
+def _zero(row: _Fields, replicas: int) -> tuple[int, int]:
     """The level, and how many devices it is over: FSDP's group, of ZeRO what ``over N ranks`` says, else all."""
     group = row.count("fsdp", 0, least=0, noted=False)
     fully = bool(group) or bool(re.search(r"fsdp|full_shard|zero-?3", row.text("optimizer")))
@@ -279,7 +279,7 @@ def _zero(row: _Reader, replicas: int) -> tuple[int, int]:
     return level, group
 
 
-def recipe_meant(text: str, row: _Reader | None = None) -> str:
+def recipe_meant(text: str, row: _Fields | None = None) -> str:
     """The recipe of training state that free text means.
 
     Raises:
@@ -311,7 +311,7 @@ _NOTHING = {"again_core": 0.0, "again_up": 0.0, "again_products": 0.0, "again_el
 _EVERYTHING = dict.fromkeys(_NOTHING, 1.0)
 
 
-def _again(row: _Reader) -> dict[str, float]:
+def _again(row: _Fields) -> dict[str, float]:
     """What of a forward is computed again, by the words."""
     text = row.text("recompute")
     if not text:
@@ -335,7 +335,7 @@ def _again(row: _Reader) -> dict[str, float]:
 _NOT = r"\b(no|not|without|non)\b[^;,]*overlap|overlap\w*[ :=]+(false|off|none|no)\b"
 
 
-def _overlaps(row: _Reader, text: str, engine: str, *, spoken: bool) -> dict[str, int]:
+def _overlaps(row: _Fields, text: str, engine: str, *, spoken: bool) -> dict[str, int]:
     """Which messages hide; DeepSpeed's pipeline engine sums gradients as an instruction of its own after all else."""
     if not spoken:
         row.assumed.append("overlap")
@@ -344,7 +344,7 @@ def _overlaps(row: _Reader, text: str, engine: str, *, spoken: bool) -> dict[str
     return {"overlap_tensor": int(bool(tensor)), "overlap_data": int(not apart)}
 
 
-def _attention(row: _Reader, device: DevicePreset, recipe: str) -> str:
+def _attention(row: _Fields, device: DevicePreset, recipe: str) -> str:
     text = row.text("attention")
     if re.search(r"unfused|no flash|without flash", text):
         return "unfused"
@@ -363,7 +363,7 @@ def _attention(row: _Reader, device: DevicePreset, recipe: str) -> str:
 # The machine --------------------------------------------------------------------------------------------------------
 
 
-def _device(hardware: _Reader) -> DevicePreset:
+def _device(hardware: _Fields) -> DevicePreset:
     text = hardware.text("gpu")
     if not text:
         raise Unsaid("hardware.gpu is not printed")
@@ -374,7 +374,7 @@ def _device(hardware: _Reader) -> DevicePreset:
     return found
 
 
-def _machine(hardware: _Reader, device: DevicePreset, layout: Layout) -> Machine:
+def _machine(hardware: _Fields, device: DevicePreset, layout: UniformLayout) -> Machine:
     intra = hardware.text("intra_node")
     domain = re.search(r"nvl ?([1-9]\d{0,8})\b", intra)
     printed = hardware.count("gpus_per_node", 8)
@@ -448,6 +448,6 @@ def _adapters() -> dict[int, int]:
     return found
 
 
-def _usual_adapter(device: DevicePreset, hardware: _Reader) -> float:
+def _usual_adapter(device: DevicePreset, hardware: _Fields) -> float:
     hardware.assumed.append("inter_node")
     return choices().adapters.get(device.family) or _adapters().get(device.link_bytes_per_s, _OTHER_ADAPTER)

@@ -10,14 +10,14 @@ from pipeplan.costs.communication import Exchange
 from pipeplan.costs.uniform.choices import choices
 from pipeplan.costs.uniform.layer import (
     WIDTH,
-    Layer,
+    LayerCosts,
     collective_ns,
     head_of,
     layer_of,
     moving_ns,
     tokens_of,
 )
-from pipeplan.costs.uniform.words import Layout, Machine, Number, Transformer
+from pipeplan.costs.uniform.words import Machine, Number, Transformer, UniformLayout
 
 _OPTIMIZER_BYTES = 30
 """AdamW moves of a parameter: master and two moments in float32 both ways, its gradient in, what computes out."""
@@ -44,7 +44,7 @@ class StepTime:
     iteration_ns: Number
 
 
-def step_time(model: Transformer, layout: Layout, machine: Machine) -> StepTime:
+def step_time(model: Transformer, layout: UniformLayout, machine: Machine) -> StepTime:
     """Closed forms of a uniform layout's iteration."""
     layer, head = layer_of(model, layout, machine), head_of(model, layout, machine)
     forward, input_grad, weight_grad = _layer_times(layer, model, layout, machine)
@@ -85,7 +85,7 @@ def step_time(model: Transformer, layout: Layout, machine: Machine) -> StepTime:
     )
 
 
-def layers_of_stages(model: Transformer, layout: Layout) -> tuple[Number, Number, Number]:
+def layers_of_stages(model: Transformer, layout: UniformLayout) -> tuple[Number, Number, Number]:
     """Layers of a middle, the first and the last stage.
 
     Even where chunks divide the layers; else with two more places, the first and the last chunk having one layer
@@ -103,7 +103,7 @@ def layers_of_stages(model: Transformer, layout: Layout) -> tuple[Number, Number
     return middle, first, np.where(v_shape, first, middle - at_last)
 
 
-def _shorter(model: Transformer, layout: Layout) -> Number:
+def _shorter(model: Transformer, layout: UniformLayout) -> Number:
     """Devices at the end that interleaving leaves with fewer layers than others: they wait, and nobody for them."""
     places = layout.pipeline * layout.chunks
     fewer = -model.layers % places
@@ -111,7 +111,7 @@ def _shorter(model: Transformer, layout: Layout) -> Number:
 
 
 def _loop_ns(
-    layout: Layout, each_ns: Number, layers: tuple[Number, Number, Number], head_ns: Number, message_ns: Number
+    layout: UniformLayout, each_ns: Number, layers: tuple[Number, Number, Number], head_ns: Number, message_ns: Number
 ) -> Number:
     """What 1F1B takes for a micro-batch at least where messages are waited for.
 
@@ -142,7 +142,9 @@ def chunk_layers(layers: int, stages: int, chunks: int) -> list[int]:
     return [each - (place < fewer - at_end or place >= places - at_end) for place in range(places)]
 
 
-def _layer_times(layer: Layer, model: Transformer, layout: Layout, machine: Machine) -> tuple[Number, Number, Number]:
+def _layer_times(
+    layer: LayerCosts, model: Transformer, layout: UniformLayout, machine: Machine
+) -> tuple[Number, Number, Number]:
     """Forward, input gradient with what is computed again, and weight gradient, with what they wait for."""
     whole = layer.whole
     again = (
@@ -175,7 +177,7 @@ def _layer_times(layer: Layer, model: Transformer, layout: Layout, machine: Mach
     return forward + sharded * forward_wait, input_grad + sharded * backward_wait, weight_grad
 
 
-def _filled(layout: Layout, weight_grad_ns: Number) -> Number:
+def _filled(layout: UniformLayout, weight_grad_ns: Number) -> Number:
     """What a schedule with weight gradients apart fills of 1F1B's bubble.
 
     Zero Bubble Pipeline Parallelism, table 1: (p - 1)(F + B - W) of ZB-H1, (p - 1)(F + B - 2 W) of ZB-H2.
@@ -188,7 +190,7 @@ def _filled(layout: Layout, weight_grad_ns: Number) -> Number:
     return np.minimum(weights_apart * others, there) * weight_grad_ns / layout.chunks * (weights_apart > 0)
 
 
-def _message_ns(model: Transformer, layout: Layout, machine: Machine) -> Number:
+def _message_ns(model: Transformer, layout: UniformLayout, machine: Machine) -> Number:
     """A micro-batch from one stage to the next, on average: devices of a tensor group each send their part.
 
     Without sequence parallelism the parts are gathered again.
@@ -202,7 +204,12 @@ def _message_ns(model: Transformer, layout: Layout, machine: Machine) -> Number:
 
 
 def _reduction_ns(
-    layout: Layout, machine: Machine, parameters: Number, of_experts: Number, forward_ns: Number, backward_ns: Number
+    layout: UniformLayout,
+    machine: Machine,
+    parameters: Number,
+    of_experts: Number,
+    forward_ns: Number,
+    backward_ns: Number,
 ) -> Number:
     """What is exposed of summing gradients and gathering parameters once per iteration."""
     dense = layout.data * layout.context
@@ -233,7 +240,7 @@ def _reduction_ns(
     return np.where(layout.overlap_data > 0, beside + slowed, sums + gathers)
 
 
-def _optimizer_ns(layout: Layout, machine: Machine, parameters: Number, of_experts: Number) -> Number:
+def _optimizer_ns(layout: UniformLayout, machine: Machine, parameters: Number, of_experts: Number) -> Number:
     """State through memory, of the parameters whose optimizer a device holds."""
     shards = np.where(layout.zero > 0, layout.zero_group, 1)
     expert_shards = np.clip(shards * layout.tensor / (layout.expert * layout.expert_tensor), 1, shards)

@@ -50,7 +50,7 @@ class Transformer:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class UniformLayout:
     """How a model is trained on tp x pp x cp x dp devices.
 
     ``expert`` devices share the experts, each of which is split over ``expert_tensor``. ``microbatch`` and
@@ -114,7 +114,7 @@ class Machine:
     attention_backward: Number
 
 
-Said = TypeVar("Said", Transformer, Layout, Machine)
+Said = TypeVar("Said", Transformer, UniformLayout, Machine)
 
 
 def stacked(said: Sequence[Said]) -> Said:
