@@ -136,6 +136,7 @@ def _row() -> dict[str, Any]:
         "micro_batch": 1,
         "tp": 2,
         "pp": 2,
+        "vp": 1,
         "cp": 1,
         "schedule": "1F1B",
         "sequence_parallel": True,
@@ -156,6 +157,7 @@ def test_what_is_printed_is_not_assumed() -> None:
 
 ASSUMED = [
     ("schedule", "1f1b", lambda run: run.layout.schedule),
+    ("vp", 1, lambda run: run.layout.chunks),
     ("recompute", 0.0, lambda run: run.layout.again_products),
     ("sequence_parallel", 1, lambda run: run.layout.sequence_parallel),
     ("overlap", (0, 1), lambda run: (run.layout.overlap_tensor, run.layout.overlap_data)),
@@ -242,6 +244,8 @@ def test_recipes_by_their_words(text: str, recipe: str) -> None:
         ("full (no sequence parallelism)", (1, 1, 1)),
         ("baseline-norecompute", (0, 0, 0)),
         ("selective layer", (0.5, 0.5, 0.5)),
+        ("uniform, 1 layer", (1, 1, 1)),
+        ("disabled", (0, 0, 0)),
         ("selective op", (0, 0.5, 1)),
         ("selective modules: norm, act, shared_expert", (0, 0, 1)),
     ],
@@ -314,6 +318,8 @@ def test_links_by_their_words(text: str, rate: float) -> None:
         ("ZB-2p (half micro-batch)", None, ("zb-2p", 1)),
         ("ZB-V", 2, ("zb-v", 2)),
         ("GPipe", None, ("1f1b", 1)),
+        ("interleaved VPP", None, ("1f1b", 2)),
+        ("zero bubble", None, ("zb-1p", 1)),
     ],
 )
 def test_schedules_by_their_words(schedule: str, vp: int | None, found: tuple[str, int]) -> None:

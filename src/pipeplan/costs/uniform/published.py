@@ -177,16 +177,15 @@ def _model(table: _Fields, row: _Fields) -> Transformer:
             "value_size": latent.count("v_head_dim"),
         }
     size = table if latent is None else _Fields({"head_dim": latent.count("qk_head_dim")})
-    alone = layers == 1
     return Transformer(
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=table.count("kv_heads", heads),
         head_size=size.count("head_dim", -(-hidden // heads), noted=False),
-        ffn=table.count("ffn", usual, noted=not sparse),
+        ffn=table.count("ffn", usual),
         gated=int(gated),
-        vocabulary=0 if alone else table.count("vocab", _VOCABULARY),
+        vocabulary=table.count("vocab", _VOCABULARY) * (layers > 1),
         tied=int(table.flag("tied_embeddings", False)),
         sequence=row.count("seq"),
         **experts,
@@ -208,7 +207,9 @@ def _layout(row: _Fields, model: Transformer, device: DevicePreset) -> UniformLa
     schedule, interleaved = _schedule(row, pipeline)
     if pipeline > model.layers:
         raise Unsaid(f"pp is {pipeline}, more than {model.layers} layers")
-    chunks = 1 if pipeline == 1 else row.count("vp", 2 if interleaved else 1, noted=interleaved)
+    chunks = row.count("vp", 2 if interleaved else 1)
+    chunks = 1 if pipeline == 1 else chunks
+    divided = row.flag("sequence_parallel", True)
     zero, group = _zero(row, data * context)
     optimizer, overlap = row.text("optimizer"), row.text("overlap")
     recipe = recipe_meant(row.text("precision"), row)
@@ -223,7 +224,7 @@ def _layout(row: _Fields, model: Transformer, device: DevicePreset) -> UniformLa
         **_experts(row, model, tensor, data * tensor * context),
         zero=zero,
         zero_group=group,
-        sequence_parallel=int(tensor > 1 and row.flag("sequence_parallel", True)),
+        sequence_parallel=int(tensor > 1 and divided),
         **_again(row),
         **_overlaps(row, f"{overlap}; {optimizer}", f"{row.text('schedule')}; {optimizer}", spoken=bool(overlap)),
         gradient_bytes=_gradient_bytes(recipe, overlap),
@@ -252,16 +253,16 @@ def _experts(row: _Fields, model: Transformer, tensor: int, devices: int) -> dic
 def _schedule(row: _Fields, pipeline: int) -> tuple[str, bool]:
     """The schedule, and whether it is interleaved."""
     text = row.text("schedule")
-    if pipeline == 1:
-        return "1f1b", False
     if not text:
         row.assumed.append("schedule")
-    for found, name in (("zb-?v", "zb-v"), ("zb-?(2p|h2)", "zb-2p"), ("zb-?(1p|h1)", "zb-1p")):
+    if pipeline == 1:
+        return "1f1b", False
+    for found, name in (("zb-?v", "zb-v"), ("zb-?(2p|h2)", "zb-2p"), ("zb-?(1p|h1)|zero.bubble", "zb-1p")):
         if re.search(found, text):
             return name, name == "zb-v"
-    if text and not re.search("1f1b|gpipe", text):
+    if text and not re.search("1f1b|gpipe|afab|pipedream|interleav|looped", text):
         raise Unsaid(f"schedule {text!r} is none we know the time of")
-    return "1f1b", bool(re.search(r"interleaved(?! 1f1b when)|1f1b-i\b", text))
+    return "1f1b", bool(re.search(r"interleav\w*\b(?! 1f1b when)|1f1b-i\b|looped", text))
 
 
 def _zero(row: _Fields, replicas: int) -> tuple[int, int]:
@@ -295,7 +296,7 @@ def recipe_meant(text: str, row: _Fields | None = None) -> str:
         if re.search(r"\bpure\b", text):
             return "bf16"
         return "bf16-autocast" if re.search(r"\bdefault\b|autocast", text) else "bf16-mixed"
-    if re.search(r"fp16|float16|half|mixed", text):
+    if re.search(r"fp16|float16|half|mixed|\bamp", text):
         return "fp16-mixed"
     raise Unsaid(f"precision {text!r}: products are in neither 8 nor 16 bits")
 
@@ -316,7 +317,7 @@ def _again(row: _Fields) -> dict[str, float]:
     text = row.text("recompute")
     if not text:
         row.assumed.append("recompute")
-    if not text or re.search(r"^none|\bno\b(?! sequence)|norecompute|no-recompute|: false", text):
+    if not text or re.search(r"^none|\bno\b(?! sequence)|norecompute|no-recompute|: false|^(off|false|disabled)", text):
         return _NOTHING
     if re.search(r"modules", text):
         elementwise = float(bool(re.search(r"norm|act\b|layernorm", text)))
@@ -327,7 +328,7 @@ def _again(row: _Fields) -> dict[str, float]:
         return _EVERYTHING | {"again_core": 0.0, "again_products": 0.5 if "op" in text else 0.0}
     if re.search(r"selective|core", text):
         return _NOTHING | {"again_core": 1.0}
-    if re.search(r"full|every|remat|checkpoint|recompute|true|all", text):
+    if re.search(r"full|every|remat|checkpoint|recompute|true|all|uniform|block|^(on|yes|enabled)", text):
         return _EVERYTHING
     raise Unsaid(f"recompute {text!r} does not say what is computed again")
 
