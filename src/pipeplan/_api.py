@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipeplan.costs.communication import LinkResult as LinkResult
     from pipeplan.costs.inspection import Inspection as Inspection
     from pipeplan.costs.inspection import ProfileResult as ProfileResult
+    from pipeplan.costs.uniform.judging import RunsFit as RunsFit
     from pipeplan.files import Cluster as Cluster
     from pipeplan.files import FileModel as FileModel
     from pipeplan.files import Placement as Placement
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
 _PARTS = {
     "pipeplan.checker": ("Report",),
     "pipeplan.costs.inspection": ("Inspection", "ProfileResult"),
+    "pipeplan.costs.uniform.judging": ("RunsFit",),
     "pipeplan.files": (
         *("Block", "Cluster", "CostRow", "DeviceKind", "Edge", "LinkLevel", "PlacedStage", "Placement"),
         *("Plan", "Profile", "Source"),
@@ -254,6 +256,14 @@ def profile(
     dtype, recipe = profiled_recipe(MEASURED, "float32", dtype, precision, gradient_dtype, optimizer)
     with on_threads(threads):
         return profile_model(model, microbatch_sizes, dtype=dtype_of(dtype), recipe=measurable(recipe), **how)
+
+
+def read_calibration(path: str, device: str) -> Profile | RunsFit:
+    """A measured profile, or what a file of published runs says of a preset. Raises FileError and UsageError."""
+    from pipeplan.costs.uniform.judging import fit_device, holds_runs, read_runs
+    from pipeplan.files import read_profile
+
+    return fit_device(read_runs(path), device) if holds_runs(path) else read_profile(path)
 
 
 def estimate(

@@ -586,7 +586,7 @@ def estimate(
         dtype: number format; by default that of ``precision``, else the preset's.
         precision: recipe of what training keeps of every parameter; by default ``"bf16-mixed"`` for bfloat16,
             ``"fp16-mixed"`` for float16.
-        calibrate: measured profile to fit times to, or the path of its file.
+        calibrate: measured profile to fit times to, or the path of its file, or of one of published runs.
 
     Returns:
         The profile, for :func:`search`.

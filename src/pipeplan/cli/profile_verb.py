@@ -167,7 +167,12 @@ def _read_text(path: str) -> str:
 @click.option("--warmup", type=click.IntRange(0, 100_000), default=3, help="Untimed runs before them.")
 @SEED
 @click.option("--estimate", is_flag=True, help="Run nothing: count bytes and FLOPs, and use a preset's rates.")
-@click.option("--calibrate", type=FILE, metavar="PROFILE", help="Measured profile to fit an estimate's times to.")
+@click.option(
+    "--calibrate",
+    type=FILE,
+    metavar="FILE",
+    help="Measured profile to fit an estimate's times to, or published runs.",
+)
 @click.option(
     "--show",
     type=FILE,
@@ -337,14 +342,20 @@ def measured(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any) 
 
 
 def estimated(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any) -> Profile:
-    """The same, estimated for a device preset, and calibrated by a measured profile if there is one."""
-    calibration = given_file("profile", given["calibrate"])
+    """The same, estimated for a device preset, and calibrated by a measured profile or published runs if given."""
+    calibration = given["calibrate"]
+    if isinstance(calibration, str):
+        calibration = _api.read_calibration(calibration, given["device"])
+    runs = calibration if isinstance(calibration, _api.RunsFit) else None
+    if runs is not None:
+        tell(runs.notes)
     return _api.estimate(
         _model(given, tell, meta=True),
         given["microbatch"],
         device=given["device"],
         **{name: given[name] for name in ("dtype", *_RECIPE, "shards", "recompute")},
-        calibration=calibration,
+        calibration=None if runs is not None else given_file("profile", calibration),
+        runs=runs,
         cluster=given_file("cluster", given["cluster"]),
         **how,
     )

@@ -1,7 +1,7 @@
 """What things cost: blocks between measured sizes, operators by closed forms, links, stages, training state.
 
-Here: a profile and a placement become a workload. Not here: measuring (runtime.profiling), the figures of devices and
-clusters (catalog), what follows from costs in time (workload).
+Here: a profile and a placement become a workload; ``uniform/`` has closed forms of whole jobs. Not here: measuring
+(runtime.profiling), the figures of devices and clusters (catalog), what follows from costs in time (workload).
 """
 
 from pipeplan.costs.blocks import UNLIMITED, StageCost, TiedShare, block_costs, held_part

@@ -49,6 +49,19 @@ Curve = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Fitted:
+    """What published runs reached on a device, of the peak of its ``matrix`` units and of the ``bandwidth`` of memory
+    and links, fitted on a number of ``runs`` in different ``layouts``; ``source`` says which.
+    """
+
+    matrix: float
+    bandwidth: float
+    layouts: int
+    runs: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class DevicePreset:
     """What a device can do at most. Sizes in bytes, decimal as its maker states them; rates per second.
 
@@ -81,6 +94,7 @@ class DevicePreset:
     forms: tuple[str, ...] = ()
     memory_kind: str = ""
     usual: bool = False
+    fitted: Fitted | None = None
 
     __pydantic_config__ = ConfigDict(extra="forbid")
 

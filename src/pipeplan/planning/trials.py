@@ -239,7 +239,7 @@ class Trial:
         progress: Progress | None,
         steps: Sequence[SearchStep] | None = None,
     ) -> Schedule:
-        """Search a workload's schedule with a part of the budget, from what is known, by the trial's steps or others."""
+        """Search a workload's schedule with a part of the budget, from what is known, by its own steps or others."""
         with budget.share(seconds) as share:
             found = search_schedule(
                 workload,

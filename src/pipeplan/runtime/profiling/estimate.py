@@ -21,6 +21,8 @@ from torch.utils._pytree import tree_leaves
 from pipeplan.costs.communication import prices_in, prices_of
 from pipeplan.costs.devices import Calibration, DevicePreset, Kernel, KnownRow, Work, calibrate, likeness, measured_rows
 from pipeplan.costs.recipes import ESTIMATED, products_in_fp8, profiled_recipe
+from pipeplan.costs.uniform.judging import RunsFit
+from pipeplan.costs.uniform.shares import catalog_shares, reaching, shares_for
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Recipe
 from pipeplan.runtime.models.spec import Model
@@ -60,6 +62,7 @@ def estimate_model(
     shards: Sequence[int] = (1,),
     recompute: bool = False,
     calibration: Profile | None = None,
+    runs: RunsFit | None = None,
     reference: Model | None = None,
     cluster: Cluster | None = None,
     recipe: Recipe | None = None,
@@ -77,6 +80,8 @@ def estimate_model(
         shards: devices that split each block.
         recompute: rows with activation checkpointing of each block, too.
         calibration: a measured profile that times are fitted to: of this model, or of some of its blocks.
+        runs: what published runs reach on the device, instead of a measured profile; by default what the catalog says
+            they do.
         reference: the model that ``calibration`` is of, if it is another one.
         cluster: whose links the collectives of split blocks take; without, the device's own link.
         recipe: what training keeps of every parameter; by default the usual one of the number format.
@@ -94,6 +99,10 @@ def estimate_model(
     splits = splits_of(model, shards, dtype, cluster)
     rows = {bench.key: (bench.row(), work) for bench, work in counted(splits, sizes, dtype, recompute, progress)}
     unsplit, notes = unsplit_of(splits, model, dtype), _NOTES
+    if runs is not None:
+        device, notes = reaching(device, runs.shares), f"{notes} {runs.notes}"
+    elif calibration is None and (shares := shares_for(device.name, catalog_shares())).runs:
+        device, notes = reaching(device, shares), f"{notes} {shares.notes}"
     timed = {key: _on_device(row, work, device, fp8=fp8) for key, (row, work) in rows.items()}
     if calibration is not None:
         bare = bare_profile(model, unsplit)

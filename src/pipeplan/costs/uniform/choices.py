@@ -1,0 +1,64 @@
+"""What all devices share: the catalog's choices of ``uniform/choices.toml``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from pydantic import ConfigDict, TypeAdapter
+
+from pipeplan.catalog import read_table, require_known
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Shares of the peak that a fused attention reaches forward and backward, by generation; none where not fused."""
+
+    source: str
+    ampere: tuple[float, float] = (1.0, 1.0)
+    hopper: tuple[float, float] = (1.0, 1.0)
+    blackwell: tuple[float, float] = (1.0, 1.0)
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Numbers that stand beside a device's own figures; each has its reason in the file."""
+
+    tiles: tuple[tuple[int, int, float], ...]
+    tiles_source: str
+    unaligned: float
+    unaligned_source: str
+    full_head: int
+    full_head_source: str
+    grouped: float
+    grouped_source: str
+    contention: float
+    contention_source: str
+    attention: Mapping[str, Kernels]
+    generations: Mapping[str, tuple[str, ...]]
+    links: Mapping[str, int]
+    neighbours: Mapping[str, str]
+    adapters: Mapping[str, int]
+    adapters_source: str
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    def generation(self, family: str) -> str:
+        """Of a family of devices; what is not said is taken as Ampere."""
+        return next((name for name, families in self.generations.items() if family in families), "ampere")
+
+    def attention_shares(self, kernel: str, family: str) -> tuple[float, float]:
+        """Of the peak, forward and backward."""
+        shares: tuple[float, float] = getattr(self.attention[kernel], self.generation(family))
+        return shares
+
+
+@cache
+def choices() -> Choices:
+    """The shared choices."""
+    table = read_table("uniform", "choices")
+    require_known(table, Choices, "uniform/choices.toml")
+    return TypeAdapter(Choices).validate_python(table)

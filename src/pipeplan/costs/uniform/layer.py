@@ -1,0 +1,314 @@
+"""One layer on one device of a uniform layout: products, attention, what is element-wise, and its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeplan.costs.communication import Exchange, ring_ns
+from pipeplan.costs.operators import (
+    Operator,
+    activation,
+    add,
+    attention_core,
+    concatenate,
+    linear,
+    norm,
+    vocabulary_loss,
+)
+from pipeplan.costs.uniform.choices import choices
+from pipeplan.costs.uniform.words import Machine, Number, Transformer, UniformLayout
+
+WIDTH = 2
+"""Bytes of a number that products take and give."""
+
+_SOFTMAX_BYTES = 8, 9
+"""Softmax and dropout of a score, forward and backward: each is read and written once, beside a mask of a byte; of a
+causal square softmax reads half."""
+
+_SCORE_BYTES = 5
+"""Kept of a score: softmax, mask, what dropout left (Korthikanti et al., section 4.1)."""
+
+_SORTINGS = 4
+"""Copies of what goes to experts: by rank and by expert on the way there, and back."""
+
+_STEP_NS = 2_000.0
+"""One step of a ring, however little it carries."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """Times in ns of one micro-batch, bytes held for backward, and a number of parameters; parts add up."""
+
+    forward_ns: Number = 0.0
+    input_grad_ns: Number = 0.0
+    weight_grad_ns: Number = 0.0
+    saved_bytes: Number = 0.0
+    parameters: Number = 0.0
+
+    def __add__(self, other: LayerPart) -> LayerPart:
+        return LayerPart(
+            self.forward_ns + other.forward_ns,
+            self.input_grad_ns + other.input_grad_ns,
+            self.weight_grad_ns + other.weight_grad_ns,
+            self.saved_bytes + other.saved_bytes,
+            self.parameters + other.parameters,
+        )
+
+    @property
+    def backward_ns(self) -> Number:
+        """Both gradients."""
+        return self.input_grad_ns + self.weight_grad_ns
+
+
+def peak_flops_per_s(machine: Machine, layout: UniformLayout) -> Number:
+    """Of matrix products in the layout's number format."""
+    eight = (layout.recipe == "fp8-mixed") & (machine.fp8_flops_per_s > 0)
+    return np.where(eight, machine.fp8_flops_per_s, machine.matrix_flops_per_s)
+
+
+def product_ns(
+    machine: Machine, peak: Number, rows: Number, inner: Number, columns: Number, copies: Number = 1
+) -> Number:
+    """Matrix products of [rows, inner] and [inner, columns] in waves of tiles, one to a multiprocessor at a time.
+
+    Of each product at most as quick as its operands and its result are moved.
+    """
+    count = machine.multiprocessors
+    best = np.inf
+    for height, width, share in choices().tiles:
+        tiles = copies * np.ceil(rows / height) * np.ceil(columns / width)
+        best = np.minimum(best, np.ceil(tiles / count) * height * width / share)
+    computing = 2e9 * inner * best * count / (peak * machine.matrix_share)
+    moved = WIDTH * copies * (rows * inner + inner * columns + rows * columns)
+    return np.maximum(computing, moving_ns(machine, moved)) * ((rows > 0) & (inner > 0) & (columns > 0))
+
+
+def moving_ns(machine: Machine, size: Number) -> Number:
+    """Bytes through memory."""
+    return 1e9 * size / (machine.bandwidth_bytes_per_s * machine.bandwidth_share)
+
+
+def weights(
+    machine: Machine,
+    peak: Number,
+    tokens: Number,
+    inputs: Number,
+    outputs: Number,
+    copies: Number = 1,
+    *,
+    kept: Number = 1.0,
+) -> LayerPart:
+    """A product with weights and both of its gradients; of its input a share is ``kept`` here."""
+    operator = linear(tokens, inputs, outputs, WIDTH, bias=False)
+    return LayerPart(
+        product_ns(machine, peak, tokens, inputs, outputs, copies),
+        product_ns(machine, peak, tokens, outputs, inputs, copies),
+        product_ns(machine, peak, inputs, tokens, outputs, copies),
+        kept * copies * operator.saved_bytes * (outputs > 0),
+        copies * operator.parameters,
+    )
+
+
+def _elementwise(machine: Machine, operators: Iterable[Operator]) -> LayerPart:
+    total = LayerPart()
+    for each in operators:
+        total += LayerPart(
+            sum(moving_ns(machine, kernel.moved_bytes) for kernel in each.forward),
+            sum(moving_ns(machine, kernel.moved_bytes) for kernel in each.input_grad),
+            0.0,
+            each.saved_bytes,
+            each.parameters,
+        )
+    return total
+
+
+def ring_rate(machine: Machine, devices: Number, stride: Number) -> Number:
+    """Bytes per second of a ring over devices that stand ``stride`` apart.
+
+    Inside a node its links; across nodes what the adapters of the ring's devices in a node carry, at most that.
+    """
+    inside = np.clip(machine.node // stride, 1, devices)
+    adapters = np.minimum(machine.link_bytes_per_s, inside * machine.adapter_bytes_per_s)
+    rate = np.where(devices * stride <= machine.node, machine.link_bytes_per_s, adapters)
+    return machine.bandwidth_share * rate
+
+
+def collective_ns(machine: Machine, exchange: Exchange, devices: Number, stride: Number) -> Number:
+    """A collective over a ring of devices; nothing for one."""
+    return ring_ns(exchange, devices, ring_rate(machine, devices, stride), _STEP_NS)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCosts:
+    """A layer's parts, and its messages in ns, each way: ``tensor`` between devices that share its products."""
+
+    core: LayerPart
+    up: LayerPart
+    products: LayerPart
+    experts: LayerPart
+    elementwise: LayerPart
+    tensor_ns: Number
+    context_ns: Number
+    expert_ns: Number
+
+    @property
+    def whole(self) -> LayerPart:
+        """All that is computed."""
+        return self.core + self.up + self.products + self.experts + self.elementwise
+
+
+def tokens_of(model: Transformer, layout: UniformLayout) -> Number:
+    """Tokens of a micro-batch on one device, before tensor parallelism."""
+    return layout.microbatch * model.sequence / layout.context
+
+
+def layer_of(model: Transformer, layout: UniformLayout, machine: Machine) -> LayerCosts:
+    """A layer for one micro-batch."""
+    peak = peak_flops_per_s(machine, layout)
+    tokens, hidden, split = tokens_of(model, layout), model.hidden, layout.tensor
+    near = np.where(layout.sequence_parallel > 0, 1 / split, 1.0)
+    heads, kv_heads = model.heads / split, np.maximum(model.kv_heads / split, 1)
+    latent, sparse = model.latent_rank > 0, model.experts > 0
+    wide = model.head_size + model.rotary_size
+    value = np.where(latent, model.value_size, model.head_size)
+
+    # Attention
+    plain = (heads + 2 * kv_heads) * model.head_size
+    from_queries = np.where(model.query_rank > 0, model.query_rank, hidden)
+    products = weights(machine, peak, tokens, hidden, np.where(latent, 0, plain), kept=near)
+    products += weights(machine, peak, tokens, hidden, model.query_rank, kept=near)
+    products += weights(
+        machine, peak, tokens, hidden, np.where(latent, model.latent_rank + model.rotary_size, 0), kept=near
+    )
+    products += weights(machine, peak, tokens, heads * value, hidden)
+    up = weights(machine, peak, tokens, from_queries, np.where(latent, heads * wide, 0))
+    up += weights(machine, peak, tokens, model.latent_rank, np.where(latent, heads * (model.head_size + value), 0))
+    core = _attention(model, layout, machine, peak, heads, kv_heads, (wide + value) / 2)
+
+    # Feed-forward: the dense part is what every token goes to
+    ffn = np.where(sparse, model.shared_ffn, model.ffn) / split
+    products += weights(machine, peak, tokens, hidden, (1 + model.gated) * ffn, kept=near)
+    products += weights(machine, peak, tokens, ffn, hidden)
+    products += weights(machine, peak, tokens, hidden, model.experts, kept=near)
+    copies = model.experts / np.maximum(layout.expert, 1)
+    routed = tokens * model.top_k * layout.expert_tensor / split  # rows that a device computes
+    rows = routed / np.maximum(copies, 1)
+    own = model.moe_ffn / layout.expert_tensor
+    slower = peak * np.where(copies > 1, choices().grouped, 1.0)
+    experts = weights(machine, slower, rows, hidden, (1 + model.gated) * own, copies)
+    experts += weights(machine, slower, rows, own, hidden, copies)
+
+    # What is element-wise: norms and residuals are divided by sequence parallelism alone
+    own_tokens = tokens * near
+    acted = tokens * ffn + routed * own
+    of_gated, of_plain = (
+        activation(acted * model.gated, WIDTH, gated=True),
+        activation(acted * (1 - model.gated), WIDTH),
+    )
+    elementwise = _elementwise(
+        machine,
+        [
+            *2 * [norm(own_tokens, hidden, WIDTH), add(own_tokens * hidden, WIDTH)],
+            of_gated,
+            of_plain,
+            *_SORTINGS * [_copy(routed * hidden * (layout.fused_dispatch == 0))],
+        ],
+    )
+
+    exchange = Exchange("all_reduce", WIDTH * tokens * hidden)
+    return LayerCosts(
+        core,
+        up,
+        products,
+        experts,
+        elementwise,
+        np.where(sparse & (model.shared_ffn == 0), 1, 2) * collective_ns(machine, exchange, split, 1),
+        _context_ns(model, layout, machine, kv_heads),
+        _experts_ns(model, layout, machine, tokens, routed),
+    )
+
+
+def _copy(numbers: Number) -> Operator:
+    """A copy in another order, and of its gradient."""
+    kernels = concatenate(numbers, WIDTH).forward
+    return Operator(forward=kernels, input_grad=kernels)
+
+
+def _attention(
+    model: Transformer,
+    layout: UniformLayout,
+    machine: Machine,
+    peak: Number,
+    heads: Number,
+    kv_heads: Number,
+    size: Number,
+) -> LayerPart:
+    """The core; context parallelism divides a causal square evenly, an early and a late piece to each device."""
+    samples, sequence = layout.microbatch, model.sequence
+    fused = attention_core(samples, sequence / layout.context, sequence, heads, size, WIDTH, causal=True)
+    forward, backward = (
+        sum(1e9 * kernel.flops / peak for kernel in kernels) / share
+        for kernels, share in (
+            (fused.forward, machine.attention_forward),
+            (fused.input_grad, machine.attention_backward),
+        )
+    )
+    grouped = (size * WIDTH * tokens_of(model, layout)) * (heads + 2 * kv_heads)  # what queries, keys and values take
+    narrow = np.minimum(1.0, size / choices().full_head)
+    once = LayerPart(
+        forward / narrow, backward / narrow, 0.0, np.where(model.latent_rank > 0, fused.saved_bytes, grouped), 0.0
+    )
+
+    scores = samples * heads * sequence * sequence / layout.context
+    slower = np.where(model.head_size % 8 > 0, choices().unaligned, 1.0)
+    count = samples * heads
+    given = product_ns(machine, peak * slower, sequence / layout.context, size, sequence, count)
+    taken = product_ns(machine, peak * slower, sequence / layout.context, sequence, size, count)
+    ahead, back = (moving_ns(machine, scores * each) for each in _SOFTMAX_BYTES)
+    apart = LayerPart(given + taken + ahead, 2 * (given + taken) + back, 0.0, grouped + _SCORE_BYTES * scores, 0.0)
+
+    unfused = layout.attention == "unfused"
+    return LayerPart(
+        np.where(unfused, apart.forward_ns, once.forward_ns),
+        np.where(unfused, apart.input_grad_ns, once.input_grad_ns),
+        0.0,
+        np.where(unfused, apart.saved_bytes, once.saved_bytes),
+        0.0,
+    )
+
+
+def _context_ns(model: Transformer, layout: UniformLayout, machine: Machine, kv_heads: Number) -> Number:
+    """Keys and values of the whole sequence, gathered or sent around a ring: the same bytes."""
+    size = 2 * WIDTH * layout.microbatch * model.sequence * kv_heads * model.head_size
+    return collective_ns(machine, Exchange("all_gather", size), layout.context, layout.tensor)
+
+
+def _experts_ns(model: Transformer, layout: UniformLayout, machine: Machine, tokens: Number, routed: Number) -> Number:
+    """Two all-to-alls, to the experts and back: a token goes once to each node of its experts, there once to each rank.
+
+    Which experts a token goes to is taken as even and independent. A tensor group has its tokens divided; experts that
+    are split have theirs gathered.
+    """
+    ranks, width = np.maximum(layout.expert, 1), layout.expert_tensor
+    nodes = np.maximum(ranks * width / machine.node, 1)
+    sent = WIDTH * model.hidden * tokens / layout.tensor
+
+    def reached(places: Number) -> Number:
+        return places * (1 - (1 - 1 / places) ** model.top_k) * (1 - 1 / places)
+
+    across = sent * reached(nodes) / machine.adapter_bytes_per_s
+    inside = sent * reached(ranks) / machine.link_bytes_per_s
+    both = 2e9 * np.maximum(across, inside) / machine.bandwidth_share
+    split = Exchange("all_reduce", WIDTH * routed * model.hidden)
+    return (both + collective_ns(machine, split, width, 1)) * (model.experts > 0)
+
+
+def head_of(model: Transformer, layout: UniformLayout, machine: Machine) -> LayerPart:
+    """Product with the vocabulary and its loss, which devices of a tensor group share."""
+    peak, tokens, own = peak_flops_per_s(machine, layout), tokens_of(model, layout), model.vocabulary / layout.tensor
+    return weights(machine, peak, tokens, model.hidden, own) + _elementwise(
+        machine, [vocabulary_loss(tokens, own, WIDTH)]
+    )

@@ -1,0 +1,454 @@
+"""Published training runs, read into the words of a uniform layout.
+
+Of a row only what says the configuration is read: ``model`` without its name, ``seq``, ``hardware``, ``gpus``, batch
+sizes, the layout, ``schedule``, ``sequence_parallel``, ``zero``, ``fsdp``, ``recompute``, ``precision``, ``optimizer``,
+``overlap``, ``attention``. What is absent or null was not printed, and is assumed by one rule for all rows:
+
+========================  =========================================================================================
+not printed               assumed
+========================  =========================================================================================
+``tp``, ``pp``, ``cp``    1
+``schedule``              1F1B
+``vp``                    1, where the schedule is called interleaved 2
+``sequence_parallel``     with tensor parallelism
+``recompute``             nothing
+``zero``                  3 with an ``fsdp`` group, else 0; an FSDP group is all replicas
+``overlap``               gradients with backward, parameters with forward, but for DeepSpeed's pipeline engine,
+                          which sums after all else; tensor parallelism not
+``attention``             unfused with float16, which runs of its time had; else fused: cuDNN's kernels from Hopper
+                          on, FlashAttention-2 before; ``flash`` of no version is the first
+``etp``                   ``tp``
+``precision``             bfloat16 products, float32 state
+``heads``                 of 128 numbers each; ``kv_heads`` as many as heads
+``ffn``                   4 times hidden; gated 8/3, rounded up to 256
+``vocab``                 51,200; a model of one layer is that layer alone, without vocabulary and optimizer
+``gated_mlp``, ``tied``   no
+``gpus_per_node``         8; 72 where an NVL72 domain is named
+links between nodes       those of the catalog's cluster of the device; a rate that says neither is a node's,
+                          InfiniBand's an adapter's
+========================  =========================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from pipeplan.costs.clusters import CLUSTERS, TESTBEDS, named_cluster
+from pipeplan.costs.devices import DevicePreset, device_meant
+from pipeplan.costs.uniform.choices import choices
+from pipeplan.costs.uniform.memory import state_bytes
+from pipeplan.costs.uniform.shares import Shares, catalog_shares, shares_for
+from pipeplan.costs.uniform.words import Machine, Transformer, UniformLayout
+
+_MOST = 10**9
+_VOCABULARY = 51_200
+_OTHER_ADAPTER = 12_500_000_000
+_OMNI_PATH_GBITS = 100
+
+
+class Unsaid(Exception):
+    """Why our words cannot say a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedRun:
+    """A run in our words, on a device of the catalog; ``assumed`` has what its source does not print."""
+
+    model: Transformer
+    layout: UniformLayout
+    machine: Machine
+    device: str
+    assumed: tuple[str, ...]
+
+    @property
+    def is_dense(self) -> bool:
+        """Without experts."""
+        return not self.model.experts
+
+    @property
+    def is_16_bit(self) -> bool:
+        """Products are in bfloat16 or float16."""
+        return bool(self.layout.recipe != "fp8-mixed")
+
+    def at(self, shares: Shares) -> PublishedRun:
+        """With other shares of the device's rates."""
+        reached = replace(self.machine, matrix_share=shares.matrix, bandwidth_share=shares.bandwidth)
+        return replace(self, machine=reached)
+
+
+def read_run(row: Mapping[str, Any]) -> PublishedRun:
+    """A row in our words.
+
+    Raises:
+        Unsaid: they cannot say it.
+    """
+    reader = _Fields(row)
+    hardware = reader.part("hardware")
+    device = _device(hardware)
+    model = _model(reader.part("model"), reader)
+    layout = _layout(reader, model, device)
+    machine = _machine(hardware, device, layout)
+    assumed = (*reader.assumed, *hardware.assumed)
+    return PublishedRun(model, layout, machine, device.name, tuple(dict.fromkeys(assumed)))
+
+
+@dataclass
+class _Fields:
+    """Fields of a table, each checked as it is read."""
+
+    table: Mapping[str, Any]
+    assumed: list[str] = field(default_factory=list)
+
+    def part(self, key: str) -> _Fields:
+        value = self.table.get(key)
+        if not isinstance(value, Mapping):
+            raise Unsaid(f"{key} is not printed" if value is None else f"{key} is no table")
+        return _Fields(value, self.assumed)
+
+    def number(self, key: str, usual: float | None = None, *, least: float = 1, noted: bool = True) -> float:
+        """A number of at least ``least``; where it is not printed the usual one, without one the run cannot be said."""
+        value = self.table.get(key)
+        if value is None:
+            if usual is None:
+                raise Unsaid(f"{key} is not printed")
+            if noted:
+                self.assumed.append(key)
+            return usual
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise Unsaid(f"{key} is no number")
+        if not least <= value <= _MOST:
+            raise Unsaid(f"{key} is {value}, not from {least} to {_MOST}")
+        return value
+
+    def count(self, key: str, usual: float | None = None, *, least: float = 1, noted: bool = True) -> int:
+        """A whole number."""
+        value = self.number(key, usual, least=least, noted=noted)
+        if value != int(value):
+            raise Unsaid(f"{key} is {value}, no whole number")
+        return int(value)
+
+    def text(self, key: str) -> str:
+        """In small letters; empty where it is not printed."""
+        value = self.table.get(key)
+        if value is not None and not isinstance(value, str):
+            raise Unsaid(f"{key} is no text")
+        return (value or "").lower()
+
+    def flag(self, key: str, usual: bool) -> bool:
+        value = self.table.get(key)
+        if value is None:
+            self.assumed.append(key)
+            return usual
+        if not isinstance(value, bool):
+            raise Unsaid(f"{key} is neither true nor false")
+        return value
+
+
+# The model ----------------------------------------------------------------------------------------------------------
+
+
+def _model(table: _Fields, row: _Fields) -> Transformer:
+    layers, hidden = table.count("layers"), table.count("hidden")
+    heads = table.count("heads", -(-hidden // 128))
+    gated = table.flag("gated_mlp", False)
+    usual = -(-8 * hidden // 3 // 256) * 256 if gated else 4 * hidden
+    sparse = table.text("arch") == "moe" or table.count("experts", 0, least=0, noted=False) > 1
+    latent = table.part("mla") if table.table.get("mla") is not None else None
+    experts: dict[str, int] = {}
+    if sparse:
+        experts = {
+            "experts": table.count("experts"),
+            "top_k": table.count("topk"),
+            "moe_ffn": table.count("moe_ffn"),
+            "shared_ffn": table.count("shared_expert_ffn", 0, least=0),
+        }
+        if experts["top_k"] > experts["experts"]:
+            raise Unsaid(f"topk is {experts['top_k']}, more than {experts['experts']} experts")
+    if latent is not None:
+        experts |= {
+            "query_rank": latent.count("q_lora_rank", 0, least=0),
+            "latent_rank": latent.count("kv_lora_rank"),
+            "rotary_size": latent.count("qk_rope_dim"),
+            "value_size": latent.count("v_head_dim"),
+        }
+    size = table if latent is None else _Fields({"head_dim": latent.count("qk_head_dim")})
+    return Transformer(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=table.count("kv_heads", heads),
+        head_size=size.count("head_dim", -(-hidden // heads), noted=False),
+        ffn=table.count("ffn", usual),
+        gated=int(gated),
+        vocabulary=table.count("vocab", _VOCABULARY) * (layers > 1),
+        tied=int(table.flag("tied_embeddings", False)),
+        sequence=row.count("seq"),
+        **experts,
+    )
+
+
+# The layout ---------------------------------------------------------------------------------------------------------
+
+
+def _layout(row: _Fields, model: Transformer, device: DevicePreset) -> UniformLayout:
+    tensor, pipeline, context = (row.count(key, 1) for key in ("tp", "pp", "cp"))
+    data, left = divmod(row.count("gpus"), tensor * pipeline * context)
+    if left or not data:
+        raise Unsaid(f"{row.count('gpus')} gpus are no multiple of tp {tensor} x pp {pipeline} x cp {context}")
+    microbatch = row.count("micro_batch")
+    batch = row.count("global_batch", _batch_of_microbatches(row, microbatch * data), noted=False)
+    if batch < microbatch * data:
+        raise Unsaid(f"global_batch is {batch}, less than micro_batch {microbatch} on each of {data} replicas")
+    schedule, interleaved = _schedule(row, pipeline)
+    if pipeline > model.layers:
+        raise Unsaid(f"pp is {pipeline}, more than {model.layers} layers")
+    chunks = row.count("vp", 2 if interleaved else 1)
+    chunks = 1 if pipeline == 1 else chunks
+    divided = row.flag("sequence_parallel", True)
+    zero, group = _zero(row, data * context)
+    optimizer, overlap = row.text("optimizer"), row.text("overlap")
+    recipe = recipe_meant(row.text("precision"), row)
+    return UniformLayout(
+        tensor=tensor,
+        pipeline=pipeline,
+        chunks=chunks,
+        context=context,
+        data=data,
+        microbatch=microbatch,
+        global_batch=math.ceil(batch / (data * microbatch)) * data * microbatch,
+        **_experts(row, model, tensor, data * tensor * context),
+        zero=zero,
+        zero_group=group,
+        sequence_parallel=int(tensor > 1 and divided),
+        **_again(row),
+        **_overlaps(row, f"{overlap}; {optimizer}", f"{row.text('schedule')}; {optimizer}", spoken=bool(overlap)),
+        gradient_bytes=_gradient_bytes(recipe, overlap),
+        schedule=schedule,
+        recipe=recipe,
+        attention=_attention(row, device, recipe),
+    )
+
+
+def _batch_of_microbatches(row: _Fields, samples: int) -> float | None:
+    if row.table.get("num_microbatches") is None:
+        return None
+    return row.count("num_microbatches") * samples
+
+
+def _experts(row: _Fields, model: Transformer, tensor: int, devices: int) -> dict[str, int]:
+    if not model.experts:
+        return {}
+    expert, own = row.count("ep"), row.count("etp", tensor)
+    if devices % (expert * own) or expert > model.experts:
+        raise Unsaid(f"ep {expert} x etp {own} do not divide {devices} devices of a stage and {model.experts} experts")
+    fused = "deepep" in f"{row.text('overlap')} {row.text('attention')}"
+    return {"expert": expert, "expert_tensor": own, "fused_dispatch": int(fused)}
+
+
+def _schedule(row: _Fields, pipeline: int) -> tuple[str, bool]:
+    """The schedule, and whether it is interleaved."""
+    text = row.text("schedule")
+    if not text:
+        row.assumed.append("schedule")
+    if pipeline == 1:
+        return "1f1b", False
+    for found, name in (("zb-?v", "zb-v"), ("zb-?(2p|h2)", "zb-2p"), ("zb-?(1p|h1)|zero.bubble", "zb-1p")):
+        if re.search(found, text):
+            return name, name == "zb-v"
+    if text and not re.search("1f1b|gpipe|afab|pipedream|interleav|looped", text):
+        raise Unsaid(f"schedule {text!r} is none we know the time of")
+    return "1f1b", bool(re.search(r"interleav\w*\b(?! 1f1b when)|1f1b-i\b|looped", text))
+
+
+def _zero(row: _Fields, replicas: int) -> tuple[int, int]:
+    """The level, and how many devices it is over: FSDP's group, of ZeRO what ``over N ranks`` says, else all."""
+    group = row.count("fsdp", 0, least=0, noted=False)
+    fully = bool(group) or bool(re.search(r"fsdp|full_shard|zero-?3", row.text("optimizer")))
+    level = row.count("zero", 3 if fully else 0, least=0)
+    if level > 3:
+        raise Unsaid(f"zero is {level}; levels are 0 to 3")
+    over = re.search(r"over ([1-9]\d{0,8})\b", row.text("optimizer"))
+    group = group or (int(over.group(1)) if over else replicas)
+    group = min(group, replicas) if level else 1
+    if replicas % group:
+        raise Unsaid(f"{replicas} replicas are no multiple of the {group} that share their state")
+    return level, group
+
+
+def recipe_meant(text: str, row: _Fields | None = None) -> str:
+    """The recipe of training state that free text means.
+
+    Raises:
+        Unsaid: products are in no format of 8 or 16 bits.
+    """
+    if not text and row is not None:
+        row.assumed.append("precision")
+    if re.search(r"fp8|float8|e4m3", text):
+        return "fp8-mixed"
+    if re.search(r"fp4|int8|int4", text):
+        raise Unsaid(f"precision {text!r}: products are in neither 8 nor 16 bits")
+    if re.search(r"bf16|bfloat16", text) or not text:
+        if re.search(r"\bpure\b", text):
+            return "bf16"
+        return "bf16-autocast" if re.search(r"\bdefault\b|autocast", text) else "bf16-mixed"
+    if re.search(r"fp16|float16|half|mixed|\bamp", text):
+        return "fp16-mixed"
+    raise Unsaid(f"precision {text!r}: products are in neither 8 nor 16 bits")
+
+
+def _gradient_bytes(recipe: str, overlap: str) -> int:
+    """Of a gradient on its way: what is said to be reduced in bfloat16, else what it is kept in."""
+    if re.search(r"bf16 grad|grad_sync_dtype bf16|grad\w* (reduced )?in bf16", overlap):
+        return 2
+    return state_bytes(recipe)[1]
+
+
+_NOTHING = {"again_core": 0.0, "again_up": 0.0, "again_products": 0.0, "again_elementwise": 0.0}
+_EVERYTHING = dict.fromkeys(_NOTHING, 1.0)
+
+
+def _again(row: _Fields) -> dict[str, float]:
+    """What of a forward is computed again, by the words."""
+    text = row.text("recompute")
+    if not text:
+        row.assumed.append("recompute")
+    if not text or re.search(r"^none|\bno\b(?! sequence)|norecompute|no-recompute|: false|^(off|false|disabled)", text):
+        return _NOTHING
+    if re.search(r"modules", text):
+        elementwise = float(bool(re.search(r"norm|act\b|layernorm", text)))
+        return _NOTHING | {"again_up": float("up_proj" in text), "again_elementwise": elementwise}
+    if re.search(r"selective\W+layer|per-block|every (second|other)", text):
+        return dict.fromkeys(_NOTHING, 0.5)
+    if re.search(r"selective\W+op|minimal", text):
+        return _EVERYTHING | {"again_core": 0.0, "again_products": 0.5 if "op" in text else 0.0}
+    if re.search(r"selective|core", text):
+        return _NOTHING | {"again_core": 1.0}
+    if re.search(r"full|every|remat|checkpoint|recompute|true|all|uniform|block|^(on|yes|enabled)", text):
+        return _EVERYTHING
+    raise Unsaid(f"recompute {text!r} does not say what is computed again")
+
+
+_NOT = r"\b(no|not|without|non)\b[^;,]*overlap|overlap\w*[ :=]+(false|off|none|no)\b"
+
+
+def _overlaps(row: _Fields, text: str, engine: str, *, spoken: bool) -> dict[str, int]:
+    """Which messages hide; DeepSpeed's pipeline engine sums gradients as an instruction of its own after all else."""
+    if not spoken:
+        row.assumed.append("overlap")
+    tensor = re.search(r"tp.comm.overlap|tp (comm )?overlap|userbuffer|async ?tp|async tensor", text)
+    apart = re.search(_NOT, text) or (not spoken and re.search("1f1b.*deepspeed", engine))
+    return {"overlap_tensor": int(bool(tensor)), "overlap_data": int(not apart)}
+
+
+def _attention(row: _Fields, device: DevicePreset, recipe: str) -> str:
+    text = row.text("attention")
+    if re.search(r"unfused|no flash|without flash", text):
+        return "unfused"
+    if re.search(r"flash\W*(attn|attention)?\W*v?[23]", text):
+        return "flash-2"
+    if re.search(r"\bte\b|cudnn|transformer engine|fused", text):
+        return "cudnn"
+    if "flash" in text:
+        return "flash-1"
+    row.assumed.append("attention")
+    if recipe == "fp16-mixed":
+        return "unfused"
+    return "flash-2" if choices().generation(device.family) == "ampere" else "cudnn"
+
+
+# The machine --------------------------------------------------------------------------------------------------------
+
+
+def _device(hardware: _Fields) -> DevicePreset:
+    text = hardware.text("gpu")
+    if not text:
+        raise Unsaid("hardware.gpu is not printed")
+    memory = hardware.table.get("gpu_mem_gb")
+    found = device_meant(text, None if memory is None else hardware.number("gpu_mem_gb"))
+    if found is None:
+        raise Unsaid(f"there is no preset of {text!r}")
+    return found
+
+
+def _machine(hardware: _Fields, device: DevicePreset, layout: UniformLayout) -> Machine:
+    intra = hardware.text("intra_node")
+    domain = re.search(r"nvl ?([1-9]\d{0,8})\b", intra)
+    printed = hardware.count("gpus_per_node", 8)
+    node = int(domain.group(1)) if domain else printed
+    shares = shares_for(device.name, catalog_shares())
+    forward, backward = choices().attention_shares(layout.attention, device.family)
+    return Machine(
+        matrix_flops_per_s=device.matrix_flops_per_s,
+        fp8_flops_per_s=device.fp8_flops_per_s or 0,
+        multiprocessors=device.multiprocessors,
+        bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
+        memory_bytes=device.memory_bytes,
+        node=node,
+        link_bytes_per_s=link_meant(intra, device),
+        adapter_bytes_per_s=adapter_meant(hardware.text("inter_node"), printed) or _usual_adapter(device, hardware),
+        matrix_share=shares.matrix,
+        bandwidth_share=shares.bandwidth,
+        attention_forward=forward,
+        attention_backward=backward,
+    )
+
+
+def link_meant(text: str, device: DevicePreset) -> float:
+    """Bytes per second between devices of a node, by free text in small letters.
+
+    All of a device's NVLinks go to a switch where nothing is said; a number of connections between two GPUs is as many
+    links between them.
+    """
+    said = re.search(r"nvlink\D{0,3}(\d{1,9}) (?:inter-?gpu )?(?:connect|link)|\b(\d{1,9}) nvlinks? between", text)
+    if said is None:
+        return device.link_bytes_per_s
+    links = int(said.group(1) or said.group(2))
+    each = device.link_bytes_per_s / choices().links.get(choices().generation(device.family), 1)
+    return min(max(links, 1) * each, device.link_bytes_per_s)
+
+
+_NUMBERS = {"two": 2, "four": 4, "eight": 8, "sixteen": 16}
+
+
+def adapter_meant(text: str, node: int) -> float | None:
+    """Bytes per second that each device of a node of ``node`` has between nodes, by free text in small letters.
+
+    ``gb/s`` is of bits where the rate is an adapter's as they are sold (25, 40, and 100 or more), else of bytes.
+    """
+    words = re.sub(r"\b(" + "|".join(_NUMBERS) + r")\b", lambda found: str(_NUMBERS[found.group()]), text)
+    rate = re.search(r"(?<![\d.])(\d{1,9}(?:\.\d{1,9})?)\s*g(?:b|bit)s?(?:/s|ps)", words)
+    if rate is None:
+        links = re.search(r"\b([1-9]\d{0,8}) omni-?path", words)
+        return int(links.group(1)) * _OMNI_PATH_GBITS * 1e9 / 8 / node if links else None
+    value = float(rate.group(1))
+    each = value * 1e9 if value < 100 and value not in (25, 40) else value * 1e9 / 8
+    if each <= 0:
+        return None
+    count = re.search(r"(?<!\d)(\d{1,9})\s*(?:x\s*)?(?:\w+\s+)?$", words[: rate.start()])
+    if count and int(count.group(1)):
+        return int(count.group(1)) * each / node
+    single = re.search(r"per (gpu|device|accelerator)", words) or (
+        "infiniband" in words and not re.search(r"per (node|server|host)", words)
+    )
+    return each if single else each / node
+
+
+@cache
+def _adapters() -> dict[int, int]:
+    """Rate of a device's link inside its node -> that of its adapter, of the catalog's clusters."""
+    found: dict[int, int] = {}
+    for name in CLUSTERS:
+        if name not in TESTBEDS:
+            inner, outer = named_cluster(name).levels
+            found.setdefault(inner.bandwidth_bytes_per_s, outer.bandwidth_bytes_per_s)
+    return found
+
+
+def _usual_adapter(device: DevicePreset, hardware: _Fields) -> float:
+    hardware.assumed.append("inter_node")
+    return choices().adapters.get(device.family) or _adapters().get(device.link_bytes_per_s, _OTHER_ADAPTER)

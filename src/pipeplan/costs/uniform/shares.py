@@ -1,0 +1,72 @@
+"""What a kind of device reaches of its peaks: fitted to published runs, and kept in the catalog of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+
+from pipeplan.costs.communication import LINK_CEILING
+from pipeplan.costs.devices import PRESETS, Curve, DevicePreset, device_preset
+from pipeplan.costs.uniform.choices import choices
+
+UNKNOWN = 0.65, 0.55
+"""Of a device that has no neighbour with fitted shares."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Of the matrix units' peak, and of the bandwidth of memory and links; ``whose`` they are, and on how many layouts
+    and runs they were fitted.
+    """
+
+    matrix: float
+    bandwidth: float
+    whose: str
+    layouts: int = 0
+    runs: int = 0
+
+    @property
+    def notes(self) -> str:
+        """What a profile says of them."""
+        return (
+            f"Matrix units reach {self.matrix:.1%} of their peak, memory and links {self.bandwidth:.1%} of their "
+            f"bandwidth, fitted on {self.runs} published runs of {self.whose} in {self.layouts} layouts."
+        )
+
+
+@cache
+def catalog_shares() -> Mapping[str, Shares]:
+    """Those of the catalog, by kind of device."""
+    return {
+        name: Shares(fitted.matrix, fitted.bandwidth, name, fitted.layouts, fitted.runs)
+        for name in PRESETS
+        if (fitted := device_preset(name).fitted) is not None
+    }
+
+
+def shares_for(kind: str, known: Mapping[str, Shares]) -> Shares:
+    """A kind's own shares, else those of its nearest neighbour that has any."""
+    seen: list[str] = []
+    while kind not in known:
+        seen.append(kind)
+        kind = choices().neighbours.get(kind, "")
+        if not kind or kind in seen:
+            return Shares(*UNKNOWN, "nobody")
+    return known[kind]
+
+
+def reaching(device: DevicePreset, shares: Shares) -> DevicePreset:
+    """The device with curves that end at the shares, and links that reach theirs."""
+    return replace(
+        device,
+        matrix_efficiency=_ending_at(device.matrix_efficiency, shares.matrix),
+        memory_efficiency=_ending_at(device.memory_efficiency, shares.bandwidth),
+        link_bytes_per_s=round(device.link_bytes_per_s * shares.bandwidth / LINK_CEILING),
+    )
+
+
+def _ending_at(curve: Curve, share: float) -> Curve:
+    """The curve with what its last point reaches changed to a share; what a kernel takes however small stays."""
+    more = 1 / share - 1 / curve[-1][1]
+    return tuple((work, 1 / (1 / reached + more)) for work, reached in curve)

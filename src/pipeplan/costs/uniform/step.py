@@ -1,0 +1,248 @@
+"""The time of one iteration of a uniform layout, part by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeplan.costs.communication import Exchange
+from pipeplan.costs.uniform.choices import choices
+from pipeplan.costs.uniform.layer import (
+    WIDTH,
+    LayerCosts,
+    collective_ns,
+    head_of,
+    layer_of,
+    moving_ns,
+    tokens_of,
+)
+from pipeplan.costs.uniform.words import Machine, Number, Transformer, UniformLayout
+
+_OPTIMIZER_BYTES = 30
+"""AdamW moves of a parameter: master and two moments in float32 both ways, its gradient in, what computes out."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """An iteration in ns. What is exposed is what compute waits for.
+
+    ``forward_ns``, ``input_grad_ns`` and ``weight_grad_ns`` are of one layer and micro-batch with their messages,
+    ``head_ns`` of the head. ``stages_ns`` is m micro-batches on the slowest stage, ``bubble_ns`` what it waits.
+    """
+
+    forward_ns: Number
+    input_grad_ns: Number
+    weight_grad_ns: Number
+    head_ns: Number
+    message_ns: Number
+    waits_for_messages: Number
+    stages_ns: Number
+    bubble_ns: Number
+    reduction_ns: Number
+    optimizer_ns: Number
+    iteration_ns: Number
+
+
+def step_time(model: Transformer, layout: UniformLayout, machine: Machine) -> StepTime:
+    """Closed forms of a uniform layout's iteration."""
+    layer, head = layer_of(model, layout, machine), head_of(model, layout, machine)
+    forward, input_grad, weight_grad = _layer_times(layer, model, layout, machine)
+    each = forward + input_grad + weight_grad
+    head_ns = head.forward_ns + head.backward_ns
+    count = layout.microbatches
+    middle, first, last = layers_of_stages(model, layout)
+    alone = layout.pipeline == 1
+    most = np.where((layout.pipeline > 2) | (layout.schedule == "zb-v"), middle, first)  # of two none is in the middle
+    slowest = np.where(alone, model.layers * each + head_ns, np.maximum(most * each, last * each + head_ns))
+    total = model.layers * each + head_ns
+    message = _message_ns(model, layout, machine)
+    ramps = np.maximum(0, total - slowest) / layout.chunks
+    ramps = ramps - _shorter(model, layout) * middle * each / layout.chunks
+    bubble = ramps - _filled(layout, middle * weight_grad)
+    bubble = (np.maximum(0, bubble) + (layout.pipeline - 1) * 2 * message) * (1 - alone)
+    waits = (layout.schedule == "1f1b") & (layout.chunks == 1)
+    waited = np.where(waits & (layout.pipeline > 1), _loop_ns(layout, each, (first, middle, last), head_ns, message), 0)
+    stages = count * np.maximum(slowest, waited)
+    held = middle * (layer.whole.parameters - layer.experts.parameters) + np.where(alone, 1 + (model.tied == 0), 1) * (
+        head.parameters
+    )
+    of_experts = middle * layer.experts.parameters
+    reduction = _reduction_ns(layout, machine, held, of_experts, middle * forward, middle * (input_grad + weight_grad))
+    optimizer = _optimizer_ns(layout, machine, held, of_experts)
+    return StepTime(
+        forward,
+        input_grad,
+        weight_grad,
+        head_ns,
+        message,
+        waits,
+        stages,
+        bubble,
+        reduction,
+        optimizer,
+        stages + bubble + (reduction + optimizer) * (model.vocabulary > 0),
+    )
+
+
+def layers_of_stages(model: Transformer, layout: UniformLayout) -> tuple[Number, Number, Number]:
+    """Layers of a middle, the first and the last stage.
+
+    Even where chunks divide the layers; else with two more places, the first and the last chunk having one layer
+    less; else with one more, the last having less; else the most layers are those of even stages, rounded up. ZB-V
+    has the first and the last chunk on the first device.
+    """
+    layers, places = model.layers, layout.pipeline * layout.chunks
+    two, one, even = (layers + 2) % places == 0, (layers + 1) % places == 0, layers % places == 0
+    rounded = np.where(even, layers, np.where(two, layers + 2, np.where(one, layers + 1, 0)))
+    middle = np.where(rounded > 0, rounded / layout.pipeline, np.ceil(layers / layout.pipeline))
+    at_last = 1 - even
+    at_first = at_last * (two | (rounded == 0))
+    v_shape = layout.schedule == "zb-v"
+    first = middle - at_first - v_shape * at_last
+    return middle, first, np.where(v_shape, first, middle - at_last)
+
+
+def _shorter(model: Transformer, layout: UniformLayout) -> Number:
+    """Devices at the end that interleaving leaves with fewer layers than others: they wait, and nobody for them."""
+    places = layout.pipeline * layout.chunks
+    fewer = -model.layers % places
+    return np.where((layout.chunks > 1) & (fewer > 2) & (fewer < layout.pipeline), np.ceil(fewer / 2), 0)
+
+
+def _loop_ns(
+    layout: UniformLayout, each_ns: Number, layers: tuple[Number, Number, Number], head_ns: Number, message_ns: Number
+) -> Number:
+    """What 1F1B takes for a micro-batch at least where messages are waited for.
+
+    From a stage n before the end, n micro-batches are on their way to the last stage and back: the mean work of these
+    stages, and a message each way between them. The longest loops count, with the first stage and without it.
+    """
+    first, middle, last = (number * each_ns for number in layers)
+    stages = layout.pipeline
+    inner = np.maximum(stages - 1, 1)
+    without = (middle * (stages - 2) + last + head_ns + 2 * (stages - 2) * message_ns) / inner
+    whole = (first + middle * (stages - 2) + last + head_ns + 2 * (stages - 1) * message_ns) / stages
+    return np.maximum(without, whole)
+
+
+def chunk_layers(layers: int, stages: int, chunks: int) -> list[int]:
+    """Layers of each chunk, in the order they run; where nothing else divides, chunks at the ends have one less."""
+    places = stages * chunks
+    if layers % places == 0:
+        return [layers // places] * places
+    each = (layers + 2) // places
+    if (layers + 2) % places == 0:
+        return [each - 1, *[each] * (places - 2), each - 1]
+    if (layers + 1) % places == 0:
+        return [*[(layers + 1) // places] * (places - 1), (layers + 1) // places - 1]
+    fewer = places - layers % places
+    at_end = -(-fewer // 2)  # the last chunk first, which has the head
+    each = layers // places + 1
+    return [each - (place < fewer - at_end or place >= places - at_end) for place in range(places)]
+
+
+def _layer_times(
+    layer: LayerCosts, model: Transformer, layout: UniformLayout, machine: Machine
+) -> tuple[Number, Number, Number]:
+    """Forward, input gradient with what is computed again, and weight gradient, with what they wait for."""
+    whole = layer.whole
+    again = (
+        layout.again_core * layer.core.forward_ns
+        + layout.again_up * layer.up.forward_ns
+        + layout.again_products * (layer.products.forward_ns + layer.experts.forward_ns + layer.expert_ns)
+        + layout.again_elementwise * layer.elementwise.forward_ns
+    )
+    tensor, weight_grad = layer.tensor_ns, whole.weight_grad_ns
+    hidden_tensor = tensor / layout.tensor + np.maximum(0, tensor - layer.products.forward_ns)
+    exposed = np.where(layout.overlap_tensor > 0, np.minimum(tensor, hidden_tensor), tensor)
+    context = np.maximum(0, layer.context_ns - layer.core.forward_ns)
+    forward = whole.forward_ns + exposed + context + layer.expert_ns
+    context = np.maximum(0, 2 * layer.context_ns - layer.core.input_grad_ns)
+    input_grad = whole.input_grad_ns + again + exposed * (1 + layout.again_products) + context + layer.expert_ns
+
+    # Sharded parameters: gathered before forward and backward, gradients summed after it, beside compute
+    sharded = layout.zero == 3
+    array = WIDTH * whole.parameters
+    gather = collective_ns(machine, Exchange("all_gather", array), layout.zero_group, layout.tensor)
+    slowed = (
+        choices().contention
+        * array
+        * (1 - 1 / layout.zero_group)
+        / (machine.link_bytes_per_s * machine.bandwidth_share)
+        * 1e9
+    )
+    forward_wait = np.maximum(0, gather - forward) + slowed
+    backward_wait = np.maximum(0, 2 * gather - input_grad - weight_grad) + 2 * slowed
+    return forward + sharded * forward_wait, input_grad + sharded * backward_wait, weight_grad
+
+
+def _filled(layout: UniformLayout, weight_grad_ns: Number) -> Number:
+    """What a schedule with weight gradients apart fills of 1F1B's bubble.
+
+    Zero Bubble Pipeline Parallelism, table 1: (p - 1)(F + B - W) of ZB-H1, (p - 1)(F + B - 2 W) of ZB-H2.
+    """
+    schedule, others = layout.schedule, layout.pipeline - 1
+    weights_apart = np.where(
+        schedule == "zb-1p", 2, np.where(schedule == "zb-2p", 3, np.where(schedule == "zb-v", 3, 0))
+    )
+    there = others + layout.microbatches - 1  # fewer micro-batches leave less to fill with
+    return np.minimum(weights_apart * others, there) * weight_grad_ns / layout.chunks * (weights_apart > 0)
+
+
+def _message_ns(model: Transformer, layout: UniformLayout, machine: Machine) -> Number:
+    """A micro-batch from one stage to the next, on average: devices of a tensor group each send their part.
+
+    Without sequence parallelism the parts are gathered again.
+    """
+    size = WIDTH * tokens_of(model, layout) * model.hidden
+    across = np.minimum(1, layout.tensor * layout.context * layout.data / machine.node)
+    slow, quick = machine.adapter_bytes_per_s, machine.link_bytes_per_s
+    sent = 1e9 * size / layout.tensor * (across / slow + (1 - across) / quick) / machine.bandwidth_share
+    gathered = collective_ns(machine, Exchange("all_gather", size), layout.tensor, 1)
+    return sent + np.where(layout.sequence_parallel > 0, 0, gathered)
+
+
+def _reduction_ns(
+    layout: UniformLayout,
+    machine: Machine,
+    parameters: Number,
+    of_experts: Number,
+    forward_ns: Number,
+    backward_ns: Number,
+) -> Number:
+    """What is exposed of summing gradients and gathering parameters once per iteration."""
+    dense = layout.data * layout.context
+    of_each = dense * layout.tensor / (layout.expert * layout.expert_tensor)
+    level = layout.zero
+    inside = np.where(level == 3, layout.zero_group, 1)  # these are summed with each micro-batch
+
+    def summed(count: Number, devices: Number, stride: Number) -> Number:
+        size = count * layout.gradient_bytes / inside
+        return collective_ns(machine, Exchange("reduce_scatter", size), devices, stride)
+
+    def gathered(count: Number, devices: Number, stride: Number) -> Number:
+        gradients = np.where(level == 0, layout.gradient_bytes, WIDTH)  # an all-reduce has two halves
+        return collective_ns(machine, Exchange("all_gather", count * gradients / inside), devices, stride)
+
+    def both(of: object) -> Number:
+        assert callable(of)
+        return of(parameters, dense / inside, layout.tensor * inside) + of(
+            of_experts, np.maximum(of_each, 1), layout.expert * layout.expert_tensor
+        )
+
+    sums, gathers = both(summed), both(gathered)
+    hidden = np.minimum(sums, backward_ns) + np.minimum(gathers, forward_ns)
+    beside = np.maximum(0, sums - backward_ns) + np.maximum(0, gathers - forward_ns)
+    moved = (parameters + of_experts) * (layout.gradient_bytes + WIDTH) / inside * (dense > 1)
+    slowed = choices().contention * 1e9 * moved / (machine.link_bytes_per_s * machine.bandwidth_share)
+    slowed = np.where(sums + gathers > 0, slowed * hidden / np.maximum(sums + gathers, 1e-9), 0)
+    return np.where(layout.overlap_data > 0, beside + slowed, sums + gathers)
+
+
+def _optimizer_ns(layout: UniformLayout, machine: Machine, parameters: Number, of_experts: Number) -> Number:
+    """State through memory, of the parameters whose optimizer a device holds."""
+    shards = np.where(layout.zero > 0, layout.zero_group, 1)
+    expert_shards = np.clip(shards * layout.tensor / (layout.expert * layout.expert_tensor), 1, shards)
+    held = parameters / shards + of_experts / expert_shards
+    return moving_ns(machine, _OPTIMIZER_BYTES * held)
