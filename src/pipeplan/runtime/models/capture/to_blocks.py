@@ -12,7 +12,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture.block_module import BlockWriter, Recipe
-from pipeplan.runtime.models.capture.export import trace
 from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode
 from pipeplan.runtime.models.capture.grouping import (
     HEAVY,
@@ -24,6 +23,7 @@ from pipeplan.runtime.models.capture.grouping import (
     made_from,
     needed_by,
 )
+from pipeplan.runtime.models.capture.tracing import trace
 from pipeplan.runtime.models.names import aliases_of, first_names
 from pipeplan.runtime.models.spec import (
     Batch,
