@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.table import Table
 from rich.text import Text
@@ -11,8 +11,6 @@ from rich.text import Text
 from pipeplan.costs.inspection import SUMMED, Inspection, alike, cautions, counts, operator_shares, sums
 from pipeplan.costs.throughput import Throughput, format_rate
 from pipeplan.files import CostRow, Profile
-from pipeplan.planning.comparison import OURS, Comparison, ComparisonRow
-from pipeplan.planning.tuning_cells import TuningRow
 from pipeplan.reporting.layout import (
     Column,
     console_for,
@@ -26,11 +24,15 @@ from pipeplan.reporting.layout import (
     tables,
 )
 from pipeplan.reporting.timeline import kind_name
-from pipeplan.simulator.measured_times import DeviceTimes, MeasuredComparison
-from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.kinds import is_instruction
 from pipeplan.workload.samples import size_in_words
+
+if TYPE_CHECKING:  # a profile is shown without the rooms that plan
+    from pipeplan.planning.comparison import Comparison, ComparisonRow
+    from pipeplan.planning.tuning_cells import TuningRow
+    from pipeplan.simulator.measured_times import DeviceTimes, MeasuredComparison
+    from pipeplan.simulator.simulation import Simulation
 
 # Comparisons of schedules -----------------------------------------------------------------------------------------
 
@@ -107,7 +109,7 @@ def _missed(comparison: Comparison) -> list[tuple[ComparisonRow, ComparisonRow]]
     return [
         (row, first[row.setting])
         for row in comparison.rows
-        if row.schedule == OURS and row.fits and row.iteration_ns > first[row.setting].iteration_ns
+        if row.is_ours and row.fits and row.iteration_ns > first[row.setting].iteration_ns
     ]
 
 
@@ -131,7 +133,7 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
         Column("gap", ["-" if row.gap is None else f"{row.gap:.2%}" for row in rows]),
         Column("fits", ["yes" if row.fits else "no" for row in rows], words=True),
     ]
-    return tables(columns, width, ["bold" if row.schedule == OURS else None for row in rows])
+    return tables(columns, width, ["bold" if row.is_ours else None for row in rows])
 
 
 def rate_columns(found: Sequence[Throughput]) -> list[Column]:
