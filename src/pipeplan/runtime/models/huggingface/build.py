@@ -200,6 +200,7 @@ def load(
         if not family.splits and max(shards, default=1) > 1:
             raise unsplittable(max(shards), text_or_path)
         _require_even(_counts(config), text_or_path, shards)
+        family.contents(config, family.words(config), length)
         shapes = _module(family, config, text_or_path, True, 0) if meta or max(shards, default=1) > 1 else None
         if shapes is not None:
             _require_even(even_widths(shapes, split_weights(shapes, _plan(family, config))), text_or_path, shards)
@@ -230,6 +231,12 @@ def _require_fitting(config: Any, where: str) -> None:
             raise UsageError(
                 f"configuration {where}: num_attention_heads={heads} of {kind} is not divisible by "
                 f"num_key_value_heads={groups}, which share keys and values among them; change one of them"
+            )
+        groups_of_experts = _count_of(each, "n_group")
+        if experts and groups_of_experts and experts % groups_of_experts:
+            raise UsageError(
+                f"configuration {where}: {experts} experts of {kind} do not divide into n_group={groups_of_experts} "
+                "groups; change one of them"
             )
         if experts and chosen and chosen > experts:
             raise UsageError(
