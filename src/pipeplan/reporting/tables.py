@@ -23,7 +23,6 @@ from pipeplan.reporting.layout import (
     shown_rows,
     tables,
 )
-from pipeplan.reporting.timeline import kind_name
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.kinds import is_instruction
 from pipeplan.workload.samples import size_in_words
@@ -354,6 +353,8 @@ def _kinds(comparison: MeasuredComparison, width: int) -> list[Table]:
 def _named(kind: str) -> str:
     """A kind in words: of actions, or of messages."""
     if "_" not in kind:
+        from pipeplan.reporting.timeline import kind_name  # which simulates; a profile's table does not
+
         return kind.lower() if is_instruction(kind) else kind_name(kind)
     end, _, payload = kind.partition("_")
     return _MESSAGE_NAMES.get(kind) or f"{'send' if end == 'SEND' else 'wait for'} what {payload} made"
