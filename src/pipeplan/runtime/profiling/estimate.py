@@ -245,7 +245,8 @@ def _attention(
         made: Tensor = math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
         return made
     if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.where(attn_mask, *(query.new_tensor(each) for each in (0.0, -torch.inf)))
+        shown = (torch.scalar_tensor(each, dtype=query.dtype, device=query.device) for each in (0.0, -torch.inf))
+        attn_mask = torch.where(attn_mask, *shown)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     made = flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return made
@@ -273,9 +274,13 @@ class _Look(NamedTuple):
 def _is_fused(query: _Look, key: _Look, value: _Look, mask: _Look | None, rest: tuple[Any, ...]) -> bool:
     dropout_p, is_causal, scale, enable_gqa = rest
     with _disable_current_modes(), torch.device("cpu"):
-        shown = [None if each is None else each.tensor() for each in (query, key, value, mask)]
+        shown: list[Any] = [None if each is None else each.tensor() for each in (query, key, value, mask)]
         choice = torch._fused_sdp_choice(*shown, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return bool(choice == SDPBackend.FLASH_ATTENTION.value)
+
+
+_NORMS = {_aten.native_layer_norm}
+"""Whose statistics the CPU keeps in the format of what they are of, and the meta device in float32."""
 
 
 class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has its constructors without types
@@ -305,6 +310,8 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
         given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in given}
         made = func(*args, **(kwargs or {}))
+        if func._overloadpacket in _NORMS and args[0].is_meta:
+            made = (made[0], *(each.to(args[0].dtype) for each in made[1:]))
         outputs = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
         fresh = [each for each in outputs if each.untyped_storage()._cdata not in known]
         for tensor in fresh:

@@ -113,8 +113,9 @@ def _refuse_unknown(default: Any, keywords: Mapping[str, Any], where: str, furth
                 f"{', '.join(sorted(known))}"
             )
         inner = getattr(default, key, None)
-        is_nested = isinstance(value, Mapping) and hasattr(inner, "attribute_map")
-        if is_nested and value.get("model_type", inner.model_type) == inner.model_type:
+        if not isinstance(value, Mapping) or inner is None or not hasattr(inner, "attribute_map"):
+            continue
+        if value.get("model_type", inner.model_type) == inner.model_type:
             _refuse_unknown(inner, value, where, ("model_type",))
 
 
