@@ -246,7 +246,7 @@ def _attention(
         return made
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         shown = (torch.scalar_tensor(each, dtype=query.dtype, device=query.device) for each in (0.0, -torch.inf))
-        attn_mask = torch.where(attn_mask, *shown)
+        attn_mask = torch.where(attn_mask, next(shown), next(shown))
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     made = flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
     return made
@@ -274,12 +274,12 @@ class _Look(NamedTuple):
 def _is_fused(query: _Look, key: _Look, value: _Look, mask: _Look | None, rest: tuple[Any, ...]) -> bool:
     dropout_p, is_causal, scale, enable_gqa = rest
     with _disable_current_modes(), torch.device("cpu"):
-        shown: list[Any] = [None if each is None else each.tensor() for each in (query, key, value, mask)]
+        shown = (query.tensor(), key.tensor(), value.tensor(), None if mask is None else mask.tensor())
         choice = torch._fused_sdp_choice(*shown, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return bool(choice == SDPBackend.FLASH_ATTENTION.value)
 
 
-_NORMS = {_aten.native_layer_norm}
+_NORMS = {_aten.native_layer_norm, _aten.native_batch_norm}
 """Whose statistics the CPU keeps in the format of what they are of, and the meta device in float32."""
 
 

@@ -269,7 +269,7 @@ def _seeing(config: str, model: str, image_tokens: Callable[[Any], int], token: 
 
 
 def _llama4_image(config: Any) -> int:
-    return round((_patches(config.vision_config) - 1) * config.vision_config.pixel_shuffle_ratio**2)
+    return int((_patches(config.vision_config) - 1) * config.vision_config.pixel_shuffle_ratio**2)
 
 
 FAMILIES: dict[str, ModelFamily] = {
