@@ -2,7 +2,7 @@
 
 Blocks run as they do when measured, but on the meta device, whose tensors have shapes and no data. Attention is the one
 that the CPU would choose: the meta device's own holds more. (torch's fake tensors, which say that they are on the CPU,
-count the same in five times as long.)
+count the same in about three times as long.)
 """
 
 from __future__ import annotations
