@@ -76,12 +76,21 @@ def longest_paths(order: Sequence[Node], edges: Iterable[tuple[Node, Node, int]]
 
 def connected_parts(nodes: Iterable[Node], edges: Iterable[tuple[Node, Node]]) -> list[set[Node]]:
     """The nodes by what edges join, whichever way they point; those of the first node first."""
-    import networkx as nx
-
-    graph = nx.Graph()
-    graph.add_nodes_from(nodes)
-    graph.add_edges_from(edges)
-    return list(nx.connected_components(graph))
+    near: dict[Node, list[Node]] = {node: [] for node in nodes}
+    for one, other in edges:
+        near.setdefault(one, []).append(other)
+        near.setdefault(other, []).append(one)
+    parts, known = list[set[Node]](), set[Node]()
+    for node in near:
+        if node not in known:
+            part, waiting = {node}, [node]
+            while waiting:
+                more = [each for each in near[waiting.pop()] if each not in part]
+                part.update(more)
+                waiting += more
+            parts.append(part)
+            known |= part
+    return parts
 
 
 def before_and_after(node: Node, edges: Iterable[tuple[Node, Node]]) -> tuple[set[Node], set[Node]]:

@@ -55,6 +55,82 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
         "multimodal_config": TOWER,
     },
 }
+CAUSAL = {key: LLAMA[key] for key in LLAMA if key != "num_key_value_heads"}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT: dict[str, Any] = {
+    **CAUSAL,
+    "num_key_value_heads": HEADS,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+LLAMA4: dict[str, Any] = {
+    **LLAMA,
+    "head_dim": 8,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+}
+FURTHER: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {**LLAMA, **EXPERTS, "shared_expert_intermediate_size": 40},
+    "qwen3_moe": {**LLAMA, **EXPERTS, "head_dim": 8},
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "llama4_text": LLAMA4,
+    "gemma": {**LLAMA, "head_dim": 8},
+    "gemma2": {**LLAMA, "head_dim": 8, "sliding_window": 5},
+    "gemma3_text": {**LLAMA, "head_dim": 8, "sliding_window": 5},
+    "phi": CAUSAL,
+    "phi3": {**LLAMA, "pad_token_id": 0},
+    "phimoe": {**LLAMA, "num_local_experts": 4},
+    "gpt_neox": {**CAUSAL, "intermediate_size": 128},
+    "opt": {
+        **{key: CAUSAL[key] for key in CAUSAL if key != "intermediate_size"},
+        "ffn_dim": FFN,
+        "word_embed_proj_dim": HIDDEN,
+        "max_position_embeddings": 16,
+    },
+    "falcon": {key: CAUSAL[key] for key in CAUSAL if key != "intermediate_size"},
+    "gemma3": {
+        "text_config": {**LLAMA, "head_dim": 8},
+        "vision_config": {**IMAGE, "patch_size": 4, "vision_use_head": False},
+        "mm_tokens_per_image": 4,
+        "image_token_index": 5,
+    },
+    "llama4": {
+        "text_config": LLAMA4,
+        "vision_config": {
+            **IMAGE,
+            "patch_size": 4,
+            "intermediate_size": 4 * HIDDEN,
+            **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), HIDDEN),
+        },
+        "image_token_index": 5,
+    },
+    "vit": {**IMAGE, "num_labels": 10},
+    "whisper": {
+        "d_model": HIDDEN,
+        **{f"{side}_layers": LAYERS for side in ("encoder", "decoder")},
+        **{f"{side}_attention_heads": HEADS for side in ("encoder", "decoder")},
+        **{f"{side}_ffn_dim": FFN for side in ("encoder", "decoder")},
+        "vocab_size": WORDS,
+        "max_source_positions": 10,
+        "max_target_positions": SEQUENCE,
+        "num_mel_bins": 8,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1),
+    },
+}
+"""Families with tests of their own, in ``test_more_families.py``."""
+
 NAMES = sorted(ARGUMENTS)
 
 
@@ -68,7 +144,7 @@ torch.set_num_threads(1)
 
 def text(name: str, **changes: Any) -> str:
     """A configuration as it stands on the command line."""
-    arguments = {**ARGUMENTS[name], **changes}
+    arguments = {**(ARGUMENTS | FURTHER)[name], **changes}
     return f"{FAMILIES[name].config}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 

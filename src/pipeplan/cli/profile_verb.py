@@ -312,10 +312,11 @@ _MEASURING = ("threads", "repeats", "warmup", "device", "seed", "shards", "recom
 def _estimate(given: Mapping[str, Any], outputs: Outputs) -> None:
     """Estimate a model for a device preset, calibrated by a measured profile if there is one, and write the profile."""
     begin = time.monotonic()
-    with warnings_shown(), _uncollected(), Shown("estimating") as shown:
-        profile = estimated(given, _tell, progress=shown.update)
-    outputs.write(profile, given["output"])
-    _print(profile, given, outputs, begin)
+    with _uncollected():
+        with warnings_shown(), Shown("estimating") as shown:
+            profile = estimated(given, _tell, progress=shown.update)
+        outputs.write(profile, given["output"])
+        _print(profile, given, outputs, begin)
 
 
 @contextmanager

@@ -64,6 +64,11 @@ class ComparisonRow:
     why: str = ""
 
     @property
+    def is_ours(self) -> bool:
+        """Whether it is what the search found, not a known schedule."""
+        return self.schedule == OURS
+
+    @property
     def gap(self) -> float | None:
         """How far above the bound; None where it does not fit, since the bound is for the memory there is."""
         return self.makespan_ns / self.lower_bound_ns - 1 if self.fits else None
@@ -322,7 +327,7 @@ class _RowsSoFar:
 
 def _rank(row: ComparisonRow) -> tuple[bool, int, bool, int]:
     """What fits comes first, then the shortest, ours before its equals, then the least memory."""
-    return not row.fits, row.iteration_ns, row.schedule != OURS, max(row.peak_memory_bytes)
+    return not row.fits, row.iteration_ns, not row.is_ours, max(row.peak_memory_bytes)
 
 
 def _ours(result: Result, recompute: bool, memory: Sequence[int | None]) -> ComparisonRow:

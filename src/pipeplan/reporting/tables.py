@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.table import Table
 from rich.text import Text
@@ -20,8 +20,6 @@ from pipeplan.costs.inspection import (
 )
 from pipeplan.costs.throughput import Throughput, format_rate
 from pipeplan.files import CostRow, Profile
-from pipeplan.planning.comparison import OURS, Comparison, ComparisonRow
-from pipeplan.planning.tuning_cells import TuningRow
 from pipeplan.reporting.layout import (
     Column,
     console_for,
@@ -34,12 +32,15 @@ from pipeplan.reporting.layout import (
     shown_rows,
     tables,
 )
-from pipeplan.reporting.timeline import kind_name
-from pipeplan.simulator.measured_times import DeviceTimes, KindTimes, LoggedComparison, MeasuredComparison
-from pipeplan.simulator.simulation import Simulation
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.kinds import MASTER, STATE_KINDS, is_instruction
 from pipeplan.workload.samples import size_in_words
+
+if TYPE_CHECKING:  # a profile is shown without the rooms that plan
+    from pipeplan.planning.comparison import Comparison, ComparisonRow
+    from pipeplan.planning.tuning_cells import TuningRow
+    from pipeplan.simulator.measured_times import DeviceTimes, KindTimes, LoggedComparison, MeasuredComparison
+    from pipeplan.simulator.simulation import Simulation
 
 # Comparisons of schedules -----------------------------------------------------------------------------------------
 
@@ -116,7 +117,7 @@ def _missed(comparison: Comparison) -> list[tuple[ComparisonRow, ComparisonRow]]
     return [
         (row, first[row.setting])
         for row in comparison.rows
-        if row.schedule == OURS and row.fits and row.iteration_ns > first[row.setting].iteration_ns
+        if row.is_ours and row.fits and row.iteration_ns > first[row.setting].iteration_ns
     ]
 
 
@@ -140,7 +141,7 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
         Column("gap", ["-" if row.gap is None else f"{row.gap:.2%}" for row in rows]),
         Column("fits", ["yes" if row.fits else "no" for row in rows], words=True),
     ]
-    return tables(columns, width, ["bold" if row.schedule == OURS else None for row in rows])
+    return tables(columns, width, ["bold" if row.is_ours else None for row in rows])
 
 
 def rate_columns(found: Sequence[Throughput]) -> list[Column]:
@@ -314,6 +315,8 @@ def print_measured(
     width: int | None = None,
 ) -> None:
     """Print the tables, to stdout unless ``file`` is given; ``width`` as in :func:`console_for`."""
+    from pipeplan.simulator.measured_times import LoggedComparison
+
     console = console_for(file, width)
     if isinstance(comparison, LoggedComparison):
         parts = _logged(simulation, comparison, console.width)
@@ -410,6 +413,8 @@ def _kinds(kinds: Sequence[KindTimes], width: int) -> list[Table]:
 def _named(kind: str) -> str:
     """A kind in words: of actions, or of messages."""
     if "_" not in kind:
+        from pipeplan.reporting.timeline import kind_name  # which simulates; a profile's table does not
+
         return kind.lower() if is_instruction(kind) else kind_name(kind)
     end, _, payload = kind.partition("_")
     return _MESSAGE_NAMES.get(kind) or f"{'send' if end == 'SEND' else 'wait for'} what {payload} made"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeplan.runtime.models.capture import export
+from pipeplan.runtime.models.capture import tracing
 from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode, leaves_of
 from pipeplan.runtime.models.capture.repeats import alike_layers
 from pipeplan.runtime.models.huggingface import load
@@ -52,22 +52,22 @@ def spelled(graph: CapturedGraph) -> list[tuple[object, ...]]:
 def counting(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Mapping[str, str]]]:
     """The layers that were taken for alike in each attempt at a trace."""
     attempts: list[Mapping[str, str]] = []
-    traced = export._traced
+    traced = tracing._traced
 
     def noted(module: nn.Module, inputs: Mapping[str, Tensor], name: str, alike: Mapping[str, str]) -> CapturedGraph:
         attempts.append(alike)
         return traced(module, inputs, name, alike)
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_traced", noted)
+        patch.setattr(tracing, "_traced", noted)
         yield attempts
 
 
 def both(module: nn.Module, inputs: Mapping[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, str]]:
     """Require a trace of alike layers once to be that of all of them; the attempts that it took."""
     with counting(monkeypatch) as attempts:
-        once = export.trace(module, inputs, "model")
-    whole = export._traced(module, inputs, "model", {})
+        once = tracing.trace(module, inputs, "model")
+    whole = tracing._traced(module, inputs, "model", {})
     assert spelled(once) == spelled(whole)
     assert (once.tensors.keys(), once.num_dropouts) == (whole.tensors.keys(), whole.num_dropouts)
     return attempts

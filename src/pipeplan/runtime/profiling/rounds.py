@@ -188,6 +188,8 @@ class Benches:
         )
 
     def _noise(self, output: Tensor) -> Tensor:
+        if output.is_meta:
+            return torch.empty_like(output)
         generator = torch.Generator().manual_seed(self.seed)
         return torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
 

@@ -1,4 +1,4 @@
-"""Capturing a model: from a module to named blocks and edges, by ``torch.export``.
+"""Capturing a model: from a module to named blocks and edges, by running it on tensors without data.
 
 Here: tracing a module and grouping its operators into blocks. Not here: which module a name means (models.load), models
 that come in blocks already (zoo, sequential).

@@ -162,6 +162,12 @@ class OpNode:
     per_sample: int = 0
     misplaced: bool = False
     needs_grad: bool = False
+    sources: list[OpNode] = field(init=False)
+    """The operations whose results it takes, in order, each once; arguments may change only in what else they have."""
+
+    def __post_init__(self) -> None:
+        leaves = leaves_of((self.arguments, self.keywords))
+        self.sources = list(dict.fromkeys(each for each in leaves if isinstance(each, OpNode)))
 
     @property
     def operator(self) -> str:
@@ -177,12 +183,6 @@ class OpNode:
     def shape(self) -> tuple[int, ...]:
         """Of the output; empty if it is not one tensor."""
         return tuple(self.value.shape) if isinstance(self.value, Tensor) else ()
-
-    @property
-    def sources(self) -> list[OpNode]:
-        """The operations whose results it takes, in order, each once."""
-        leaves = leaves_of((self.arguments, self.keywords))
-        return list(dict.fromkeys(each for each in leaves if isinstance(each, OpNode)))
 
 
 @dataclass(frozen=True, slots=True)

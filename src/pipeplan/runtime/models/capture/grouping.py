@@ -11,15 +11,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
-import networkx as nx
 from torch import Tensor, nn
 
+from pipeplan.graphs import connected_parts
 from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode
 from pipeplan.runtime.models.spec import Grain
 
 HEAVY = {
     "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "scaled_dot_product_attention", "embedding",
     "embedding_bag", "conv1d", "conv2d", "conv3d", "convolution", "cross_entropy_loss", "lstm", "gru", "_grouped_mm",
+    "grouped_mm_fallback",
 }  # fmt: skip
 """Operators worth a block of their own."""
 
@@ -208,10 +209,10 @@ def _place(op: OpNode, layers: Collection[str], around: Collection[str]) -> _Pla
 
 def _apart(group: OpGroup, free: set[OpNode]) -> list[OpGroup]:
     """Its parts that take nothing of one another, as of two towers; those that begin everything stay together."""
-    graph = nx.Graph([(op, source) for op in group.operations for source in (op, *op.sources)])
-    graph.remove_nodes_from(set(graph) - set(group.operations))
+    own = set(group.operations)
+    joins = ((op, source) for op in group.operations for source in op.sources if source in own)
     found: list[OpGroup] = []
-    for part in sorted(map(set, nx.connected_components(graph)), key=_first_of(group)):
+    for part in sorted(connected_parts(group.operations, joins), key=_first_of(group)):
         piece = replace(group, operations=tuple(op for op in group.operations if op in part))
         are_heavy = found and piece.is_heavy and found[-1].is_heavy
         if found and not (are_heavy and (taken_by(piece, free) or taken_by(found[-1], free))):

@@ -11,14 +11,11 @@ import functools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-
-BEGINS, ENDS, AGAIN = "layer_begins", "layer_ends", "layer_again"
-"""Operators that mark where the first of some layers began and ended, and what stands for another one."""
 
 
 class UnlikeLayers(Exception):
@@ -165,11 +162,29 @@ class _LayerCall:
         return _once(each for each in self.made if isinstance(each, Tensor) and _place_of(each, self.given) is None)
 
 
+class LayerRecorder(Protocol):
+    """What notes the operators of layers."""
+
+    def needs_grad(self, tensor: Tensor) -> bool:
+        """Whether a tensor depends on something that is trained."""
+
+    def begin(self, first: str, given: Sequence[Tensor]) -> None:
+        """Before a layer runs that others are like; ``given`` are its tensors."""
+
+    def end(self, first: str, made: Sequence[Tensor]) -> None:
+        """After it ran, and made these. Raises UnlikeLayers where something that it was given is changed."""
+
+    def again(self, first: str, other: Mapping[int, Tensor], made: Sequence[Tensor]) -> list[Tensor]:
+        """What a layer makes that is like one that ran, and ``made`` these, but for ``other`` tensors, by their place
+        among those given. Raises UnlikeLayers.
+        """
+
+
 class Tracing:
     """One run of a replica whose alike layers are traced once; ``alike`` is as :func:`alike_layers` has it."""
 
-    def __init__(self, alike: Alike) -> None:
-        self.alike = alike
+    def __init__(self, alike: Alike, recorder: LayerRecorder) -> None:
+        self.alike, self.recorder = alike, recorder
         self._calls: dict[str, list[_LayerCall]] = defaultdict(list)
 
     def stand_ins(self, module: nn.Module) -> dict[int, Any]:
@@ -200,14 +215,14 @@ class Tracing:
         if calls:
             raise UnlikeLayers(first)  # called twice: which call is another layer's like?
         calls.append(_LayerCall(structure, given))
-        torch.ops.pipeplan.layer_begins(calls[0].tensors, _number(first))
+        self.recorder.begin(first, calls[0].tensors)
 
     def _end(self, first: str, _: nn.Module, args: object, kwargs: object, made: object) -> None:
         (call,) = self._calls[first]
         call.made, call.made_structure = tree_flatten(made)
         if any(type(each) not in _PLAIN for each in call.made if not isinstance(each, Tensor)):
             raise UnlikeLayers(first)
-        torch.ops.pipeplan.layer_ends(call.new, _number(first))
+        self.recorder.end(first, call.new)
 
     def again(self, first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a layer like the first makes of its arguments. Raises UnlikeLayers."""
@@ -216,17 +231,26 @@ class Tracing:
         if len(calls) != 1 or calls[0].made_structure is None or structure != calls[0].structure:
             raise UnlikeLayers(first)
         (call,) = calls
-        if not _are_alike(call.given, given):
+        if not self._are_alike(call.given, given):
             raise UnlikeLayers(first)
         pairs = zip(call.tensors, (each for each in given if isinstance(each, Tensor)), strict=True)
         other = {place: two for place, (one, two) in enumerate(pairs) if one is not two}
-        number = len(_AGAIN)
-        _AGAIN.append(Again(_number(first), tuple(other), call.new))
-        made = torch.ops.pipeplan.layer_again(list(other.values()), number)
-        if [each.requires_grad for each in made] != [each.requires_grad for each in call.new]:
-            raise UnlikeLayers(first)
+        made = self.recorder.again(first, other, call.new)
         known = {id(like): fresh for fresh, like in zip(made, call.new, strict=True)}
         return tree_unflatten([self._passed(each, call, given, known) for each in call.made], call.made_structure)
+
+    def _are_alike(self, first: Sequence[Any], other: Sequence[Any]) -> bool:
+        """Whether two calls are given the same but for the tensors' numbers."""
+        for one, two in zip(first, other, strict=True):
+            if isinstance(one, Tensor) and isinstance(two, Tensor):
+                if self._layout(one) != self._layout(two):
+                    return False
+            elif one is not two and (type(one) is not type(two) or type(one) not in _PLAIN or one != two):
+                return False
+        return [_place_of(each, first) for each in first] == [_place_of(each, other) for each in other]
+
+    def _layout(self, tensor: Tensor) -> Hashable:
+        return tuple(tensor.shape), tensor.dtype, tensor.stride(), self.recorder.needs_grad(tensor)
 
     @staticmethod
     def _passed(leaf: Any, call: _LayerCall, given: Sequence[Any], known: Mapping[int, Tensor]) -> Any:
@@ -237,21 +261,6 @@ class Tracing:
 
 
 _PLAIN = (type(None), bool, int, float, str)
-
-
-def _are_alike(first: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two calls are given the same but for the tensors' numbers."""
-    for one, two in zip(first, other, strict=True):
-        if isinstance(one, Tensor) and isinstance(two, Tensor):
-            if _layout(one) != _layout(two):
-                return False
-        elif one is not two and (type(one) is not type(two) or type(one) not in _PLAIN or one != two):
-            return False
-    return [_place_of(each, first) for each in first] == [_place_of(each, other) for each in other]
-
-
-def _layout(tensor: Tensor) -> Hashable:
-    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.stride()
 
 
 def _place_of(leaf: Any, leaves: Sequence[Any]) -> int | None:
@@ -290,57 +299,6 @@ class _StandIn(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the first layer of its kind."""
         return self.__dict__["_tracing"].again(self.__dict__["_first"], args, kwargs)
-
-
-# Operators that mark ----------------------------------------------------------------------------------------------
-
-_NUMBERS: dict[str, int] = {}
-
-
-@dataclass(frozen=True, slots=True)
-class Again:
-    """What a layer stands for that is not traced: ``call`` of its first one, but for the tensors at ``places``."""
-
-    call: int
-    places: tuple[int, ...]
-    made: list[Tensor]
-
-
-_AGAIN: list[Again] = []
-
-
-def again_of(number: int) -> Again:
-    """What a mark stands for."""
-    return _AGAIN[number]
-
-
-def _number(path: str) -> int:
-    return _NUMBERS.setdefault(path, len(_NUMBERS))
-
-
-def _made_again(given: Sequence[Tensor], call: int) -> list[Tensor]:
-    like = _AGAIN[call].made
-    return [torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device=each.device) for each in like]
-
-
-def _ignore(*_: object) -> None:
-    return None
-
-
-_LIBRARY = torch.library.Library("pipeplan", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
-
-
-def _register(name: str, schema: str, function: Callable[..., Any]) -> None:
-    _LIBRARY.define(f"{name}{schema}")  # type: ignore[no-untyped-call]  # the same
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # the same
-    torch.library.register_fake(f"pipeplan::{name}", function, lib=_LIBRARY)
-
-
-_register(BEGINS, "(Tensor[] given, int call) -> ()", _ignore)
-_register(ENDS, "(Tensor[] made, int call) -> ()", _ignore)
-_register(AGAIN, "(Tensor[] given, int call) -> Tensor[]", _made_again)
-for _mark in (BEGINS, ENDS):  # nobody takes what they give, and still they are not to be left out of a trace
-    torch.fx.node.has_side_effect(getattr(torch.ops.pipeplan, _mark).default)
 
 
 def renamed(first: str, other: str) -> Callable[[str], str]:

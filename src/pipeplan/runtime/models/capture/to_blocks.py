@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
@@ -12,7 +13,6 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture.block_module import BlockRecipe, BlockWriter
-from pipeplan.runtime.models.capture.export import trace
 from pipeplan.runtime.models.capture.functionalize import CapturedGraph, OpNode
 from pipeplan.runtime.models.capture.grouping import (
     HEAVY,
@@ -24,6 +24,7 @@ from pipeplan.runtime.models.capture.grouping import (
     made_from,
     needed_by,
 )
+from pipeplan.runtime.models.capture.tracing import trace
 from pipeplan.runtime.models.names import aliases_of, first_names
 from pipeplan.runtime.models.spec import (
     Batch,
@@ -170,23 +171,40 @@ _PRODUCTS = {"linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "einsum"}
 
 
 def operator_of(group: OpGroup, crossing: Sequence[OpNode], grain: Grain) -> str:
-    """The kind of operator: attention, ffn, embedding, head and so on."""
+    """The kind of operator: attention, ffn, embedding, head and so on.
+
+    A layer is one that has attention and more: as asked for, or where both take the same input (Phi, GPT-NeoX, Falcon).
+    """
     found = _operator_of(group, crossing)
-    return "layer" if grain == "layer" and group.in_layer and found.endswith("attention") else found
+    if not group.in_layer or not found.endswith("attention"):
+        return found
+    return "layer" if grain == "layer" or _has_more_than_attention(group) else found
+
+
+def _has_more_than_attention(group: OpGroup) -> bool:
+    """Whether another part of a layer than the one that attends has products, too."""
+    parts = [(_part(op, group), op.operator) for op in group.operations]
+    attending = {part for part, name in parts if name in ("scaled_dot_product_attention", "softmax")}
+    return "" not in attending and sum(name in _PRODUCTS for part, name in parts if part not in attending) > 1
+
+
+def _part(op: OpNode, group: OpGroup) -> str:
+    """The name of the module directly in a layer that runs an operator; empty for the layer's own."""
+    return op.path.removeprefix(f"{group.path}.").partition(".")[0] if op.path != group.path else ""
 
 
 def _operator_of(group: OpGroup, crossing: Sequence[OpNode]) -> str:
     names = [op.operator for op in group.operations]
     if _LOSSES & set(names):
         return "head" if _PRODUCTS & set(names) else "loss"
+    if "scaled_dot_product_attention" not in names and {"topk", *_GROUPED} & set(names):
+        return "moe"
     if _attends(names):
         return "cross-attention" if _attends_to_another(group, crossing) else "attention"
     if "embedding" in names or "embedding_bag" in names:
         return "embedding"
     if any(name.startswith("conv") for name in names):
         return "convolution"
-    if "topk" in names:
-        return "moe"
     if _PRODUCTS & set(names):
         return "ffn" if group.in_layer and sum(name in _PRODUCTS for name in names) > 1 else "linear"
     return _light(names)
@@ -226,7 +244,7 @@ def _light(names: Sequence[str]) -> str:
     return next((name for name in names if name == "cat"), "elementwise").replace("cat", "concatenation")
 
 
-_WIDTHS = {"head": "vocabulary", "ffn": "ffn", "moe": "experts", "layer": "ffn", "linear": "outputs"}
+_WIDTHS = {"head": "vocabulary", "ffn": "ffn", "layer": "ffn", "linear": "outputs"}
 """What the widest linear layer of a block is called."""
 
 
@@ -236,7 +254,34 @@ def dimensions_of(group: OpGroup, operator: str) -> dict[str, int]:
     for op in group.operations:
         for key, size in _shown_by(op, operator).items():
             found[key] = max(found.get(key, 0), size)
-    return found
+    return found | (_experts(group) if operator in ("moe", "layer") else {})
+
+
+_GROUPED = {"grouped_mm_fallback", "_grouped_mm"}
+"""Products of rows by the weights of their group."""
+
+
+def _experts(group: OpGroup) -> dict[str, int]:
+    """Of a block with experts: how many there are and a word takes, how wide each is, and those that all words take."""
+    products = [op for op in group.operations if op.operator in _GROUPED]
+    if not products:
+        return {}
+    experts, hidden, _ = products[0].sources[1].shape
+    layers = [
+        weight.shape
+        for op in group.operations
+        for weight in op.sources
+        if op.operator == "linear" and weight.kind == "parameter" and len(weight.shape) == 2
+    ]
+    words = next(math.prod(op.shape[:-1]) for op in group.operations if op.per_sample == 1 and len(op.shape) == 3)
+    widths = {sum(shape) - hidden for shape in layers if hidden in shape} - {1, experts}
+    found = {
+        "hidden": hidden,
+        "experts": experts,
+        "experts_per_token": products[0].sources[0].shape[0] // words,
+        "ffn": products[-1].sources[1].shape[1],
+    }
+    return found | ({"shared_ffn": max(widths)} if widths else {})
 
 
 def _shown_by(op: OpNode, operator: str) -> dict[str, int]:
@@ -259,10 +304,11 @@ def _shown_by(op: OpNode, operator: str) -> dict[str, int]:
 
 def _sequence(group: OpGroup) -> dict[str, int]:
     """The second of three dimensions, where tensors of a block have three."""
+    convolves = any(op.operator.startswith("conv") for op in group.operations)  # then places are last, at first
     for op in group.operations:
-        if isinstance(op.value, Tensor) and op.per_sample == 1 and len(op.shape) == 3 and op.operator in HEAVY:
+        if op.per_sample == 1 and len(op.shape) == 3 and op.operator in HEAVY and not convolves:
             return {"sequence": op.shape[1]}
-    for op in group.operations:
+    for op in reversed(group.operations) if convolves else group.operations:
         if op.per_sample == 1 and len(op.shape) == 3:
             return {"sequence": op.shape[1]}
     return {}
@@ -281,7 +327,9 @@ def block_ids(groups: Sequence[OpGroup], operators: Sequence[str], grain: Grain)
 
 def _layers_and_parts(groups: Sequence[OpGroup], operators: Sequence[str], grain: Grain) -> list[str]:
     return [
-        _shortened(group.path) if group.in_layer and grain == "layer" else joined_path(_shortened(group.path), operator)
+        _shortened(group.path)
+        if group.in_layer and "layer" in (grain, operator)
+        else joined_path(_shortened(group.path), operator)
         for group, operator in zip(groups, operators, strict=True)
     ]
 

@@ -26,15 +26,18 @@ _MASKED_EVERY = 7  # BERT masks 15 % of the words
 class Contents:
     """What a family's samples are made of.
 
-    ``image`` is (channels, height, width); ``special`` the token that a masked word, the decoder's first or a text's
-    last has.
+    ``image`` is (channels, height, width), or the shape of another noise that is called ``image_name``; ``special`` the
+    token that a masked word, the decoder's first, a text's last or a part of an image has, ``image_tokens`` of which
+    begin a text.
     """
 
     make: Maker
     vocabulary: int
     sequence: int
     special: int = 0
-    image: tuple[int, int, int] | None = None
+    image: tuple[int, ...] | None = None
+    image_name: str = "pixels"
+    image_tokens: int = 0
 
 
 Maker = Callable[[Contents, dict[str, Tensor]], dict[str, Tensor]]
@@ -45,7 +48,7 @@ def batch_of(contents: Contents, num_samples: int, step: int, seed: int) -> dict
     """A batch of named tensors."""
     made = contents.make(contents, token_batch(contents.vocabulary, contents.sequence, num_samples, step, seed))
     if contents.image is not None:
-        made["pixels"] = _images(contents.image, num_samples, step, seed)
+        made[contents.image_name] = _images(contents.image, num_samples, step, seed)
     return made
 
 
@@ -78,6 +81,24 @@ def translated(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]
     return {"tokens": text["tokens"], "decoder_tokens": shifted, "targets": text["targets"]}
 
 
+def spoken(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The decoder writes down what it hears."""
+    made = translated(contents, text)
+    return {name: made[name] for name in ("decoder_tokens", "targets")}
+
+
+def labelled(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A label for each sample."""
+    return {"targets": text["tokens"][:, 0]}
+
+
+def illustrated(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Texts that begin with an image; its parts are no targets, and no other word looks like one."""
+    places, special = torch.arange(contents.sequence) < contents.image_tokens, _special(contents)
+    words = text["tokens"].masked_fill(text["tokens"] == special, (special + 1) % contents.vocabulary)
+    return {"tokens": words.masked_fill(places, special), "targets": text["targets"].masked_fill(places, _IGNORED)}
+
+
 def paired(contents: Contents, text: dict[str, Tensor]) -> dict[str, Tensor]:
     """Texts that end with the special token."""
     end = torch.full_like(text["tokens"][:, :1], _special(contents))
@@ -89,8 +110,8 @@ def _special(contents: Contents) -> int:
     return min(contents.special, contents.vocabulary - 1)
 
 
-def _images(shape: tuple[int, int, int], num_samples: int, step: int, seed: int) -> Tensor:
-    """[num_samples, channels, height, width], standard normal."""
+def _images(shape: tuple[int, ...], num_samples: int, step: int, seed: int) -> Tensor:
+    """[num_samples, *shape], standard normal."""
     return stacked(lambda generator: {"": torch.randn(shape, generator=generator)}, num_samples, step, seed)[""]
 
 
@@ -117,6 +138,45 @@ class Translation(_Adapter):
         """Tokens of the encoder [samples, sequence], of the decoder, and its targets."""
         made = self.model(input_ids=tokens, decoder_input_ids=decoder_tokens, use_cache=False)
         return _summed_loss(made.logits, targets)
+
+
+class Speech(_Adapter):
+    """Whisper: an encoder of sound and a decoder, and the loss of the words that the decoder predicts."""
+
+    def forward(self, sound: Tensor, decoder_tokens: Tensor, targets: Tensor) -> Tensor:
+        """Spectra [samples, frequencies, times], tokens of the decoder [samples, sequence], and its targets."""
+        made = self.model(input_features=sound, decoder_input_ids=decoder_tokens, use_cache=False)
+        return _summed_loss(made.logits, targets)
+
+
+class Labels(_Adapter):
+    """A classifier of images, and the loss of its labels."""
+
+    def forward(self, pixels: Tensor, targets: Tensor) -> Tensor:
+        """Images [samples, channels, height, width], and a label for each."""
+        return F.cross_entropy(precise(self.model(pixel_values=pixels).logits), targets, reduction="sum")
+
+
+class Illustrated(_Adapter):
+    """A language model that sees images, and the loss of the words that it predicts.
+
+    A text begins with its image, so that what the vision tower makes of it is put before the other words.
+    """
+
+    def forward(self, tokens: Tensor, pixels: Tensor, targets: Tensor) -> Tensor:
+        """Texts [samples, sequence] with their image's place, images, and targets as tokens or -100."""
+        return _summed_loss(self.logits(tokens, pixels), targets)
+
+    def logits(self, tokens: Tensor, pixels: Tensor) -> Tensor:
+        """[samples, sequence, words]"""
+        whole = self.model if hasattr(self.model, "vision_model") else self.model.model  # Llama 4's is not wrapped
+        tower = whole.vision_model if hasattr(whole, "vision_model") else whole.vision_tower
+        seen = whole.multi_modal_projector(tower(pixels).last_hidden_state)
+        words = self.model.get_input_embeddings()(tokens)
+        given = torch.cat([seen, words[:, seen.shape[1] :]], dim=1)
+        made = whole.language_model(inputs_embeds=given, use_cache=False)
+        logits: Tensor = made.logits if hasattr(made, "logits") else self.model.lm_head(made.last_hidden_state)
+        return logits
 
 
 class Pairs(_Adapter):
@@ -174,13 +234,27 @@ def _attention(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' own attention on torch's operator, with a mask only for a window shorter than the text."""
+    """transformers' own attention on torch's operator, with a mask only for a window shorter than the text.
+
+    Scores that are capped (Gemma 2) have no such operator.
+    """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if sliding_window is not None and sliding_window < key.shape[2]:
         attention_mask = _window(sliding_window, key.shape[2], key.device)
+    if options.get("softcap") is not None:
+        mask = _window(key.shape[2], key.shape[2], key.device) if attention_mask is None else attention_mask
+        return _capped(query, key, value, mask, options["scaling"], options["softcap"]), None
     made: tuple[Tensor, None] = ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, **options)
     return made
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, cap: float) -> Tensor:
+    """Attention whose scores lie between -cap and cap: [samples, sequence, heads, size], as transformers takes it."""
+    key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for each in (key, value))
+    scores = cap * torch.tanh(query @ key.transpose(2, 3) * scaling / cap)
+    shares = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(value.dtype)
+    return (shares @ value).transpose(1, 2).contiguous()
 
 
 def _window(width: int, length: int, device: torch.device) -> Tensor:
@@ -197,14 +271,39 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Ten
     """
     product = torch.ops.transformers.grouped_mm_fallback
     each = chosen.shape[1]
-    expert, order = chosen.flatten().sort()
-    numbers = torch.arange(module.num_experts, device=expert.device)
-    ends = (expert[:, None] <= numbers).sum(0).to(torch.int32)
+    order, ends = _by_expert(chosen, module.num_experts)
     gate, up = product(hidden[order // each], module.gate_up_proj.transpose(1, 2), ends).chunk(2, dim=-1)
     made = product(module.act_fn(gate) * up, module.down_proj.transpose(1, 2), ends)
     weighted = made[order.argsort()] * shares.flatten()[:, None].to(made.dtype)
     summed: Tensor = weighted.unflatten(0, (-1, each)).sum(1)
     return summed
+
+
+def _by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The order of rows by their expert, and where each expert's end."""
+    expert, order = chosen.flatten().sort()
+    numbers = torch.arange(num_experts, device=expert.device)
+    return order, (expert[:, None] <= numbers).sum(0).to(torch.int32)
+
+
+class ChosenExperts(_Adapter):
+    """Llama 4's layer of experts, of which each takes the words that chose it, as where experts are spread.
+
+    transformers' own lets every expert multiply every word, by zero where it was not chosen.
+    """
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """[samples, sequence, hidden] to [samples * sequence, hidden], and the router's scores."""
+        layer = self.model
+        product, experts = torch.ops.transformers.grouped_mm_fallback, layer.experts
+        words = hidden.reshape(-1, layer.hidden_dim)
+        logits = F.linear(words, layer.router.weight, layer.router.bias)
+        scores, chosen = logits.topk(layer.top_k, dim=1)
+        order, ends = _by_expert(chosen, layer.num_experts)
+        given = words[order // layer.top_k] * scores.flatten()[order][:, None].sigmoid().to(words.dtype)
+        gate, up = product(given, experts.gate_up_proj, ends).chunk(2, dim=-1)
+        made = product(up * experts.act_fn(gate), experts.down_proj, ends)[order.argsort()]
+        return layer.shared_expert(words) + made.unflatten(0, (-1, layer.top_k)).sum(1), logits
 
 
 def _count_grouped_products() -> None:

@@ -38,7 +38,7 @@ from pipeplan.runtime.models.huggingface.families import (
     split_weights,
     widths_of,
 )
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model, shards_named
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model, shards_named, unsplittable
 from pipeplan.runtime.parallel.sharding import require_even
 
 Description = tuple[str, dict[str, Any], bool]
@@ -91,29 +91,32 @@ def _configuration(family: ModelFamily, keywords: Mapping[str, Any], strict: boo
     """A family's configuration; ``strict`` refuses arguments that it would keep without using them."""
     cls = getattr(_transformers(), family.config)
     if strict:
-        _refuse_unknown(cls(), keywords, where)
+        _refuse_unknown(cls(), keywords, where, family.arguments)
     try:
         config = cls(**{key: value for key, value in keywords.items() if key not in _IGNORED})
     except Exception as error:  # whatever the class raises
         raise UsageError(
             f"configuration {where}: {cls.__name__} refuses it: {type(error).__name__}: {error}"
         ) from error
-    config._attn_implementation = ATTENTION
+    config._attn_implementation = family.attention
     config._experts_implementation = ATTENTION
     return config
 
 
-def _refuse_unknown(default: Any, keywords: Mapping[str, Any], where: str) -> None:
+def _refuse_unknown(default: Any, keywords: Mapping[str, Any], where: str, further: tuple[str, ...] = ()) -> None:
     older = ("rope_scaling", "rope_theta") if hasattr(default, "rope_parameters") else ()
-    known = {key for key in (*vars(default), *default.attribute_map, *older) if not key.startswith("_")}
+    known = {key for key in (*vars(default), *default.attribute_map, *older, *further) if not key.startswith("_")}
     for key, value in keywords.items():
         if key not in known:
             raise UsageError(
                 f"configuration {where}: {type(default).__name__} has no argument {key!r}; it has "
                 f"{', '.join(sorted(known))}"
             )
-        if isinstance(value, Mapping) and hasattr(getattr(default, key), "attribute_map"):
-            _refuse_unknown(getattr(default, key), value, where)
+        inner = getattr(default, key, None)
+        if not isinstance(value, Mapping) or inner is None or not hasattr(inner, "attribute_map"):
+            continue
+        if value.get("model_type", inner.model_type) == inner.model_type:
+            _refuse_unknown(inner, value, where, ("model_type",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +198,10 @@ def load(
         config = _configuration(family, keywords, strict, text_or_path)
         length = _sequence(family, config, sequence, text_or_path)
         _require_fitting(config, text_or_path)
+        if not family.splits and max(shards, default=1) > 1:
+            raise unsplittable(max(shards), text_or_path)
         _require_even(_counts(config), text_or_path, shards)
+        family.contents(config, family.words(config), length)
         shapes = _module(family, config, text_or_path, True, 0) if meta or max(shards, default=1) > 1 else None
         if shapes is not None:
             _require_even(even_widths(shapes, split_weights(shapes, _plan(family, config))), text_or_path, shards)
@@ -226,6 +232,12 @@ def _require_fitting(config: Any, where: str) -> None:
             raise UsageError(
                 f"configuration {where}: num_attention_heads={heads} of {kind} is not divisible by "
                 f"num_key_value_heads={groups}, which share keys and values among them; change one of them"
+            )
+        groups_of_experts = _count_of(each, "n_group")
+        if experts and groups_of_experts and experts % groups_of_experts:
+            raise UsageError(
+                f"configuration {where}: {experts} experts of {kind} do not divide into n_group={groups_of_experts} "
+                "groups; change one of them"
             )
         if experts and chosen and chosen > experts:
             raise UsageError(
@@ -289,6 +301,8 @@ def _module(family: ModelFamily, config: Any, where: str, meta: bool, seed: int)
 def _plan(family: ModelFamily, config: Any) -> dict[str, str]:
     """Patterns of names inside the wrapper and the way each is split."""
     plan = family.plan
+    if not family.splits:
+        return {}
     if plan is None:  # of the model without its output layer
         plan = {f"model.model.{pattern}": way for pattern, way in config.base_model_tp_plan.items()}
     return {**plan, **dict.fromkeys(family.vocabulary, WORDS)}
@@ -342,7 +356,8 @@ def load_configuration(
     """The blocks of a Hugging Face configuration; arguments and errors are those of ``load`` and ``capture``."""
     whole = load(text_or_path, sequence=sequence, meta=meta, seed=seed, shards=shards)
     settings = {key: value for key, value in whole.config.to_dict().items() if key != "transformers_version"}
-    model, sharded = _captured(whole, grain), partial(_share, whole, grain)
+    model = _captured(whole, grain)
+    sharded = partial(_share, whole, grain) if whole.family.splits else None
     loss_of: Literal["samples", "micro-batches"] = "micro-batches" if isinstance(whole.module, Pairs) else "samples"
     model = replace(model, sharded=sharded, texts=texts_of(whole.contents), settings=settings, loss_of=loss_of)
     return _named_as_in_transformers(model)

@@ -22,15 +22,23 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.huggingface.adapters import (
+    ATTENTION,
     Captions,
+    ChosenExperts,
     Contents,
+    Illustrated,
+    Labels,
     Maker,
     Pairs,
+    Speech,
     Translation,
     WordsModel,
     causal,
+    illustrated,
+    labelled,
     masked,
     paired,
+    spoken,
     translated,
 )
 from pipeplan.runtime.parallel.sharding import Cut
@@ -59,7 +67,9 @@ class ModelFamily:
     vocabulary is. ``plan`` has patterns of module or parameter names inside the wrapper, ``*`` for one part of a name,
     with the way each is split; None: the configuration's own ``base_model_tp_plan``.
     ``vocabulary`` are the names of what has a row for each word. ``tokens(config, sequence)`` has the positions per
-    sample by the beginning of parameters' names.
+    sample by the beginning of parameters' names. ``splits`` is False where nothing says how devices split all of it.
+    ``arguments`` are read by the model though its configuration does not declare them, and ``attention`` is the one of
+    transformers' that it is built with.
     """
 
     config: str
@@ -72,6 +82,9 @@ class ModelFamily:
     plan: Mapping[str, str] | None = None
     vocabulary: tuple[str, ...] = ("model.model.embed_tokens", "model.lm_head")
     tokens: Callable[[Any, int], Mapping[str, int]] = lambda _, sequence: {"": sequence}
+    splits: bool = True
+    arguments: tuple[str, ...] = ()
+    attention: str = ATTENTION
 
 
 def _text(config: Any) -> Any:
@@ -164,6 +177,68 @@ def _fused_tokens(config: Any, sequence: int) -> dict[str, int]:
     return {"model.image_model": patches, "model.multimodal_model": fused, "": sequence}
 
 
+_OPT = {
+    **{f"model.model.decoder.layers.*.self_attn.{each}_proj": "colwise" for each in "qkv"},
+    "model.model.decoder.layers.*.self_attn.out_proj": "rowwise",
+    "model.model.decoder.layers.*.fc1": "colwise",
+    "model.model.decoder.layers.*.fc2": "rowwise",
+}
+_NEOX = {
+    "model.gpt_neox.layers.*.attention.query_key_value": "colwise",
+    "model.gpt_neox.layers.*.attention.dense": "rowwise",
+    "model.gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise",
+    "model.gpt_neox.layers.*.mlp.dense_4h_to_h": "rowwise",
+}
+
+
+def _spoken(config: Any, vocabulary: int, sequence: int) -> Contents:
+    """Whisper's first layers halve the times of its spectra."""
+    shape = (config.num_mel_bins, 2 * config.max_source_positions)
+    return Contents(spoken, vocabulary, sequence, config.decoder_start_token_id, shape, "sound")
+
+
+def _labelled(config: Any, vocabulary: int, sequence: int) -> Contents:
+    return Contents(labelled, vocabulary, sequence, 0, _image(config))
+
+
+def _illustrated(image_tokens: Callable[[Any], int], token: str) -> Callable[[Any, int, int], Contents]:
+    """Texts of which an image takes the first tokens, each with the configuration's ``token``."""
+
+    def contents(config: Any, vocabulary: int, sequence: int) -> Contents:
+        count = image_tokens(config)
+        if sequence <= count:
+            raise UsageError(f"--sequence {sequence}: the image alone has {count} tokens; give more than that")
+        special = getattr(config, token)
+        if not 0 <= special < vocabulary:
+            raise UsageError(f"{token}={special} is not a word of a vocabulary of {vocabulary}; change one of them")
+        return Contents(illustrated, vocabulary, sequence, special, _image(config.vision_config), "pixels", count)
+
+    return contents
+
+
+# Modules -----------------------------------------------------------------------------------------------------------
+
+
+def _falcon(made: Any, config: Any) -> nn.Module:
+    """Falcon knows two attentions of its own, of which it takes torch's; the mask is left to that, too.
+
+    Its linear layers write their product in another way than torch's, whose weight gradients can wait.
+    """
+    for each in made.modules():
+        if type(each).__name__ == "FalconLinear":
+            each.__class__ = nn.Linear
+    made.transformer.config = copy.copy(config)
+    made.transformer.config._attn_implementation = ATTENTION
+    return WordsModel(made)
+
+
+def _with_chosen_experts(made: nn.Module) -> nn.Module:
+    for layer in [each for each in made.modules() if type(each).__name__ == "Llama4TextDecoderLayer"]:
+        if type(layer.feed_forward).__name__ == "Llama4TextMoe":
+            layer.feed_forward = ChosenExperts(layer.feed_forward)
+    return made
+
+
 # The families ------------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +255,23 @@ def _t5(config: str, model: str) -> ModelFamily:
     )
 
 
+def _seeing(config: str, model: str, image_tokens: Callable[[Any], int], token: str) -> ModelFamily:
+    """Language models with a vision tower, whose configuration has one for each."""
+    return ModelFamily(
+        config,
+        model,
+        module=lambda made, _: Illustrated(_with_chosen_experts(made)),
+        maximum=attrgetter("text_config.max_position_embeddings"),
+        contents=_illustrated(image_tokens, token),
+        words=attrgetter("text_config.vocab_size"),
+        splits=False,
+    )
+
+
+def _llama4_image(config: Any) -> int:
+    return int((_patches(config.vision_config) - 1) * config.vision_config.pixel_shuffle_ratio**2)
+
+
 FAMILIES: dict[str, ModelFamily] = {
     "gpt2": ModelFamily(
         "GPT2Config", "GPT2LMHeadModel", plan=_GPT2, vocabulary=("model.transformer.wte", "model.lm_head")
@@ -189,6 +281,56 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen3": ModelFamily("Qwen3Config", "Qwen3ForCausalLM"),
     "mistral": ModelFamily("MistralConfig", "MistralForCausalLM"),
     "mixtral": ModelFamily("MixtralConfig", "MixtralForCausalLM"),
+    "qwen2_moe": ModelFamily("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "qwen3_moe": ModelFamily("Qwen3MoeConfig", "Qwen3MoeForCausalLM", arguments=("head_dim",)),
+    "deepseek_v2": ModelFamily("DeepseekV2Config", "DeepseekV2ForCausalLM", splits=False),
+    "deepseek_v3": ModelFamily("DeepseekV3Config", "DeepseekV3ForCausalLM", splits=False),
+    "llama4_text": ModelFamily(
+        "Llama4TextConfig",
+        "Llama4ForCausalLM",
+        module=lambda made, _: WordsModel(_with_chosen_experts(made)),
+        splits=False,
+    ),
+    "gemma": ModelFamily("GemmaConfig", "GemmaForCausalLM"),
+    "gemma2": ModelFamily("Gemma2Config", "Gemma2ForCausalLM"),
+    "gemma3_text": ModelFamily("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "phi": ModelFamily("PhiConfig", "PhiForCausalLM"),
+    "phi3": ModelFamily("Phi3Config", "Phi3ForCausalLM", splits=False),
+    "phimoe": ModelFamily("PhimoeConfig", "PhimoeForCausalLM", splits=False),
+    "gpt_neox": ModelFamily(
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        plan=_NEOX,
+        vocabulary=("model.gpt_neox.embed_in", "model.lm_head", "model.embed_out"),
+    ),
+    "opt": ModelFamily(
+        "OPTConfig", "OPTForCausalLM", plan=_OPT, vocabulary=("model.model.decoder.embed_tokens", "model.lm_head")
+    ),
+    "falcon": ModelFamily("FalconConfig", "FalconForCausalLM", module=_falcon, splits=False, attention="sdpa"),
+    "llama4": _seeing("Llama4Config", "Llama4ForConditionalGeneration", _llama4_image, "image_token_index"),
+    "gemma3": _seeing(
+        "Gemma3Config", "Gemma3ForConditionalGeneration", attrgetter("mm_tokens_per_image"), "image_token_index"
+    ),
+    "vit": ModelFamily(
+        "ViTConfig",
+        "ViTForImageClassification",
+        module=lambda made, _: Labels(made),
+        longest=1,
+        maximum=lambda _: 1,
+        contents=_labelled,
+        words=attrgetter("num_labels"),
+        splits=False,
+        arguments=("num_labels",),
+    ),
+    "whisper": ModelFamily(
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        module=lambda made, _: Speech(made),
+        longest=448,
+        maximum=attrgetter("max_target_positions"),
+        contents=_spoken,
+        splits=False,
+    ),
     "bert": ModelFamily(
         "BertConfig",
         "BertForMaskedLM",
