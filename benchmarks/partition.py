@@ -27,6 +27,7 @@ from pipeplan.costs import StageCost, build_workload
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.costs.devices import device_preset
+from pipeplan.costs.recipes import state_of
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
 from pipeplan.examples.layout import ModelLayout, Stack
@@ -522,7 +523,7 @@ def _room(profile: Profile) -> int:
     """Bytes that let the graph have micro-batches of 4, of which 5 are in flight, but the line, of 8, only of 2."""
     layer = [block for block in profile.blocks if block.id.startswith("branch0.layer0")]
     rows = [next(row for row in block.costs if row.microbatch_size == 4) for block in layer]
-    static = sum(block.state.total for block in layer)
+    static = sum(state_of(block, profile.recipe).total for block in layer)
     held = sum(row.activation_bytes for row in rows)
     return static + 6 * held + 2 * max(row.workspace_bytes for row in rows)
 

@@ -113,6 +113,11 @@ def _gradient_bytes(recipe: Recipe) -> int:
     return next(size for name, size in _FORMATS.values() if name == recipe.gradient_dtype)
 
 
+def bytes_per_parameter(recipe: Recipe) -> MemoryBytes:
+    """What training keeps of one trained parameter, by a recipe of the catalog. Raises UsageError if there is none."""
+    return _per_parameter(recipe).trained
+
+
 def state_of(part: Block | TiedParameter, recipe: Recipe) -> MemoryBytes:
     """What training keeps of a part of a profile, unsplit, by the profile's recipe.
 

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeplan.costs.recipes import bytes_per_parameter
 from pipeplan.costs.uniform.layer import WIDTH, head_of, layer_of, tokens_of
 from pipeplan.costs.uniform.step import layers_of_stages
 from pipeplan.costs.uniform.words import Machine, Number, Transformer, UniformLayout
+from pipeplan.files import Recipe
+from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +28,10 @@ class Memory:
         return self.state_bytes + self.activation_bytes + self.workspace_bytes
 
 
-_STATE_BYTES = {
-    "fp32": (4, 4, 0, 8),
-    "bf16": (2, 2, 0, 4),
-    "bf16-mixed": (2, 4, 4, 8),
-    "bf16-autocast": (0, 4, 4, 8),
-    "fp16-mixed": (2, 2, 4, 8),
-    "fp8-mixed": (2, 4, 4, 8),
-}
-
-
 def state_bytes(recipe: str) -> tuple[int, int, int, int]:
     """Bytes of a parameter: of the copy that computes, of its gradient, of the master copy, of AdamW's moments."""
-    return _STATE_BYTES[recipe]
+    kept = bytes_per_parameter(Recipe(name=recipe))
+    return kept[PARAMETERS], kept[GRADIENTS], kept[MASTER], kept[OPTIMIZER]
 
 
 def memory(model: Transformer, layout: UniformLayout, machine: Machine) -> Memory:
