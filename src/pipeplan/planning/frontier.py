@@ -21,7 +21,7 @@ from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, changes_that_do, plan_frontier
-from pipeplan.planning.request import Batch, Request, Splitting, link_notes, resolve_batch
+from pipeplan.planning.request import Batch, Request, Splitting, request_notes, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier
 from pipeplan.schedule.state import Progress, scheduler_words
 from pipeplan.sharding.cost_model import CostModel
@@ -154,10 +154,10 @@ class FrontierResult(Displayed):
         }
 
 
-def request_notes(request: Request) -> Iterator[str]:
-    """What is free, equal or left out, because the cluster is missing or its devices differ."""
+def frontier_notes(request: Request) -> Iterator[str]:
+    """What must be known of the costs, and what counts as equal or is left out because the cluster's devices differ."""
+    yield from request_notes(request)
     if request.cluster is None:
-        yield from link_notes(request)
         return
     kinds = request.cluster.first(request.num_devices).devices
     if len({(kind.name, kind.memory_bytes) for kind in kinds}) > 1:
@@ -263,6 +263,7 @@ def frontier_request(
         time_limit=limit if time_limit is None else time_limit,
         device_counts=counts,
         splitting=splitting,
+        samples_assumed=mini_batch is None,
     )
     if mode == "min-devices" and all(each.least_memory is None for each in request.by_devices):
         raise UsageError("--mode min-devices: without a memory limit one device is enough; say --memory of each device")
@@ -324,7 +325,7 @@ def _of_splits(
     samples, requests = request.batch.mini_batch, request.by_devices
     points: list[FrontierPoint] = []
     plans: list[Callable[[], Plan]] = []
-    notes = list(request_notes(request))
+    notes = list(frontier_notes(request))
     held = 0
     tracked, interrupted = _tracked(requests, splitting, within, progress)
     if interrupted:
@@ -476,7 +477,7 @@ def _of_plans(request: Request, within: Limit | None, progress: Progress | None,
         found.seconds,
         tuple(_with_knees(points)),
         tuple(partial(attrgetter("plan"), point) for point in found.points),
-        (*request_notes(request), *_plan_notes(found)),
+        (*frontier_notes(request), *_plan_notes(found)),
         found.interrupted,
         tried=found.num_tried,
         untried=found.num_untried,
@@ -487,7 +488,7 @@ def _of_plans(request: Request, within: Limit | None, progress: Progress | None,
 def _yardstick(profile: Profile, device: str | None) -> Yardstick:
     """The profile's, where times are estimated those of a preset."""
     own = Yardstick.of(profile)
-    return own if device is None else own.on(device_preset(device).title, own.dtype)
+    return own if device is None else own.on(device_preset(device).title, own.dtype, estimated=True)
 
 
 def _plan_notes(found: PlanFrontier) -> Iterator[str]:

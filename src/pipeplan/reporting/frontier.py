@@ -24,7 +24,8 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
     console = console_for(file)
     counts = sorted({point.num_devices for point in report.points})
     samples = f"{report.samples} sample{'s' if report.samples != 1 else ''}"
-    heading = f": {report.of}, {samples}, {named_devices(*counts)}; {report.proved}"
+    estimated = "; times estimated" if report.yardstick.estimated else ""
+    heading = f": {report.of}, {samples}, {named_devices(*counts)}; {report.proved}{estimated}"
     console.print(flowed(Text.assemble((report.name, "bold"), heading), console.width))
     if len(report.points) > 1:
         console.print("\n".join(_plot(report.points, console.width)), markup=False)

@@ -51,7 +51,8 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
     )
     devices = counted(comparison.num_devices, "device")
     limited = f"memory {' or '.join(limits)}" if limits else "no memory limit"
-    heading = Text.assemble((comparison.name, "bold"), f": {devices}, {samples}, {limited}")
+    estimated = ", times estimated" if comparison.yardstick.estimated else ""
+    heading = Text.assemble((comparison.name, "bold"), f": {devices}, {samples}, {limited}{estimated}")
     console.print(flowed(heading, console.width))
     console.print(*_comparison_tables(comparison, console.width), sep="\n")
     print_notes((*_notes(comparison), *comparison.notes), file)
