@@ -11,12 +11,12 @@ the order in which they carry their messages, come after those of the devices.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import add
 
 from pipeplan.errors import InvalidPlanError
-from pipeplan.graphs import in_circle
+from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.workload import Workload
 
@@ -155,7 +155,12 @@ def _following(graph: TaskGraph, orders: Orders, waiting: list[int]) -> list[lis
 
 def stuck_error(graph: TaskGraph, orders: Orders, stuck: Sequence[int]) -> InvalidPlanError:
     """The error that names actions which wait for each other, and where they run."""
-    circle = _short_circle(graph, orders, stuck)
+    there = set(stuck)
+    following = {task: [other for other, _ in graph.successors[task] if other in there] for task in stuck}
+    for before, after in itertools.chain.from_iterable(map(itertools.pairwise, orders)):
+        if before in there and after in there:
+            following[before].append(after)
+    circle = short_cycle(following)
     named = in_circle([f"{graph.label(task)} on {_where(graph, task)}" for task in circle], ", then ")
     return InvalidPlanError(
         f"{len(stuck)} actions wait for each other and can never start; in the shortest circle each waits for the one "
@@ -169,59 +174,3 @@ def _where(graph: TaskGraph, task: int) -> str:
     if task >= graph.num_actions:
         return "link {} -> {}".format(*workload.links[places[0] - len(workload.devices)])
     return f"device{'s' if len(places) > 1 else ''} {', '.join(map(str, places))}"
-
-
-_CIRCLES_FROM = 500
-"""Tasks from which circles are looked for."""
-
-
-def _short_circle(graph: TaskGraph, orders: Orders, stuck: Sequence[int]) -> list[int]:
-    """Tasks of which each waits for the one before it, and the first for the last: the shortest circle of the first."""
-    there = set(stuck)
-    following: dict[int, list[int]] = {
-        task: [other for other, _ in graph.successors[task] if other in there] for task in stuck
-    }
-    for before, after in itertools.chain.from_iterable(map(itertools.pairwise, orders)):
-        if before in there and after in there:
-            following[before].append(after)
-    found: list[int] = []
-    for start in _on_the_way(following)[:_CIRCLES_FROM]:
-        found = _circle_of(start, following, len(found)) or found
-    return found
-
-
-def _on_the_way(following: Mapping[int, Sequence[int]]) -> list[int]:
-    """The tasks that a circle waits for; as stuck ones wait for a circle, they are in one, or between two."""
-    left = {task: len(others) for task, others in following.items()}
-    before: dict[int, list[int]] = {task: [] for task in following}
-    for task, others in following.items():
-        for other in others:
-            before[other].append(task)
-    ends = [task for task, count in left.items() if not count]
-    while ends:
-        for other in before[ends.pop()]:
-            left[other] -= 1
-            if not left[other]:
-                ends.append(other)
-    return [task for task, count in left.items() if count]
-
-
-def _circle_of(start: int, following: Mapping[int, Sequence[int]], most: int) -> list[int]:
-    """The shortest circle of a task, if it is shorter than ``most`` (any, for 0); else nothing."""
-    reached, ends = {start: start}, [start]
-    for length in itertools.count(1):
-        if not ends or length == most:
-            return []
-        further = []
-        for task in ends:
-            for other in following[task]:
-                if other == start:
-                    circle = [task]
-                    while circle[-1] != start:
-                        circle.append(reached[circle[-1]])
-                    return circle[::-1]
-                if other not in reached:
-                    reached[other] = task
-                    further.append(other)
-        ends = further
-    raise AssertionError("counting has no end")
