@@ -240,7 +240,7 @@ def test_next_steps_say_what_they_bring() -> None:
     twice = simulate(plan, 16)
     rate = twice.throughput.samples_per_second or 0
     assert found["--microbatches 16"].startswith(f"{rate / (8 / 330e-9) - 1:.1%} more samples/s")
-    assert found["--time-limit 10s"] == "at most 9.1% shorter iterations"
+    assert found["--time-limit 10s"] == "4 placements not looked at yet"
     assert found["--memory SIZE"] == "plans that fit your devices; this one needs 4kB"
     assert list(found)[-1] == "pipeplan run p --emulate --local"
     optimal = next_steps(replace(request, memory_bytes=10**9), result_of(plan, 330), simulation, None)

@@ -506,21 +506,26 @@ def _plan_notes(found: PlanFrontier) -> Iterator[str]:
 
 
 def _words(point: PlanPoint) -> str:
-    """A plan in a few words: stages as replicas x shards, runs of equal ones together, schedule, size."""
+    """A plan in a few words: stages and on what each stands, runs of equal ones together, schedule, size."""
     ways = [_stage_words(stage) for stage in point.workload.stages]
     runs = [(way, len(list(same))) for way, same in groupby(ways)]
-    stages = ", ".join(f"{count} of {way}" if count > 1 else way for way, count in runs)
     number = f"{len(ways)} stage{'s' if len(ways) > 1 else ''}"
-    made = scheduler_words(point.scheduler)
-    return f"{number}: {stages}; {made}, micro-batches of {point.workload.microbatch_words}"
+    stages = f"{number} on {runs[0][0]}{' each' if len(ways) > 1 else ''}"
+    if len(runs) > 1:
+        stages = f"{number}: {', '.join(f'{count} on {way}' for way, count in runs)}"
+    return f"{stages}; {scheduler_words(point.scheduler)}, micro-batches of {point.workload.microbatch_words}"
 
 
 def _stage_words(stage: Stage) -> str:
-    """Replicas x shards, or that every block is split in a way of its own, and which ways are most frequent."""
-    each = set(stage.configurations)
-    blocks = f"{len(stage.devices)} by block ({most_frequent(stage.configurations)})"
-    own = blocks if len(each) > 1 else "".join(each)
-    return (own or f"{stage.replicas}x{stage.shards}") + (" recomputed" if stage.recompute else "")
+    """On what a stage stands: a device, replicas, shards; or that every block is split in a way of its own."""
+    each, number = set(stage.configurations), len(stage.devices)
+    if each:
+        found = f"{named_devices(number)}, blocks split: {most_frequent(stage.configurations)}"
+        found = f"({found})" if len(each) > 1 else found
+    else:
+        counts = [(stage.replicas, "replicas"), (stage.shards, "shards")]
+        found = " x ".join(f"{count} {what}" for count, what in counts if count > 1) or "1 device"
+    return f"{found}, recomputed" if stage.recompute else found
 
 
 def _ways(workload: Workload) -> dict[str, str]:

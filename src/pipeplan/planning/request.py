@@ -260,9 +260,10 @@ def request_notes(request: Request) -> Iterator[str]:
         yield f"{samples} samples assumed ({samples // request.num_devices} per device); --mini-batch says otherwise"
     cluster, edges = request.cluster, request.profile.edges
     if cluster is not None:
-        device = other_device(request.profile.source.device, cluster, request.num_devices)
-        if device is not None:
-            yield device
+        preset = None if request.splitting is None else request.splitting.device
+        other = other_device(preset or request.profile.source.device, cluster, request.num_devices)
+        if other is not None:
+            yield other
     if request.num_devices == 1:
         return
     timed = sum(edge.transfer_ns is not None for edge in edges)

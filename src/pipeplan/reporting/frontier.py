@@ -41,6 +41,10 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
     ]
     if any(point.bounds_ns is not None and point.bounds_ns[1] is None for _, point in shown):
         more.append("no upper end where the profile's own times grow faster than in proportion to samples")
+    if any(point.turning_point for _, point in shown):
+        more.append("knee: beyond it more memory saves little time")
+    if any(point.chosen for _, point in shown):
+        more.append("chosen: the point that -o writes as a plan; --point chooses another")
     print_notes((*more, *report.notes), file)
 
 

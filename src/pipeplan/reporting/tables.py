@@ -61,7 +61,7 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
 def _notes(comparison: Comparison) -> list[str]:
     """Searches that were too short, what does not fit and how much it needs, and what does not apply anywhere."""
     notes = [
-        f"the search on {ours.placement} had too little time: {row.schedule} is shorter; raise --time-limit"
+        f"the search on {ours.placement} had too little time: {row.title} is shorter; raise --time-limit"
         for ours, row in _missed(comparison)
     ]
     notes += _unfit(comparison)
@@ -95,7 +95,7 @@ def _unfit(comparison: Comparison) -> list[str]:
                 if limit is not None
             ]
             _, peak, where = max(over, key=lambda each: each[0])
-            text = f"{row.schedule} needs {format_bytes(peak)}{'' if alike else where}"
+            text = f"{row.title} needs {format_bytes(peak)}{'' if alike else where}"
             needs.setdefault(row.placement, {})[text] = None
     return [f"does not fit on {placement}{there}: {', '.join(texts)}" for placement, texts in needs.items()]
 
@@ -119,7 +119,7 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     cuts = [Column("micro-batches", [f"{row.num_microbatches} x {row.microbatch_size}" for row in rows])]
     copies = [Column("replicas", [str(row.replicas) for row in rows])]
     columns = [
-        Column("schedule", [row.schedule for row in rows], words=True, key=True),
+        Column("schedule", [row.title for row in rows], words=True, key=True),
         *(places if len({row.placement for row in rows}) > 1 else []),
         *(cuts if comparison.batch is None else []),
         *(copies if len({row.replicas for row in rows}) > 1 else []),
