@@ -15,6 +15,7 @@ from pipeplan.checker.programs import Messages, check_messages, check_waits, rea
 from pipeplan.checker.repetend import check_repetend
 from pipeplan.checker.structure import check_structure
 from pipeplan.checker.timeline import Links, check_inputs, check_links, check_memory, check_timeline
+from pipeplan.costs.devices import other_device
 from pipeplan.files import Cluster, Plan, Profile
 
 __all__ = ["RULES", "Figures", "Report", "Violation", "check"]
@@ -55,4 +56,9 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
         check_profile(plan, profile, cluster, findings)
     if cluster is not None:
         check_cluster(plan, cluster, peaks, findings)
-    return Report(tuple(findings.problems), sum(findings.counts.values()), figures)
+    remark = None
+    if cluster is not None:
+        device = plan.provenance.device if profile is None else profile.source.device
+        remark = other_device(device, cluster, len(plan.devices))
+    remarks = () if remark is None else (remark,)
+    return Report(tuple(findings.problems), sum(findings.counts.values()), figures, remarks)

@@ -71,7 +71,7 @@ def _heading(request: Request, simulation: Simulation, result: Result) -> str:
     if request.dictates:
         made = f"{scheduler_words(result.plan.provenance.scheduler)}, as given"
         searched = ended == "optimal" or not isinstance(request.placement, Placement)
-        ended = f"{made}, {'on the ' * (ended != 'optimal')}{ended}" if searched else made
+        ended = f"{made}, {'on the ' * (ended != 'optimal')}{ended}" if searched else f"{made},"
     return f"{ended} for {counted(len(simulation.workload.devices), 'device')}{memory}"
 
 
