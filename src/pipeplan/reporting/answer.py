@@ -130,7 +130,7 @@ def _speed(request: Request, simulation: Simulation) -> list[Clause]:
     return [
         (f"{estimated}{format_ns(simulation.iteration_ns)} per iteration of {samples}", 0),
         (f"{', ' if rates else ''}{rates}", 0),
-        (times if len(workload.devices) > 1 else "", 3),
+        (times if len(workload.devices) > 1 else "", 4),
     ]
 
 
@@ -169,7 +169,7 @@ def _memory(simulation: Simulation) -> list[Clause]:
     other = f"; emptiest device {emptiest} with {format_bytes(peaks[emptiest])}{limit}"
     return [
         (f"fits: fullest {taken} ({format_bytes(least)} left)", 0),
-        (other if left[emptiest] > least else "; all others alike" if len(left) > 1 else "", 1),
+        (other if left[emptiest] > least else "; all others alike" if len(left) > 1 else "", 3),
     ]
 
 
