@@ -201,6 +201,17 @@ def test_a_frontier_says_what_its_marks_mean_and_that_times_are_estimated() -> N
         assert f"\n{word}: " in said[0]
 
 
+def test_words_of_a_frontier_are_not_folded_to_a_word_per_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    point = FrontierPoint(
+        8, 10**10, 10**9, "48 by samples over 8, 2 by samples over 4 and shards over 2", price_per_hour=4
+    )
+    found = FrontierResult("gpt2", "all", "splits", 512, True, 1.0, (point,), (), yardstick=KNOWN)
+    stream = io.StringIO()
+    print_frontier(found, stream)
+    assert "48 by samples" in stream.getvalue()
+
+
 @pytest.mark.parametrize(
     ("configurations", "words"),
     [

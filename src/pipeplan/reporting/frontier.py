@@ -16,6 +16,7 @@ from pipeplan.units import format_bytes, format_ns, named_devices
 
 _MOST_ROWS = 24
 _COLUMNS, _LEAST_COLUMNS, _LINES = 72, 24, 16
+_LEAST_WORDS = 16
 _DOT, _KNEE, _SIGNS = "o", "X", "123456789abcdefghijklmn"
 
 
@@ -61,7 +62,7 @@ def _tables(report: FrontierResult, points: Sequence[tuple[int, FrontierPoint]],
         columns.append(Column("per hour", [_price(point.price_per_hour) for _, point in points]))
         columns.append(Column("per 1000 iter.", [_price(point.price, 1000) for _, point in points]))
     columns.append(Column("", marks, words=True))
-    columns.append(Column("how", [point.what for _, point in points], words=True))
+    columns.append(Column("how", [point.what for _, point in points], words=True, least=_LEAST_WORDS))
     return tables(columns, width, ["bold" if mark else None for mark in marks])
 
 
