@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeplan.graphs import CycleError, topological_order
+from pipeplan.graphs import CycleError, short_cycle, topological_order
 
 
 def test_an_order_follows_the_edges_and_otherwise_what_is_given() -> None:
@@ -20,3 +20,10 @@ def test_a_circle_is_named() -> None:
 def test_edges_join_nodes() -> None:
     with pytest.raises(ValueError, match=r"not a node: x, y$"):
         topological_order("abc", [("a", "x"), ("y", "b")])
+
+
+def test_the_shortest_cycle_is_found_behind_what_leads_to_it_and_beside_longer_ones() -> None:
+    following = {0: [1], 1: [2], 2: [3], 3: [1, 4], 4: [5], 5: [4, 6], 6: []}
+    assert short_cycle(following) == [4, 5]
+    assert short_cycle({**following, 5: [6]}) == [1, 2, 3]
+    assert short_cycle({0: [1], 1: []}) == []

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from pipeplan.planning.comparison import Comparison as Comparison
     from pipeplan.planning.frontier import FrontierResult as FrontierResult
     from pipeplan.planning.frontier import Mode as Mode
+    from pipeplan.planning.frontier import frontier_notes as frontier_notes
     from pipeplan.planning.frontier import frontier_request as frontier_request
-    from pipeplan.planning.frontier import request_notes as request_notes
     from pipeplan.planning.request import Request as Request
     from pipeplan.planning.request import Splitting as Splitting
-    from pipeplan.planning.request import link_notes as link_notes
+    from pipeplan.planning.request import request_notes as request_notes
     from pipeplan.planning.tuning import Tuning as Tuning
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
     from pipeplan.runtime.launch.job import StepResult as StepResult
@@ -75,9 +75,9 @@ _PARTS = {
     "pipeplan.partition.strategies": ("STRATEGIES",),
     "pipeplan.planning.build_plan": ("Result",),
     "pipeplan.planning.comparison": ("Comparison",),
-    "pipeplan.planning.frontier": ("FrontierResult", "frontier_request", "request_notes"),
+    "pipeplan.planning.frontier": ("FrontierResult", "frontier_notes", "frontier_request"),
     "pipeplan.planning.tuning": ("Tuning",),
-    "pipeplan.planning.request": ("Request", "Splitting", "link_notes"),
+    "pipeplan.planning.request": ("Request", "Splitting", "request_notes"),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
     "pipeplan.runtime.models.load": ("load_model",),
     "pipeplan.runtime.models.spec": ("Model",),

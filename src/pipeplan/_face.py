@@ -844,6 +844,7 @@ def example(
     shared_forward: Duration | None = None,
     shared_backward: Duration | None = None,
     comm: Duration = 0,
+    bytes: Size = 0,
     activation_bytes: Size = "1GB",
     weight_grad_bytes: Size = 0,
     device: str | None = None,
@@ -863,7 +864,8 @@ def example(
         weight_grad: of a chain block, with ``input_grad``.
         shared_forward: of a block on all devices.
         shared_backward: of a block on all devices.
-        comm: latency between chain blocks.
+        comm: latency between chain blocks, on any cluster.
+        bytes: of the tensor on each edge, which a cluster's links carry; instead of ``comm``.
         activation_bytes: held by each chain block.
         weight_grad_bytes: held from the input gradient to the weight gradient.
         device: preset that a model's costs are for; by default ``"a100-80gb"``.

@@ -7,7 +7,7 @@ reductions on bits (``partition.series_parallel``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -39,6 +39,53 @@ def find_cycle(edges: Iterable[tuple[Node, Node]]) -> tuple[Node, ...] | None:
         return tuple(edge[0] for edge in nx.find_cycle(nx.DiGraph(edges)))
     except nx.NetworkXNoCycle:
         return None
+
+
+_CYCLES_OF = 500
+"""Nodes whose shortest cycles are compared."""
+
+
+def short_cycle(following: Mapping[Node, Sequence[Node]]) -> list[Node]:
+    """The shortest of the cycles of the first nodes that may have one, each node before the next; [] without any."""
+    found: list[Node] = []
+    for start in _before_cycles(following)[:_CYCLES_OF]:
+        found = _cycle_of(start, following, len(found)) or found
+    return found
+
+
+def _before_cycles(following: Mapping[Node, Sequence[Node]]) -> list[Node]:
+    """The nodes from which edges lead to a cycle."""
+    left = {node: len(others) for node, others in following.items()}
+    before: dict[Node, list[Node]] = {node: [] for node in following}
+    for node, others in following.items():
+        for other in others:
+            before[other].append(node)
+    ends = [node for node, count in left.items() if not count]
+    while ends:
+        for other in before[ends.pop()]:
+            left[other] -= 1
+            if not left[other]:
+                ends.append(other)
+    return [node for node, count in left.items() if count]
+
+
+def _cycle_of(start: Node, following: Mapping[Node, Sequence[Node]], most: int) -> list[Node]:
+    """The shortest cycle of a node, if it is shorter than ``most`` (any, for 0); else nothing."""
+    reached, ends, length = {start: start}, [start], 1
+    while ends and length != most:
+        further = []
+        for node in ends:
+            for other in following[node]:
+                if other == start:
+                    cycle = [node]
+                    while cycle[-1] != start:
+                        cycle.append(reached[cycle[-1]])
+                    return cycle[::-1]
+                if other not in reached:
+                    reached[other] = node
+                    further.append(other)
+        ends, length = further, length + 1
+    return []
 
 
 def topological_order(

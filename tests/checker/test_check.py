@@ -644,6 +644,24 @@ def test_deadlock_names_the_circle() -> None:
     assert problem.message.endswith("which waits for device 0 again")
 
 
+def test_a_circle_of_actions_is_named_where_messages_wait_for_nothing() -> None:
+    """Device 0 runs 0F1 only after the backward that 1F0 leads to, and device 1 runs 1F1 first of all."""
+    plan = base("chain")
+    data = json.loads(to_json(plan))
+    for device, action, before in ((0, "0F1", "0B0"), (1, "1F1", "1F0")):
+        program = data["programs"][device]
+        program.remove(action)
+        program.insert(program.index(before) + (device == 0), action)
+    (problem,) = (p for p in check(parse(json.dumps(data), Plan)).problems if p.rule == "deadlock")
+    named = problem.message.rpartition(": ")[2].split(", then ")
+    assert problem.place.endswith(f"({named[0].split()[0]})")
+    assert named[0] == named[-1]
+    assert set(named) == {
+        *("0F1 on device 0", "0B0 on device 0"),
+        *("1F1 on device 1", "1F0 on device 1", "1B0 on device 1"),
+    }
+
+
 def test_many_problems_are_counted_and_some_listed() -> None:
     data = json.loads(to_json(base("chain")))
     data["programs"] = [[] for _ in range(4)]

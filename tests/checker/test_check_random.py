@@ -203,8 +203,8 @@ def workload_times(workload: Workload) -> list[int]:
     return [operation.duration_ns for operation in workload.operations]
 
 
-def test_deadlock_is_a_cycle_in_the_joint_orders() -> None:
-    """Programs shuffled a little: check says deadlock exactly if an explicit graph has a cycle."""
+def test_deadlock_is_a_cycle_in_the_joint_orders_or_of_actions() -> None:
+    """Programs shuffled a little: check says deadlock exactly if one of two explicit graphs has a cycle."""
     rng = random.Random(7)
     answers = set()
     for _ in range(150):
@@ -212,10 +212,15 @@ def test_deadlock_is_a_cycle_in_the_joint_orders() -> None:
         graph = nx.DiGraph()
         for device, program in enumerate(plan.programs):
             graph.add_edges_from(pairwise(_joint(Action.parse(text), device) for text in program))
-        expected = not nx.is_directed_acyclic_graph(graph)
-        assert any(problem.rule == "deadlock" for problem in check(plan).problems) == expected
+        actions = nx.DiGraph()
+        for program in plan.programs:
+            actions.add_edges_from(pairwise(text for text in program if "_" not in text))
+        for each in plan.dependencies:
+            actions.add_edges_from((f"{each.source}{m}", f"{each.target}{m}") for m in range(plan.num_microbatches))
+        expected = not nx.is_directed_acyclic_graph(graph), not nx.is_directed_acyclic_graph(actions)
+        assert any(problem.rule == "deadlock" for problem in check(plan).problems) == any(expected)
         answers.add(expected)
-    assert answers == {True, False}
+    assert answers >= {(True, False), (False, True), (False, False)}
 
 
 def _prepared() -> list[tuple[Workload, Orders]]:

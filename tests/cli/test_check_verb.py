@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from builders.chains import chain_plan, chain_profile
+from builders.clusters import cluster_of
 from pipeplan.cli.main import main
 from pipeplan.files import Cluster, DeviceKind, Plan, Source, to_json, write_file
 
@@ -92,6 +93,7 @@ def test_json_of_a_valid_plan(run: Check, plan_path: str) -> None:
         "valid": True,
         "num_problems": 0,
         "problems": [],
+        "remarks": [],
         "num_devices": 4,
         "num_actions": 64,
         "num_transfers": 48,
@@ -101,6 +103,20 @@ def test_json_of_a_valid_plan(run: Check, plan_path: str) -> None:
         "period_ns": 30.0,
         "peak_memory_bytes": [4000, 3000, 2000, 1000],
     }
+
+
+def test_a_cluster_of_other_devices_is_a_remark(run: Check, tmp_path: Path) -> None:
+    plan, profile = chain_plan(4, 8), chain_profile(4)
+    source = Source(method="estimated", device="A100-SXM4-80GB")
+    write_file(profile.model_copy(update={"source": source}), str(tmp_path / "profile.json"))
+    write_file(plan, str(tmp_path / "plan.json"))
+    against = str(tmp_path / "plan.json"), "--profile", str(tmp_path / "profile.json"), "--cluster"
+    for name, other in (("H100-SXM5-80GB", True), ("A100-SXM4-80GB", False), ("small", False)):
+        write_file(cluster_of(4, latency_ns=0, name=name), str(tmp_path / "cluster.json"))
+        code, out, err = run(*against, str(tmp_path / "cluster.json"))
+        assert (code, err) == (0, "")
+        said = "remark: times are those of A100-SXM4-80GB, the cluster has H100-SXM5-80GB" in " ".join(out.split())
+        assert said == other
 
 
 def test_json_of_an_invalid_plan(run: Check, tmp_path: Path) -> None:

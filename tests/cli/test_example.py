@@ -125,7 +125,7 @@ def test_flags_are_the_documented_ones() -> None:
             "--input-grad",
             "--weight-grad",
         ),
-        *("--shared-forward", "--shared-backward", "--comm", "--activation-bytes", "--weight-grad-bytes"),
+        *("--shared-forward", "--shared-backward", "--comm", "--bytes", "--activation-bytes", "--weight-grad-bytes"),
         *("--device", "--microbatch", "--shards", "--cluster", "-o", "--output"),
     }
 

@@ -192,3 +192,11 @@ def test_shipped_profiles_are_what_the_code_makes(name: str) -> None:
 def test_golden(name: str, chunks: int | None, costs: ShapeCosts) -> None:
     expected = (ROOT / "tests" / "golden" / f"shape-{name}.json").read_text(encoding="utf-8")
     assert to_json(shape(name, 2, chunks=chunks, costs=costs)) == expected
+
+
+def test_edges_have_bytes_instead_of_a_time_where_bytes_are_given() -> None:
+    for name in ("m", "circular"):
+        edges = shape(name, 4, costs=ShapeCosts(edge_bytes=1000)).edges
+        assert {(edge.bytes_per_sample, edge.transfer_ns) for edge in edges} == {(1000, None)}
+    with pytest.raises(UsageError, match="--bytes and --comm both say what a message takes; leave one of them out"):
+        shape("v", 4, costs=ShapeCosts(edge_bytes=1, comm_ns=1))

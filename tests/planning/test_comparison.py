@@ -121,9 +121,17 @@ def test_a_schedule_that_fits_only_one_way_has_two_rows() -> None:
     assert sum(row.schedule == OURS for row in found.rows) == 1
 
 
-def test_one_way_is_kept_where_both_fit() -> None:
+def test_a_schedule_has_a_row_as_it_is_defined_and_one_that_says_so_where_splitting_is_shorter() -> None:
     rows = compared("one-to-one").rows
-    assert len({row.schedule for row in rows}) == len(rows)
+    assert len({row.title for row in rows}) == len(rows)
+    times = {row.title: row.iteration_ns for row in rows}
+    ways = {row.title: row.split_backward for row in rows}
+    assert not ways["1f1b"]
+    assert ways["1f1b split"]
+    assert ways["zb-h1"]
+    assert "zb-h1 split" not in times
+    assert times["1f1b split"] < times["1f1b"]
+    assert "1f1b split" in printed(compared("one-to-one"))
 
 
 @pytest.mark.parametrize(("overhead_ns", "split"), [(0, True), (200, False)])
@@ -310,7 +318,7 @@ def test_a_search_that_was_too_short_is_said() -> None:
     )
     rows = tuple(sorted(late, key=lambda row: row.makespan_ns))
     text = printed(replace(found, rows=rows))
-    assert f"the search on one-to-one had too little time: {rows[0].schedule} is shorter; raise --time-limit" in text
+    assert f"the search on one-to-one had too little time: {rows[0].title} is shorter; raise --time-limit" in text
 
 
 def test_what_applies_on_some_placement_is_not_noted_as_absent() -> None:

@@ -6,6 +6,7 @@ import io
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -19,6 +20,7 @@ from pipeplan.files import Profile, read_profile, sha256_of, write_file
 from pipeplan.files.trace import read_trace
 from pipeplan.planning.comparison import OURS, Comparison, ComparisonRow, NotThere
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
+from pipeplan.planning.sharding_frontier import most_frequent
 from pipeplan.planning.tuning_cells import TuningRow
 from pipeplan.reporting.frontier import print_frontier
 from pipeplan.reporting.layout import Column, console_for, flowed, tables
@@ -70,7 +72,7 @@ def ranking(file: TextIO) -> None:
 
 
 def frontier(file: TextIO) -> None:
-    what = "8 stages: 2x1, 6 of 1x4 recomputed, 16 by block (samples2-hidden4 and 3 others); optimised, from zb-h1"
+    what = "8 stages: 1 on 2 replicas, 6 on 4 shards, recomputed, 1 on (16 devices, ...); optimised, from zb-h1"
     points = [
         FrontierPoint(2**n, 80 * 10**9 - n * 3_333_333_333, 10**9 + n * 123_456_789, what, n == 1, n == 2, 0, 12.34 * n)
         for n in range(4)
@@ -181,6 +183,44 @@ def test_rates_of_a_frontier_are_shown_as_far_as_there_is_room(monkeypatch: pyte
         assert len(re.findall("^ *─[─ ]+$", stream.getvalue(), re.M)) == 1, "one table"
         titles[columns] = [title for title in ("samples/s", "tokens/s", "MFU") if title in stream.getvalue().split()]
     assert titles == {64: ["samples/s"], 80: ["samples/s", "MFU"], 120: ["samples/s", "tokens/s", "MFU"]}
+
+
+def test_a_frontier_says_what_its_marks_mean_and_that_times_are_estimated() -> None:
+    points = tuple(FrontierPoint(4, 10**9 * n, 10**9 // n, "4 stages", n == 2, n == 1) for n in (1, 2, 4))
+    said = []
+    for estimated in (True, False):
+        yardstick = replace(KNOWN, estimated=estimated)
+        found = FrontierResult("chain", "all", "whole plans", 8, False, 1.0, points, (), yardstick=yardstick)
+        stream = io.StringIO()
+        print_frontier(found, stream)
+        said.append(stream.getvalue())
+    assert "; times estimated" in said[0]
+    assert "estimated" not in said[1]
+    for word in ("knee", "chosen"):
+        assert re.search(rf" {word} ", said[0])
+        assert f"\n{word}: " in said[0]
+
+
+def test_words_of_a_frontier_are_not_folded_to_a_word_per_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    point = FrontierPoint(
+        8, 10**10, 10**9, "48 by samples over 8, 2 by samples over 4 and shards over 2", price_per_hour=4
+    )
+    found = FrontierResult("gpt2", "all", "splits", 512, True, 1.0, (point,), (), yardstick=KNOWN)
+    stream = io.StringIO()
+    print_frontier(found, stream)
+    assert "48 by samples" in stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("configurations", "words"),
+    [
+        (["samples8"] * 48 + ["samples4-shards2"] * 2, "48 by samples over 8, 2 by samples over 4 and shards over 2"),
+        (["whole", "copies2", "samples2-copies2"], "1 whole, 1 the same on 2, 1 by samples over 2 and the same on 2"),
+    ],
+)
+def test_ways_to_split_are_in_words(configurations: list[str], words: str) -> None:
+    assert most_frequent(configurations) == words
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

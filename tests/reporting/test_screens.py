@@ -7,6 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,14 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders.chains import chain_plan, chain_profile, chain_workload
+from builders.clusters import cluster_of
 from builders.orders import one_f_one_b
 from builders.plans import plan_of
 from builders.requests import request_of
 from pipeplan.cli.shared import Status
-from pipeplan.files import Plan
-from pipeplan.planning.build_plan import CandidateCounts, Result
+from pipeplan.costs.throughput import one_device_ns
+from pipeplan.errors import UsageError
+from pipeplan.examples.shapes import ShapeCosts, shape
+from pipeplan.files import Plan, Profile, Source, read_cluster, read_profile, write_file
+from pipeplan.planning.build_plan import CandidateCounts, Result, provenance_of
 from pipeplan.planning.next_steps import next_steps
-from pipeplan.planning.request import Batch
+from pipeplan.planning.request import Batch, Request, request_notes
 from pipeplan.reporting.answer import LINES, print_answer
 from pipeplan.reporting.layout import groups_of_equal, number_ranges, shared_rows, shown_rows
 from pipeplan.reporting.terminal import (
@@ -31,6 +36,7 @@ from pipeplan.reporting.terminal import (
     print_stages,
     print_timeline,
 )
+from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.units import format_bytes, format_ns
@@ -191,12 +197,12 @@ def test_the_answer_says_what_is_asked_first(monkeypatch: pytest.MonkeyPatch) ->
     text = "\n".join(answer(PLANS["chain"](), 140, monkeypatch, timed_out=True))
     assert "best plan within the time limit for 4 devices of 4.5kB" in text
     assert "4 stages x 1 replica, one-to-one; by-hand; 8 micro-batches of 1 sample" in text
-    assert "330ns per iteration" in text
+    assert "330ns per iteration of 8 samples" in text
     assert "300ns for any plan (10.0% away), 330ns on this placement (reached)" in text
-    assert "fits: 4kB of 4.5kB on device 0, 500B left; elsewhere up to 3.5kB" in text
+    assert "fits: fullest device 0 with 4kB of 4.5kB (500B left); emptiest device 3 with 1kB" in text
     assert "27.3% of device time, filling and draining" in text
     assert "next    --microbatches 16: 15.8% more samples/s, idle 27.3% -> 15.8%" in text
-    assert "--time-limit 60s: at most 9.1% shorter iterations" in text
+    assert "--time-limit 60s: 4 placements not looked at yet" in text
     whole = "\n".join(answer(PLANS["chain"](), 140, monkeypatch, bound_ns=330))
     assert "optimal for 4 devices" in whole
     assert "330ns, reached: nothing that was left open is faster" in whole
@@ -240,11 +246,169 @@ def test_next_steps_say_what_they_bring() -> None:
     twice = simulate(plan, 16)
     rate = twice.throughput.samples_per_second or 0
     assert found["--microbatches 16"].startswith(f"{rate / (8 / 330e-9) - 1:.1%} more samples/s")
-    assert found["--time-limit 10s"] == "at most 9.1% shorter iterations"
+    assert found["--time-limit 10s"] == "4 placements not looked at yet"
     assert found["--memory SIZE"] == "plans that fit your devices; this one needs 4kB"
     assert list(found)[-1] == "pipeplan run p --emulate --local"
+    slower = replace(
+        result_of(plan, 300, timed_out=True), placement_lower_bound_ns=300, candidates=CandidateCounts(3, 3, 0)
+    )
+    named_one = next_steps(replace(request, scheduler="1f1b"), slower, simulation, "p")
+    found = {step.what: step.brings for step in named_one}
+    for flag in ("--time-limit 10s", "--scheduler auto"):
+        assert found[flag] == "at most the 10.0% to the bound on this placement", (
+            "as the answer's line of bounds has it"
+        )
     optimal = next_steps(replace(request, memory_bytes=10**9), result_of(plan, 330), simulation, None)
     assert [step.what for step in optimal] == ["--microbatches 16", "-o plan.json"]
+
+
+def named(profile: Profile, device: str, method: str = "estimated") -> Profile:
+    return profile.model_copy(update={"source": Source(method=method, device=device)})
+
+
+def test_estimated_times_are_said_to_be_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the answer, in the report of the plan on its own, and not of measured ones."""
+    for method, said in (("estimated", True), ("measured", False), ("literature", False)):
+        plan = PLANS["chain"]()
+        made = plan.provenance.model_copy(update={"method": method})
+        plan = plan.model_copy(update={"provenance": made})
+        assert ("speed   estimated 330ns per iteration" in "\n".join(answer(plan, 140, monkeypatch))) == said
+        report = lines_of(print_simulation, simulate(plan), width=100, monkeypatch=monkeypatch)
+        assert ("makespan     330ns, estimated" in report) == said
+        assert provenance_of(named(chain_profile(4), "", method), None, {}).method == method
+
+
+def test_the_speed_is_compared_with_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight micro-batches of four blocks take 30 ns each on one device, 960 ns in all; of a shard nothing is known."""
+    assert "; 2.9 times as fast as one device" in "\n".join(answer(PLANS["chain"](), 140, monkeypatch))
+    assert one_device_ns(chain_profile(4), PLANS["chain"]().workload) == 960
+    (block, *others) = chain_profile(4).blocks
+    rows = tuple(row.model_copy(update={"shards": 2}) for row in block.costs)
+    split = chain_profile(4).model_copy(update={"blocks": (block.model_copy(update={"costs": rows}), *others)})
+    assert one_device_ns(split, PLANS["chain"]().workload) is None
+
+
+def test_replicas_on_free_links_are_said_to_be_on_free_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replicated(2)
+    for cluster in (None, cluster_of(2)):
+        request = request_of(chain_profile(1), "auto", Batch(4, 2), 2, cluster=cluster)
+        asked = request, result_of(plan, 1), simulate(plan)
+        lines = lines_of(print_answer, *asked, width=100, monkeypatch=monkeypatch)
+        assert ("1 stage x 2 replicas (links are free), one-to-one" in lines[1]) == (cluster is None)
+
+
+def replicated(count: int) -> Plan:
+    """One stage with so many replicas of one sample each."""
+    workload = chain_workload(count, 4, devices=[range(count)], sizes=[count])
+    stage = replace(workload.stages[0], shards=1, replicas=count)
+    workload = replace(workload, stages=(stage,), microbatch_size=count)
+    return plan_of(workload, [one_f_one_b(workload)[0]] * count)
+
+
+def test_a_schedule_that_was_dictated_is_not_called_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, profile = PLANS["chain"](), chain_profile(4)
+    made = plan.provenance.model_copy(update={"scheduler": "rules: mine"})
+    plan = plan.model_copy(update={"provenance": made})
+    rules = Rules(name="mine")
+    for placement, bound, heading in (
+        (profile.placement, 300, "rules mine, as given, for 4 devices of 4.5kB"),
+        ("one-to-one", 300, "rules mine, as given, on the best stages found for 4 devices of 4.5kB"),
+        (profile.placement, 330, "rules mine, as given, optimal for 4 devices of 4.5kB"),
+    ):
+        assert placement is not None
+        how = {"scheduler": "rules", "rules": rules}
+        request = request_of(profile, placement, Batch(8, 1), 4, **how)
+        asked = request, result_of(plan, bound), simulate(plan)
+        lines = lines_of(print_answer, *asked, width=100, monkeypatch=monkeypatch)
+        assert lines[0] == f"chain: {heading}"
+
+
+def test_what_was_not_given_is_said() -> None:
+    """The samples that nobody named, a cluster that carries nothing, and one of other devices."""
+    profile = named(chain_profile(4, placed=False), "A100-SXM4-80GB")
+
+    def notes(profile: Profile = profile, **asked: Any) -> str:
+        return "\n".join(request_notes(Request.of(profile, devices=4, placement="one-to-one", **asked)))
+
+    assert "16 samples assumed (4 per device); --mini-batch says otherwise" in notes()
+    assert "assumed" not in notes(mini_batch=16) + notes(num_microbatches=16)
+    unlike = "times are those of A100-SXM4-80GB, the cluster has H100-SXM5-80GB"
+    assert unlike in notes(cluster=cluster_of(4, name="H100-SXM5-80GB"))
+    same = notes(cluster=cluster_of(4, name="A100 of 80 GB", memory_bytes=80 * 10**9))
+    assert "times are those" not in same + notes(cluster=cluster_of(4))
+    bytes_, unused = {"cluster": cluster_of(4)}, "no message uses the cluster's links: the profile states the time"
+    assert unused in notes(shape("v", 4), **bytes_)
+    for costs in (ShapeCosts(edge_bytes=10**6), ShapeCosts(edge_bytes=10**6, activation_bytes=1)):
+        assert "links" not in notes(shape("v", 4, costs=costs), **bytes_)
+    bare = tuple(edge.model_copy(update={"bytes_per_sample": 0, "transfer_ns": None}) for edge in profile.edges)
+    latency = "no edge has bytes_per_sample: of the cluster's links only the latency counts"
+    assert latency in notes(profile.model_copy(update={"edges": bare}), **bytes_)
+
+
+def test_weight_gradients_that_wait_at_no_cost_are_said() -> None:
+    note = "weight gradients hold nothing in this profile (weight_grad_bytes): W runs later at no cost in memory"
+
+    def notes(late: bool, **costs: Any) -> tuple[str, ...]:
+        workload = chain_workload(2, 2, split=(10, 10), **costs)
+        order = (("F", 0), ("F", 1), ("I", 0), *([("I", 1), ("W", 0)] if late else [("W", 0), ("I", 1)]), ("W", 1))
+        return simulate(plan_of(workload, [[(f"{device}{kind}", m) for kind, m in order] for device in (0, 1)])).notes
+
+    assert notes(late=True) == (note,)
+    assert notes(late=False) == ()
+    assert notes(late=True, weight_grad_bytes=100) == ()
+    assert simulate(PLANS["chain"]()).notes == ()
+
+
+def test_next_steps_run_as_they_stand(tmp_path: Path) -> None:
+    """The frontier has the files and figures of the search, and memory that it is about; nothing speaks of others."""
+    files = {"profile": named(chain_profile(4, placed=False), "H100-SXM5-80GB"), "cluster": cluster_of(4)}
+    for name, file in files.items():
+        write_file(file, str(tmp_path / f"{name}.json"))
+    profile, cluster = read_profile(str(tmp_path / "profile.json")), read_cluster(str(tmp_path / "cluster.json"))
+    plan = PLANS["chain"]()
+    stages = tuple(replace(stage, recompute=True) for stage in plan.stages)
+    simulation = simulate(plan.model_copy(update={"stages": stages}))
+    request = request_of(profile, "auto", Batch(8, 1), 4, cluster=cluster, memory_bytes=4500)
+    found = [step.what for step in next_steps(request, result_of(plan, 300), simulation, None)]
+    (frontier,) = (what for what in found if "frontier" in what)
+    limits = "--devices 4 --memory 9kB --mini-batch 8 --plans"
+    assert frontier == f"pipeplan frontier {tmp_path}/profile.json --cluster {tmp_path}/cluster.json {limits}"
+    assert not any("granularity" in what for what in found)
+    other = replace(request, profile=chain_profile(4), cluster=None)
+    assert not any("frontier" in step.what for step in next_steps(other, result_of(plan, 300), simulation, None))
+    free = replace(request, memory_bytes=None, cluster=None)
+    steps = {step.what: step.brings for step in next_steps(free, result_of(plan, 300), simulation, None)}
+    assert steps["--memory 80GB"] == "plans that fit H100-SXM5-80GB; this one needs 4kB"
+
+
+def test_stages_that_recompute_are_in_the_heading(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = PLANS["chain"]()
+    stages = tuple(replace(stage, recompute=n < 2) for n, stage in enumerate(plan.stages))
+    simulation = simulate(plan.model_copy(update={"stages": stages}))
+    lines = lines_of(print_simulation, simulation, width=140, monkeypatch=monkeypatch)
+    assert "2 stages of 4 recomputed" in lines[0]
+    assert "recomputed" not in lines_of(print_simulation, simulate(plan), width=140, monkeypatch=monkeypatch)[0]
+
+
+@pytest.mark.parametrize(
+    ("made", "again"),
+    [
+        (
+            {"command": "pipeplan search c.json --rules 'my rules.toml' --microbatches 8 -o p.json"},
+            "c.json --rules 'my rules.toml'",
+        ),
+        ({"command": "pipeplan search c.json --mini-batch=8 --devices 4"}, "c.json --devices 4"),
+        ({"options": {"scheduler": "rules", "rules": "mine"}}, "PROFILE --rules FILE"),
+        ({"options": {"scheduler": "1f1b", "rules": None}}, "PROFILE --scheduler 1f1b"),
+        ({}, "PROFILE"),
+    ],
+)
+def test_another_search_has_the_flags_of_the_first(made: dict[str, Any], again: str) -> None:
+    plan = chain_plan(4, 8)
+    plan = plan.model_copy(update={"provenance": plan.provenance.model_copy(update=made)})
+    with pytest.raises(UsageError) as caught:
+        simulate(plan, 16)
+    assert str(caught.value).endswith(f"search one for 16: pipeplan search {again} --microbatches 16")
 
 
 def test_search_answers_first_and_details_are_asked_for() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from builders.chains import chain_plan, chain_workload
 from builders.drawn import Placed, placed, workloads
 from builders.orders import Entry, actions_of, gpipe_orders, one_f_one_b, random_orders
-from builders.timed import entry_of, named, numbered, timed
+from builders.timed import entry_of, named, timed
 from pipeplan.errors import InvalidPlanError
 from pipeplan.simulator.metrics import in_flight, rates
 from pipeplan.simulator.simulation import orders_of
@@ -49,12 +49,28 @@ def test_one_f_one_b_takes_n_plus_d_minus_one_rounds(num_devices: int, num_micro
     assert weak_makespan_bound(workload) == (num_microbatches + num_devices - 1) * 3
 
 
-def test_orders_that_wait_for_each_other_are_refused_with_actions() -> None:
-    workload = chain_workload(2, 2)
-    graph = task_graph(workload)
-    orders = numbered(graph, [[("0B", 0), ("0F", 0), ("0F", 1), ("0B", 1)], one_f_one_b(workload)[1]])
-    with pytest.raises(InvalidPlanError, match="wait for each other and can never start, among them 0F0"):
-        earliest_starts(graph, orders)
+@pytest.mark.parametrize(
+    ("orders", "circle"),
+    [
+        ("0B0 0F0 0F1 0B1; 1F0 1B0 1F1 1B1", ["0F0 on device 0", "0B0 on device 0"]),
+        (
+            "0F0 0B0 0F1 0B1; 1F1 1F0 1B0 1B1",
+            [*("0B0 on device 0", "0F1 on device 0"), *("1F1 on device 1", "1F0 on device 1", "1B0 on device 1")],
+        ),
+    ],
+)
+def test_orders_that_wait_for_each_other_are_refused_with_the_circle(orders: str, circle: list[str]) -> None:
+    """Of micro-batch 7, which waits behind them all, nothing is said."""
+    graph = task_graph(chain_workload(2, 8))
+    number = {graph.label(task): task for task in range(graph.num_actions)}
+    rest = [[f"{device}{kind}{m}" for m in range(2, 8) for kind in "FB"] for device in range(2)]
+    named = [text.split() + more for text, more in zip(orders.split(";"), rest, strict=True)]
+    with pytest.raises(InvalidPlanError, match=r"^\d+ actions wait for each other and can never start; ") as caught:
+        earliest_starts(graph, [[number[text] for text in order] for order in named])
+    said = str(caught.value).rpartition(": ")[2].split(", then ")
+    first = said.index(circle[0])
+    assert said[first:-1] + said[:first] == circle
+    assert said[-1] == said[0]
 
 
 def test_orders_of_a_plan_are_its_compute_actions() -> None:

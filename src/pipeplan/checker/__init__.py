@@ -11,10 +11,11 @@ from fractions import Fraction
 from pipeplan.checker.facts import RULES, Facts, Figures, Findings, Report, Violation, check_figures, figures_of
 from pipeplan.checker.inputs import check_cluster, check_profile
 from pipeplan.checker.loop import check_loop
-from pipeplan.checker.programs import Messages, check_messages, read_programs
+from pipeplan.checker.programs import Messages, check_messages, check_waits, read_programs
 from pipeplan.checker.repetend import check_repetend
 from pipeplan.checker.structure import check_structure
 from pipeplan.checker.timeline import Links, check_inputs, check_links, check_memory, check_timeline
+from pipeplan.costs.devices import other_device
 from pipeplan.files import Cluster, Plan, Profile
 
 __all__ = ["RULES", "Figures", "Report", "Violation", "check"]
@@ -42,6 +43,8 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
     rate: Fraction | None = None
     if not findings.has("actions"):
         check_timeline(facts, programs, links, findings)
+        if findings.has("transfer-order", "inputs", "order") and not findings.has("deadlock"):
+            check_waits(facts, programs, findings)
         peaks = check_memory(facts, programs, findings)
         if plan.repetend is not None and not findings.has("inputs", "links", "order", "exclusive"):
             rate = check_repetend(facts, programs, links, findings)
@@ -54,4 +57,9 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
         check_profile(plan, profile, cluster, findings)
     if cluster is not None:
         check_cluster(plan, cluster, peaks, findings)
-    return Report(tuple(findings.problems), sum(findings.counts.values()), figures)
+    remark = None
+    if cluster is not None:
+        device = plan.provenance.device if profile is None else profile.source.device
+        remark = other_device(device, cluster, len(plan.devices))
+    remarks = () if remark is None else (remark,)
+    return Report(tuple(findings.problems), sum(findings.counts.values()), figures, remarks)

@@ -287,11 +287,13 @@ class Report(Displayed):
     """The answer of :func:`pipeplan.checker.check`.
 
     ``problems`` lists at most 100 of each rule, ``num_problems`` counts all; ``recomputed`` is what the plan comes to.
+    ``remarks`` are what no rule forbids and a reader must know.
     """
 
     problems: tuple[Violation, ...]
     num_problems: int
     recomputed: Figures
+    remarks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Report {'valid' if self.valid else f'{self.num_problems} problems'}>"
@@ -307,6 +309,7 @@ class Report(Displayed):
             "valid": self.valid,
             "num_problems": self.num_problems,
             "problems": [asdict(problem) for problem in self.problems],
+            "remarks": list(self.remarks),
             **asdict(self.recomputed),
         }
 

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from pipeplan.checker.facts import Facts, Findings
+from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Hop
@@ -219,6 +220,28 @@ def check_messages(facts: Facts, messages: Messages, programs: Programs, finding
     _check_sides(facts, messages, programs, findings)
     _check_fifo(facts, messages, programs, findings)
     _check_deadlock(facts, messages, programs, findings)
+
+
+def check_waits(facts: Facts, programs: Programs, findings: Findings) -> None:
+    """No circle of actions that wait for what others make, or for what stands before them on their device.
+
+    Wherever SENDs and RECVs stand, which need not be moved then. Call it with complete programs only.
+    """
+    following: dict[Entry, list[Entry]] = {entry: [] for entries in programs.compute for entry in entries}
+    for target, number in following:
+        for wait, n, _ in facts.inputs(target, number):
+            following[wait.source, n].append((target, number))
+    for entries in programs.compute:
+        for before, after in itertools.pairwise(entries):
+            following[before].append(after)
+    cycle = short_cycle(following)
+    if cycle:
+        places = {
+            entry: (device, index) for device, where in enumerate(programs.where) for entry, index in where.items()
+        }
+        named = [f"{facts.label(*entry)} on device {places[entry][0]}" for entry in cycle]
+        text = f"deadlock: actions wait for each other, each for the one before it: {in_circle(named, ', then ')}"
+        findings.add("deadlock", _place(facts, *places[cycle[0]]), text)
 
 
 def _check_sides(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:

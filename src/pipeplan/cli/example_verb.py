@@ -84,7 +84,13 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
     type=DURATION,
     help="Backward time of a block on all devices.  [default: 1ms]",
 )
-@click.option("--comm", "comm_ns", type=DURATION, default="0", help="Latency between chain blocks.")
+@click.option("--comm", "comm_ns", type=DURATION, default="0", help="Latency between chain blocks, on any cluster.")
+@click.option(
+    *("--bytes", "edge_bytes"),
+    type=BYTES,
+    default="0",
+    help="Tensor on each edge, which a cluster's links carry; instead of --comm.",
+)
 @click.option("--activation-bytes", type=BYTES, default="1GB", help="Activations that each chain block holds.")
 @click.option(
     "--weight-grad-bytes", type=BYTES, default="0", help="Bytes held from the input gradient to the weight gradient."

@@ -144,7 +144,7 @@ def frontier_command(
     if output_all is not None:
         require_folder(output_all, "point-*.json", "--output-all")
     if as_json or outputs.on_stdout:
-        say_notes(_api.request_notes(request))
+        say_notes(_api.frontier_notes(request))
     with outputs:
         with Status() as progress, limited(request.time_limit) as limit:
             found = _api.frontier(request, mode=mode, point=point, progress=progress, within=limit)

@@ -55,6 +55,8 @@ def check_command(
         ctx.exit(0 if report.valid else 1)
     report.require(plan_path)
     say(_verdict(plan_path, plan, report, profile, cluster), wrap=True)
+    for remark in report.remarks:
+        say(f"remark: {remark}", wrap=True)
 
 
 def _verdict(path: str, plan: Plan, report: Report, profile: Profile | None, cluster: Cluster | None) -> str:

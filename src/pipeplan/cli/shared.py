@@ -229,7 +229,7 @@ _OPTIONS = (
     click.option(
         *("--mini-batch", "--global-batch-size", "mini_batch"),
         type=click.IntRange(min=1),
-        help="Global batch: samples per iteration.",
+        help="Global batch: samples per iteration.  [default: 4 micro-batches per device]",
     ),
     click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples per micro-batch."),
     click.option(

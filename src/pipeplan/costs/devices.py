@@ -23,7 +23,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from pipeplan.catalog import names, read_table, require_known
 from pipeplan.errors import UsageError, choose_from
-from pipeplan.files import Block, CostRow, Profile
+from pipeplan.files import Block, Cluster, CostRow, Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +200,23 @@ def device_meant(text: str, memory_gb: float | None = None) -> DevicePreset | No
         return missing, not preset.usual
 
     return min(found, key=unlike)
+
+
+def other_device(device: str, cluster: Cluster, num_devices: int | None = None) -> str | None:
+    """What to say where times are of ``device``, as profiles name it, and a cluster has another; None where it has not.
+
+    Of the cluster's first ``num_devices``, or of all. Names that mean no preset are not compared.
+    """
+    kinds = cluster.devices if num_devices is None else cluster.first(min(num_devices, cluster.num_devices)).devices
+    meant = {kind.name: device_meant(kind.name, kind.memory_bytes and kind.memory_bytes / 1e9) for kind in kinds}
+    own = device_meant(device)
+    unlike = [name for name, preset in meant.items() if preset is not None and preset != own]
+    if not device or not unlike:
+        return None
+    return (
+        f"times are those of {device}, the cluster has {' and '.join(unlike)}: its links and memory count, the times "
+        "stay; profile the model for its devices"
+    )
 
 
 # Calibration --------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What an iteration's time means: samples and tokens per second, and model FLOP utilisation."""
+"""What an iteration's time means: samples and tokens per second, utilisation, and what one device would take."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, replace
 
 from pipeplan.costs.devices import peak_flops_per_s
 from pipeplan.files import Plan, Profile
+from pipeplan.workload.workload import Workload
 
 _PASSES = 3
 """Forward, input gradients and weight gradients: as many products each. Recomputation is not counted."""
@@ -43,28 +44,33 @@ def format_rate(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Yardstick:
-    """What a sample is, and for which device and number format times are; empty or None where that is not known."""
+    """What a sample is, and for which device and number format times are; empty or None where that is not known.
+
+    ``estimated``: nobody measured the times, and a reader must not take them for measured ones.
+    """
 
     device: str
     dtype: str
     tokens_per_sample: int | None
     forward_flops_per_sample: int | None
+    estimated: bool = False
 
     @classmethod
     def of(cls, profile: Profile) -> Yardstick:
         """A profile's."""
-        source = profile.source
-        return cls(source.device, source.dtype, profile.tokens_per_sample, profile.forward_flops_per_sample)
+        source, tokens, flops = profile.source, profile.tokens_per_sample, profile.forward_flops_per_sample
+        return cls(source.device, source.dtype, tokens, flops, source.method == "estimated")
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Yardstick:
         """That of the profile which a plan was made from."""
         made = plan.provenance
-        return cls(made.device, made.dtype, made.tokens_per_sample, made.forward_flops_per_sample)
+        flops = made.forward_flops_per_sample
+        return cls(made.device, made.dtype, made.tokens_per_sample, flops, made.method == "estimated")
 
-    def on(self, device: str, dtype: str) -> Yardstick:
+    def on(self, device: str, dtype: str, *, estimated: bool = False) -> Yardstick:
         """The same samples on another device, or in another number format."""
-        return replace(self, device=device, dtype=dtype)
+        return replace(self, device=device, dtype=dtype, estimated=estimated)
 
     def throughput(self, samples: int, iteration_ns: float, num_devices: int) -> Throughput:
         """Of an iteration over ``samples`` on all of ``num_devices``, idle ones included."""
@@ -77,3 +83,22 @@ class Yardstick:
             None if self.tokens_per_sample is None else rate * self.tokens_per_sample,
             None if peak is None or flops is None else _PASSES * flops * rate / (num_devices * peak),
         )
+
+
+def one_device_ns(profile: Profile, workload: Workload) -> float | None:
+    """What one device would work on an iteration's samples, in ns, if it had memory for them; None where not known.
+
+    Blocks run whole, one after another, backward in one piece, nothing recomputed, in micro-batches as one replica has
+    them: what the profile has for that.
+    """
+    blocks = {block.id: block for block in profile.blocks}
+    total = 0.0
+    for stage in workload.stages:
+        size = stage.microbatch_size // stage.replicas
+        for name in stage.blocks if stage.route == 0 else ():
+            rows = {row.key: row for row in blocks[name].costs} if name in blocks else {}
+            row = rows.get((size, 1, None, False))
+            if row is None:
+                return None
+            total += (row.forward_ns + row.whole_backward_ns) * workload.mini_batch / size
+    return total

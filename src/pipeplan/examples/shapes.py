@@ -22,7 +22,8 @@ class ShapeCosts:
 
     A chain block has ``backward_ns``, or ``input_grad_ns`` and ``weight_grad_ns``. For shapes with chunks these,
     and the bytes, are per device and divided among its chunks, so that shapes with and without chunks describe the
-    same model. ``comm_ns`` is the latency of every chain edge that changes device.
+    same model. ``comm_ns`` is the latency of every chain edge that changes device; with ``edge_bytes`` instead, which
+    are not divided, a cluster's links say what the tensors on all edges take.
     """
 
     forward_ns: int = 1_000_000
@@ -34,6 +35,7 @@ class ShapeCosts:
     comm_ns: int = 0
     activation_bytes: int = 1_000_000_000
     weight_grad_bytes: int = 0
+    edge_bytes: int = 0
 
     def full_backward_ns(self) -> int:
         """The whole backward of a chain block: the sum of its parts, as given, or 3 ms."""
@@ -85,7 +87,7 @@ class _ShapeLayout:
             self._add(id_, "layer", (device,), _row(costs))
             if after is not None:
                 changes = previous_device is not None and previous_device != device
-                self.edges.append(Edge(source=after, target=id_, transfer_ns=self.costs.comm_ns if changes else 0))
+                self._join(after, id_, self.costs.comm_ns if changes else 0)
             after, previous_device = id_, device
         assert after is not None
         return after
@@ -100,8 +102,16 @@ class _ShapeLayout:
             activation_bytes=self.costs.activation_bytes if holds else 0,
         )
         self._add(id_, "shared", tuple(range(self.num_devices)), row, shared=True)
-        self.edges += [Edge(source=source, target=id_, transfer_ns=0) for source in after]
+        for source in after:
+            self._join(source, id_, 0)
         return id_
+
+    def _join(self, source: str, target: str, transfer_ns: int) -> None:
+        """An edge with a tensor of some bytes, or one that takes a time."""
+        size = self.costs.edge_bytes
+        self.edges.append(
+            Edge(source=source, target=target, bytes_per_sample=size, transfer_ns=None if size else transfer_ns)
+        )
 
     def _add(self, id_: str, operator: str, devices: tuple[int, ...], row: CostRow, *, shared: bool = False) -> None:
         self.blocks.append(Block(id=id_, operator=operator, shared=shared, costs=(row,)))
@@ -145,6 +155,8 @@ def _require(name: str, kind: _ShapeKind, num_devices: int, chunks: int | None, 
         raise UsageError(f"--chunks does not apply to shape-{name}, which has {kind.chunks} per device; leave it out")
     if chunks is not None and not 1 <= chunks <= MAX_CHUNKS:
         raise UsageError(f"--chunks must be from 1 to {MAX_CHUNKS}, not {chunks}")
+    if costs.edge_bytes and costs.comm_ns:
+        raise UsageError("--bytes and --comm both say what a message takes; leave one of them out")
     _require_backward(costs)
 
 

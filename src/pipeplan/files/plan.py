@@ -77,6 +77,13 @@ class Provenance(FileModel):
     cluster_sha256: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     device: Annotated[str, Printable(512), Field(description="device the profile's numbers are for")] = ""
     dtype: Annotated[str, Printable(64), Field(description="the profile's number format, such as float32")] = ""
+    method: Annotated[
+        str,
+        Field(
+            pattern="^(measured|estimated|literature)?$",
+            description="how the profile's numbers came about, as its source says; empty where that is not known",
+        ),
+    ] = ""
     tokens_per_sample: TokensPerSample = None
     forward_flops_per_sample: FlopsPerSample = None
     scheduler: Text = ""

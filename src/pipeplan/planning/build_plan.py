@@ -176,6 +176,7 @@ def provenance_of(
         profile_sha256=sha256_of(profile),
         device=profile.source.device,
         dtype=profile.source.dtype,
+        method=profile.source.method,
         tokens_per_sample=profile.tokens_per_sample,
         forward_flops_per_sample=profile.forward_flops_per_sample,
         cluster_sha256=sha256_of(cluster) if cluster is not None else "",

@@ -16,7 +16,7 @@ from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.infeasibility import most_telling
-from pipeplan.planning.request import Batch, Request, link_notes
+from pipeplan.planning.request import Batch, Request, request_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.schedule.classic import CLASSIC
@@ -72,6 +72,16 @@ class ComparisonRow:
     def gap(self) -> float | None:
         """How far above the bound; None where it does not fit, since the bound is for the memory there is."""
         return self.makespan_ns / self.lower_bound_ns - 1 if self.fits else None
+
+    @property
+    def varied(self) -> bool:
+        """Whether backward runs another way than the schedule's definition has it."""
+        return self.schedule != OURS and self.split_backward != CLASSIC[self.schedule].splits
+
+    @property
+    def title(self) -> str:
+        """The schedule's name; of one that is not as it is defined, with what is unlike."""
+        return f"{self.schedule} {'split' if self.split_backward else 'whole'}" if self.varied else self.schedule
 
     @property
     def setting(self) -> Hashable:
@@ -309,7 +319,7 @@ class _RowsSoFar:
         request = self._request
         rows: dict[Hashable, ComparisonRow] = {}
         for row in sorted(self._rows, key=_rank):
-            rows.setdefault((row.schedule, row.setting, row.fits), row)
+            rows.setdefault((row.schedule, row.varied, row.setting, row.fits), row)
         fits = any(row.fits for row in self._rows)
         return Comparison(
             request.profile.name,
@@ -320,7 +330,7 @@ class _RowsSoFar:
             tuple(self._missing),
             self.limit.interrupted,
             Yardstick.of(request.profile),
-            tuple(link_notes(request)),
+            tuple(request_notes(request)),
             None if fits else most_telling(self._failures),
         )
 
@@ -373,13 +383,17 @@ def _classic(
             reasons.append(f"nothing in it repeats, and {problem.num_microbatches} micro-batches are too many without")
         else:
             rows.append(row)
-    return _better(rows), next(iter(reasons), "")
+    return _as_defined_and_varied(rows), next(iter(reasons), "")
 
 
-def _better(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """The shortest of the rows that fit, and the shortest of those that do not."""
-    kinds = [[row for row in rows if row.fits is fits] for fits in (True, False)]
-    return [min(kind, key=lambda row: row.iteration_ns) for kind in kinds if kind]
+def _as_defined_and_varied(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """A schedule as it is defined; and with backward the other way where only one of them fits, or that is shorter."""
+    defined = next((row for row in rows if not row.varied), None)
+    return [
+        row
+        for row in rows
+        if defined in (None, row) or row.fits != defined.fits or row.iteration_ns < defined.iteration_ns
+    ]
 
 
 def _row(

@@ -21,7 +21,7 @@ from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, changes_that_do, plan_frontier
-from pipeplan.planning.request import Batch, Request, Splitting, link_notes, resolve_batch
+from pipeplan.planning.request import Batch, Request, Splitting, request_notes, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier, unprofiled_words
 from pipeplan.schedule.state import Progress, scheduler_words
 from pipeplan.sharding.cost_model import CostModel
@@ -154,10 +154,10 @@ class FrontierResult(Displayed):
         }
 
 
-def request_notes(request: Request) -> Iterator[str]:
-    """What is free, equal or left out, because the cluster is missing or its devices differ."""
+def frontier_notes(request: Request) -> Iterator[str]:
+    """What must be known of the costs, and what counts as equal or is left out because the cluster's devices differ."""
+    yield from request_notes(request)
     if request.cluster is None:
-        yield from link_notes(request)
         return
     kinds = request.cluster.first(request.num_devices).devices
     if len({(kind.name, kind.memory_bytes) for kind in kinds}) > 1:
@@ -263,6 +263,7 @@ def frontier_request(
         time_limit=limit if time_limit is None else time_limit,
         device_counts=counts,
         splitting=splitting,
+        samples_assumed=mini_batch is None,
     )
     if mode == "min-devices" and all(each.least_memory is None for each in request.by_devices):
         raise UsageError("--mode min-devices: without a memory limit one device is enough; say --memory of each device")
@@ -324,7 +325,7 @@ def _of_splits(
     samples, requests = request.batch.mini_batch, request.by_devices
     points: list[FrontierPoint] = []
     plans: list[Callable[[], Plan]] = []
-    notes = list(request_notes(request))
+    notes = list(frontier_notes(request))
     held = 0
     tracked, interrupted = _tracked(requests, splitting, within, progress)
     if interrupted:
@@ -473,7 +474,7 @@ def _of_plans(request: Request, within: Limit | None, progress: Progress | None,
         found.seconds,
         tuple(_with_knees(points)),
         tuple(partial(attrgetter("plan"), point) for point in found.points),
-        (*request_notes(request), *_plan_notes(found)),
+        (*frontier_notes(request), *_plan_notes(found)),
         found.interrupted,
         tried=found.num_tried,
         untried=found.num_untried,
@@ -484,7 +485,7 @@ def _of_plans(request: Request, within: Limit | None, progress: Progress | None,
 def _yardstick(profile: Profile, device: str | None) -> Yardstick:
     """The profile's, where times are estimated those of a preset."""
     own = Yardstick.of(profile)
-    return own if device is None else own.on(device_preset(device).title, own.dtype)
+    return own if device is None else own.on(device_preset(device).title, own.dtype, estimated=True)
 
 
 def _plan_notes(found: PlanFrontier) -> Iterator[str]:
@@ -502,21 +503,26 @@ def _plan_notes(found: PlanFrontier) -> Iterator[str]:
 
 
 def _words(point: PlanPoint) -> str:
-    """A plan in a few words: stages as replicas x shards, runs of equal ones together, schedule, size."""
+    """A plan in a few words: stages and on what each stands, runs of equal ones together, schedule, size."""
     ways = [_stage_words(stage) for stage in point.workload.stages]
     runs = [(way, len(list(same))) for way, same in groupby(ways)]
-    stages = ", ".join(f"{count} of {way}" if count > 1 else way for way, count in runs)
     number = f"{len(ways)} stage{'s' if len(ways) > 1 else ''}"
-    made = scheduler_words(point.scheduler)
-    return f"{number}: {stages}; {made}, micro-batches of {point.workload.microbatch_words}"
+    stages = f"{number} on {runs[0][0]}{' each' if len(ways) > 1 else ''}"
+    if len(runs) > 1:
+        stages = f"{number}: {', '.join(f'{count} on {way}' for way, count in runs)}"
+    return f"{stages}; {scheduler_words(point.scheduler)}, micro-batches of {point.workload.microbatch_words}"
 
 
 def _stage_words(stage: Stage) -> str:
-    """Replicas x shards, or that every block is split in a way of its own, and which ways are most frequent."""
-    each = set(stage.configurations)
-    blocks = f"{len(stage.devices)} by block ({most_frequent(stage.configurations)})"
-    own = blocks if len(each) > 1 else "".join(each)
-    return (own or f"{stage.replicas}x{stage.shards}") + (" recomputed" if stage.recompute else "")
+    """On what a stage stands: a device, replicas, shards; or that every block is split in a way of its own."""
+    each, number = set(stage.configurations), len(stage.devices)
+    if each:
+        found = f"{named_devices(number)}, blocks split: {most_frequent(stage.configurations)}"
+        found = f"({found})" if len(each) > 1 else found
+    else:
+        counts = [(stage.replicas, "replicas"), (stage.shards, "shards")]
+        found = " x ".join(f"{count} {what}" for count, what in counts if count > 1) or "1 device"
+    return f"{found}, recomputed" if stage.recompute else found
 
 
 def _ways(workload: Workload) -> dict[str, str]:

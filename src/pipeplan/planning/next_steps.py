@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from pipeplan.costs.devices import device_meant
 from pipeplan.errors import PipeplanError
-from pipeplan.files import Placement
+from pipeplan.files import File, Placement
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Batch, Request
@@ -18,7 +21,6 @@ from pipeplan.units import format_bytes, format_ns, named_devices
 _MOST_ACTIONS = 60_000
 """Actions of a run with twice the micro-batches beyond which it is not replayed to see what that brings."""
 _LEAST_GAIN = 0.005
-_UNEVEN = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +55,17 @@ def _fewer_devices(request: Request, result: Result, simulation: Simulation) -> 
 
 
 def _more_time(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    if result.timed_out and result.gap >= _LEAST_GAIN:
-        gain = 1 - 1 / (1 + result.gap)
-        longer = format_ns(2e9 * request.time_limit)
-        yield NextStep(f"--time-limit {longer}", f"at most {gain:.1%} shorter iterations", gain / 2)
+    """What is left is counted: the bound over everything knows no memory, and says little of what time brings."""
+    if not result.timed_out or result.gap < _LEAST_GAIN:
+        return
+    left = result.candidates.left
+    if left:
+        brings = f"{left} {'placement' if left == 1 else 'placements'} not looked at yet"
+    elif result.placement_gap >= _LEAST_GAIN:
+        brings = f"at most the {result.placement_gap:.1%} to the bound on this placement"
+    else:
+        return
+    yield NextStep(f"--time-limit {format_ns(2e9 * request.time_limit)}", brings, result.placement_gap / 2)
 
 
 def _other_schedules(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
@@ -93,25 +102,39 @@ def _more_microbatches(request: Request, result: Result, simulation: Simulation)
         yield NextStep(flag, brings, 1 - now / then)
 
 
-def _finer_blocks(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    uneven = simulation.idle.uneven
-    if uneven >= _UNEVEN:
-        brings = f"at most {uneven:.1%} less idle"
-        yield NextStep("finer blocks, as profile --granularity makes them", brings, uneven / 2)
-
-
 def _less_recomputation(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    count = sum(stage.recompute for stage in simulation.workload.stages)
-    if count and request.recompute is None:
-        what = f"pipeplan frontier PROFILE --devices {request.num_devices} --plans"
-        stages = "1 stage recomputes" if count == 1 else f"{count} stages recompute"
-        yield NextStep(what, f"what more memory brings: {stages} to fit")
+    count, limit = sum(stage.recompute for stage in simulation.workload.stages), request.least_memory
+    profile = _path(request.profile)
+    if not count or request.recompute is not None or limit is None or profile is None:
+        return
+    where = f"--devices {request.num_devices}"
+    if request.cluster is not None:
+        cluster = _path(request.cluster)
+        if cluster is None:
+            return
+        where = f"--cluster {cluster} {where}"
+    memory, samples = format_bytes(2 * limit), request.batch.mini_batch
+    yield NextStep(
+        f"pipeplan frontier {profile} {where} --memory {memory} --mini-batch {samples} --plans",
+        f"what up to {memory} per device would bring; {'1 stage' if count == 1 else f'{count} stages'} recompute"
+        f"{'s' * (count == 1)} to fit",
+    )
+
+
+def _path(file: File) -> str | None:
+    """The file as a command line names it; None where it was made in Python or came from stdin."""
+    return shlex.quote(file.where) if Path(file.where).is_file() else None
 
 
 def _memory_limit(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
     if all(limit is None for limit in request.memory):
-        most = max(memory.peak_bytes for memory in simulation.memory)
-        yield NextStep("--memory SIZE", f"plans that fit your devices; this one needs {format_bytes(most)}")
+        most = format_bytes(max(memory.peak_bytes for memory in simulation.memory))
+        device = device_meant(request.profile.source.device)
+        if device is None:
+            yield NextStep("--memory SIZE", f"plans that fit your devices; this one needs {most}")
+        else:
+            size = format_bytes(device.memory_bytes)
+            yield NextStep(f"--memory {size}", f"plans that fit {device.title}; this one needs {most}")
 
 
 _STEPS = (
@@ -119,7 +142,6 @@ _STEPS = (
     _more_time,
     _other_schedules,
     _more_microbatches,
-    _finer_blocks,
     _less_recomputation,
     _memory_limit,
 )

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 from pipeplan.costs import can_split
+from pipeplan.costs.devices import other_device
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_totals
 from pipeplan.errors import UsageError, choose_from
@@ -21,6 +22,7 @@ from pipeplan.schedule.rules import Rules, SubmoduleRules
 from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatches_of
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
+from pipeplan.units import format_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ class Request:
     ``deterministic`` by work that takes about as long.
 
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
+    ``samples_assumed``: nobody said how many samples an iteration has.
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
@@ -149,6 +152,7 @@ class Request:
     deterministic: bool = False
     device_counts: tuple[int, ...] = ()
     splitting: Splitting | None = None
+    samples_assumed: bool = False
 
     def __post_init__(self) -> None:
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
@@ -217,6 +221,7 @@ class Request:
             cluster,
             scheduler=scheduler,
             rules=rules,
+            samples_assumed=mini_batch is None and num_microbatches is None,
             **(_as_defined(profile, scheduler, rules) | others),
         )
 
@@ -224,6 +229,11 @@ class Request:
     def tunes(self) -> bool:
         """Whether rules are asked for and not which: these are found by auto-tuning."""
         return self.scheduler == "rules" and self.rules is None
+
+    @property
+    def dictates(self) -> bool:
+        """Whether the schedule is one that was asked for by its name or in rules, and none is searched."""
+        return self.rules is not None or self.scheduler in CLASSIC
 
     @property
     def memory(self) -> list[int | None]:
@@ -251,8 +261,12 @@ class Request:
         return (False,) if self.least_memory is None else (False, True)
 
 
-def link_notes(request: Request) -> Iterator[str]:
-    """That links are free, where they are, and but for what; and that times are of another number format."""
+def request_notes(request: Request) -> Iterator[str]:
+    """What a reader must know of the costs: samples that nobody named, links that are free or carry nothing, and times
+    of another device than the cluster's, or of another number format than the recipe's."""
+    if request.samples_assumed:
+        samples = request.batch.mini_batch
+        yield f"{samples} samples assumed ({samples // request.num_devices} per device); --mini-batch says otherwise"
     profile = request.profile
     computes = computing_dtype(profile.recipe)
     if computes is not None and profile.source.dtype not in ("", computes):
@@ -260,11 +274,32 @@ def link_notes(request: Request) -> Iterator[str]:
             f"times and activations are those of {profile.source.dtype}, as profiled: the recipe {profile.recipe} "
             f"computes in {computes}, and changes only what is kept of parameters"
         )
-    if request.cluster is not None or request.num_devices == 1:
+    cluster, edges = request.cluster, profile.edges
+    if cluster is not None:
+        preset = None if request.splitting is None else request.splitting.device
+        other = other_device(preset or profile.source.device, cluster, request.num_devices)
+        if other is not None:
+            yield other
+    if request.num_devices == 1:
         return
-    timed = [edge for edge in request.profile.edges if edge.transfer_ns]
-    apart = f", except on {len(timed)} edges whose time the profile states" if timed else ""
-    yield f"links are free: without --cluster, transfers take no time{apart}"
+    timed = sum(edge.transfer_ns is not None for edge in edges)
+    if cluster is None:
+        apart = sum(bool(edge.transfer_ns) for edge in edges)
+        except_ = f", except on {apart} edges whose time the profile states" if apart else ""
+        yield f"links are free: without --cluster, transfers take no time{except_}"
+    elif edges and timed == len(edges):
+        yield (
+            "no message uses the cluster's links: the profile states the time of every edge (transfer_ns, "
+            f"{_between([edge.transfer_ns or 0 for edge in edges])}); give edges bytes_per_sample instead (example has "
+            "--bytes)"
+        )
+    elif edges and not any(edge.bytes_per_sample for edge in edges if edge.transfer_ns is None):
+        yield "no edge has bytes_per_sample: of the cluster's links only the latency counts"
+
+
+def _between(times: Sequence[int]) -> str:
+    """The least and the most of some times, once where they are equal."""
+    return " to ".join(dict.fromkeys(map(format_ns, (min(times), max(times)))))
 
 
 def _as_defined(profile: Profile, scheduler: str, rules: Rules | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ the stage's: times of forward and backward with all that is exchanged in them, s
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -79,12 +80,21 @@ class Splits:
 
 
 def most_frequent(configurations: Iterable[str]) -> str:
-    """The most frequent of many configurations, with how often each is there."""
+    """The most frequent of many configurations in words, each after how many blocks have it."""
     counts = Counter(configurations)
-    most = [f"{name} x{count}" for name, count in counts.most_common(_MOST_WORDS)]
+    most = [f"{count} {_in_words(name)}" for name, count in counts.most_common(_MOST_WORDS)]
     return ", ".join(most + (["..."] if len(counts) > _MOST_WORDS else []))
 
 
+def _in_words(configuration: str) -> str:
+    """``samples2-shards4`` is split by samples over 2 and shards over 4; ``copies2`` is the same on 2."""
+    axes = [_AXIS.fullmatch(axis) for axis in configuration.split("-")]
+    split = [f"{axis[1]} over {axis[2]}" for axis in axes if axis is not None and axis[1] != "copies"]
+    same = [f"the same on {axis[2]}" for axis in axes if axis is not None and axis[1] == "copies"]
+    return " and ".join(["by " * bool(split) + " and ".join(split), *same] if split else same) or configuration
+
+
+_AXIS = re.compile(r"(.*?)(\d+)")
 _MOST_WORDS = 3
 
 

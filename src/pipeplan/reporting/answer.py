@@ -7,6 +7,8 @@ from typing import TextIO
 
 from rich.text import Text
 
+from pipeplan.costs.throughput import one_device_ns
+from pipeplan.files import Placement
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Request
@@ -35,7 +37,8 @@ def print_answer(
 ) -> None:
     """Print the answer, to stdout unless ``file`` is given; ``written`` is the plan's file, if there is one."""
     console = console_for(file)
-    heading = flowed(Text.assemble((result.plan.name, "bold"), f": {_heading(simulation, result)}"), console.width)
+    name, ended = result.plan.name, _heading(request, simulation, result)
+    heading = flowed(Text.assemble((name, "bold"), f": {ended}"), console.width)
     most = LINES - 1 - heading.plain.count("\n")
     rows = _fitted(list(_rows(request, result, simulation, written)), console.width, most)
     console.print(heading)
@@ -56,21 +59,25 @@ def _fitted(rows: Sequence[Row], width: int, most: int) -> list[tuple[str, str]]
     return found
 
 
-def _heading(simulation: Simulation, result: Result) -> str:
+def _heading(request: Request, simulation: Simulation, result: Result) -> str:
+    """How the search ended; of a schedule that was asked for by its name, that it is that one."""
     limits = sorted({device.memory_bytes for device in simulation.workload.devices if device.memory_bytes is not None})
     memory = f" of {' or '.join(map(format_bytes, limits))}" if limits else ""
     if result.status == "optimal":
         ended = "optimal"
-    elif result.interrupted:
-        ended = "best plan so far"
     else:
-        ended = "best plan within the time limit" if result.timed_out else "best plan found"
+        found = "found" if not result.timed_out else "within the time limit"
+        ended = f"best {'stages' if request.dictates else 'plan'} {'so far' if result.interrupted else found}"
+    if request.dictates:
+        made = f"{scheduler_words(result.plan.provenance.scheduler)}, as given"
+        searched = ended == "optimal" or not isinstance(request.placement, Placement)
+        ended = f"{made}, {'on the ' * (ended != 'optimal')}{ended}" if searched else f"{made},"
     return f"{ended} for {counted(len(simulation.workload.devices), 'device')}{memory}"
 
 
 def _rows(request: Request, result: Result, simulation: Simulation, written: str | None) -> Iterator[Row]:
-    yield "plan", _plan(simulation)
-    yield "speed", _speed(simulation)
+    yield "plan", _plan(request, simulation)
+    yield "speed", _speed(request, simulation)
     yield "bound", _bound(result)
     yield "memory", _memory(simulation)
     yield "idle", _idle(simulation)
@@ -78,18 +85,19 @@ def _rows(request: Request, result: Result, simulation: Simulation, written: str
         yield "" if number else "next", [(printable(f"{step.what}: {step.brings}"), 2 * number)]
 
 
-def _plan(simulation: Simulation) -> list[Clause]:
+def _plan(request: Request, simulation: Simulation) -> list[Clause]:
     """Stages x replicas x tensor split, the schedule and the micro-batches."""
     plan, workload = simulation.plan, simulation.workload
     stages = [stage for stage in workload.stages if stage.blocks]
     most = max(_stages_per_device(workload))
     virtual = f" ({most} per device)" if most > 1 else ""
     replicas = _span([stage.replicas for stage in stages])
+    free = " (links are free)" if replicas != "1" and request.cluster is None else ""
     split = _span([stage.shards for stage in stages])
     recomputed = sum(stage.recompute for stage in stages)
     sizes = f"{counted(workload.num_microbatches, 'micro-batch', 'es')} of {workload.microbatch_words}"
     return [
-        (f"{counted(len(stages), 'stage')}{virtual} x {replicas} replica{'' if replicas == '1' else 's'}", 0),
+        (f"{counted(len(stages), 'stage')}{virtual} x {replicas} replica{'' if replicas == '1' else 's'}{free}", 0),
         ("" if split == "1" else f" x {split}-way tensor split", 0),
         (f", {plan.placement}", 3),
         (f"; {scheduler_words(plan.provenance.scheduler)}" if plan.provenance.scheduler else "", 0),
@@ -112,9 +120,18 @@ def _span(values: Sequence[int]) -> str:
     return "-".join(map(str, dict.fromkeys((min(values), max(values)))))
 
 
-def _speed(simulation: Simulation) -> list[Clause]:
-    rates = simulation.throughput.words
-    return [(f"{format_ns(simulation.iteration_ns)} per iteration{', ' if rates else ''}{rates}", 0)]
+def _speed(request: Request, simulation: Simulation) -> list[Clause]:
+    """The iteration, said to be estimated where nobody measured it, and how often it goes into one device's time."""
+    rates, workload = simulation.throughput.words, simulation.workload
+    estimated = "estimated " if simulation.yardstick.estimated else ""
+    samples = counted(workload.mini_batch, "sample")
+    alone = one_device_ns(request.profile, workload)
+    times = f"; {alone / simulation.iteration_ns:.1f} times as fast as one device" if alone else ""
+    return [
+        (f"{estimated}{format_ns(simulation.iteration_ns)} per iteration of {samples}", 0),
+        (f"{', ' if rates else ''}{rates}", 0),
+        (times if len(workload.devices) > 1 else "", 4),
+    ]
 
 
 def _bound(result: Result) -> list[Clause]:
@@ -136,7 +153,7 @@ def _away(gap: float) -> str:
 
 
 def _memory(simulation: Simulation) -> list[Clause]:
-    """The device that has least left, then what the others have left."""
+    """The device that has least left, then the one that has most."""
     peaks = [memory.peak_bytes for memory in simulation.memory]
     limits = [device.memory_bytes for device in simulation.workload.devices]
     left = {device: limit - peaks[device] for device, limit in enumerate(limits) if limit is not None}
@@ -144,14 +161,15 @@ def _memory(simulation: Simulation) -> list[Clause]:
         fullest = peaks.index(max(peaks))
         return [(f"at most {format_bytes(peaks[fullest])}, on device {fullest}; no limit given", 0)]
     fullest = min(left, key=lambda device: (left[device], device))
-    least, most = left[fullest], format_bytes(max(left.values()))
-    taken = f"{format_bytes(peaks[fullest])} of {format_bytes(limits[fullest] or 0)} on device {fullest}"
+    least, emptiest = left[fullest], max(left, key=lambda device: (left[device], -device))
+    taken = f"device {fullest} with {format_bytes(peaks[fullest])} of {format_bytes(limits[fullest] or 0)}"
     if least < 0:
         return [(f"does not fit: {taken}, {format_bytes(-least)} too much", 0)]
-    alike = most == format_bytes(least)
+    limit = "" if limits[emptiest] == limits[fullest] else f" of {format_bytes(limits[emptiest] or 0)}"
+    other = f"; emptiest device {emptiest} with {format_bytes(peaks[emptiest])}{limit}"
     return [
-        (f"fits: {taken}, {format_bytes(least)} left", 0),
-        ("; elsewhere the same" if alike and len(left) > 1 else "" if alike else f"; elsewhere up to {most}", 1),
+        (f"fits: fullest {taken} ({format_bytes(least)} left)", 0),
+        (other if left[emptiest] > least else "; all others alike" if len(left) > 1 else "", 3),
     ]
 
 

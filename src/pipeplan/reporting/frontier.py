@@ -16,6 +16,7 @@ from pipeplan.units import format_bytes, format_ns, named_devices
 
 _MOST_ROWS = 24
 _COLUMNS, _LEAST_COLUMNS, _LINES = 72, 24, 16
+_LEAST_WORDS = 16
 _DOT, _KNEE, _SIGNS = "o", "X", "123456789abcdefghijklmn"
 
 
@@ -24,7 +25,8 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
     console = console_for(file)
     counts = sorted({point.num_devices for point in report.points})
     samples = f"{report.samples} sample{'s' if report.samples != 1 else ''}"
-    heading = f": {report.of}, {samples}, {named_devices(*counts)}; {report.proved}"
+    estimated = "; times estimated" if report.yardstick.estimated else ""
+    heading = f": {report.of}, {samples}, {named_devices(*counts)}; {report.proved}{estimated}"
     console.print(flowed(Text.assemble((report.name, "bold"), heading), console.width))
     if len(report.points) > 1:
         console.print("\n".join(_plot(report.points, console.width)), markup=False)
@@ -40,6 +42,10 @@ def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
     ]
     if any(point.bounds_ns is not None and point.bounds_ns[1] is None for _, point in shown):
         more.append("no upper end where the profile's own times grow faster than in proportion to samples")
+    if any(point.turning_point for _, point in shown):
+        more.append("knee: beyond it more memory saves little time")
+    if any(point.chosen for _, point in shown):
+        more.append("chosen: the point that -o writes as a plan; --point chooses another")
     print_notes((*more, *report.notes), file)
 
 
@@ -56,7 +62,7 @@ def _tables(report: FrontierResult, points: Sequence[tuple[int, FrontierPoint]],
         columns.append(Column("per hour", [_price(point.price_per_hour) for _, point in points]))
         columns.append(Column("per 1000 iter.", [_price(point.price, 1000) for _, point in points]))
     columns.append(Column("", marks, words=True))
-    columns.append(Column("how", [point.what for _, point in points], words=True))
+    columns.append(Column("how", [point.what for _, point in points], words=True, least=_LEAST_WORDS))
     return tables(columns, width, ["bold" if mark else None for mark in marks])
 
 

@@ -100,7 +100,8 @@ class Column:
     """A column of figures, or of ``words``, which may be folded.
 
     Where one table is not enough, a ``key`` names its row in every one, and one begins where columns stand ``apart``.
-    Those to ``spare`` are left out, the largest number first, where fewer tables are enough then.
+    Those to ``spare`` are left out, the largest number first, where fewer tables are enough then. Words are not folded
+    to fewer columns than ``least``, if they have as many.
     """
 
     title: str
@@ -109,6 +110,7 @@ class Column:
     key: bool = False
     apart: bool = False
     spare: int = 0
+    least: int = 0
 
     @property
     def widest(self) -> int:
@@ -121,7 +123,7 @@ class Column:
         if not self.words:
             return max([heading, *map(len, self.cells)])
         lines = [line for cell in self.cells for line in _folded(cell, 1, whole=True)]
-        return max(heading, min(most, max(map(len, lines), default=0)))
+        return max(heading, min(most, max(map(len, lines), default=0)), min(self.least, self.widest))
 
 
 def tables(columns: Sequence[Column], width: int, styles: Sequence[str | None] | None = None) -> list[Table]:

@@ -61,7 +61,8 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
     )
     devices = counted(comparison.num_devices, "device")
     limited = f"memory {' or '.join(limits)}" if limits else "no memory limit"
-    heading = Text.assemble((comparison.name, "bold"), f": {devices}, {samples}, {limited}")
+    estimated = ", times estimated" if comparison.yardstick.estimated else ""
+    heading = Text.assemble((comparison.name, "bold"), f": {devices}, {samples}, {limited}{estimated}")
     console.print(flowed(heading, console.width))
     console.print(*_comparison_tables(comparison, console.width), sep="\n")
     print_notes((*_notes(comparison), *comparison.notes), file)
@@ -70,7 +71,7 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
 def _notes(comparison: Comparison) -> list[str]:
     """Searches that were too short, what does not fit and how much it needs, and what does not apply anywhere."""
     notes = [
-        f"the search on {ours.placement} had too little time: {row.schedule} is shorter; raise --time-limit"
+        f"the search on {ours.placement} had too little time: {row.title} is shorter; raise --time-limit"
         for ours, row in _missed(comparison)
     ]
     notes += _unfit(comparison)
@@ -104,7 +105,7 @@ def _unfit(comparison: Comparison) -> list[str]:
                 if limit is not None
             ]
             _, peak, where = max(over, key=lambda each: each[0])
-            text = f"{row.schedule} needs {format_bytes(peak)}{'' if alike else where}"
+            text = f"{row.title} needs {format_bytes(peak)}{'' if alike else where}"
             needs.setdefault(row.placement, {})[text] = None
     return [f"does not fit on {placement}{there}: {', '.join(texts)}" for placement, texts in needs.items()]
 
@@ -128,7 +129,7 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     cuts = [Column("micro-batches", [f"{row.num_microbatches} x {row.microbatch_size}" for row in rows])]
     copies = [Column("replicas", [str(row.replicas) for row in rows])]
     columns = [
-        Column("schedule", [row.schedule for row in rows], words=True, key=True),
+        Column("schedule", [row.title for row in rows], words=True, key=True),
         *(places if len({row.placement for row in rows}) > 1 else []),
         *(cuts if comparison.batch is None else []),
         *(copies if len({row.replicas for row in rows}) > 1 else []),

@@ -249,6 +249,7 @@ def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> l
         _timeline(simulation, width, _marks(ascii_only=ascii_only)),
         Text(),
         flowed(_critical_path(simulation, "->" if ascii_only else "→"), width),
+        *(flowed(Text(note, "dim"), width) for note in simulation.notes),
     ]
 
 
@@ -270,12 +271,16 @@ def _headline(simulation: Simulation) -> Text:
         about.append(f"scheduler: {scheduler_words(plan.provenance.scheduler)}")
     if workload.splits_backward:
         about.append("backward split")
+    recomputed = sum(stage.recompute for stage in workload.stages)
+    if recomputed:
+        about.append(f"{counted(recomputed, 'stage')} of {len(workload.stages)} recomputed")
     return Text.assemble((plan.name, "bold"), ": ", ", ".join(about))
 
 
 def _figures(simulation: Simulation) -> list[tuple[str, str]]:
     rates, repetend = simulation.rates, simulation.repetend
-    rows = [("makespan", format_ns(rates.makespan_ns))]
+    estimated = ", estimated" if simulation.yardstick.estimated else ""
+    rows = [("makespan", f"{format_ns(rates.makespan_ns)}{estimated}")]
     if simulation.iteration_ns > rates.makespan_ns:
         rows.append(("iteration", f"{format_ns(simulation.iteration_ns)}, gradients of copies summed"))
     rows.append(("throughput", simulation.throughput.words))

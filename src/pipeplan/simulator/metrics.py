@@ -7,10 +7,12 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from operator import add
 from typing import Literal
 
 from pipeplan.time_limit import checked
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import in_all_copies
 from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.task_graph import Orders, TaskGraph
@@ -78,6 +80,24 @@ class IdleShares:
     def total(self) -> float:
         """All of them."""
         return self.unused + self.uneven + (self.waiting or 0.0) + self.ramps + self.summing
+
+
+def puts_off_weight_grads(graph: TaskGraph, orders: Orders) -> bool:
+    """Whether a weight gradient runs later than right after its input gradient, on any device."""
+    operations = graph.workload.operations
+    return any(
+        operations[graph.operation_of[task]].role is Role.WEIGHT_GRAD and not _makes_input_grad_of(graph, before, task)
+        for order in graph.on_devices(orders)
+        for before, task in pairwise(order)
+    )
+
+
+def _makes_input_grad_of(graph: TaskGraph, before: int, task: int) -> bool:
+    """Whether an action is the input gradient of the stage and the micro-batch of a weight gradient."""
+    item, other = graph.operation_of[before], graph.operation_of[task]
+    one, two = graph.workload.operations[item], graph.workload.operations[other]
+    same = before - graph.offsets[item] == task - graph.offsets[other]
+    return one.role is Role.INPUT_GRAD and one.stage == two.stage and same
 
 
 def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int], loop: LoopCut | None = None) -> Rates:

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from itertools import pairwise
 
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.simulator.measured_times import LoggedComparison, MeasuredComparison
-from pipeplan.simulator.metrics import CriticalStep, IdleShares, Rates, critical_path, in_flight, iteration_time, rates
+from pipeplan.simulator.metrics import (
+    CriticalStep,
+    IdleShares,
+    Rates,
+    critical_path,
+    in_flight,
+    iteration_time,
+    puts_off_weight_grads,
+    rates,
+)
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.units import format_ns
 from pipeplan.workload.action import operation_of
 from pipeplan.workload.bounds import weak_makespan_bound, work_bound
 from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
-from pipeplan.workload.kinds import payload_of
+from pipeplan.workload.kinds import Role, payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
 from pipeplan.workload.slices import in_parts, num_sliced, parts_before, whole, with_parts
 from pipeplan.workload.steady_state.loop import LoopCut, LoopedOrders, counts_of, longer, looped
@@ -241,6 +252,15 @@ class Simulation(Displayed):
         steady = None if self.period_ns is None else self.period_ns * self.workload.num_microbatches
         return IdleShares.of(self.rates, self.iteration_ns, steady, self.workload.idle_devices)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of the figures must know: that weight gradients which wait are free, where they are."""
+        own = [operation for operation in self.workload.operations if operation.role is Role.WEIGHT_GRAD]
+        held = any(operation.release_bytes for operation in own)
+        if not own or held or not puts_off_weight_grads(self.graph, self.orders):
+            return ()
+        return ("weight gradients hold nothing in this profile (weight_grad_bytes): W runs later at no cost in memory",)
+
     def path_times(self) -> tuple[dict[int, int], int]:
         """Time of the critical path in ns: on each device (an action of several counts on its first), in transfers."""
         on_device: dict[int, int] = {}
@@ -379,6 +399,30 @@ def simulate(
     )
 
 
+_ANOTHER = ("--microbatches", "--mini-batch", "--global-batch-size", "-o", "--output", "--placement-output")
+"""Flags of a search, each with a value, that are not those of one for another number of micro-batches."""
+
+
+def searched_by(plan: Plan) -> str:
+    """The search that made a plan, as a command without its samples and outputs; with what is known, else."""
+    made = plan.provenance
+    try:
+        words = shlex.split(made.command)
+    except ValueError:  # a text that somebody wrote
+        words = []
+    if words[:2] != ["pipeplan", "search"]:
+        scheduler = str(made.options.get("scheduler", "auto"))
+        ruled = made.options.get("rules") is not None
+        asked = "--rules FILE" if ruled else "" if scheduler in ("auto", "rules") else f"--scheduler {scheduler}"
+        return f"pipeplan search PROFILE {asked}".rstrip()
+    kept = [
+        word
+        for before, word in pairwise(["", *words])
+        if before not in _ANOTHER and word.partition("=")[0] not in _ANOTHER
+    ]
+    return shlex.join(kept)
+
+
 LOOPED_ACTIONS = 20_000
 """Actions beyond which a repetend is not written out for more micro-batches, but repeated."""
 
@@ -391,10 +435,11 @@ def _run(plan: Plan, workload: Workload, total: int) -> LoopedOrders:
         return _with_loop(plan, plan.loop, graph, orders, total)
     if total == plan.num_microbatches:
         return LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
-    found = _repeated(graph, orders, plan.repetend, total)
+    again = searched_by(plan)
+    found = _repeated(graph, orders, plan.repetend, total, again)
     if found is None:
         _require_size(graph.workload, total)
-        graph, orders = _extended(graph, orders, plan.repetend, total)
+        graph, orders = _extended(graph, orders, plan.repetend, total, again)
         found = LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
     return found
 
@@ -405,7 +450,7 @@ def _with_loop(plan: Plan, loop: Loop, graph: TaskGraph, orders: list[list[int]]
     Raises:
         UsageError: no number of rounds comes to these micro-batches.
     """
-    copies = num_copies(plan.num_written, loop.microbatches, total)
+    copies = num_copies(plan.num_written, loop.microbatches, total, searched_by(plan))
     (begins, rounds), counts = _begins_of(plan, loop, graph), counts_of(graph.workload, loop.microbatches)
     if counts is None or {*range(len(loop.rounds))} - {*rounds}:
         raise InvalidPlanError("the plan's loop is of no whole round; pipeplan check lists everything that is wrong")
@@ -426,12 +471,14 @@ def _with_loop(plan: Plan, loop: Loop, graph: TaskGraph, orders: list[list[int]]
     return found
 
 
-def _repeated(graph: TaskGraph, orders: list[list[int]], repetend: Repetend | None, total: int) -> LoopedOrders | None:
+def _repeated(
+    graph: TaskGraph, orders: list[list[int]], repetend: Repetend | None, total: int, again: str
+) -> LoopedOrders | None:
     """Very many micro-batches by a loop of the repetend; None where there are few, or times do not settle."""
     workload = graph.workload
     if repetend is None or total * len(workload.operations) <= LOOPED_ACTIONS:
         return None
-    num_copies(workload.num_microbatches, repetend.unroll, total)
+    num_copies(workload.num_microbatches, repetend.unroll, total, again)
     replaced, whole_orders = whole(graph, orders)
     require_cut(replaced.workload, repetend.first)
     cut = CutOrders.of(replaced.workload, whole_orders, repetend.first, repetend.unroll)
@@ -441,11 +488,11 @@ def _repeated(graph: TaskGraph, orders: list[list[int]], repetend: Repetend | No
 
 
 def _extended(
-    graph: TaskGraph, orders: list[list[int]], repetend: Repetend | None, num_microbatches: int
+    graph: TaskGraph, orders: list[list[int]], repetend: Repetend | None, num_microbatches: int, again: str
 ) -> tuple[TaskGraph, list[list[int]]]:
     """The same for more micro-batches: the repetend is one of whole micro-batches."""
     replaced, whole_orders = whole(graph, orders)
-    larger, longer = extend(replaced.workload, whole_orders, repetend, num_microbatches)
+    larger, longer = extend(replaced.workload, whole_orders, repetend, num_microbatches, again)
     if not num_sliced(graph.workload):
         return task_graph(larger), longer
     found = task_graph(with_parts(larger, graph.workload))

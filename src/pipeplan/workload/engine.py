@@ -116,7 +116,7 @@ def with_links(graph: TaskGraph, orders: Orders) -> list[list[int]]:
     replay.run()
     if not replay.is_complete:
         done = {task for order in replay.orders for task in order}
-        raise stuck_error(graph, [task for task in range(graph.num_tasks) if task not in done])
+        raise stuck_error(graph, orders, [task for task in range(graph.num_tasks) if task not in done])
     return replay.orders
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from operator import add
 
 from pipeplan.errors import InvalidPlanError
+from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.workload import Workload
 
@@ -110,7 +111,7 @@ def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
     (:func:`~pipeplan.workload.engine.with_links`).
 
     Raises:
-        InvalidPlanError: the orders and the dependencies wait for each other; the text names stuck actions.
+        InvalidPlanError: the orders and the dependencies wait for each other; the text names a shortest circle.
     """
     assert len(orders) == graph.workload.num_resources, "an order for each device and each link"
     durations, successors = graph.durations, graph.successors
@@ -138,7 +139,7 @@ def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
             if waiting[other] == 0:
                 ready.append(other)
     if done < len(durations):
-        raise stuck_error(graph, [task for task, count in enumerate(waiting) if count > 0])
+        raise stuck_error(graph, orders, [task for task, count in enumerate(waiting) if count > 0])
     return starts
 
 
@@ -152,7 +153,24 @@ def _following(graph: TaskGraph, orders: Orders, waiting: list[int]) -> list[lis
     return following
 
 
-def stuck_error(graph: TaskGraph, stuck: Sequence[int]) -> InvalidPlanError:
-    """The error that names actions which wait for each other."""
-    named = ", ".join(map(graph.label, stuck[:5]))
-    return InvalidPlanError(f"{len(stuck)} actions wait for each other and can never start, among them {named}")
+def stuck_error(graph: TaskGraph, orders: Orders, stuck: Sequence[int]) -> InvalidPlanError:
+    """The error that names actions which wait for each other, and where they run."""
+    there = set(stuck)
+    following = {task: [other for other, _ in graph.successors[task] if other in there] for task in stuck}
+    for before, after in itertools.chain.from_iterable(map(itertools.pairwise, orders)):
+        if before in there and after in there:
+            following[before].append(after)
+    circle = short_cycle(following)
+    named = in_circle([f"{graph.label(task)} on {_where(graph, task)}" for task in circle], ", then ")
+    return InvalidPlanError(
+        f"{len(stuck)} actions wait for each other and can never start; in the shortest circle each waits for the one "
+        f"before it: {named}"
+    )
+
+
+def _where(graph: TaskGraph, task: int) -> str:
+    """The devices of an action, or the link of a message, in words."""
+    places, workload = graph.devices_of(task), graph.workload
+    if task >= graph.num_actions:
+        return "link {} -> {}".format(*workload.links[places[0] - len(workload.devices)])
+    return f"device{'s' if len(places) > 1 else ''} {', '.join(map(str, places))}"

@@ -352,11 +352,16 @@ def _endless(window: Sequence[Entry], unroll: int) -> tuple[Entry, ...]:
 
 
 def extend(
-    workload: Workload, orders: Orders, repetend: Repetend | None, num_microbatches: int
+    workload: Workload,
+    orders: Orders,
+    repetend: Repetend | None,
+    num_microbatches: int,
+    again: str = "pipeplan search PROFILE",
 ) -> tuple[Workload, list[list[int]]]:
     """The same schedule for more micro-batches, by repeating the repetend (Tessel III-C).
 
     Returns the larger workload and, per device and link, its order as task numbers of the larger workload's graph.
+    ``again`` is the command that searches a plan like this one, for errors.
 
     Raises:
         UsageError: no repetend, fewer micro-batches than there are, or a number the unroll does not reach.
@@ -368,15 +373,15 @@ def extend(
     if repetend is None:
         raise UsageError(
             f"the plan has no repetend, so it holds for its {before} micro-batches only; search one for "
-            f"{num_microbatches}: pipeplan search PROFILE --microbatches {num_microbatches}"
+            f"{num_microbatches}: {again} --microbatches {num_microbatches}"
         )
     require_cut(workload, repetend.first)
-    copies = num_copies(before, repetend.unroll, num_microbatches)
+    copies = num_copies(before, repetend.unroll, num_microbatches, again)
     cut = CutOrders.of(workload, orders, repetend.first, repetend.unroll)
     return workload.with_microbatches(num_microbatches), cut.orders(copies)
 
 
-def num_copies(before: int, unroll: int, wanted: int) -> int:
+def num_copies(before: int, unroll: int, wanted: int, again: str) -> int:
     """How many copies more give the wanted number of micro-batches.
 
     Raises:
@@ -385,7 +390,7 @@ def num_copies(before: int, unroll: int, wanted: int) -> int:
     if wanted < before:
         raise UsageError(
             f"the plan has {before} micro-batches and can be replayed with more, not with {wanted}; "
-            f"search one for fewer: pipeplan search PROFILE --microbatches {wanted}"
+            f"search one for fewer: {again} --microbatches {wanted}"
         )
     copies, rest = divmod(wanted - before, unroll)
     if rest:
