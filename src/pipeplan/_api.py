@@ -294,6 +294,7 @@ def run(
     from pipeplan.runtime.training.options import RunOutcome
 
     check(plan).require(where)
+    options = options.for_plan(plan)
     if "OMP_NUM_THREADS" not in os.environ:
         options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
     return RunOutcome(plan, options, run_local(options.job, plan, options, on_step, on_look))
@@ -316,7 +317,7 @@ def run_as_rank(
         return plans[-1]
 
     result = run_under_torchrun(options.job, kept, options, on_step)
-    return None if result is None else RunOutcome(plans[-1], options, result)
+    return None if result is None else RunOutcome(plans[-1], options.for_plan(plans[-1]), result)
 
 
 def last_checkpoint(folder: str) -> int | None:

@@ -723,7 +723,7 @@ def run(
     resume: bool = False,
     init: Path | None = None,
     export_weights: Path | None = None,
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32",
+    dtype: Literal["float32", "float64", "bfloat16"] | None = None,
     device: Literal["cpu", "cuda"] = "cpu",
     backend: Literal["auto", "gloo", "nccl"] = "auto",
     timeout: Duration = 60,
@@ -759,7 +759,7 @@ def run(
         resume: resume from the last checkpoint; ``steps`` is the total.
         init: safetensors file to take the parameters from, by the names that they have in the module.
         export_weights: where to write them in the end; one file, whatever the plan.
-        dtype: of parameters and activations.
+        dtype: of parameters and activations; by default the plan's, or float32 where it says none.
         device: where to run.
         backend: what carries tensors.
         timeout: longest time to wait, and longest action, as ``"60s"`` or in seconds.

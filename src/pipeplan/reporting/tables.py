@@ -314,8 +314,15 @@ def _measured_headline(simulation: Simulation, comparison: MeasuredComparison) -
     steps = len(comparison.iterations_ns)
     how = "emulated" if comparison.emulated else "measured"
     left = "; first (warm-up) step excluded" if comparison.num_left_out else ""
-    text = f": {how} in {counted(steps, 'step')}{left}"
+    stretched = "" if comparison.stretch == 1 else _stretched(comparison)
+    text = f": {how} in {counted(steps, 'step')}{left}{stretched}"
     return Text.assemble((simulation.plan.name, "bold"), text)
+
+
+def _stretched(comparison: MeasuredComparison) -> str:
+    """That the clock said other times than these."""
+    clock = format_ns(round(comparison.measured_ns * comparison.stretch))
+    return f"; times are the plan's, which the run stretched {comparison.stretch:.3g} times, to {clock} by the clock"
 
 
 def _measured_figures(comparison: MeasuredComparison, width: int) -> Table:
@@ -332,7 +339,8 @@ def _measured_figures(comparison: MeasuredComparison, width: int) -> Table:
         ("replayed", comparison.replayed_ns, replayed),
     ]
     wide = max(len(format_ns(time)) for _, time, _ in rows)
-    return labelled(((name, f"{format_ns(time):{wide}}  {more}") for name, time, more in rows), width)
+    figures = [(name, f"{format_ns(time):{wide}}  {more}") for name, time, more in rows]
+    return labelled([*figures, ("verdict", comparison.verdict)], width)
 
 
 def _kinds(comparison: MeasuredComparison, width: int) -> list[Table]:

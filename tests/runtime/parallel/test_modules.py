@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeplan.runtime.executor.rank_program import StagePart
-from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
+from pipeplan.runtime.executor.stage import LacksWaiting, MiniBatch, StageRunner, warn_of_waiting
 from pipeplan.runtime.models.spec import BlockSpec
 from pipeplan.runtime.parallel.weight_grads import (
     DeferredEmbedding,
@@ -384,8 +384,8 @@ def plain() -> nn.Module:
     ids=["plain", "compiled", "compiled as profiled", "raw as profiled", "raw", "norm", "frozen"],
 )
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_stage_says_once_and_in_one_line_if_less_waits_than_the_plan_expects(
-    make: Callable[[], nn.Module], waiting: int, says: str, times: int, capsys: pytest.CaptureFixture[str]
+def test_a_stage_says_once_if_less_waits_than_the_plan_expects(
+    make: Callable[[], nn.Module], waiting: int, says: str, times: int
 ) -> None:
     """``waiting`` are the numbers that the plan expects, in a format ``times`` as short. Gradients are right anyway."""
     module, own = make(), tuple(range(SAMPLES))
@@ -401,16 +401,29 @@ def test_a_stage_says_once_and_in_one_line_if_less_waits_than_the_plan_expects(
         made = stage.forward(own, {}, MiniBatch({"x": x}, 1))
         stage.backward(number, {own: [("a", torch.ones_like(made["a"]))]})
         stage.weight_gradients(number)
-    told = capsys.readouterr().err
-    assert told.count("\n") == (1 if says else 0)
-    assert says in told
-    assert not says or told.startswith("pipeplan: warning: stage 0 (blocks 'a') ")
+    told = stage.take_lack()
+    assert str(told).startswith("stage 0 (blocks 'a') ") if says else told is None
+    assert says in str(told)
+    assert stage.take_lack() is None
     split = [None if each.grad is None else each.grad.clone() for each in module.parameters()]
     module.zero_grad()
     for _ in range(2):
         module(x).sum().backward()
     for gradient, parameter in zip(split, module.parameters(), strict=True):
         assert gradient is None or torch.allclose(gradient, parameter.grad)
+
+
+def test_what_many_stages_lack_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    lacks = [LacksWaiting(stage, f"'b{stage}'", 100, 1000 + stage) for stage in range(16)]
+    warn_of_waiting(lacks)
+    told = capsys.readouterr().err
+    assert told.count("\n") == told.count("warning") == 1
+    assert "stage 15 (blocks 'b15') leaves 100B of a micro-batch to W and the plan expects" in told
+    assert "(and 15 other stages leave less than half of it)" in told
+    warn_of_waiting(lacks[:1])
+    assert "other stages" not in capsys.readouterr().err
+    warn_of_waiting(())
+    assert capsys.readouterr().err == ""
 
 
 def test_nothing_to_defer_is_no_cause_to_warn() -> None:

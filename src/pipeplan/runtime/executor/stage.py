@@ -112,6 +112,33 @@ class _Values:
         return self._found[block, layout]
 
 
+@dataclass(frozen=True, slots=True)
+class LacksWaiting:
+    """A stage of which less waits for W than the plan expects: bytes of a micro-batch."""
+
+    stage: int
+    blocks: str
+    waiting: int
+    expected: int
+
+    def __str__(self) -> str:
+        return (
+            f"stage {self.stage} (blocks {self.blocks}) leaves {format_bytes(self.waiting)} of a micro-batch to W and "
+            f"the plan expects {format_bytes(self.expected)}"
+        )
+
+
+def warn_of_waiting(found: Sequence[LacksWaiting]) -> None:
+    """Say on standard error in one line of which stages less than half of what the plan expects waits for W."""
+    if found:
+        worst = max(found, key=lambda each: each.expected - each.waiting)
+        others = f" (and {len(found) - 1} other stages leave less than half of it)" if len(found) > 1 else ""
+        warn(
+            f"{worst}{others}: more weight gradients than it knows are computed with I, which then takes longer; "
+            "profile the model as it runs, leave torch.compile out, or search with --split-backward no"
+        )
+
+
 @dataclass(slots=True)
 class StageRunner:
     """One stage: its blocks, and the graphs of its forwards that await their backward.
@@ -129,6 +156,7 @@ class StageRunner:
     _held: dict[Numbers, _ForwardGraph] = field(default_factory=dict)
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
     _compared: bool = False
+    _lacks_waiting: LacksWaiting | None = None
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Run F, B, I or W; what each takes and gives is as below."""
@@ -231,7 +259,7 @@ class StageRunner:
             self._compare_with_plan(queue.held_bytes)
 
     def _compare_with_plan(self, waiting: int) -> None:
-        """Warn if less than half of what the plan expects waits for W; one rank of each replica does.
+        """Note if less than half of what the plan expects waits for W, on one rank of each replica.
 
         Plans do not say their number format, which shows in their parameters' bytes.
         """
@@ -241,12 +269,12 @@ class StageRunner:
         if self.autocast is not None:
             expected *= self.autocast.dtype.itemsize / torch.float32.itemsize
         if 2 * waiting < expected and self.part.place == 0:
-            warn(
-                f"stage {self.part.index} (blocks {_range(self.part.blocks)}) leaves {format_bytes(waiting)} of a "
-                f"micro-batch to W and the plan expects {format_bytes(expected)}: more weight gradients than it knows "
-                "are computed with I, which then takes longer; profile the model as it runs, leave torch.compile out, "
-                "or search with --split-backward no"
-            )
+            self._lacks_waiting = LacksWaiting(self.part.index, _range(self.part.blocks), waiting, round(expected))
+
+    def take_lack(self) -> LacksWaiting | None:
+        """What :meth:`backward` found to wait for W less than planned, once."""
+        found, self._lacks_waiting = self._lacks_waiting, None
+        return found
 
     def _require_way_back(self, outputs: Mapping[str, Tensor]) -> None:
         """A tensor that needs a gradient must not leave for a stage from which the plan brings none back."""

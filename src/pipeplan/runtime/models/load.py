@@ -28,6 +28,7 @@ def load_model(
     name: object,
     *,
     sequence: int | None = None,
+    planned_sequence: int | None = None,
     grain: Grain | None = None,
     shared: Sequence[str] = (),
     meta: bool = False,
@@ -43,6 +44,7 @@ def load_model(
             an example input, and for training targets and maybe a loss; or any module and its example inputs, which is
             then captured. Or, in Python, what such a function would return.
         sequence: length of the sequences, for the zoo and for configurations.
+        planned_sequence: the same where ``sequence`` is None and the model takes such sequences.
         grain: what a block is of a captured model; half a layer without it.
         shared: blocks that placements may spread over all devices, by id or operator, with ``*``.
         meta: parameters without data where possible, for models that are only looked at.
@@ -57,14 +59,22 @@ def load_model(
         return _with_shared(_taken(name, kind, kind, grain, max(shards, default=1)), shared)
     if name in ZOO:
         _refuse_grain(name, grain)
-        return _with_shared(zoo_model(name, sequence=sequence), shared)
+        return _with_shared(zoo_model(name, sequence=sequence, planned=planned_sequence), shared)
     if name in configurations():
         name = configurations()[name].text
     if name.endswith(".json") or _CONFIGURATION.fullmatch(name):
         from pipeplan.runtime.models.huggingface import load_configuration
 
         return _with_shared(
-            load_configuration(name, sequence=sequence, grain=grain or "half", meta=meta, seed=seed, shards=shards),
+            load_configuration(
+                name,
+                sequence=sequence,
+                planned_sequence=planned_sequence,
+                grain=grain or "half",
+                meta=meta,
+                seed=seed,
+                shards=shards,
+            ),
             shared,
         )
     if ":" not in name:
@@ -101,11 +111,11 @@ def _taken(made: object, name: str, short: str, grain: Grain | None, most_shards
         case (nn.Module(), *_) if most_shards > 1:  # before it is captured
             raise unsplittable(most_shards, name)
         case (nn.Sequential() as chain, Tensor() as input, *rest) if grain is None and is_plain(chain):
-            return _chained(name, short, chain, input, rest)
+            return replace(_chained(name, short, chain, input, rest), made_up=True)
         case (nn.Module() as module, Mapping() as inputs):
-            return _captured(module, inputs, short, grain)
+            return replace(_captured(module, inputs, short, grain), made_up=True)
         case (nn.Module() as module, Tensor() as input):
-            return _captured(module, {"input": input}, short, grain)
+            return replace(_captured(module, {"input": input}, short, grain), made_up=True)
     raise UsageError(
         f"model {name!r} is, or returned, {_types(made)}; give a pipeplan.runtime.models.spec.Model, or a module and "
         "its example inputs: a tensor, or tensors by the names of the arguments, with samples in the first dimension; "

@@ -102,7 +102,8 @@ class Model:
     ``batch(num_samples, step, seed)`` makes the named tensors of a mini-batch; its samples do not depend on how many
     there are. ``predictions(batch)`` counts what the summed loss is divided by. ``loss_of`` is "samples" where the loss
     is known to be a sum over samples, and "micro-batches" where it compares the samples of a micro-batch and is meant
-    to; without it runs find out. ``switched_off`` counts the modules, by class, that run in evaluation mode and would
+    to; without it runs find out. ``made_up`` is whether ``batch`` invents samples, so that losses say nothing of
+    anybody's data. ``switched_off`` counts the modules, by class, that run in evaluation mode and would
     do something else in training mode. Each group of ``tied`` names (block id,
     parameter name) pairs that stand for one parameter.
 
@@ -121,6 +122,7 @@ class Model:
     texts: Texts | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
     loss_of: Literal["", "samples", "micro-batches"] = ""
+    made_up: bool = False
     switched_off: Mapping[str, int] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 
@@ -155,8 +157,11 @@ class Model:
         if not self.switched_off:
             return ""
         counts = ", ".join(f"{name} x {count}" for name, count in self.switched_off.items())
+        drops = any("dropout" in name.lower() for name in self.switched_off)
+        remedy = "; to train with dropout, write a Model of blocks (docs/profiling.md#a-model-of-your-own)"
         return (
-            f"{counts} of {self.name} run in evaluation mode: nothing is dropped, running statistics stay as they are"
+            f"{counts} of {self.name} run in evaluation mode: nothing is dropped, running statistics stay as they "
+            f"are{remedy if drops else ''}"
         )
 
     @property

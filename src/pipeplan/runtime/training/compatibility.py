@@ -25,7 +25,7 @@ from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.device import gathered
 from pipeplan.runtime.training.data import fingerprint
-from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.options import DTYPES, TrainOptions
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import PARAMETERS, Role, role_of
@@ -41,8 +41,13 @@ def identity_of(model: Model, options: TrainOptions, mini_batch: int) -> dict[st
 
 
 def require_identity(path: Path, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
-    """Refuse a checkpoint of another training. Raises UsageError, which names the first fact that differs."""
+    """Refuse a checkpoint of another training. Raises UsageError, which names the first fact that differs.
+
+    A sequence that nobody asked for may be the same all the same: shapes of blocks say it.
+    """
     for fact in dict.fromkeys([*own, *saved]):
+        if fact == "--sequence" and None in (saved.get(fact), own.get(fact)):
+            continue
         if saved.get(fact) != own.get(fact):
             raise UsageError(
                 f"{path} was trained {_said(fact, saved.get(fact))}, and this run is {_said(fact, own.get(fact))}; "
@@ -87,6 +92,20 @@ def _text(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
+def warn_of_another_format(plan: Plan, options: TrainOptions) -> None:
+    """Say on standard error that parameters are in another number format than the plan counts on, if they are."""
+    planned = plan.provenance.dtype
+    if planned in ("", options.dtype):
+        return
+    asked = "--autocast has parameters" if options.autocast is not None else "the run is"
+    there = "leave --dtype out" if planned in DTYPES else "--dtype bfloat16 takes as many bytes"
+    leave = "leave --autocast out" if options.autocast is not None else there
+    warn(
+        f"the plan is for {planned} and {asked} in {options.dtype}: neither its times nor its memory are the "
+        f"run's, which may need more than a device has; {leave}, or profile with --dtype {options.dtype}"
+    )
+
+
 _FORMATS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """How many times larger a number may be in the run's format than in the profile's."""
 
@@ -95,14 +114,18 @@ _TOLERANCE = 0.01
 
 def warn_of_other_sizes(
     plan: Plan, programs: Sequence[Program], model: Model, specs: Mapping[str, TensorSpec], dtype: torch.dtype
-) -> None:
-    """Say on standard error what :func:`other_sizes` finds; plans of closed forms are approximate, so nothing stops."""
+) -> bool:
+    """Say on standard error what :func:`other_sizes` finds, and whether that is anything.
+
+    Plans of closed forms are approximate, so nothing stops.
+    """
     found = other_sizes(plan, programs, model, specs, dtype)
     if found is not None:
         warn(
             f"{found}: was it profiled with another --sequence? The model runs as it is, but predicted times and "
-            "memory, and tokens per second, are not those of this model"
+            "memory are not those of this model"
         )
+    return found is not None
 
 
 def other_sizes(

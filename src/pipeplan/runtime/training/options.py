@@ -6,7 +6,7 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Literal
 
 from pipeplan.costs.throughput import Throughput, Yardstick
@@ -18,14 +18,20 @@ from pipeplan.units import format_ns
 OPTIMIZERS = {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"}
 """Optimizers by name."""
 
+_OFF = 0.1
+"""Share of the predicted time by which an iteration may be off without a word."""
+
 LR_SCHEDULES = ("constant", "cosine", "linear")
+
+DTYPES = ("float32", "float64", "bfloat16")
+"""Number formats to train in."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions(RunOptions):
     """How to train with a plan. ``model`` is a name of the zoo, shortened to ``sequence`` if given, a configuration, or
     ``pkg.mod:factory``; ``grain`` is what a block of a captured model is. ``instructions`` is a module, ``pkg.mod``,
-    that registers what the plan's custom ops do.
+    that registers what the plan's custom ops do. ``dtype`` is the plan's where it is None (:meth:`for_plan`).
 
     ``optimizer`` is one of ``OPTIMIZERS`` or ``pkg.mod:factory``, a function of parameters that returns one;
     ``learning_rate`` and ``weight_decay`` are handed to it where they are given. ``lr_schedule`` is one of
@@ -48,7 +54,7 @@ class TrainOptions(RunOptions):
     sequence: int | None = None
     grain: Literal["layer", "half", "operator"] | None = None
     seed: int = 0
-    dtype: str = "float32"
+    dtype: str | None = None
     instructions: str | None = None
     optimizer: str = "adamw"
     learning_rate: float | None = None
@@ -67,6 +73,13 @@ class TrainOptions(RunOptions):
     export_weights: str | None = None
 
     job: ClassVar[str] = "pipeplan.runtime.training.trainer:train_job"
+
+    def for_plan(self, plan: Plan) -> TrainOptions:
+        """These with a number format: the plan's, if it says one that can be trained in; of ``autocast`` float32."""
+        if self.dtype is not None:
+            return self
+        planned = plan.provenance.dtype
+        return replace(self, dtype=planned if planned in DTYPES and self.autocast is None else "float32")
 
     def require_consistent(self) -> None:
         """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
@@ -102,7 +115,7 @@ class TrainOptions(RunOptions):
         return {
             "--sequence": self.sequence,
             "--grain": self.grain or "half",
-            "--dtype": self.dtype,
+            "--dtype": self.dtype or "float32",
             "--seed": self.seed,
             "--optimizer": self.optimizer,
             "--lr": self.learning_rate,
@@ -142,15 +155,18 @@ class RunOutcome:
 
     @property
     def throughput(self) -> Throughput | None:
-        """Of the median iteration where a model is trained, of the plan's samples, on the device that it ran on.
+        """Of the median iteration where a model is trained, of the model's tokens, on the device that it ran on.
 
-        Utilisation is not known where ranks may share a device, as they can without NCCL.
+        Utilisation is not known where ranks may share a device, as they can without NCCL, and where the model is
+        another than the one that the plan was made for.
         """
         if not isinstance(self.options, TrainOptions) or not self.result.steps:
             return None
         where = self.result.versions.get("device", "") if self.options.transport == "nccl" else ""
         dtype = self.options.autocast or self.options.dtype
-        measure = Yardstick.of_plan(self.plan).on(where, dtype)
+        tokens, planned = self.result.tokens_per_sample, self.plan.provenance
+        same = self.result.as_planned and tokens == planned.tokens_per_sample
+        measure = Yardstick(where, dtype or "", tokens, planned.forward_flops_per_sample if same else None)
         return measure.throughput(self.plan.mini_batch, self.warm_ns, len(self.plan.devices))
 
     @property
@@ -158,6 +174,12 @@ class RunOutcome:
         """The median iteration; of several steps the first, which warms up, is left out. 0 without any."""
         times = [step.iteration_ns for step in self.result.steps]
         return round(statistics.median(times[1:] or times or [0]))
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the median is clearly another time than predicted."""
+        predicted = self.predicted_ns
+        return bool(self.result.steps) and predicted > 0 and abs(self.warm_ns / predicted - 1) > _OFF
 
     def figures(self) -> dict[str, object]:
         """The object of ``run --json``, in which what is not finite is None; ``iteration_ns`` is of all steps."""

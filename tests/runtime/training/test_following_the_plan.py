@@ -1,0 +1,135 @@
+"""What a training takes from its plan: number format and sequence; and what it says of itself while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeplan.files import Plan, write_file
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.shapes import tokens_per_sample
+from pipeplan.runtime.training.compatibility import warn_of_another_format
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.trainer import dtype_of, model_of
+from runtime_support.plans import model_plan
+from runtime_support.warm import warm_ranks
+from support.commands import pipeplan
+
+_SEQUENCE, _OWN = 4, 16
+
+
+def plan_for(dtype: str, tokens: int | None = None) -> Plan:
+    plan = model_plan(load_model("gpt2-tiny"), [0])
+    made = plan.provenance.model_copy(update={"dtype": dtype, "tokens_per_sample": tokens})
+    return plan.model_copy(update={"provenance": made})
+
+
+@pytest.mark.parametrize(
+    ("planned", "asked", "dtype"),
+    [
+        ("bfloat16", {}, "bfloat16"),
+        ("float64", {}, "float64"),
+        ("", {}, "float32"),
+        ("float16", {}, "float32"),
+        ("bfloat16", {"dtype": "float64"}, "float64"),
+        ("bfloat16", {"autocast": "bfloat16"}, "float32"),
+    ],
+)
+def test_the_number_format_is_the_plans(planned: str, asked: dict[str, str], dtype: str) -> None:
+    options = TrainOptions("gpt2-tiny", **asked).for_plan(plan_for(planned))
+    assert options.dtype == dtype
+    assert dtype_of(options) is getattr(torch, dtype)
+
+
+@pytest.mark.parametrize(
+    ("planned", "asked", "told"),
+    [
+        ("bfloat16", {"dtype": "float32"}, "for bfloat16 and the run is in float32: .*; leave --dtype out, or profile"),
+        ("bfloat16", {"autocast": "bfloat16"}, "and --autocast has parameters in float32: .*; leave --autocast out"),
+        ("float16", {}, "for float16 and the run is in float32: .*; --dtype bfloat16 takes as many bytes"),
+        ("float32", {"dtype": "float64"}, "which may need more than a device has; .* profile with --dtype float64"),
+        ("bfloat16", {}, ""),
+        ("", {"dtype": "float64"}, ""),
+        ("float32", {"autocast": "bfloat16"}, ""),
+    ],
+)
+def test_another_format_is_a_warning(
+    planned: str, asked: dict[str, str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_for(planned)
+    warn_of_another_format(plan, TrainOptions("gpt2-tiny", **asked).for_plan(plan))
+    said = capsys.readouterr().err
+    assert said.count("pipeplan: warning: ") == bool(told)
+    assert re.search(told, said)
+
+
+CONFIGURATION = "GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=9, n_positions=8)"
+
+
+def test_sequences_are_as_long_as_the_plans_where_the_model_takes_them() -> None:
+    def tokens(model: str, asked: int | None, planned: int | None) -> int | None:
+        return tokens_per_sample(model_of(TrainOptions(model, sequence=asked), planned), torch.float32)
+
+    assert tokens("gpt2-tiny", None, _SEQUENCE) == _SEQUENCE
+    assert tokens("gpt2-tiny", 8, _SEQUENCE) == 8
+    assert tokens("gpt2-tiny", None, 1024) == tokens("gpt2-tiny", None, None) == _OWN
+    assert tokens("runtime_support.models:chain", None, _SEQUENCE) is None, "it makes its own"
+    pytest.importorskip("transformers")
+    assert [tokens(CONFIGURATION, None, planned) for planned in (_SEQUENCE, 9, None)] == [_SEQUENCE, 8, 8]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str], str]:
+    """A run of a small model in less than its format and its sequence: folder, what it printed, what its rank said."""
+    folder = tmp_path_factory.mktemp("following")
+    plan = model_plan(load_model("gpt2-tiny", sequence=_SEQUENCE), [0], num_microbatches=2)
+    made = plan.provenance.model_copy(update={"dtype": "bfloat16", "tokens_per_sample": _SEQUENCE})
+    write_file(plan.model_copy(update={"provenance": made}), str(folder / "plan.json"))
+    asked = ("--model", "gpt2-tiny", "--local", "--steps", 2, "--checkpoint", "saved", "--checkpoint-every", 1)
+    with warm_ranks(), _stderr_of_ranks(folder / "errors") as errors:
+        done = pipeplan("run", "plan.json", *asked, "--json", cwd=folder)
+    return folder, done, errors.read_text(encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _stderr_of_ranks(path: Path) -> Iterator[Path]:
+    """What goes to descriptor 2, where ranks write."""
+    saved = os.dup(2)
+    with path.open("w") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield path
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def test_a_run_follows_its_plan(ran: tuple[Path, subprocess.CompletedProcess[str], str]) -> None:
+    _, done, said = ran
+    assert done.returncode == 0, done.stderr + said
+    figures = json.loads(done.stdout)
+    assert figures["dtype"] == "bfloat16"
+    assert figures["tokens_per_second"] == pytest.approx(_SEQUENCE * figures["samples_per_second"])
+    assert "warning" not in said, "neither of formats nor of sizes"
+
+
+def test_it_says_that_samples_are_made_up(ran: tuple[Path, subprocess.CompletedProcess[str], str]) -> None:
+    _, _, said = ran
+    assert said.count("pipeplan: samples are made up; --data trains on yours\n") == 1
+    assert not load_model("runtime_support.models:chain").made_up, "its batches are somebody's own"
+    assert not model_of(TrainOptions("gpt2-tiny", data="builtin")).made_up
+
+
+def test_it_says_where_a_checkpoint_is(ran: tuple[Path, subprocess.CompletedProcess[str], str]) -> None:
+    folder, _, said = ran
+    for step in (1, 2):
+        assert said.count(f"pipeplan: checkpoint saved/step-{step:08} written\n") == 1
+        assert (folder / f"saved/step-{step:08}").is_dir()
