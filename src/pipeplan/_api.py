@@ -41,11 +41,12 @@ if TYPE_CHECKING:
     from pipeplan.planning.frontier import request_notes as request_notes
     from pipeplan.planning.request import Request as Request
     from pipeplan.planning.request import Splitting as Splitting
-    from pipeplan.planning.request import link_notes as link_notes
+    from pipeplan.planning.request import input_notes as input_notes
     from pipeplan.planning.tuning import Tuning as Tuning
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
     from pipeplan.runtime.launch.job import StepResult as StepResult
     from pipeplan.runtime.models.load import load_model as load_model
+    from pipeplan.runtime.models.load import takes_sequence as takes_sequence
     from pipeplan.runtime.models.spec import Model as Model
     from pipeplan.runtime.profiling.links import Keep, OnPoint
     from pipeplan.runtime.profiling.links import LinkOptions as LinkOptions
@@ -74,9 +75,9 @@ _PARTS = {
     "pipeplan.planning.comparison": ("Comparison",),
     "pipeplan.planning.frontier": ("FrontierResult", "frontier_request", "request_notes"),
     "pipeplan.planning.tuning": ("Tuning",),
-    "pipeplan.planning.request": ("Request", "Splitting", "link_notes"),
+    "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
-    "pipeplan.runtime.models.load": ("load_model",),
+    "pipeplan.runtime.models.load": ("load_model", "takes_sequence"),
     "pipeplan.runtime.models.spec": ("Model",),
     "pipeplan.runtime.launch.job": ("RunOptions",),
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),

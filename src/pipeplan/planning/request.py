@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from pipeplan.costs import can_split
+from pipeplan.costs.inspection import cautions
 from pipeplan.costs.stages import require_totals
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
@@ -240,6 +242,17 @@ class Request:
         if self.recompute is not None:
             return (self.recompute,)
         return (False,) if self.least_memory is None else (False, True)
+
+
+def input_notes(request: Request) -> Iterator[str]:
+    """What of the profile and the links makes plans doubtful."""
+    yield from link_notes(request)
+    profile = request.profile
+    found = cautions(profile) if profile.source.method == "measured" else ()
+    if found:
+        shown = shlex.join(["pipeplan", "profile", "--show", profile.where])
+        where = shown if os.path.isfile(profile.where) else "pipeplan.inspect(profile)"
+        yield f"the profile has {len(found)} warning{'s' if len(found) > 1 else ''}: {where}"
 
 
 def link_notes(request: Request) -> Iterator[str]:

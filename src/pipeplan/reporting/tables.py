@@ -8,7 +8,17 @@ from typing import TextIO
 from rich.table import Table
 from rich.text import Text
 
-from pipeplan.costs.inspection import SUMMED, Inspection, alike, cautions, counts, operator_shares, sums
+from pipeplan.costs.inspection import (
+    SUMMED,
+    Inspection,
+    alike,
+    cautions,
+    counts,
+    is_disturbed,
+    operator_shares,
+    sums,
+    worst,
+)
 from pipeplan.costs.throughput import Throughput, format_rate
 from pipeplan.files import CostRow, Profile
 from pipeplan.planning.comparison import OURS, Comparison, ComparisonRow
@@ -194,16 +204,31 @@ def print_inspection(inspection: Inspection, file: TextIO | None = None) -> None
     print_blocks(profile, file)
     console.print(flowed(_about(profile), console.width))
     console.print(*_totals(profile, console.width), sep="\n")
-    if sizes := profile.microbatch_sizes:
-        shares = f"shares at micro-batch size {sizes[-1]}; states are parameters, gradients and optimizer"
+    if inspection.size is not None:
+        once = "; of what blocks share, with the first of them" if profile.tied else ""
+        shares = f"shares at micro-batch size {inspection.size}; states are parameters, gradients and optimizer{once}"
         console.print(flowed(shares, console.width))
-        console.print(*_shares(profile, sizes[-1], console.width), sep="\n")
+        console.print(*_shares(profile, inspection.size, console.width), sep="\n")
     found = cautions(profile, inspection.asked)
     console.print(Text(counted(len(found), "warning") if found else "no warnings", style="bold"))
     for caution in found[:_MAX_CAUTIONS]:
         console.print(flowed(Text.assemble(("warning: ", "yellow"), caution.text), console.width))
     if len(found) > _MAX_CAUTIONS:
         console.print(f"... and {len(found) - _MAX_CAUTIONS} more; --json has them all")
+
+
+def print_worst(profile: Profile, path: str, cause: str, file: TextIO, most: int = 3) -> None:
+    """Print in a few lines that a profile is doubtful, if it is: the worst, and the ``cause`` where times vary."""
+    found = cautions(profile)
+    if not found:
+        return
+    console = console_for(file)
+    rest = f", the worst first; pipeplan profile --show {path} has all" if len(found) > most else ""
+    console.print(flowed(f"{counted(len(found), 'warning')}{rest}", console.width))
+    for caution in worst(found, most):
+        console.print(flowed(Text.assemble(("warning: ", "yellow"), caution.text), console.width))
+    if is_disturbed(found):
+        console.print(flowed(cause, console.width))
 
 
 def print_blocks(profile: Profile, file: TextIO | None = None) -> None:

@@ -233,10 +233,14 @@ def test_what_cannot_be_found_out_is_said() -> None:
 
 def test_profiles_say_it() -> None:
     model = capture(*losses.language(), name="language")
-    with pytest.warns(UserWarning, match="the loss of language is a mean over the entries"):
-        profile = profile_model(model, [1], repeats=1, warmup=0)
+    told: list[str] = []
+    profile = profile_model(model, [1], repeats=1, warmup=0, on_mean=told.append)
+    assert told[0].startswith("the loss of language is a mean over the entries")
     assert "The loss of language is a mean" in profile.source.notes
     assert "Dropout x 4 of language run in evaluation mode" in profile.source.notes
+    remedy = "to train with dropout, write a Model of blocks (docs/profiling.md#a-model-of-your-own)"
+    assert remedy in model.remark
+    assert remedy not in replace(model, switched_off={"BatchNorm1d": 2}).remark
 
 
 def test_what_runs_in_evaluation_mode_is_counted() -> None:

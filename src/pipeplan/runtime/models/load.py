@@ -60,9 +60,8 @@ def load_model(
     if name in ZOO:
         _refuse_grain(name, grain)
         return _with_shared(zoo_model(name, sequence=sequence, planned=planned_sequence), shared)
-    if name in configurations():
-        name = configurations()[name].text
-    if name.endswith(".json") or _CONFIGURATION.fullmatch(name):
+    if _is_configuration(name):
+        name = configurations()[name].text if name in configurations() else name
         from pipeplan.runtime.models.huggingface import load_configuration
 
         return _with_shared(
@@ -86,6 +85,15 @@ def load_model(
     if sequence is not None:
         raise UsageError(f"--sequence is for models of the zoo and configurations; {name} makes its own")
     return _with_shared(_made_by(name, grain, seed, max(shards, default=1)), shared)
+
+
+def takes_sequence(name: object) -> bool:
+    """Whether ``sequence`` may say how long the samples of the model are that a name means."""
+    return isinstance(name, str) and ((name in ZOO and ZOO[name].longest > 0) or _is_configuration(name))
+
+
+def _is_configuration(name: str) -> bool:
+    return name in configurations() or name.endswith(".json") or _CONFIGURATION.fullmatch(name) is not None
 
 
 def _near(name: str) -> str:

@@ -83,7 +83,9 @@ def estimate_model(
     if not sizes or sizes[0] < 1:
         raise UsageError(f"micro-batch sizes {sizes}: give at least one, each 1 or more, with --microbatch")
     splits = splits_of(model, shards, dtype, cluster)
-    rows = {bench.key: (bench.row(), work) for bench, work in counted(splits, sizes, dtype, recompute, progress)}
+    rows = {
+        bench.key: (_untimed(bench.row()), work) for bench, work in counted(splits, sizes, dtype, recompute, progress)
+    }
     unsplit, notes = unsplit_of(splits, model, dtype), _NOTES
     timed = {key: _on_device(row, work, device) for key, (row, work) in rows.items()}
     if calibration is not None:
@@ -105,6 +107,11 @@ def _on_device(row: CostRow, work: Work, device: DevicePreset) -> CostRow:
         for phase, kernels in work.items()
     }
     return row.model_copy(update={**times, "backward_ns": times["input_grad_ns"] + times["weight_grad_ns"]})
+
+
+def _untimed(row: CostRow) -> CostRow:
+    """The row of a bench that counted its work once, and timed nothing."""
+    return row.model_copy(update={"repeats": 0, "spread": {}})
 
 
 # Calibration ------------------------------------------------------------------------------------------------------
