@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from pipeplan import _api
@@ -707,6 +708,7 @@ def run(
     instructions: str | None = None,
     granularity: Granularity | None = None,
     steps: int = 10,
+    local: bool | None = None,
     seed: int = 0,
     data: Path | None = None,
     optimizer: str = "adamw",
@@ -743,6 +745,7 @@ def run(
         instructions: module that registers what the plan's instructions do.
         granularity: what a block of a captured model is, as for the profile.
         steps: mini-batches to train on.
+        local: a process per device of this machine is always started here; under torchrun use the command line.
         seed: of parameters and samples.
         data: a text, tokens as .npy or .bin, ``"builtin"`` or ``"pkg.mod:factory"``.
         optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` or ``"pkg.mod:factory"``.
@@ -782,6 +785,7 @@ def run(
     from pipeplan.cli.run_verb import run_options
     from pipeplan.cli.shared import given_file
 
+    _require_started_here(model, local)
     given = _asked("run", locals()).params
     _api.require_torch("run")
     options = run_options({**given, "trace": False})
@@ -792,6 +796,15 @@ def run(
     if outcome.result.unwritten:
         raise FileError(outcome.result.unwritten)
     return outcome
+
+
+def _require_started_here(model: object, local: bool | None) -> None:
+    """Refuse what processes that are started here could not have. Raises UsageError."""
+    if model is not None and not isinstance(model, str):
+        kind = f"the function {model.__name__}" if isfunction(model) else f"a {type(model).__name__}"
+        raise UsageError(f"model must be text, such as 'pkg.mod:name', not {kind}: other processes import it")
+    if local is False:
+        raise UsageError("local=False: Python starts all ranks itself; under torchrun use the command line")
 
 
 # Examples ---------------------------------------------------------------------------------------------------------

@@ -206,9 +206,12 @@ def test_the_worst_of_each_kind_comes_first() -> None:
     assert [(each.kind, each.block) for each in found if each.kind == "falling"] == [("falling", "c"), ("falling", "b")]
     first = [(each.kind, each.block) for each in worst(found, 4)]
     assert first[:1] == [("missing-size", "b")], "size 4 is missing"
-    assert [
-        (each.kind, each.block) for each in worst([each for each in found if each.kind != "missing-size"], 9)
-    ] == [("falling", "c"), ("spread", "a"), ("falling", "b"), ("spread", "d")]
+    assert [(each.kind, each.block) for each in worst([each for each in found if each.kind != "missing-size"], 9)] == [
+        ("falling", "c"),
+        ("spread", "a"),
+        ("falling", "b"),
+        ("spread", "d"),
+    ]
     assert len(first) == 4
 
 
@@ -250,8 +253,12 @@ def test_shares_are_of_the_size_that_is_asked_for() -> None:
 
 def test_noisy_curves_say_so() -> None:
     curve = {
-        "operation": "send", "level": "node", "num_devices": 2, "num_points": 5,
-        "smallest_bytes": 1000, "largest_bytes": 2000,
+        "operation": "send",
+        "level": "node",
+        "num_devices": 2,
+        "num_points": 5,
+        "smallest_bytes": 1000,
+        "largest_bytes": 2000,
     }
     for error, told in (
         (0.691, "points predicted from their neighbours are off by 69.1% in the median: noisy, measure again"),

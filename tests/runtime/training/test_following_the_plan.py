@@ -7,13 +7,16 @@ import json
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from pipeplan.errors import UsageError
 from pipeplan.files import Plan, write_file
+from pipeplan.runtime.models.given_names import require_importable
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import tokens_per_sample
 from pipeplan.runtime.training.compatibility import warn_of_another_format
@@ -133,3 +136,95 @@ def test_it_says_where_a_checkpoint_is(ran: tuple[Path, subprocess.CompletedProc
     for step in (1, 2):
         assert said.count(f"pipeplan: checkpoint saved/step-{step:08} written\n") == 1
         assert (folder / f"saved/step-{step:08}").is_dir()
+
+
+# Before ranks are started ------------------------------------------------------------------------------------------
+
+
+MODULE = """
+raise RuntimeError("a module with the name in it is not run")
+def captioner(): ...
+class Captions64: ...
+if True:
+    try:
+        tower, (left, right) = 1, (2, 3)
+    except ValueError as error: ...
+from os import path as place
+import os.path
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Modules of the working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "raising.py").write_text(MODULE)
+    (tmp_path / "models_to_name.py").write_text("def captioner(): ...\nglobals()['made'] = 1\nclass Captions64: ...\n")
+    (tmp_path / "broken.py").write_text("def (")
+    yield
+    for name in ("raising", "models_to_name", "broken"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        *((f"raising:{name}", "") for name in ("captioner", "Captions64", "left", "tower", "place", "os")),
+        ("models_to_name", ""),
+        ("models_to_name:made", ""),
+        ("models_to_name:captionner", "has no attribute 'captionner'; did you mean captioner"),
+        ("models_to_name:Caption64", "did you mean Captions64"),
+        ("models_to_name.py:captioner", "; leave out .py: models_to_name:captioner"),
+        ("model_to_name:captioner", "No module named 'model_to_name'; did you mean models_to_name?"),
+        ("broken:name", "SyntaxError"),
+        ("raising:nothing", "RuntimeError: a module with the name in it is not run"),
+        (":name", "cannot be imported"),
+    ],
+)
+@pytest.mark.usefixtures("modules")
+def test_names_are_looked_up_before_ranks_start(path: str, told: str) -> None:
+    if not told:
+        require_importable(path, "model")
+        assert "raising" not in sys.modules
+        return
+    with pytest.raises(UsageError, match=re.escape(told)):
+        require_importable(path, "model")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"model": "models_to_name:captionner"}, "model 'models_to_name:captionner' cannot be imported"),
+        ({"data": "models_to_name:Caption64"}, "--data 'models_to_name:Caption64' cannot be imported"),
+        ({"data": "nowhere.txt"}, "--data nowhere.txt cannot be read: there is no such file"),
+        ({"optimizer": "models_to_name:nothing"}, "--optimizer 'models_to_name:nothing' cannot be imported"),
+        ({"lr_schedule": "models_to_name:nothing"}, "--lr-schedule 'models_to_name:nothing' cannot be imported"),
+        ({"instructions": "models_to_nam"}, "did you mean models_to_name?"),
+        ({"model": "gpt2-tinny"}, "did you mean gpt2-tiny"),
+        ({"model": "config.json"}, "--model config.json: there is no such file"),
+    ],
+)
+@pytest.mark.usefixtures("modules")
+def test_what_ranks_would_refuse_is_refused_before(given: dict[str, str], told: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(told)):
+        TrainOptions(**{"model": "gpt2-tiny", **given}).require_consistent()
+    TrainOptions(CONFIGURATION).require_consistent()
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("meta-llama/Meta-Llama-3-8B", "try llama3-8b, or "),
+        ("meta-llama/Llama-2-7b-hf", "try llama2-7b, or "),
+        ("Qwen/Qwen2-72B", "try qwen2-72b, or "),
+        ("somebody/something", ""),
+    ],
+)
+def test_names_of_a_hub(name: str, known: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_model(name)
+    assert str(caught.value) == (
+        f"model {name!r} is a name of a hub, from which nothing is downloaded; {known}download its config.json and "
+        "give the path of that"
+    )

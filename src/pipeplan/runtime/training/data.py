@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.load import made_by
+from pipeplan.runtime.models.given_names import made_by
 from pipeplan.runtime.models.spec import Model, Texts
 
 _ONES = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Literal
 
@@ -13,6 +13,7 @@ from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import RunOptions, RunResult
+from pipeplan.runtime.models.given_names import is_configuration, require_importable, require_model
 from pipeplan.units import format_ns
 
 OPTIMIZERS = {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"}
@@ -83,6 +84,11 @@ class TrainOptions(RunOptions):
 
     def require_consistent(self) -> None:
         """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
+        if self.model.endswith(".json") and not os.path.isfile(self.model):
+            raise UsageError(f"--model {self.model}: there is no such file")
+        require_model(self.model)
+        if self.data is not None and self.data != "builtin" and ":" not in self.data and not os.path.exists(self.data):
+            raise UsageError(f"--data {self.data} cannot be read: there is no such file")
         _require_known("--optimizer", self.optimizer, list(OPTIMIZERS))
         _require_known("--lr-schedule", self.lr_schedule, LR_SCHEDULES)
         for flag, given in (("--resume", self.resume), ("--checkpoint-every", self.checkpoint_every)):
@@ -95,6 +101,20 @@ class TrainOptions(RunOptions):
         there = self.export_weights is not None and os.path.exists(self.export_weights)
         if there and not os.path.isfile(str(self.export_weights)):
             raise UsageError(f"--export-weights {self.export_weights}: it is no ordinary file; choose another")
+        for what, path in self._imported():
+            require_importable(path, what)
+
+    def _imported(self) -> Iterator[tuple[str, str]]:
+        """What ranks will import, and for what."""
+        if not is_configuration(self.model) and ":" in self.model:
+            yield "model", self.model
+        if self.data is not None and ":" in self.data and not os.path.exists(self.data):
+            yield "--data", self.data
+        for flag, given in (("--optimizer", self.optimizer), ("--lr-schedule", self.lr_schedule)):
+            if ":" in given:
+                yield flag, given
+        if self.instructions is not None:
+            yield "--instructions", self.instructions
 
     @property
     def schedule_steps(self) -> int:

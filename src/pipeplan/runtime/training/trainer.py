@@ -39,7 +39,8 @@ from pipeplan.runtime.executor.stage import MiniBatch, StageRunner, warn_of_wait
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunResult, StepResult, run_job
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
-from pipeplan.runtime.models.load import found_at, load_model, made_by
+from pipeplan.runtime.models.given_names import found_at, made_by
+from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.losses import Finding, find_losses
 from pipeplan.runtime.models.shapes import output_shapes, tokens_per_sample
 from pipeplan.runtime.models.spec import Model
