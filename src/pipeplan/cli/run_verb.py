@@ -346,7 +346,7 @@ def _trace(outcome: RunOutcome) -> str:
 
     options = outcome.options
     model = options.model if isinstance(options, _api.TrainOptions) else None
-    about = {"model": model, "emulated": model is None, "blocking": options.blocking}
+    about: dict[str, object] = {"model": model, "emulated": model is None, "blocking": options.blocking}
     if model is None:
         about["stretch"] = outcome.result.stretch
     return run_trace(outcome.plan, outcome.result.timeline, about)

@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeplan._api import run
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, write_file
+from pipeplan.runtime.launch import local
 from pipeplan.runtime.models.given_names import require_importable
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import tokens_per_sample
@@ -228,3 +230,10 @@ def test_names_of_a_hub(name: str, known: str) -> None:
         f"model {name!r} is a name of a hub, from which nothing is downloaded; {known}download its config.json and "
         "give the path of that"
     )
+
+
+def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a program would that has the model, and calls ``run`` when ranks import it."""
+    monkeypatch.setattr(local.started, "here", True)
+    with pytest.raises(UsageError, match='put its call of run under if __name__ == "__main__":'):
+        run(plan_for(""), TrainOptions("gpt2-tiny"))
