@@ -61,7 +61,7 @@ def measure_communication(ctx: click.Context, outputs: Outputs) -> None:
             interrupt_on_sigterm()
         else:
             _require_ranks()
-        found = _api.measure_links(options, given["processes"], base, on_point=_Points(options), keep=keep)
+        found = _api.measure_links(options, given["processes"], base, on_point=_LinkPoints(options), keep=keep)
     except KeyboardInterrupt:
         kept = f"{len(written[-1].measured)} curves are in {output}" if written and output != "-" else "nothing is kept"
         say(f"pipeplan: interrupted while measuring links; {kept}", err=True)
@@ -82,7 +82,7 @@ def link_options(given: Mapping[str, Any]) -> LinkOptions:
     )
 
 
-class _Points:
+class _LinkPoints:
     """Says what is measured of links: on a terminal every point, elsewhere every curve, when its first point comes."""
 
     def __init__(self, options: LinkOptions) -> None:
