@@ -93,16 +93,15 @@ def _text(value: object) -> str:
 
 
 def warn_of_another_format(plan: Plan, options: TrainOptions) -> None:
-    """Say on standard error that parameters are in another number format than the plan counts on, if they are."""
+    """Say on standard error that parameters have other bytes than in the format the plan is for, if they have."""
     planned = plan.provenance.dtype
-    if planned in ("", options.dtype):
+    if DTYPES.get(planned, "") in ("", options.dtype):
         return
-    asked = "--autocast has parameters" if options.autocast is not None else "the run is"
-    there = "leave --dtype out" if planned in DTYPES else "--dtype bfloat16 takes as many bytes"
-    leave = "leave --autocast out" if options.autocast is not None else there
+    asked = "the run is" if options.autocast is None else "--autocast has parameters"
     warn(
-        f"the plan is for {planned} and {asked} in {options.dtype}: neither its times nor its memory are the "
-        f"run's, which may need more than a device has; {leave}, or profile with --dtype {options.dtype}"
+        f"the plan is for {planned} and {asked} in {options.dtype}: neither its times nor its memory are the run's, "
+        f"which may need more than a device has; leave --{'dtype' if options.autocast is None else 'autocast'} out, or "
+        f"profile with --dtype {options.dtype}"
     )
 
 

@@ -24,8 +24,8 @@ _OFF = 0.1
 
 LR_SCHEDULES = ("constant", "cosine", "linear")
 
-DTYPES = ("float32", "float64", "bfloat16")
-"""Number formats to train in."""
+DTYPES = {"float32": "float32", "float64": "float64", "bfloat16": "bfloat16", "float16": "bfloat16"}
+"""A plan's number format -> the one to train in, which has as many bytes: float16 needs losses to be scaled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ class TrainOptions(RunOptions):
     job: ClassVar[str] = "pipeplan.runtime.training.trainer:train_job"
 
     def for_plan(self, plan: Plan) -> TrainOptions:
-        """These with a number format: the plan's, if it says one that can be trained in; of ``autocast`` float32."""
+        """These with a number format: one of as many bytes as the plan's, if it says one; of ``autocast`` float32."""
         if self.dtype is not None:
             return self
-        planned = plan.provenance.dtype
-        return replace(self, dtype=planned if planned in DTYPES and self.autocast is None else "float32")
+        planned = "" if self.autocast is not None else plan.provenance.dtype
+        return replace(self, dtype=DTYPES.get(planned, "float32"))
 
     def require_consistent(self) -> None:
         """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
