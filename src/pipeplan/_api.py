@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pipeplan.planning.tuning import Tuning as Tuning
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
     from pipeplan.runtime.launch.job import StepResult as StepResult
+    from pipeplan.runtime.models.load import advice_on as advice_on
     from pipeplan.runtime.models.load import load_model as load_model
     from pipeplan.runtime.models.load import takes_sequence as takes_sequence
     from pipeplan.runtime.models.spec import Model as Model
@@ -77,7 +78,7 @@ _PARTS = {
     "pipeplan.planning.tuning": ("Tuning",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
-    "pipeplan.runtime.models.load": ("load_model", "takes_sequence"),
+    "pipeplan.runtime.models.load": ("advice_on", "load_model", "takes_sequence"),
     "pipeplan.runtime.models.spec": ("Model",),
     "pipeplan.runtime.launch.job": ("RunOptions",),
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
@@ -292,10 +293,10 @@ def run(
     from dataclasses import replace
 
     from pipeplan.runtime.launch.local import run_local
-    from pipeplan.runtime.training.options import RunOutcome
+    from pipeplan.runtime.training.options import RunOutcome, settled
 
     check(plan).require(where)
-    options = options.for_plan(plan)
+    options = settled(options, plan)
     if "OMP_NUM_THREADS" not in os.environ:
         options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
     return RunOutcome(plan, options, run_local(options.job, plan, options, on_step, on_look))
@@ -309,7 +310,7 @@ def run_as_rank(
     A rank that fails says so, and its process ends with the error's exit code.
     """
     from pipeplan.runtime.launch.worker import run_under_torchrun
-    from pipeplan.runtime.training.options import RunOutcome
+    from pipeplan.runtime.training.options import RunOutcome, settled
 
     plans: list[Plan] = []
 
@@ -318,7 +319,7 @@ def run_as_rank(
         return plans[-1]
 
     result = run_under_torchrun(options.job, kept, options, on_step)
-    return None if result is None else RunOutcome(plans[-1], options.for_plan(plans[-1]), result)
+    return None if result is None else RunOutcome(plans[-1], settled(options, plans[-1]), result)
 
 
 def last_checkpoint(folder: str) -> int | None:

@@ -388,8 +388,8 @@ def _model(given: Mapping[str, Any], tell: Callable[[str], None], *, meta: bool 
     """The model that is named."""
     how = {name: given[name] for name in ("sequence", "grain", "shared", "shards")}
     model = _api.load_model(given["name"], **how, meta=meta)
-    if model.remark:
-        tell(model.remark)
+    if advice := _api.advice_on(model):
+        tell(advice)
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
         tell(
             f"blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that run come "

@@ -14,15 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeplan._api import run
+from pipeplan import run as pipeplan_run
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, write_file
-from pipeplan.runtime.launch import local
 from pipeplan.runtime.models.given_names import require_importable
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.shapes import tokens_per_sample
 from pipeplan.runtime.training.compatibility import warn_of_another_format
-from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.options import IS_RANK, TrainOptions
 from pipeplan.runtime.training.trainer import dtype_of, model_of
 from runtime_support.plans import model_plan
 from runtime_support.warm import warm_ranks
@@ -237,6 +236,6 @@ def test_names_of_a_hub(name: str, known: str) -> None:
 
 def test_a_rank_starts_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a program would that has the model, and calls ``run`` when ranks import it."""
-    monkeypatch.setattr(local.started, "here", True)
-    with pytest.raises(UsageError, match='put its call of run under if __name__ == "__main__":'):
-        run(plan_for(""), TrainOptions("gpt2-tiny"))
+    monkeypatch.setenv(IS_RANK, "0")
+    with pytest.raises(UsageError, match='put the call of run under if __name__ == "__main__":'):
+        pipeplan_run(plan_for(""), model="gpt2-tiny")

@@ -138,13 +138,11 @@ class _Emulation:
         """
         if asked or not self._planned_ns:
             return self._stretch(asked or 1.0)
-        self._tell_wait("measuring what this machine can keep (--stretch 1 does not)", 1.0)
         self._stretch(0.0)
         bare_ns = statistics.median([self.step(0, self._tried_copies)[0] for _ in range(_BARE_STEPS)][1:])
         least = max(1.0, bare_ns / self._tried_ns)
         over = self._over(least)
         if over > _CLOSE * least:
-            self._tell_wait("steps end late, measuring longer ones", 2 * least)
             over = 2 * over - self._over(2 * least)
         if over > _CLOSE * least:
             least = over / _AIM
@@ -158,14 +156,10 @@ class _Emulation:
             )
         return found
 
-    def _tell_wait(self, what: str, factor: float) -> None:
-        """Say how long a measurement with times stretched by this takes, where somebody would notice."""
-        wait_s = _TRIALS * factor * self._tried_ns / 1e9
-        if self._progress.rank == 0 and wait_s >= 1:
-            tell(f"{what}: about {wait_s:.0f} s")
-
     def _over(self, factor: float) -> float:
         """How much longer steps take than they should when times are stretched by this, in predicted steps."""
+        if self._progress.rank == 0 and (wait_s := _TRIALS * factor * self._tried_ns / 1e9) >= 1:
+            tell(f"measuring what this machine can keep: about {wait_s:.0f} s (not with --stretch {factor:.3g})")
         self._stretch(factor)
         return statistics.median(self.step(0, self._tried_copies)[0] for _ in range(_TRIALS)) / self._tried_ns - factor
 

@@ -22,11 +22,9 @@ from pipeplan.runtime.executor.channels import TransferError
 from pipeplan.runtime.executor.message_graph import Numbers
 from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
 from pipeplan.runtime.executor.tensors import WHOLE_TENSOR, Produced, Received, StageLayouts, TensorLayout
-from pipeplan.runtime.launch.status import warn
 from pipeplan.runtime.models.spec import BlockSpec
 from pipeplan.runtime.parallel.device import Autocast, precise
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
-from pipeplan.units import format_bytes
 from pipeplan.workload.kinds import Role
 
 _ANYWHERE = torch.empty(0)  # where a block is that takes nothing and has no parameters
@@ -112,39 +110,12 @@ class _Values:
         return self._found[block, layout]
 
 
-@dataclass(frozen=True, slots=True)
-class LacksWaiting:
-    """A stage of which less waits for W than the plan expects: bytes of a micro-batch."""
-
-    stage: int
-    blocks: str
-    waiting: int
-    expected: int
-
-    def __str__(self) -> str:
-        return (
-            f"stage {self.stage} (blocks {self.blocks}) leaves {format_bytes(self.waiting)} of a micro-batch to W and "
-            f"the plan expects {format_bytes(self.expected)}"
-        )
-
-
-def warn_of_waiting(found: Sequence[LacksWaiting]) -> None:
-    """Say on standard error in one line of which stages less than half of what the plan expects waits for W."""
-    if found:
-        worst = max(found, key=lambda each: each.expected - each.waiting)
-        others = f" (and {len(found) - 1} other stages leave less than half of it)" if len(found) > 1 else ""
-        warn(
-            f"{worst}{others}: more weight gradients than it knows are computed with I, which then takes longer; "
-            "profile the model as it runs, leave torch.compile out, or search with --split-backward no"
-        )
-
-
 @dataclass(slots=True)
 class StageRunner:
     """One stage: its blocks, and the graphs of its forwards that await their backward.
 
     ``part`` is what the plan says of it, ``specs`` what the model says of each block. Blocks run under ``autocast``, if
-    there is one; losses are added up outside of it.
+    there is one; losses are added up outside of it. ``lack``: what waits for W, and should, where less does.
     """
 
     part: StagePart
@@ -156,7 +127,7 @@ class StageRunner:
     _held: dict[Numbers, _ForwardGraph] = field(default_factory=dict)
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
     _compared: bool = False
-    _lacks_waiting: LacksWaiting | None = None
+    lack: tuple[int, float, str] | None = None
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Run F, B, I or W; what each takes and gives is as below."""
@@ -269,12 +240,7 @@ class StageRunner:
         if self.autocast is not None:
             expected *= self.autocast.dtype.itemsize / torch.float32.itemsize
         if 2 * waiting < expected and self.part.place == 0:
-            self._lacks_waiting = LacksWaiting(self.part.index, _range(self.part.blocks), waiting, round(expected))
-
-    def take_lack(self) -> LacksWaiting | None:
-        """What :meth:`backward` found to wait for W less than planned, once."""
-        found, self._lacks_waiting = self._lacks_waiting, None
-        return found
+            self.lack = (waiting, expected, f"stage {self.part.index} (blocks {_range(self.part.blocks)})")
 
     def _require_way_back(self, outputs: Mapping[str, Tensor]) -> None:
         """A tensor that needs a gradient must not leave for a stage from which the plan brings none back."""

@@ -11,7 +11,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -49,10 +49,6 @@ class RunOptions:
 
     job: ClassVar[str] = "pipeplan.runtime.executor.emulate:emulate_job"
     """What a rank does with them, as ``module:function``."""
-
-    def for_plan(self, plan: Plan) -> Self:
-        """These options with what the plan says where they leave it open."""
-        return self
 
     def require_consistent(self) -> None:
         """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
@@ -92,8 +88,8 @@ class RunResult:
     process, interpreter and libraries included (CPU). ``timeline`` [step][rank] has the actions of a step as
     (program counter, start, end) in ns from the step's first start, if they were asked for. An emulated run's steps
     took ``stretch`` times what the plan says; its timeline is in the plan's time again. ``unwritten`` says why
-    weights are not where they should be, if they are not. ``tokens_per_sample`` is the trained model's, if that is
-    known; ``as_planned`` is false where its sizes were found to be others than the plan's.
+    weights are not where they should be, if they are not. ``tokens_per_sample`` is the
+    trained model's, if that is known, and ``as_planned`` whether its sizes are the plan's.
     """
 
     steps: tuple[StepResult, ...]

@@ -28,7 +28,7 @@ from typing import IO
 
 from pydantic import TypeAdapter
 
-from pipeplan.errors import ExecutionError, FileError, PipeplanError, UsageError
+from pipeplan.errors import ExecutionError, FileError, PipeplanError
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import OnLook, OnStep, Report, RunOptions, RunResult, StepResult, job_of
 from pipeplan.runtime.launch.loopback import transport_interfaces
@@ -46,16 +46,6 @@ _GRACE_S = 0.5  # after the first sign of trouble: its cause may be reported by 
 _LATE_NS = 2_000_000_000  # a rank should report its own timeout before the parent does
 _PAUSE_NS = 1_000_000_000  # between two looks: the parent was stopped meanwhile, or waited for who reads its output
 _EXIT_S = 30.0
-
-
-@dataclass(slots=True)
-class _Started:
-    """Whether this process is a rank that was started here; what it imports would otherwise start others in turn."""
-
-    here: bool = False
-
-
-started = _Started()
 
 
 def start_timeout_ns(timeout_ns: int) -> int:
@@ -121,11 +111,6 @@ def watch_local(
         command: what a rank executes.
         on_look: as in :func:`run_local`.
     """
-    if started.here:
-        raise UsageError(
-            "a rank cannot start ranks: the module that it imports for the model does so; put its call of run under "
-            'if __name__ == "__main__":'
-        )
     with _Ranks(programs, timeout_ns) as ranks:
         ranks.start(work, job, command)
         ranks.watch(listen, on_look)

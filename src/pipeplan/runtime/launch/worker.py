@@ -29,7 +29,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, Reports, RunOptions, RunResult, job_of
-from pipeplan.runtime.launch.local import Listener, start_timeout_ns, started
+from pipeplan.runtime.launch.local import Listener, start_timeout_ns
 from pipeplan.runtime.launch.status import (
     Board,
     Cause,
@@ -53,7 +53,6 @@ _GLOO = re.compile(r"\[[^\]]*\bgloo\b[^\]]*:\d+\]")
 
 def be_rank(identity: Mapping[str, Any]) -> None:
     """Be a rank that :mod:`pipeplan.runtime.launch.local` has started, which has said who it is; ends the process."""
-    started.here = True
     rank, world_size = identity["rank"], identity["world_size"]
     report = Reports(identity["reports"])
     progress = Progress(Board(identity["board"], world_size), rank)

@@ -160,6 +160,13 @@ def _with_shared(model: Model, patterns: Sequence[str]) -> Model:
     return replace(model, blocks=blocks) if marked else model
 
 
+def advice_on(model: Model) -> str:
+    """The model's remark, with what to do to train with dropout."""
+    drops = any("dropout" in name.lower() for name in model.switched_off)
+    remedy = "; to train with dropout, write a Model of blocks (docs/profiling.md#a-model-of-your-own)"
+    return f"{model.remark}{remedy if drops else ''}"
+
+
 def reference_model(model: Model, calibration: Profile | None) -> Model | None:
     """The model that a calibration is of, where that is another one of the zoo."""
     if calibration is None or calibration.name == model.name or calibration.name not in ZOO:

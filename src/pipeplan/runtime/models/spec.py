@@ -102,9 +102,8 @@ class Model:
     ``batch(num_samples, step, seed)`` makes the named tensors of a mini-batch; its samples do not depend on how many
     there are. ``predictions(batch)`` counts what the summed loss is divided by. ``loss_of`` is "samples" where the loss
     is known to be a sum over samples, and "micro-batches" where it compares the samples of a micro-batch and is meant
-    to; without it runs find out. ``made_up`` is whether ``batch`` invents samples, so that losses say nothing of
-    anybody's data. ``switched_off`` counts the modules, by class, that run in evaluation mode and would
-    do something else in training mode. Each group of ``tied`` names (block id,
+    to; without it runs find out. ``made_up``: ``batch`` invents samples. ``switched_off`` counts the modules, by class,
+    that run in evaluation mode and would do something else in training mode. Each group of ``tied`` names (block id,
     parameter name) pairs that stand for one parameter.
 
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
@@ -157,11 +156,8 @@ class Model:
         if not self.switched_off:
             return ""
         counts = ", ".join(f"{name} x {count}" for name, count in self.switched_off.items())
-        drops = any("dropout" in name.lower() for name in self.switched_off)
-        remedy = "; to train with dropout, write a Model of blocks (docs/profiling.md#a-model-of-your-own)"
         return (
-            f"{counts} of {self.name} run in evaluation mode: nothing is dropped, running statistics stay as they "
-            f"are{remedy if drops else ''}"
+            f"{counts} of {self.name} run in evaluation mode: nothing is dropped, running statistics stay as they are"
         )
 
     @property

@@ -105,6 +105,19 @@ def warn_of_another_format(plan: Plan, options: TrainOptions) -> None:
     )
 
 
+def warn_of_waiting(lacks: Sequence[tuple[int, float, str]]) -> None:
+    """Say on standard error, in one line, of which stages less than half of what is planned waits for W."""
+    if lacks:
+        waiting, expected, stage = max(lacks, key=lambda each: each[1] - each[0])
+        others = f" (and {len(lacks) - 1} other stages leave less than half of it)" if len(lacks) > 1 else ""
+        warn(
+            f"{stage} leaves {format_bytes(waiting)} of a micro-batch to W and the plan expects "
+            f"{format_bytes(round(expected))}{others}: more weight gradients than it knows are computed with I, which "
+            "then takes longer; profile the model as it runs, leave torch.compile out, or search with "
+            "--split-backward no"
+        )
+
+
 _FORMATS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """How many times larger a number may be in the run's format than in the profile's."""
 

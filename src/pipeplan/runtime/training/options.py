@@ -19,6 +19,9 @@ from pipeplan.units import format_ns
 OPTIMIZERS = {"adamw": "torch.optim:AdamW", "adam": "torch.optim:Adam", "sgd": "torch.optim:SGD"}
 """Optimizers by name."""
 
+IS_RANK = "PIPEPLAN_RANK"
+"""Set in the environment of a rank that trains: what it imports would otherwise start others in turn."""
+
 _OFF = 0.1
 """Share of the predicted time by which an iteration may be off without a word."""
 
@@ -84,6 +87,11 @@ class TrainOptions(RunOptions):
 
     def require_consistent(self) -> None:
         """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
+        if IS_RANK in os.environ:
+            raise UsageError(
+                "a rank cannot start ranks: the module that it imports for its model does so; put the call of run "
+                'under if __name__ == "__main__":'
+            )
         if self.model.endswith(".json") and not os.path.isfile(self.model):
             raise UsageError(f"--model {self.model}: there is no such file")
         require_model(self.model)
@@ -146,6 +154,11 @@ class TrainOptions(RunOptions):
             "--clip-norm": self.clip_norm,
             "--autocast": self.autocast,
         }
+
+
+def settled(options: RunOptions, plan: Plan) -> RunOptions:
+    """The options with what the plan says where they leave it open."""
+    return options.for_plan(plan) if isinstance(options, TrainOptions) else options
 
 
 def _require_known(flag: str, name: str, known: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ gradients, so optimizers that treat each parameter by itself, as torch's do, kee
 from __future__ import annotations
 
 import math
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -35,12 +36,12 @@ from pipeplan.runtime.executor.process_groups import (
 )
 from pipeplan.runtime.executor.rank_program import Program, programs_of
 from pipeplan.runtime.executor.shared_parameters import SharedParameters, require_equal_copies
-from pipeplan.runtime.executor.stage import MiniBatch, StageRunner, warn_of_waiting
+from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunResult, StepResult, run_job
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
 from pipeplan.runtime.models.given_names import found_at, made_by
-from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.load import advice_on, load_model
 from pipeplan.runtime.models.losses import Finding, find_losses
 from pipeplan.runtime.models.shapes import output_shapes, tokens_per_sample
 from pipeplan.runtime.models.spec import Model
@@ -60,14 +61,16 @@ from pipeplan.runtime.training.compatibility import (
     require_splittable,
     warn_of_another_format,
     warn_of_other_sizes,
+    warn_of_waiting,
 )
 from pipeplan.runtime.training.data import with_data
-from pipeplan.runtime.training.options import LR_SCHEDULES, OPTIMIZERS, TrainOptions
+from pipeplan.runtime.training.options import IS_RANK, LR_SCHEDULES, OPTIMIZERS, TrainOptions
 from pipeplan.runtime.training.weights import Holder, WeightNames, read_weights, write_weights
 
 
 def train_job(job: Report, context: RankContext) -> None:
     """The job of a rank that trains."""
+    os.environ[IS_RANK] = str(context.rank)
     run_job(train, TrainOptions(**job["options"]), job, context)
 
 
@@ -146,7 +149,7 @@ def _found(model: Model, options: TrainOptions) -> Finding | str:
     except UsageError as error:
         return str(error)
     made_up = model.made_up and options.num_steps > 0
-    for text in filter(None, (model.remark, found.text, _MADE_UP if made_up else "")):
+    for text in filter(None, (advice_on(model), found.text, _MADE_UP if made_up else "")):
         tell(text)
     return found
 
@@ -179,7 +182,7 @@ class Trainer:
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
         with lost_others(self.progress):
             require_agreement(self.rank, plan, model, options, self.program, specs)
-            self.tokens_per_sample, self.as_planned = None, True
+            self.tokens_per_sample, self.as_planned, self.compared = None, True, False
             if self.rank == 0:
                 warn_of_another_format(plan, options)
                 self.as_planned = not warn_of_other_sizes(plan, programs, model, specs, dtype)
@@ -391,7 +394,8 @@ class Trainer:
         computed = [each for each in actions if "_" not in self.program.texts[each[0]]]  # a message is 1SEND_F0
         worked = extent(computed, summed_ns if self.shared.across_ranks else 0)
         self.progress.begin(Phase.REPORTING)
-        lacks = [each for each in (stage.take_lack() for stage in self.stages.values()) if each is not None]
+        lacks = [stage.lack for stage in self.stages.values() if stage.lack is not None and not self.compared]
+        self.compared = True
         found = self.all_ranks.gather((loss, worked, updated_ns, lacks))
         if self.rank == 0:
             warn_of_waiting([each for *_, lacking in found for each in lacking])
