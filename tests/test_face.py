@@ -100,7 +100,6 @@ FUNCTIONS = {
 OTHERWISE = {
     "*": {"json", "output", "svg", "trace", "placement_output", "rules_output", "output_all", "details"},
     "profile": {"show", "estimate", "communication"},  # functions of their own
-    "run": {"local"},  # Python always starts the processes
 }
 """Flags that are about files that are written, about the terminal, or about which function is meant."""
 
@@ -199,6 +198,17 @@ def test_the_command_line_goes_on_naming_flags(tmp_path: Path) -> None:
 
 
 def test_wrong_use_of_other_functions() -> None:
+    for model, told in (
+        (
+            test_wrong_use_of_other_functions,
+            "not the function test_wrong_use_of_other_functions: other processes import",
+        ),
+        (object(), "model must be text, such as 'pkg.mod:name', not a object"),
+    ):
+        with pytest.raises(UsageError, match=re.escape(told)):
+            pipeplan.run("plan.json", model=model, local=True)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="local=False: Python starts all ranks itself"):
+        pipeplan.run("plan.json", model="gpt2-tiny", local=False)
     with pytest.raises(UsageError, match="give model to train, or emulate"):
         pipeplan.run(chain_plan(2, 4))
     with pytest.raises(UsageError, match="tolerance has no effect with plans"):
@@ -421,6 +431,13 @@ def test_a_module_of_ones_own_is_estimated() -> None:
     module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     found = pipeplan.estimate((module, torch.zeros(2, 4), torch.zeros(2, 2)), device="a100-80gb", microbatch=[1, 2])
     assert [block.id for block in found.blocks] == ["0", "2", "loss"]
+
+    def captioner() -> object:
+        return module, torch.zeros(2, 4)
+
+    told = "model is captioner itself, not what it returns; call it: profile(captioner())"
+    with pytest.raises(UsageError, match=re.escape(told)):
+        pipeplan.profile(captioner)
     with pytest.raises(UsageError, match="is, or returned, int"):
         pipeplan.estimate(3, device="a100-80gb")
 

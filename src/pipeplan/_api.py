@@ -43,11 +43,13 @@ if TYPE_CHECKING:
     from pipeplan.planning.frontier import frontier_request as frontier_request
     from pipeplan.planning.request import Request as Request
     from pipeplan.planning.request import Splitting as Splitting
-    from pipeplan.planning.request import request_notes as request_notes
+    from pipeplan.planning.request import input_notes as input_notes
     from pipeplan.planning.tuning import Tuning as Tuning
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
     from pipeplan.runtime.launch.job import StepResult as StepResult
+    from pipeplan.runtime.models.load import advice_on as advice_on
     from pipeplan.runtime.models.load import load_model as load_model
+    from pipeplan.runtime.models.load import takes_sequence as takes_sequence
     from pipeplan.runtime.models.spec import Model as Model
     from pipeplan.runtime.profiling.links import Keep, OnPoint
     from pipeplan.runtime.profiling.links import LinkOptions as LinkOptions
@@ -77,9 +79,9 @@ _PARTS = {
     "pipeplan.planning.comparison": ("Comparison",),
     "pipeplan.planning.frontier": ("FrontierResult", "frontier_notes", "frontier_request"),
     "pipeplan.planning.tuning": ("Tuning",),
-    "pipeplan.planning.request": ("Request", "Splitting", "request_notes"),
+    "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
-    "pipeplan.runtime.models.load": ("load_model",),
+    "pipeplan.runtime.models.load": ("advice_on", "load_model", "takes_sequence"),
     "pipeplan.runtime.models.spec": ("Model",),
     "pipeplan.runtime.launch.job": ("RunOptions",),
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
@@ -345,20 +347,13 @@ def run(
     from dataclasses import replace
 
     from pipeplan.runtime.launch.local import run_local
-    from pipeplan.runtime.training.options import RunOutcome
+    from pipeplan.runtime.training.options import RunOutcome, settled
 
     check(plan).require(where)
-    options = _by_plan(options, plan)
+    options = settled(options, plan)
     if "OMP_NUM_THREADS" not in os.environ:
         options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
     return RunOutcome(plan, options, run_local(options.job, plan, options, on_step, on_look))
-
-
-def _by_plan(options: RunOptions, plan: Plan) -> RunOptions:
-    """Of a training, options that say by which recipe. Raises UsageError."""
-    from pipeplan.runtime.training.options import TrainOptions
-
-    return options.by_plan(plan) if isinstance(options, TrainOptions) else options
 
 
 def run_as_rank(
@@ -369,7 +364,7 @@ def run_as_rank(
     A rank that fails says so, and its process ends with the error's exit code.
     """
     from pipeplan.runtime.launch.worker import run_under_torchrun
-    from pipeplan.runtime.training.options import RunOutcome
+    from pipeplan.runtime.training.options import RunOutcome, settled
 
     plans: list[Plan] = []
 
@@ -378,7 +373,7 @@ def run_as_rank(
         return plans[-1]
 
     result = run_under_torchrun(options.job, kept, options, on_step)
-    return None if result is None else RunOutcome(plans[-1], _by_plan(options, plans[-1]), result)
+    return None if result is None else RunOutcome(plans[-1], settled(options, plans[-1]), result)
 
 
 def last_checkpoint(folder: str) -> int | None:

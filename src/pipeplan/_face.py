@@ -13,6 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from pipeplan import _api
@@ -739,6 +740,7 @@ def run(
     instructions: str | None = None,
     granularity: Granularity | None = None,
     steps: int = 10,
+    local: bool | None = None,
     seed: int = 0,
     data: Path | None = None,
     optimizer: str | None = None,
@@ -776,6 +778,7 @@ def run(
         instructions: module that registers what the plan's instructions do.
         granularity: what a block of a captured model is, as for the profile.
         steps: mini-batches to train on.
+        local: a process per device of this machine is always started here; under torchrun use the command line.
         seed: of parameters and samples.
         data: a text, tokens as .npy or .bin, ``"builtin"`` or ``"pkg.mod:factory"``.
         optimizer: ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"`` or ``"pkg.mod:factory"``; by default the plan's.
@@ -793,7 +796,7 @@ def run(
         resume: resume from the last checkpoint; ``steps`` is the total.
         init: safetensors file to take the parameters from, by the names that they have in the module.
         export_weights: where to write them in the end; one file, whatever the plan.
-        dtype: of parameters; by default the recipe's.
+        dtype: of parameters; by default that of the plan's recipe, or float32 where it says none.
         device: where to run.
         backend: what carries tensors.
         timeout: longest time to wait, and longest action, as ``"60s"`` or in seconds.
@@ -816,6 +819,7 @@ def run(
     from pipeplan.cli.run_verb import run_options
     from pipeplan.cli.shared import given_file
 
+    _require_started_here(model, local)
     given = _asked("run", locals()).params
     _api.require_torch("run")
     options = run_options({**given, "trace": False})
@@ -826,6 +830,15 @@ def run(
     if outcome.result.unwritten:
         raise FileError(outcome.result.unwritten)
     return outcome
+
+
+def _require_started_here(model: object, local: bool | None) -> None:
+    """Refuse what processes that are started here could not have. Raises UsageError."""
+    if model is not None and not isinstance(model, str):
+        kind = f"the function {model.__name__}" if isfunction(model) else f"a {type(model).__name__}"
+        raise UsageError(f"model must be text, such as 'pkg.mod:name', not {kind}: other processes import it")
+    if local is False:
+        raise UsageError("local=False: Python starts all ranks itself; under torchrun use the command line")
 
 
 # Examples ---------------------------------------------------------------------------------------------------------

@@ -193,8 +193,9 @@ def test_local_prints_one_object(local: tuple[dict[str, Any], str, Path]) -> Non
     summary, errors, _ = local
     word = "a word from the model"
     assert errors.count(word) == 2, "what ranks print stays off stdout"
-    made_up = r"pipeplan: warning: the plan expects 64B per sample .*"
-    assert re.fullmatch(made_up, errors.replace(word, "").strip()), "and nothing else is said but this of the sizes"
+    made_up = r"pipeplan: samples are made up; --data .*\npipeplan: warning: the plan expects 64B per sample .*"
+    said = "\n".join(line for line in errors.replace(word, "").splitlines() if line)
+    assert re.fullmatch(made_up, said), "nothing else is said but this and that of sizes"
     assert [step["step"] for step in summary["steps"]] == [0, 1, 2]
     losses = [step["loss"] for step in summary["steps"]]
     assert losses == sorted(losses, reverse=True), "it learns"
@@ -254,7 +255,8 @@ def test_torchrun_trains_as_local_does(tiny: str, local: tuple[dict[str, Any], s
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = started([*torchrun, "-m", "pipeplan"], "gpt2-tiny", tiny, "--steps", "3", "--dtype", "float64")
     assert done.returncode == 0, done.stderr
-    *told, comparison, rate = done.stdout.splitlines()
+    *told, comparison, rate, reason = done.stdout.splitlines()
+    assert reason.endswith("shows where time went"), "times of this plan are made up"
     assert comparison.startswith("predicted ")
     assert rate.startswith("trained ")
     lines = [line.split() for line in told]

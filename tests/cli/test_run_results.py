@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+from dataclasses import replace
 
 import pytest
 
 from builders.chains import chain_plan
-from pipeplan.cli.run_verb import Steps, comparison_line
+from pipeplan.cli.run_verb import Steps, comparison_line, reason_line
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import RunOptions, RunResult, StepResult
 from pipeplan.runtime.training.options import RunOutcome, TrainOptions
@@ -82,11 +84,14 @@ def test_json_has_null_for_what_is_not_finite() -> None:
 
 
 def test_throughput_is_of_the_median_on_the_device_that_ran() -> None:
-    """Two samples in 2 ms; a forward of 52 GFLOP three times for each, on two devices of 312 TFLOP/s."""
+    """Two samples in 2 ms; a forward of 52 GFLOP three times for each, on two devices of 312 TFLOP/s.
+
+    Of a model with other sizes than the plan's it is of its own tokens, and says nothing of FLOPs.
+    """
     plan = chain_plan(2, 2)
     known = plan.provenance.model_copy(update={"tokens_per_sample": 16, "forward_flops_per_sample": 52 * 10**9})
     plan = plan.model_copy(update={"provenance": known})
-    on_a100 = RunResult((FINE, STEEP, STEEP), (1, 1), {"device": "NVIDIA A100-SXM4-80GB"})
+    on_a100 = RunResult((FINE, STEEP, STEEP), (1, 1), {"device": "NVIDIA A100-SXM4-80GB"}, tokens_per_sample=16)
     options = TrainOptions("gpt2-tiny", device="cuda", precision="bf16-autocast")
     figures = RunOutcome(plan, options, on_a100).figures()
     assert figures["samples_per_second"] == pytest.approx(1000)
@@ -99,6 +104,30 @@ def test_throughput_is_of_the_median_on_the_device_that_ran() -> None:
     ):
         assert RunOutcome(plan, other, on_a100).figures()["model_flops_utilisation"] is None
     assert RunOutcome(plan, RunOptions(), on_a100).throughput is None
+    for result, tokens in (
+        (replace(on_a100, tokens_per_sample=4), 4000),
+        (replace(on_a100, as_planned=False), 16_000),
+        (replace(on_a100, tokens_per_sample=None), None),
+    ):
+        figures = RunOutcome(plan, options, result).figures()
+        assert figures["tokens_per_second"] == (tokens and pytest.approx(tokens))
+        assert figures["model_flops_utilisation"] is None
+
+
+@pytest.mark.parametrize(("cores", "why"), [(1, "2 processes on 1 cores; "), (2, "")])
+def test_a_run_that_is_off_says_why_and_what_shows_more(cores: int, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = chain_plan(2, 2)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    step = StepResult(0, 1.0, 2 * plan.predicted.makespan_ns, 0)
+    outcome = trained(plan, RunResult((step,), ()))
+    assert outcome.is_off
+    said = reason_line(outcome, "my plan.json", "run.trace", local=True)
+    assert said == f"{why}pipeplan simulate 'my plan.json' --measured run.trace shows where time went"
+    said = reason_line(outcome, "p.json", None, local=True)
+    assert said == f"{why}--trace FILE, then pipeplan simulate p.json --measured FILE, shows where time went"
+    as_predicted = replace(step, iteration_ns=plan.predicted.makespan_ns)
+    assert not trained(plan, RunResult((as_predicted,), ())).is_off
+    assert not trained(plan, RunResult((), ())).is_off
 
 
 def test_predicted_beside_the_median_without_the_first_step() -> None:

@@ -9,12 +9,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pipeplan.cli.main import main
-from pipeplan.costs.inspection import Inspection, alike, cautions, operator_shares, sums
+from pipeplan.cli.profile_verb import _curve_line, _LinkPoints
+from pipeplan.costs.inspection import Inspection, alike, cautions, operator_shares, sums, worst
 from pipeplan.files import (
     Block,
     Cluster,
@@ -27,9 +29,11 @@ from pipeplan.files import (
     TiedParameter,
     parse,
     read_cluster,
+    read_profile,
     write_file,
 )
-from pipeplan.reporting.tables import print_inspection
+from pipeplan.planning.request import Request, input_notes
+from pipeplan.reporting.tables import print_inspection, print_worst
 from support.paths import ROOT
 
 SIZES = (1, 2, 4)
@@ -190,6 +194,91 @@ def test_large_spreads_the_worst_first() -> None:
 
 def test_the_spread_of_a_time_that_hardly_counts_is_no_matter() -> None:
     assert kinds_of(chain(block("a", weight_grad_ns=2, spread={"weight_grad_ns": 0.9}))) == []
+
+
+def test_the_worst_of_each_kind_comes_first() -> None:
+    """``c`` falls by more than ``b``, which comes before it."""
+    faster = [
+        Block(id=id_, operator="layer", costs=(row(1), row(2, forward_ns=each, backward_ns=each, spread={})))
+        for id_, each in (("b", 100), ("c", 50))
+    ]
+    found = cautions(chain(block("a", spread={"forward_ns": 177.73}), block("d", spread={"forward_ns": 7.4}), *faster))
+    assert [(each.kind, each.block) for each in found if each.kind == "falling"] == [("falling", "c"), ("falling", "b")]
+    first = [(each.kind, each.block) for each in worst(found, 4)]
+    assert first[:1] == [("missing-size", "b")], "size 4 is missing"
+    assert [(each.kind, each.block) for each in worst([each for each in found if each.kind != "missing-size"], 9)] == [
+        ("falling", "c"),
+        ("spread", "a"),
+        ("falling", "b"),
+        ("spread", "d"),
+    ]
+    assert len(first) == 4
+
+
+def test_a_profile_ends_with_its_worst_warnings() -> None:
+    def told(profile: Profile) -> str:
+        file = io.StringIO()
+        print_worst(profile, "p.json", "other processes use this machine", file)
+        return " ".join(file.getvalue().split())
+
+    assert told(SOUND) == ""
+    one = told(chain(block("a", spread={"forward_ns": 7.41})))
+    assert one.startswith(
+        "1 warning warning: block 'a': measurements of forward at micro-batch size 1 spread over 741.0%"
+    )
+    assert one.endswith("or with more --repeats other processes use this machine")
+    many = told(chain(*(block(f"b{index}", scale=index + 1, spread={"forward_ns": index + 1}) for index in range(7))))
+    assert many.startswith("7 warnings, the worst first; pipeplan profile --show p.json has all warning: block 'b6'")
+    assert many.count("warning: ") == 3
+    assert "other processes" not in told(chain(block("a", repeats=1)))
+
+
+def test_searches_say_that_a_measured_profile_is_doubtful(tmp_path: Path) -> None:
+    doubtful = chain(block("a", spread={"forward_ns": 7.4}), block("b", repeats=1))
+    estimated = doubtful.model_copy(update={"source": Source(method="estimated")})
+    for profile, told in ((doubtful, ["the profile has 2 warnings: pipeplan.inspect(profile)"]), (estimated, [])):
+        assert list(input_notes(Request.of(profile, devices=1))) == told
+    write_file(doubtful, str(tmp_path / "my p.json"))
+    (told_of,) = input_notes(Request.of(read_profile(str(tmp_path / "my p.json")), devices=1))
+    assert told_of == f"the profile has 2 warnings: pipeplan profile --show '{tmp_path}/my p.json'"
+
+
+def test_shares_are_of_the_size_that_is_asked_for() -> None:
+    assert "shares at micro-batch size 4;" in printed(SOUND)
+    assert "shares at micro-batch size 1;" in printed(SOUND, (1,))
+    assert "shares at micro-batch size 2;" in printed(SOUND, (1, 2, 8))
+    small, large = (Inspection(SOUND, asked).figures()["operators"] for asked in ((1,), ()))
+    assert small != large
+
+
+def test_noisy_curves_say_so() -> None:
+    curve = {
+        "operation": "send",
+        "level": "node",
+        "num_devices": 2,
+        "num_points": 5,
+        "smallest_bytes": 1000,
+        "largest_bytes": 2000,
+    }
+    for error, told in (
+        (0.691, "points predicted from their neighbours are off by 69.1% in the median: noisy, measure again"),
+        (0.05, "points predicted from their neighbours are off by 5.0% in the median"),
+        (None, "too few points to judge"),
+    ):
+        assert _curve_line({**curve, "leave_one_out_error": error}).endswith(f"2kB, {told}")
+
+
+def test_links_that_are_measured_say_so_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each curve when its first point comes."""
+    told: Any = _LinkPoints(SimpleNamespace(smallest_bytes=1000, largest_bytes=2000))  # type: ignore[arg-type]
+    for operation, devices, size in (("send", 2, 1000), ("send", 2, 2000), ("all_reduce", 2, 1000), ("send", 4, 1000)):
+        told(SimpleNamespace(operation=operation, level="node", num_devices=devices, size=size, ns=5000))
+    assert capsys.readouterr().err.splitlines() == [
+        "pipeplan: measuring links, 1kB to 2kB",
+        "pipeplan: send on node, 2 devices: measured",
+        "pipeplan: all_reduce on node, 2 devices: measured",
+        "pipeplan: send on node, 4 devices: measured",
+    ]
 
 
 def test_few_runs() -> None:
@@ -367,7 +456,8 @@ def test_communication_into_a_cluster(run: Command) -> None:
     assert (code, err) == (0, "cluster written to d.json\n")
     # 20 us against the root of 10 * 60 = 24.5
     assert out.splitlines()[0] == (
-        "send on nvlink, 2 devices: 3 points, 1.024kB to 65.54kB, 22.5% median error of points left out"
+        "send on nvlink, 2 devices: 3 points, 1.024kB to 65.54kB, points predicted from their "
+        "neighbours are off by 22.5% in the median"
     )
     found = read_cluster("d.json")
     assert [(curve.operation, curve.level, curve.points) for curve in found.measured] == [

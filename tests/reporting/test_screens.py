@@ -26,7 +26,7 @@ from pipeplan.examples.shapes import ShapeCosts, shape
 from pipeplan.files import Plan, Profile, Source, read_cluster, read_profile, write_file
 from pipeplan.planning.build_plan import CandidateCounts, Result, provenance_of
 from pipeplan.planning.next_steps import next_steps
-from pipeplan.planning.request import Batch, Request, request_notes
+from pipeplan.planning.request import Batch, Request, input_notes
 from pipeplan.reporting.answer import LINES, print_answer
 from pipeplan.reporting.layout import groups_of_equal, number_ranges, shared_rows, shown_rows
 from pipeplan.reporting.terminal import (
@@ -328,7 +328,7 @@ def test_what_was_not_given_is_said() -> None:
     profile = named(chain_profile(4, placed=False), "A100-SXM4-80GB")
 
     def notes(profile: Profile = profile, **asked: Any) -> str:
-        return "\n".join(request_notes(Request.of(profile, devices=4, placement="one-to-one", **asked)))
+        return "\n".join(input_notes(Request.of(profile, devices=4, placement="one-to-one", **asked)))
 
     assert "16 samples assumed (4 per device); --mini-batch says otherwise" in notes()
     assert "assumed" not in notes(mini_batch=16) + notes(num_microbatches=16)

@@ -157,11 +157,11 @@ def _under_torchrun(plan: Plan, options: TrainOptions) -> str:
         file.flush()
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         command += [str(len(plan.programs)), *RANK[1:], "run", file.name, "--model", options.model]
-        command += ["--dtype", options.dtype, "--steps", str(options.num_steps), "--timeout", "2s"]
+        command += ["--dtype", str(options.dtype or "float32"), "--steps", str(options.num_steps), "--timeout", "2s"]
         command += ["--checkpoint", str(options.checkpoint), "--checkpoint-every", "1"]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
     said = [line.removeprefix("pipeplan: ") for line in done.stderr.splitlines() if line.startswith("pipeplan: ")]
-    return "\n".join(said)
+    return "\n".join(line for line in said if not line.startswith("checkpoint "))
 
 
 def loads(folder: Path, step: int) -> bool:

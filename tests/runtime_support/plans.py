@@ -22,6 +22,7 @@ from pipeplan.runtime.launch.job import RunOptions
 from pipeplan.runtime.launch.local import watch_local
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.trainer import dtype_of
 from pipeplan.schedule.rules import CustomOp, with_instructions
 from pipeplan.workload.action import operation_of
 from pipeplan.workload.workload import Workload
@@ -181,7 +182,7 @@ class Unsplit:
 
     def __init__(self, model: Model, options: TrainOptions) -> None:
         self.model, self.options, self.norm, self.num_steps = model, options, 0.0, 0
-        self.dtype: torch.dtype = getattr(torch, options.dtype)
+        self.dtype: torch.dtype = dtype_of(options)
         self.modules = {block.id: model.build(block.id, options.seed, dtype=self.dtype) for block in model.blocks}
         for (first, first_name), *others in model.tied:
             for block, name in others:

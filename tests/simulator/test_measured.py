@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,9 @@ from pipeplan.files.trace import MeasuredTrace, TimedText, read_trace
 from pipeplan.reporting.tables import print_measured
 from pipeplan.reporting.timeline import predicted_trace
 from pipeplan.simulator.measured import compared
+from pipeplan.simulator.measured_times import DeviceTimes, MeasuredComparison
 from pipeplan.simulator.simulation import simulate
+from pipeplan.units import format_ns
 from support.paths import GOLDEN
 
 Change = Callable[[str, int, int, int], TimedText]
@@ -104,6 +107,42 @@ def test_slow_actions_and_slow_messages_are_told_apart() -> None:
     assert found.measured_ns > found.replayed_ns
     assert [kind.ratio for kind in found.kinds if kind.ratio is not None] == [2.0, 2.0]
     assert found.devices[0].waiting_ns == found.devices[1].waiting_ns == 3 * 50
+    longer, rest = plan.predicted.makespan_ns, found.measured_ns - found.replayed_ns
+    assert found.verdict == (
+        f"{longer + rest:.0f}ns more than predicted; most of it: actions take 2 times as long ({longer}ns); "
+        f"the rest: devices wait for messages and for each other ({rest:.0f}ns)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("measured", "replayed", "busy", "told"),
+    [
+        (1020, 1000, 900, "as predicted"),
+        (2000, 1900, 1800, "1us more than predicted; most of it: actions take 2 times as long (900ns); the rest: dev"),
+        (2000, 2100, 1800, "1us more than predicted: actions take 2 times as long"),
+        (2000, 900, 900, "1us more than predicted: devices wait for messages and for each other (1.1us)"),
+        (500, 500, 450, "500ns less than predicted: actions take 0.5 times as long"),
+    ],
+)
+def test_one_line_says_where_time_went(measured: int, replayed: int, busy: int, told: str) -> None:
+    device = DeviceTimes(900, busy, 0, 0, 0, 0)
+    assert MeasuredComparison(False, 0, 1000, (measured,), replayed, (), (device,)).verdict.startswith(told)
+
+
+def test_a_stretched_run_says_what_the_clock_did(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = chain_plan(2, 3, forward=10, backward=20)
+    simulation = simulate(plan)
+    found = compared(simulation, replace(run_of(plan, emulated=True), stretch=6.9))
+    assert found.figures()["stretch"] == 6.9
+    print_measured(simulation, found, sys.stdout, 200)
+    makespan = plan.predicted.makespan_ns
+    told = (
+        f"times are the plan's, which the run stretched 6.9 times, to {format_ns(round(6.9 * makespan))} by the clock"
+    )
+    assert told in (out := capsys.readouterr().out)
+    assert "verdict    as predicted" in out
+    print_measured(simulation, compared(simulation, run_of(plan, emulated=True)), sys.stdout, 200)
+    assert "stretched" not in capsys.readouterr().out
 
 
 def test_another_plan_is_refused() -> None:

@@ -192,6 +192,14 @@ _OF_A_MACHINE = re.compile(rf"{_DURATION}|{_PERCENT}|\b\d+(?:\.\d+)? (?:times\b|
 _STRETCHED = re.compile(r"^pipeplan: \d+ processes on .*\n| \(the plan's \S+ stretched \S+ times\)", re.MULTILINE)
 """What an emulated run says of a machine that is too slow for its plan; a rank says it, whom nobody hears here."""
 
+_OF_A_BUSY_ONE = re.compile(
+    r"^(?:\d+ processes on .*|(?:--trace FILE, then )?pipeplan simulate .*) shows? where time went$"
+    r"|^verdict .*(?:\n {9,}\S.*)*$"
+    r"|(?<=^profile written to )(\S+)\n[\s\S]*",
+    re.MULTILINE,
+)
+"""What depends on how busy the machine is: why a run took longer, and what makes a profile doubtful."""
+
 _AFTER_IN = re.compile(rf"\b(in|after) (?:{_DURATION}|\d+(?:\.\d+)? s\b)")
 
 
@@ -199,7 +207,8 @@ def masked(command: str, text: str) -> str:
     """What is printed without times of the machine, and without blanks at ends of lines."""
     lines = "\n".join(line.rstrip() for line in text.strip().splitlines())
     if re.match(r"pipeplan (run|profile)|torchrun", command) or "--measured" in command:
-        return re.sub(r" {2,}", "  ", _OF_A_MACHINE.sub("TIME", _STRETCHED.sub("", lines)))
+        quiet = _OF_A_BUSY_ONE.sub(lambda found: found[1] or "", _STRETCHED.sub("", lines))
+        return re.sub(r" {2,}", "  ", _OF_A_MACHINE.sub("TIME", re.sub(r"\n{2,}", "\n\n", quiet))).rstrip()
     return _AFTER_IN.sub(r"\1 TIME", lines)
 
 

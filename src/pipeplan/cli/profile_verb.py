@@ -62,7 +62,7 @@ def measure_communication(ctx: click.Context, outputs: Outputs) -> None:
             interrupt_on_sigterm()
         else:
             _require_ranks()
-        found = _api.measure_links(options, given["processes"], base, on_point=_tell_point, keep=keep)
+        found = _api.measure_links(options, given["processes"], base, on_point=_LinkPoints(options), keep=keep)
     except KeyboardInterrupt:
         kept = f"{len(written[-1].measured)} curves are in {output}" if written and output != "-" else "nothing is kept"
         say(f"pipeplan: interrupted while measuring links; {kept}", err=True)
@@ -83,9 +83,22 @@ def link_options(given: Mapping[str, Any]) -> LinkOptions:
     )
 
 
-def _tell_point(point: LinkPoint) -> None:
-    if sys.stderr.isatty():
-        say(f"{point.operation} of {point.size} bytes: {point.ns / 1000:.1f} us", err=True)
+class _LinkPoints:
+    """Says what is measured of links: on a terminal every point, elsewhere every curve, when its first point comes."""
+
+    def __init__(self, options: LinkOptions) -> None:
+        sizes = f"{format_bytes(options.smallest_bytes)} to {format_bytes(options.largest_bytes)}"
+        self._curve: tuple[str, ...] = ()
+        say(f"pipeplan: measuring links, {sizes}", err=True)
+
+    def __call__(self, point: LinkPoint) -> None:
+        if sys.stderr.isatty():
+            say(f"{point.operation} of {point.size} bytes: {point.ns / 1000:.1f} us", err=True)
+            return
+        curve = (point.operation, point.level, str(point.num_devices))
+        if curve != self._curve:
+            say(f"pipeplan: {point.operation} on {point.level}, {point.num_devices} devices: measured", err=True)
+        self._curve = curve
 
 
 def _require_ranks() -> None:
@@ -119,9 +132,16 @@ def _print_curves(found: LinkResult, outputs: Outputs, output: str, *, as_json: 
         outputs.say_written("cluster", output)
 
 
+_NOISY = 0.25
+"""Error from which a curve says little: plans differ by less."""
+
+
 def _curve_line(curve: dict[str, Any]) -> str:
     error = curve["leave_one_out_error"]
-    accuracy = "too few points to judge" if error is None else f"{error:.1%} median error of points left out"
+    accuracy = "too few points to judge"
+    if error is not None:
+        noisy = ": noisy, measure again" if error > _NOISY else ""
+        accuracy = f"points predicted from their neighbours are off by {error:.1%} in the median{noisy}"
     sizes = f"{format_bytes(curve['smallest_bytes'])} to {format_bytes(curve['largest_bytes'])}"
     where = f"on {curve['level']}, {curve['num_devices']} devices"
     return f"{curve['operation']} {where}: {curve['num_points']} points, {sizes}, {accuracy}"
@@ -228,7 +248,7 @@ def profile_command(ctx: click.Context, /, **_: Any) -> None:
         elif use == "communication":
             measure_communication(ctx, outputs)
         elif use == "estimate":
-            _estimate(given, outputs)
+            _estimate(ctx, outputs)
         else:
             _measure(ctx, outputs)
 
@@ -284,6 +304,8 @@ def _show(path: str, asked: tuple[int, ...], as_json: bool) -> None:
 
 def _measure(ctx: click.Context, outputs: Outputs) -> None:
     """Measure a model, or go on where an earlier measurement was interrupted, and write the profile."""
+    from pipeplan.reporting.tables import print_worst
+
     given = ctx.params
     begin = time.monotonic()
     partial = _api.UnfinishedProfile(_partial_path(given["output"]))
@@ -292,7 +314,7 @@ def _measure(ctx: click.Context, outputs: Outputs) -> None:
     shown = Shown("measuring")
     try:
         with warnings_shown(), shown:
-            profile = measured(given, _tell, progress=shown.update, partial=partial)
+            profile = measured(given, _tell, progress=shown.update, partial=partial, on_mean=_tell)
     except KeyboardInterrupt:
         say(f"pipeplan: interrupted while measuring {shown.what}; {_kept(partial)}", err=True)
         ctx.exit(INTERRUPTED)
@@ -304,19 +326,34 @@ def _measure(ctx: click.Context, outputs: Outputs) -> None:
         partial.remove()
     _tell_missing(profile, given["microbatch"])
     _print(profile, given, outputs, begin)
+    if given["output"] != "-":
+        single = given["threads"] == 1 or given["device"] != "cpu"
+        threads = "" if single else ", or its threads wait for each other; try --threads 1"
+        print_worst(profile, given["output"], f"other processes use this machine{threads}", sys.stderr)
 
 
 _MEASURING = ("threads", "repeats", "warmup", "device", "seed", "shards", "recompute")
 
 
-def _estimate(given: Mapping[str, Any], outputs: Outputs) -> None:
+def _estimate(ctx: click.Context, outputs: Outputs) -> None:
     """Estimate a model for a device preset, calibrated by a measured profile if there is one, and write the profile."""
-    begin = time.monotonic()
+    given, begin = ctx.params, time.monotonic()
     with _uncollected():
         with warnings_shown(), Shown("estimating") as shown:
             profile = estimated(given, _tell, progress=shown.update)
         outputs.write(profile, given["output"])
         _print(profile, given, outputs, begin)
+    for assumption in _assumed(ctx, profile):
+        _tell(assumption)
+
+
+def _assumed(ctx: click.Context, profile: Profile) -> Iterator[str]:
+    """What an estimate is of that nobody has asked for."""
+    tokens, made = profile.tokens_per_sample, profile.source
+    if tokens is not None and not _given(ctx, "sequence") and _api.takes_sequence(ctx.params["name"]):
+        yield f"{tokens} tokens per sample; --sequence says otherwise"
+    if not _given(ctx, "device"):
+        yield f"times and memory are of {made.device} in {made.dtype}; --device says otherwise"
 
 
 @contextmanager
@@ -366,8 +403,8 @@ def _model(given: Mapping[str, Any], tell: Callable[[str], None], *, meta: bool 
     """The model that is named."""
     how = {name: given[name] for name in ("sequence", "grain", "shared", "shards")}
     model = _api.load_model(given["name"], **how, meta=meta)
-    if model.remark:
-        tell(model.remark)
+    if advice := _api.advice_on(model):
+        tell(advice)
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
         tell(
             f"blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that run come "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -150,7 +151,7 @@ class _Stretch(FiniteRange):
 @click.option(
     "--dtype",
     type=OneOf(["float32", "float64", "bfloat16"]),
-    help="Number format of the model.  [default: the recipe's]",
+    help="Number format of the model.  [default: that of the plan's recipe, or float32]",
 )
 @click.option("--device", type=OneOf(["cpu", "cuda"]), default="cpu", help="What ranks compute on.")
 @click.option(
@@ -205,6 +206,8 @@ def run_command(
             say(comparison_line(outcome))
             if outcome.throughput is not None:
                 say(f"trained {outcome.throughput.words}")
+            if outcome.is_off:
+                say(reason_line(outcome, plan_path, trace_path, local=local))
 
 
 _ELSEWHERE = ("plan_path", "emulate", "local", "trace_path", "as_json")
@@ -337,10 +340,22 @@ def comparison_line(outcome: RunOutcome) -> str:
     return f"predicted {format_ns(predicted)}{times}, median {format_ns(median)}{ratio}{left}"
 
 
+def reason_line(outcome: RunOutcome, plan_path: str, trace_path: str | None, *, local: bool) -> str:
+    """Why a run may have taken longer or shorter than predicted, and what says where the time went."""
+    processes = len(outcome.plan.devices) if local else int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    cores = os.cpu_count() or 1
+    crowded = processes > cores and outcome.options.device == "cpu"
+    shared = f"{processes} processes on {cores} cores; " if crowded else ""
+    command = shlex.join(["pipeplan", "simulate", plan_path, "--measured", trace_path or "FILE"])
+    return f"{shared}{command if trace_path is not None else f'--trace FILE, then {command},'} shows where time went"
+
+
 def _trace(outcome: RunOutcome) -> str:
     from pipeplan.reporting.timeline import run_trace
 
     options = outcome.options
     model = options.model if isinstance(options, _api.TrainOptions) else None
-    about = {"model": model, "emulated": model is None, "blocking": options.blocking}
+    about: dict[str, object] = {"model": model, "emulated": model is None, "blocking": options.blocking}
+    if model is None:
+        about["stretch"] = outcome.result.stretch
     return run_trace(outcome.plan, outcome.result.timeline, about)

@@ -94,7 +94,7 @@ def search_command(
         if result.interrupted:
             say("pipeplan: interrupted; this is the best plan so far", err=True)
         if as_json or outputs.on_stdout:
-            say_notes(_api.request_notes(request))
+            say_notes(_api.input_notes(request))
         if as_json:
             say(json.dumps((tuning or result).figures()))
         elif not outputs.on_stdout:
@@ -123,7 +123,7 @@ def _print_result(
     from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages, print_timeline
 
     simulation = _api.simulate(result.plan)
-    notes = [*_api.request_notes(request), *([] if details else simulation.notes)]
+    notes = [*_api.input_notes(request), *([] if details else simulation.notes)]
     print_answer(request, result, simulation, written, file=sys.stdout)
     if tuning is not None:
         print_ranking(tuning.rows, file=sys.stdout)

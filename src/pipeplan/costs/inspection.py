@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Literal
 
 from pipeplan.costs.recipes import state_of
@@ -171,8 +172,9 @@ def _gaps(profile: Profile) -> Iterator[Caution]:
             yield Caution("gap", None, f"{text}; profile with sizes between them, such as {round((low * high) ** 0.5)}")
 
 
-def _falling(kinds: Sequence[Sequence[Block]]) -> Iterator[Caution]:
+def _falling(kinds: Sequence[Sequence[Block]]) -> list[Caution]:
     """Blocks that are quicker with more samples: a measurement was disturbed."""
+    found = []
     for blocks in kinds:
         cases: dict[object, list[CostRow]] = {}
         for row in sorted(blocks[0].costs, key=lambda row: row.microbatch_size):
@@ -184,7 +186,10 @@ def _falling(kinds: Sequence[Sequence[Block]]) -> Iterator[Caution]:
                         f"{_names(blocks)} takes {format_ns(_work_ns(high))} at micro-batch size "
                         f"{high.microbatch_size}, less than {format_ns(_work_ns(low))} at {low.microbatch_size}"
                     )
-                    yield Caution("falling", blocks[0].id, f"{text}; measure again on a quiet machine")
+                    remedy = "measure again on a quiet machine"
+                    caution = Caution("falling", blocks[0].id, f"{text}; {remedy}")
+                    found.append((_work_ns(high) / _work_ns(low), caution))
+    return [caution for _, caution in sorted(found, key=lambda each: each[0])]
 
 
 def _spreads(kinds: Sequence[Sequence[Block]]) -> list[Caution]:
@@ -261,6 +266,20 @@ def _listed(numbers: Iterable[int]) -> str:
 # Results ----------------------------------------------------------------------------------------------------------
 
 
+def worst(found: Sequence[Caution], most: int) -> list[Caution]:
+    """As many as may be shown where there is little room: the worst of each kind before the next of any."""
+    of_kind: dict[str, list[Caution]] = {}
+    for caution in found:
+        of_kind.setdefault(caution.kind, []).append(caution)
+    turns = zip_longest(*of_kind.values())
+    return [caution for turn in turns for caution in turn if caution is not None][:most]
+
+
+def is_disturbed(found: Iterable[Caution]) -> bool:
+    """Whether some of it is what something else on the machine does to times."""
+    return any(caution.kind in ("falling", "spread") for caution in found)
+
+
 @dataclass(frozen=True, slots=True)
 class Inspection(Displayed):
     """A profile to inspect; ``asked`` are the micro-batch sizes to plan with."""
@@ -268,8 +287,14 @@ class Inspection(Displayed):
     profile: Profile
     asked: tuple[int, ...] = ()
 
+    @property
+    def size(self) -> int | None:
+        """The largest size that was asked for and that every block has, or the largest of these; None without any."""
+        sizes = self.profile.microbatch_sizes
+        return max((size for size in sizes if size in self.asked), default=max(sizes, default=None))
+
     def figures(self) -> dict[str, object]:
-        """The object of ``profile --show --json``; shares are at the largest size that every block has."""
+        """The object of ``profile --show --json``; shares are at :attr:`size`."""
         profile, sizes = self.profile, self.profile.microbatch_sizes
         return {
             "profile": profile.name,
@@ -278,7 +303,7 @@ class Inspection(Displayed):
             **counts(profile),
             "microbatch_sizes": list(sizes),
             "sizes": _sums_by_size(profile),
-            "operators": [asdict(share) for share in operator_shares(profile, sizes[-1])] if sizes else [],
+            "operators": [asdict(share) for share in operator_shares(profile, self.size)] if self.size else [],
             "blocks": [_block_figures(blocks) for blocks in alike(profile)],
             "warnings": [asdict(caution) for caution in cautions(profile, self.asked)],
         }

@@ -124,13 +124,15 @@ TimedText = tuple[str, int, int]
 class MeasuredTrace:
     """What a run measured; ``steps`` [step][device] has its actions by start.
 
-    ``plan`` and ``plan_sha256`` are of the plan that ran. ``emulated`` is whether actions only took their time.
+    ``plan`` and ``plan_sha256`` are of the plan that ran. ``emulated`` is whether actions only took their time, which
+    was ``stretch`` times as long as here.
     """
 
     plan: str
     plan_sha256: str
     emulated: bool
     steps: tuple[tuple[tuple[TimedText, ...], ...], ...]
+    stretch: float = 1.0
 
 
 def read_trace(path: str, num_devices: int) -> MeasuredTrace:
@@ -165,7 +167,7 @@ def parse_trace(content: bytes, where: str, num_devices: int) -> MeasuredTrace:
         found[event.args.step][event.args.device].append((event.name, start_ns, start_ns + round(event.dur * 1000)))
     steps = tuple(tuple(tuple(sorted(row, key=lambda a: a[1:])) for row in found[step]) for step in sorted(found))
     about = file.otherData
-    return MeasuredTrace(about.plan, about.plan_sha256, about.emulated, steps)
+    return MeasuredTrace(about.plan, about.plan_sha256, about.emulated, steps, about.stretch)
 
 
 def _is_measured(event: object) -> bool:
@@ -192,6 +194,7 @@ class _About(_Lenient):
     plan: Name
     plan_sha256: Name
     emulated: bool = False
+    stretch: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
 
 
 class _TraceFile(_Lenient):

@@ -16,7 +16,7 @@ from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.infeasibility import most_telling
-from pipeplan.planning.request import Batch, Request, request_notes
+from pipeplan.planning.request import Batch, Request, input_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import workloads
 from pipeplan.schedule.classic import CLASSIC
@@ -330,7 +330,7 @@ class _RowsSoFar:
             tuple(self._missing),
             self.limit.interrupted,
             Yardstick.of(request.profile),
-            tuple(request_notes(request)),
+            tuple(input_notes(request)),
             None if fits else most_telling(self._failures),
         )
 

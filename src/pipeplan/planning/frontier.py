@@ -21,7 +21,7 @@ from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, changes_that_do, plan_frontier
-from pipeplan.planning.request import Batch, Request, Splitting, request_notes, resolve_batch
+from pipeplan.planning.request import Batch, Request, Splitting, input_notes, resolve_batch
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier, unprofiled_words
 from pipeplan.schedule.state import Progress, scheduler_words
 from pipeplan.sharding.cost_model import CostModel
@@ -156,7 +156,7 @@ class FrontierResult(Displayed):
 
 def frontier_notes(request: Request) -> Iterator[str]:
     """What must be known of the costs, and what counts as equal or is left out because the cluster's devices differ."""
-    yield from request_notes(request)
+    yield from input_notes(request)
     if request.cluster is None:
         return
     kinds = request.cluster.first(request.num_devices).devices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -11,6 +12,7 @@ from typing import Any
 
 from pipeplan.costs import can_split
 from pipeplan.costs.devices import other_device
+from pipeplan.costs.inspection import cautions
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_totals
 from pipeplan.errors import UsageError, choose_from
@@ -261,9 +263,19 @@ class Request:
         return (False,) if self.least_memory is None else (False, True)
 
 
-def request_notes(request: Request) -> Iterator[str]:
-    """What a reader must know of the costs: samples that nobody named, links that are free or carry nothing, and times
-    of another device than the cluster's, or of another number format than the recipe's."""
+def input_notes(request: Request) -> Iterator[str]:
+    """What a reader must know of the costs: samples that nobody named, links that are free or carry nothing, times of
+    another device than the cluster's, or of another number format than the recipe's, and a profile that has warnings."""
+    yield from _request_notes(request)
+    profile = request.profile
+    found = cautions(profile) if profile.source.method == "measured" else ()
+    if found:
+        shown = shlex.join(["pipeplan", "profile", "--show", profile.where])
+        where = shown if os.path.isfile(profile.where) else "pipeplan.inspect(profile)"
+        yield f"the profile has {len(found)} warning{'s' if len(found) > 1 else ''}: {where}"
+
+
+def _request_notes(request: Request) -> Iterator[str]:
     if request.samples_assumed:
         samples = request.batch.mini_batch
         yield f"{samples} samples assumed ({samples // request.num_devices} per device); --mini-batch says otherwise"

@@ -14,9 +14,11 @@ from pipeplan.costs.inspection import (
     alike,
     cautions,
     counts,
+    is_disturbed,
     kept_state,
     operator_shares,
     sums,
+    worst,
 )
 from pipeplan.costs.throughput import Throughput, format_rate
 from pipeplan.files import CostRow, Profile
@@ -205,16 +207,31 @@ def print_inspection(inspection: Inspection, file: TextIO | None = None) -> None
     print_blocks(profile, file)
     console.print(flowed(_about(profile), console.width))
     console.print(*_totals(profile, console.width), sep="\n")
-    if sizes := profile.microbatch_sizes:
-        shares = f"shares at micro-batch size {sizes[-1]}; states are all that training keeps of parameters"
+    if inspection.size is not None:
+        once = "; of what blocks share, with the first of them" if profile.tied else ""
+        shares = f"shares at micro-batch size {inspection.size}; states are all that training keeps of parameters{once}"
         console.print(flowed(shares, console.width))
-        console.print(*_shares(profile, sizes[-1], console.width), sep="\n")
+        console.print(*_shares(profile, inspection.size, console.width), sep="\n")
     found = cautions(profile, inspection.asked)
     console.print(Text(counted(len(found), "warning") if found else "no warnings", style="bold"))
     for caution in found[:_MAX_CAUTIONS]:
         console.print(flowed(Text.assemble(("warning: ", "yellow"), caution.text), console.width))
     if len(found) > _MAX_CAUTIONS:
         console.print(f"... and {len(found) - _MAX_CAUTIONS} more; --json has them all")
+
+
+def print_worst(profile: Profile, path: str, cause: str, file: TextIO, most: int = 3) -> None:
+    """Print in a few lines that a profile is doubtful, if it is: the worst, and the ``cause`` where times vary."""
+    found = cautions(profile)
+    if not found:
+        return
+    console = console_for(file)
+    rest = f", the worst first; pipeplan profile --show {path} has all" if len(found) > most else ""
+    console.print(flowed(f"{counted(len(found), 'warning')}{rest}", console.width))
+    for caution in worst(found, most):
+        console.print(flowed(Text.assemble(("warning: ", "yellow"), caution.text), console.width))
+    if is_disturbed(found):
+        console.print(flowed(cause, console.width))
 
 
 def print_blocks(profile: Profile, file: TextIO | None = None) -> None:
@@ -377,8 +394,15 @@ def _measured_headline(simulation: Simulation, comparison: MeasuredComparison) -
     steps = len(comparison.iterations_ns)
     how = "emulated" if comparison.emulated else "measured"
     left = "; first (warm-up) step excluded" if comparison.num_left_out else ""
-    text = f": {how} in {counted(steps, 'step')}{left}"
+    stretched = "" if comparison.stretch == 1 else _stretched(comparison)
+    text = f": {how} in {counted(steps, 'step')}{left}{stretched}"
     return Text.assemble((simulation.plan.name, "bold"), text)
+
+
+def _stretched(comparison: MeasuredComparison) -> str:
+    """That the clock said other times than these."""
+    clock = format_ns(round(comparison.measured_ns * comparison.stretch))
+    return f"; times are the plan's, which the run stretched {comparison.stretch:.3g} times, to {clock} by the clock"
 
 
 def _measured_figures(comparison: MeasuredComparison, width: int) -> Table:
@@ -395,7 +419,8 @@ def _measured_figures(comparison: MeasuredComparison, width: int) -> Table:
         ("replayed", comparison.replayed_ns, replayed),
     ]
     wide = max(len(format_ns(time)) for _, time, _ in rows)
-    return labelled(((name, f"{format_ns(time):{wide}}  {more}") for name, time, more in rows), width)
+    figures = [(name, f"{format_ns(time):{wide}}  {more}") for name, time, more in rows]
+    return labelled([*figures, ("verdict", comparison.verdict)], width)
 
 
 def _kinds(kinds: Sequence[KindTimes], width: int) -> list[Table]:

@@ -59,6 +59,7 @@ def compared(simulation: Simulation, trace: MeasuredTrace) -> MeasuredComparison
         replayed_ns=_replayed(simulation, steps),
         kinds=(*_compute_kinds(simulation, steps), *_message_kinds(simulation, steps)),
         devices=tuple(_device(simulation, steps, device) for device in range(len(plan.devices))),
+        stretch=trace.stretch,
     )
 
 

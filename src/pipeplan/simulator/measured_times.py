@@ -5,6 +5,11 @@ from __future__ import annotations
 import statistics
 from dataclasses import asdict, dataclass
 
+from pipeplan.units import format_ns
+
+_CLOSE = 0.03
+"""Share of the predicted time that is not worth a reason."""
+
 
 @dataclass(frozen=True, slots=True)
 class KindTimes:
@@ -48,7 +53,7 @@ class MeasuredComparison:
 
     ``iterations_ns`` are those of the steps that count, after ``num_left_out``. ``replayed_ns`` is the makespan when
     every action lasts as measured and starts as soon as it can: what is missing to ``measured_ns`` is communication
-    that took longer than predicted, and the interpreter.
+    that took longer than predicted, and the interpreter. An emulation took ``stretch`` times as long as all times here.
     """
 
     emulated: bool
@@ -58,6 +63,7 @@ class MeasuredComparison:
     replayed_ns: int
     kinds: tuple[KindTimes, ...]
     devices: tuple[DeviceTimes, ...]
+    stretch: float = 1.0
 
     @property
     def measured_ns(self) -> float:
@@ -79,10 +85,35 @@ class MeasuredComparison:
         """Of the iteration, measured."""
         return 1 - sum(device.busy_ns for device in self.devices) / (len(self.devices) * self.measured_ns)
 
+    @property
+    def verdict(self) -> str:
+        """Where most of the time went that was not predicted, in one line.
+
+        As long as measured, actions make the iteration ``replayed_ns`` long; the rest is devices that wait.
+        """
+        more = self.measured_ns - self.predicted_ns
+        if abs(more) <= _CLOSE * self.predicted_ns:
+            return "as predicted"
+        longer = self.replayed_ns - self.predicted_ns
+        busy, predicted = (
+            sum(each) for each in zip(*((each.busy_ns, each.predicted_busy_ns) for each in self.devices), strict=True)
+        )
+        times = f"actions take {busy / predicted if predicted else 1.0:.3g} times as long"
+        much = f"{format_ns(abs(more))} {'more' if more > 0 else 'less'} than predicted"
+        if more < 0 or longer >= more:
+            return f"{much}: {times}"
+        waits = f"devices wait for messages and for each other ({format_ns(more - longer)})"
+        if longer <= 0:
+            return f"{much}: {waits}"
+        parts = (f"{times} ({format_ns(longer)})", waits)
+        first, second = parts if 2 * longer >= more else parts[::-1]
+        return f"{much}; most of it: {first}; the rest: {second}"
+
     def figures(self) -> dict[str, object]:
         """What ``simulate --measured --json`` has under ``measured``; times of several steps are medians."""
         return {
             "emulated": self.emulated,
+            "stretch": self.stretch,
             "num_steps": len(self.iterations_ns),
             "num_steps_left_out": self.num_left_out,
             "predicted_iteration_ns": self.predicted_ns,

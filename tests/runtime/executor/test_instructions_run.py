@@ -20,7 +20,7 @@ from pipeplan.runtime.executor.stage import MiniBatch, StageError
 from pipeplan.runtime.executor.tensors import TensorSlots, TensorSpec
 from pipeplan.runtime.launch.job import RunOptions
 from pipeplan.runtime.launch.status import Board, Progress
-from pipeplan.runtime.models.load import found_at
+from pipeplan.runtime.models.given_names import found_at
 from pipeplan.runtime.models.spec import Model
 from pipeplan.schedule.rules import CustomOp, Rules
 from pipeplan.simulator.simulation import simulate

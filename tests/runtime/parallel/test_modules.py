@@ -23,6 +23,7 @@ from pipeplan.runtime.parallel.weight_grads import (
     defer_weight_gradients,
     warn_if_compiled,
 )
+from pipeplan.runtime.training.compatibility import warn_of_waiting
 
 WIDTH = 6
 
@@ -384,7 +385,7 @@ def plain() -> nn.Module:
     ids=["plain", "compiled", "compiled as profiled", "raw as profiled", "raw", "norm", "frozen"],
 )
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_stage_says_once_and_in_one_line_if_less_waits_than_the_plan_expects(
+def test_a_stage_says_once_if_less_waits_than_the_plan_expects(
     make: Callable[[], nn.Module], waiting: int, says: str, times: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """``waiting`` are the numbers that the plan expects, in a format ``times`` as short. Gradients are right anyway."""
@@ -401,6 +402,7 @@ def test_a_stage_says_once_and_in_one_line_if_less_waits_than_the_plan_expects(
         made = stage.forward(own, {}, MiniBatch({"x": x}, 1))
         stage.backward(number, {own: [("a", torch.ones_like(made["a"]))]})
         stage.weight_gradients(number)
+    warn_of_waiting([] if stage.lack is None else [stage.lack])
     told = capsys.readouterr().err
     assert told.count("\n") == (1 if says else 0)
     assert says in told
@@ -411,6 +413,19 @@ def test_a_stage_says_once_and_in_one_line_if_less_waits_than_the_plan_expects(
         module(x).sum().backward()
     for gradient, parameter in zip(split, module.parameters(), strict=True):
         assert gradient is None or torch.allclose(gradient, parameter.grad)
+
+
+def test_what_many_stages_lack_is_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    lacks = [(100, 1000.0 + stage, f"stage {stage} (blocks 'b{stage}')") for stage in range(16)]
+    warn_of_waiting(lacks)
+    told = capsys.readouterr().err
+    assert told.count("\n") == told.count("warning") == 1
+    assert "stage 15 (blocks 'b15') leaves 100B" in told
+    assert "(and 15 other stages leave less than half of it)" in told
+    warn_of_waiting(lacks[:1])
+    assert "other stages" not in capsys.readouterr().err
+    warn_of_waiting(())
+    assert capsys.readouterr().err == ""
 
 
 def test_nothing_to_defer_is_no_cause_to_warn() -> None:

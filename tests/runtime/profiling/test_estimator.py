@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from builders.requests import request_of
 from pipeplan.cli.main import main
 from pipeplan.costs.devices import device_preset
+from pipeplan.costs.inspection import cautions
 from pipeplan.costs.uniform.shares import catalog_shares, reaching
 from pipeplan.errors import UsageError
 from pipeplan.examples import model as paper_model
@@ -320,7 +321,13 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert run(monkeypatch, "gpt2-tiny", "--estimate", "--device", "v100-32gb", "--shards", "1,2", "-o", path) == 0
     profile = read_profile(path)
     assert (profile.source.method, profile.source.dtype) == ("estimated", "float16")
-    assert "written to" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "written to" in told
+    assert "pipeplan: 16 tokens per sample; --sequence says otherwise\n" in told
+    assert "--device says otherwise" not in told
+    rows = [row for block in profile.blocks for row in block.costs]
+    assert {(row.repeats, len(row.spread)) for row in rows} == {(0, 0)}, "nothing was timed"
+    assert cautions(profile) == []
     plan = search_plan(
         request_of(profile, "one-to-one", Batch(4, 4), num_devices=2, time_limit=0.1, deterministic=True)
     ).plan

@@ -620,7 +620,10 @@ def test_command_writes_a_profile(run: Callable[..., int], capsys: pytest.Captur
         ["layer0.ffn", "4", "1"],
         ["layer0.ffn", "4", "2"],
     ]
-    assert err == "profile written to p.json\n"
+    written, count, *warnings = err.splitlines()
+    assert written == "profile written to p.json"
+    assert "warning" in count
+    assert any("costs rest on 1 timed run" in line for line in warnings)
 
 
 def test_command_prints_sums(run: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -147,7 +147,8 @@ def test_what_does_not_fit_is_refused_by_all(name: str, reports: Any) -> None:
 
 def test_no_checkpoint_behind_numbers_that_are_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = [StepResult(0, 1.0, 1, 1), StepResult(1, math.nan, 1, 1), StepResult(2, 1.0, 1, 1, math.inf)]
-    trainer, progress = MagicMock(), MagicMock()
+    trainer, progress, plan = MagicMock(), MagicMock(), MagicMock()
+    plan.provenance.tokens_per_sample = None
     trainer.resume.return_value = 0
     trainer.step.side_effect = [(step, []) for step in steps]
     trainer.all_ranks.gather.return_value = [1]
@@ -155,7 +156,7 @@ def test_no_checkpoint_behind_numbers_that_are_not_finite(monkeypatch: pytest.Mo
     monkeypatch.setattr(training, "with_summed_losses", lambda model, *_: model)
     shown = MagicMock()
     options = TrainOptions("gpt2-tiny", num_steps=3, checkpoint="saved", checkpoint_every=1)
-    assert training.train(MagicMock(), options, progress, shown).steps == tuple(steps)
+    assert training.train(plan, options, progress, shown).steps == tuple(steps)
     assert shown.call_count == 3
     assert trainer.save.call_count == 1
 

@@ -71,7 +71,7 @@ def test_the_same_goes_on_wherever_and_however_long(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"sequence": 8}, "was trained without --sequence, and this run is with --sequence 8; resume with the same"),
+        ({"sequence": 8}, "was trained with --sequence 16, and this run is with --sequence 8; resume with the same"),
         ({"seed": 4}, "was trained with --seed 0, and this run is with --seed 4"),
         ({"optimizer": "sgd"}, "was trained with --optimizer adamw, and this run is with --optimizer sgd"),
         ({"dtype": "float64"}, "was trained with --dtype float32, and this run is with --dtype float64"),
@@ -85,10 +85,18 @@ def test_the_same_goes_on_wherever_and_however_long(tmp_path: Path) -> None:
     ],
 )
 def test_flags_are_refused_in_the_users_words(changed: dict[str, Any], told: str) -> None:
-    options = TrainOptions("gpt2-tiny")
+    options = TrainOptions("gpt2-tiny", sequence=16)
     if "lr_steps" in changed:
         options = replace(options, lr_schedule="cosine", lr_steps=5)
     assert f"{WHERE} {told}" in refusal(facts(options), facts(replace(options, **changed)))
+
+
+def test_a_sequence_that_nobody_asked_for_may_be_the_same() -> None:
+    """Plans say it, or the model does; shapes tell where it is another one."""
+    own, same, other = (facts(TrainOptions("gpt2-tiny", sequence=length)) for length in (None, 16, 8))
+    require_identity(WHERE, own, same)
+    require_identity(WHERE, same, own)
+    assert f"{WHERE} was trained with block embedding " in refusal(own, other)
 
 
 def test_another_mini_batch() -> None:

@@ -16,7 +16,7 @@ from pipeplan._api import run
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage
 from pipeplan.runtime.models.capture import capture
-from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.load import advice_on, load_model
 from pipeplan.runtime.models.losses import find_losses
 from pipeplan.runtime.models.sequential import sequential_model
 from pipeplan.runtime.models.spec import Model
@@ -236,10 +236,14 @@ def test_what_cannot_be_found_out_is_said() -> None:
 
 def test_profiles_say_it() -> None:
     model = capture(*losses.language(), name="language")
-    with pytest.warns(UserWarning, match="the loss of language is a mean over the entries"):
-        profile = profile_model(model, [1], repeats=1, warmup=0)
+    told: list[str] = []
+    profile = profile_model(model, [1], repeats=1, warmup=0, on_mean=told.append)
+    assert told[0].startswith("the loss of language is a mean over the entries")
     assert "The loss of language is a mean" in profile.source.notes
     assert "Dropout x 4 of language run in evaluation mode" in profile.source.notes
+    remedy = "to train with dropout, write a Model of blocks (docs/profiling.md#a-model-of-your-own)"
+    assert advice_on(model) == f"{model.remark}; {remedy}"
+    assert remedy not in advice_on(replace(model, switched_off={"BatchNorm1d": 2}))
 
 
 def test_what_runs_in_evaluation_mode_is_counted() -> None:

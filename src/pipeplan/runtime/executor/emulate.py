@@ -158,6 +158,8 @@ class _Emulation:
 
     def _over(self, factor: float) -> float:
         """How much longer steps take than they should when times are stretched by this, in predicted steps."""
+        if self._progress.rank == 0 and (wait_s := _TRIALS * factor * self._tried_ns / 1e9) >= 1:
+            tell(f"measuring what this machine can keep: about {wait_s:.0f} s (not with --stretch {factor:.3g})")
         self._stretch(factor)
         return statistics.median(self.step(0, self._tried_copies)[0] for _ in range(_TRIALS)) / self._tried_ns - factor
 

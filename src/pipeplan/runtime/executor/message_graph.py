@@ -232,7 +232,7 @@ def _require_same_edges(plan: Plan, crossings: Collection[_Pair], model: str) ->
         if pair not in crossings:
             raise UsageError(
                 f"the plan makes {dependency.target} wait for {dependency.source}, but model {model!r} has no edge "
-                f"from a block of stage {pair[0]} to one of stage {pair[1]}; give the --model the plan was made for"
+                f"from a block of stage {pair[0]} to one of stage {pair[1]}; give the plan's --model and --granularity"
             )
 
 

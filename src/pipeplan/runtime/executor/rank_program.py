@@ -280,7 +280,7 @@ def _looped(plan: Plan, loop: Loop, program: Program, copies: int) -> Program:
 def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
     planned = {block: index for index, stage in enumerate(plan.stages) for block in stage.blocks}
     counts = (
-        f"(the plan has {len(planned)} blocks, the model {len(set(blocks))}); give the --model the plan was made for"
+        f"(the plan has {len(planned)} blocks, the model {len(set(blocks))}); give the plan's --model and --granularity"
     )
     for block, stage in planned.items():
         if block not in blocks:

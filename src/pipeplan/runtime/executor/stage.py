@@ -22,11 +22,9 @@ from pipeplan.runtime.executor.channels import TransferError
 from pipeplan.runtime.executor.message_graph import Numbers
 from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
 from pipeplan.runtime.executor.tensors import WHOLE_TENSOR, Produced, Received, StageLayouts, TensorLayout
-from pipeplan.runtime.launch.status import warn
 from pipeplan.runtime.models.spec import BlockSpec
 from pipeplan.runtime.parallel.device import Autocast, precise
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
-from pipeplan.units import format_bytes
 from pipeplan.workload.kinds import Role
 
 _ANYWHERE = torch.empty(0)  # where a block is that takes nothing and has no parameters
@@ -117,7 +115,7 @@ class StageRunner:
     """One stage: its blocks, and the graphs of its forwards that await their backward.
 
     ``part`` is what the plan says of it, ``specs`` what the model says of each block. Blocks run under ``autocast``, if
-    there is one; losses are added up outside of it.
+    there is one; losses are added up outside of it. ``lack``: what waits for W, and should, where less does.
     """
 
     part: StagePart
@@ -129,6 +127,7 @@ class StageRunner:
     _held: dict[Numbers, _ForwardGraph] = field(default_factory=dict)
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
     _compared: bool = False
+    lack: tuple[int, float, str] | None = None
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Run F, B, I or W; what each takes and gives is as below."""
@@ -231,7 +230,7 @@ class StageRunner:
             self._compare_with_plan(queue.held_bytes)
 
     def _compare_with_plan(self, waiting: int) -> None:
-        """Warn if less than half of what the plan expects waits for W; one rank of each replica does.
+        """Note if less than half of what the plan expects waits for W, on one rank of each replica.
 
         Plans do not say their number format, which shows in their parameters' bytes.
         """
@@ -241,12 +240,7 @@ class StageRunner:
         if self.autocast is not None:
             expected *= self.autocast.dtype.itemsize / torch.float32.itemsize
         if 2 * waiting < expected and self.part.place == 0:
-            warn(
-                f"stage {self.part.index} (blocks {_range(self.part.blocks)}) leaves {format_bytes(waiting)} of a "
-                f"micro-batch to W and the plan expects {format_bytes(expected)}: more weight gradients than it knows "
-                "are computed with I, which then takes longer; profile the model as it runs, leave torch.compile out, "
-                "or search with --split-backward no"
-            )
+            self.lack = (waiting, expected, f"stage {self.part.index} (blocks {_range(self.part.blocks)})")
 
     def _require_way_back(self, outputs: Mapping[str, Tensor]) -> None:
         """A tensor that needs a gradient must not leave for a stage from which the plan brings none back."""

@@ -88,7 +88,8 @@ class RunResult:
     process, interpreter and libraries included (CPU). ``timeline`` [step][rank] has the actions of a step as
     (program counter, start, end) in ns from the step's first start, if they were asked for. An emulated run's steps
     took ``stretch`` times what the plan says; its timeline is in the plan's time again. ``unwritten`` says why
-    weights are not where they should be, if they are not.
+    weights are not where they should be, if they are not. ``tokens_per_sample`` is the
+    trained model's, if that is known, and ``as_planned`` whether its sizes are the plan's.
     """
 
     steps: tuple[StepResult, ...]
@@ -97,6 +98,8 @@ class RunResult:
     timeline: tuple[tuple[tuple[tuple[int, int, int], ...], ...], ...] = ()
     stretch: float = 1.0
     unwritten: str = ""
+    tokens_per_sample: int | None = None
+    as_planned: bool = True
 
     def as_json(self) -> dict[str, Any]:
         """Plain values; :meth:`from_json` reads them back."""

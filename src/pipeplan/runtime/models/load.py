@@ -1,33 +1,28 @@
-"""Which model a name means, including ``pkg.mod:name``, which only the command line can give, never a file."""
+"""Which model a name means, or what Python has."""
 
 from __future__ import annotations
 
-import inspect
-import os
-import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pkgutil import resolve_name
-from typing import Any
+from inspect import isclass, isroutine
 
 import torch
 from torch import Tensor, nn
 
 from pipeplan.catalog import configurations
-from pipeplan.errors import UsageError, did_you_mean
+from pipeplan.errors import UsageError
 from pipeplan.files import Profile
+from pipeplan.runtime.models.given_names import is_configuration, require_model, value_of
 from pipeplan.runtime.models.sequential import is_plain, sequential_model
 from pipeplan.runtime.models.spec import Grain, Model, unsplittable
 from pipeplan.runtime.models.zoo import ZOO, zoo_model
-
-_CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
 
 
 def load_model(
     name: object,
     *,
     sequence: int | None = None,
+    planned_sequence: int | None = None,
     grain: Grain | None = None,
     shared: Sequence[str] = (),
     meta: bool = False,
@@ -43,6 +38,7 @@ def load_model(
             an example input, and for training targets and maybe a loss; or any module and its example inputs, which is
             then captured. Or, in Python, what such a function would return.
         sequence: length of the sequences, for the zoo and for configurations.
+        planned_sequence: the same where ``sequence`` is None and the model takes such sequences.
         grain: what a block is of a captured model; half a layer without it.
         shared: blocks that placements may spread over all devices, by id or operator, with ``*``.
         meta: parameters without data where possible, for models that are only looked at.
@@ -52,36 +48,40 @@ def load_model(
     Raises:
         UsageError: an unknown name, an option that does not apply, or a model that cannot be made or captured.
     """
+    if isroutine(name) or isclass(name):
+        made = name.__name__
+        raise UsageError(f"model is {made} itself, not what it returns; call it: profile({made}())")
     if not isinstance(name, str):
         kind = type(name[0] if isinstance(name, tuple) and name else name).__name__
         return _with_shared(_taken(name, kind, kind, grain, max(shards, default=1)), shared)
     if name in ZOO:
         _refuse_grain(name, grain)
-        return _with_shared(zoo_model(name, sequence=sequence), shared)
-    if name in configurations():
-        name = configurations()[name].text
-    if name.endswith(".json") or _CONFIGURATION.fullmatch(name):
+        return _with_shared(zoo_model(name, sequence=sequence, planned=planned_sequence), shared)
+    if is_configuration(name):
+        name = configurations()[name].text if name in configurations() else name
         from pipeplan.runtime.models.huggingface import load_configuration
 
         return _with_shared(
-            load_configuration(name, sequence=sequence, grain=grain or "half", meta=meta, seed=seed, shards=shards),
+            load_configuration(
+                name,
+                sequence=sequence,
+                planned_sequence=planned_sequence,
+                grain=grain or "half",
+                meta=meta,
+                seed=seed,
+                shards=shards,
+            ),
             shared,
         )
-    if ":" not in name:
-        raise UsageError(
-            f"model {name!r} is neither in the zoo nor well known{_near(name)}, nor a Hugging Face config.json or "
-            "SomeConfig(...), "
-            f"nor of the form pkg.mod:factory; docs/models.md lists the zoo's {len(ZOO)} models"
-        )
+    require_model(name)
     if sequence is not None:
         raise UsageError(f"--sequence is for models of the zoo and configurations; {name} makes its own")
     return _with_shared(_made_by(name, grain, seed, max(shards, default=1)), shared)
 
 
-def _near(name: str) -> str:
-    """Names that may have been meant, for errors."""
-    question = did_you_mean(name, [*ZOO, *configurations()])
-    return f" ({question})" if question else ""
+def takes_sequence(name: object) -> bool:
+    """Whether ``sequence`` may say how long the samples of the model are that a name means."""
+    return isinstance(name, str) and ((name in ZOO and ZOO[name].longest > 0) or is_configuration(name))
 
 
 def _made_by(name: str, grain: Grain | None, seed: int, most_shards: int) -> Model:
@@ -101,11 +101,11 @@ def _taken(made: object, name: str, short: str, grain: Grain | None, most_shards
         case (nn.Module(), *_) if most_shards > 1:  # before it is captured
             raise unsplittable(most_shards, name)
         case (nn.Sequential() as chain, Tensor() as input, *rest) if grain is None and is_plain(chain):
-            return _chained(name, short, chain, input, rest)
+            return replace(_chained(name, short, chain, input, rest), made_up=True)
         case (nn.Module() as module, Mapping() as inputs):
-            return _captured(module, inputs, short, grain)
+            return replace(_captured(module, inputs, short, grain), made_up=True)
         case (nn.Module() as module, Tensor() as input):
-            return _captured(module, {"input": input}, short, grain)
+            return replace(_captured(module, {"input": input}, short, grain), made_up=True)
     raise UsageError(
         f"model {name!r} is, or returned, {_types(made)}; give a pipeplan.runtime.models.spec.Model, or a module and "
         "its example inputs: a tensor, or tensors by the names of the arguments, with samples in the first dimension; "
@@ -160,41 +160,16 @@ def _with_shared(model: Model, patterns: Sequence[str]) -> Model:
     return replace(model, blocks=blocks) if marked else model
 
 
+def advice_on(model: Model) -> str:
+    """The model's remark, with what to do to train with dropout."""
+    drops = any("dropout" in name.lower() for name in model.switched_off)
+    remedy = "; to train with dropout, write a Model of blocks (docs/profiling.md#a-model-of-your-own)"
+    return f"{model.remark}{remedy if drops else ''}"
+
+
 def reference_model(model: Model, calibration: Profile | None) -> Model | None:
     """The model that a calibration is of, where that is another one of the zoo."""
     if calibration is None or calibration.name == model.name or calibration.name not in ZOO:
         return None
     sequences = {block.dimensions.get("sequence") for block in calibration.blocks} - {None}
     return zoo_model(calibration.name, sequence=max(filter(None, sequences), default=None))
-
-
-def found_at(path: str, what: str) -> object:
-    """What ``pkg.mod:name``, or ``pkg.mod``, names; modules of the working directory are found, as by ``python -m``.
-
-    ``what`` it is for begins errors: ``model``, ``--optimizer``. Raises UsageError where it cannot be imported.
-    """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return resolve_name(path)
-    except Exception as error:  # whatever the module raises while it is imported
-        raise UsageError(f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def value_of(path: str, what: str) -> object:
-    """What ``path`` names or, of a function, what it returns. Raises UsageError as :func:`made_by`."""
-    found = found_at(path, what)
-    return made_by(path, what) if inspect.isroutine(found) or inspect.isclass(found) else found
-
-
-def made_by(path: str, what: str, *arguments: Any, **options: Any) -> Any:
-    """What the function that ``path`` names returns. Raises UsageError as :func:`found_at`, and where it fails."""
-    factory = found_at(path, what)
-    if not callable(factory):
-        raise UsageError(f"{what} {path!r} is a {type(factory).__name__}, not a function")
-    try:
-        return factory(*arguments, **options)
-    except UsageError:
-        raise
-    except Exception as error:
-        raise UsageError(f"{what} {path!r}: the factory failed: {type(error).__name__}: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -95,6 +95,25 @@ def output_shapes(
             )
         found[block.spec.id] = tuple(block.outputs[0].shape), block.outputs[0].dtype
     return found
+
+
+def tokens_per_sample(
+    model: Model, dtype: torch.dtype, num_samples: int = 2, steps: Iterable[ShapedBlock] = ()
+) -> int | None:
+    """Tokens of a sample: all that the model takes, but for its losses, is one sequence of numbers, place by place.
+
+    ``steps`` are the blocks' turns with ``num_samples``, if they are known. Raises UsageError as
+    :func:`shaped_blocks`.
+    """
+    batch = model.mini_batch(num_samples, 0, 0, dtype=dtype, device="meta")
+    name, *others = {name for block in model.blocks if not block.loss for name in block.samples} or {""}
+    numbers = batch.get(name)
+    if others or numbers is None or numbers.ndim != 2 or numbers.is_floating_point() or numbers.dtype == torch.bool:
+        return None
+    takers = [step for step in steps or shaped_blocks(model, num_samples, dtype) if name in step.spec.samples]
+    made = [output for step in takers if not step.spec.loss for output in step.outputs]
+    by_place = all(tensor.ndim > 2 and tensor.shape[:2] == numbers.shape for tensor in made)
+    return numbers.shape[1] if by_place else None
 
 
 def outputs_of(made: object) -> tuple[Tensor, ...] | None:

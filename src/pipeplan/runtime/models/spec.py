@@ -102,8 +102,8 @@ class Model:
     ``batch(num_samples, step, seed)`` makes the named tensors of a mini-batch; its samples do not depend on how many
     there are. ``predictions(batch)`` counts what the summed loss is divided by. ``loss_of`` is "samples" where the loss
     is known to be a sum over samples, and "micro-batches" where it compares the samples of a micro-batch and is meant
-    to; without it runs find out. ``switched_off`` counts the modules, by class, that run in evaluation mode and would
-    do something else in training mode. Each group of ``tied`` names (block id,
+    to; without it runs find out. ``made_up``: ``batch`` invents samples. ``switched_off`` counts the modules, by class,
+    that run in evaluation mode and would do something else in training mode. Each group of ``tied`` names (block id,
     parameter name) pairs that stand for one parameter.
 
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
@@ -121,6 +121,7 @@ class Model:
     texts: Texts | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
     loss_of: Literal["", "samples", "micro-batches"] = ""
+    made_up: bool = False
     switched_off: Mapping[str, int] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
 

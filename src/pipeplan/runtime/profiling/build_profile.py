@@ -23,7 +23,7 @@ from pipeplan.costs.communication import Exchange, Prices
 from pipeplan.costs.recipes import unnamed_bytes
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Profile, Recipe, Source, TiedParameter
-from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks
+from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks, tokens_per_sample
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
 from pipeplan.runtime.profiling.flops import ProductCounter
 
@@ -129,7 +129,7 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
     edges = tuple(edge for pair in zip(steps, larger, strict=True) for edge in _edges(*pair, readers))
     flops = (more - few) // (_MORE_SAMPLES - _NUM_SAMPLES)
     tied = tuple(_tied(model, {step.spec.id: step.module for step in steps}))
-    return BlockGraph(tuple(blocks), edges, tied, _tokens(model, steps, dtype), flops or None)
+    return BlockGraph(tuple(blocks), edges, tied, tokens_per_sample(model, dtype, _NUM_SAMPLES, steps), flops or None)
 
 
 def _counted(steps: Iterator[ShapedBlock]) -> tuple[int, tuple[ShapedBlock, ...]]:
@@ -170,24 +170,6 @@ def _tied(model: Model, modules: Mapping[str, nn.Module]) -> Iterator[TiedParame
                 blocks=tuple(block.id for block in model.blocks if block.id in blocks),
                 parameters=trained,
             )
-
-
-def _tokens(model: Model, steps: Sequence[ShapedBlock], dtype: torch.dtype) -> int | None:
-    """Tokens of a sample: all that the model takes, but for its losses, is one sequence of numbers, place by place."""
-    batch = model.mini_batch(_NUM_SAMPLES, 0, 0, dtype=dtype, device="meta")
-    taken = {name for step in steps if not step.spec.loss for name in step.spec.samples}
-    (name, *others) = taken or {""}
-    if (
-        others
-        or not name
-        or batch[name].ndim != 2
-        or batch[name].is_floating_point()
-        or batch[name].dtype == torch.bool
-    ):
-        return None
-    made = [output for step in steps if name in step.spec.samples and not step.spec.loss for output in step.outputs]
-    by_place = all(tensor.ndim > 2 and tensor.shape[:2] == batch[name].shape for tensor in made)
-    return batch[name].shape[1] if by_place else None
 
 
 def _roots(step: ShapedBlock, read: Collection[tuple[str, int]]) -> tuple[int, ...]:

@@ -99,7 +99,9 @@ def estimate_model(
     if fp8:
         device.fp8_peak()  # before anything is traced
     splits = splits_of(model, shards, dtype, cluster)
-    rows = {bench.key: (bench.row(), work) for bench, work in counted(splits, sizes, dtype, recompute, progress)}
+    rows = {
+        bench.key: (_untimed(bench.row()), work) for bench, work in counted(splits, sizes, dtype, recompute, progress)
+    }
     unsplit, notes = unsplit_of(splits, model, dtype), _NOTES
     if runs is not None:
         device, notes = reaching(device, runs.shares), f"{notes} {runs.notes}"
@@ -131,6 +133,11 @@ def _on_device(row: CostRow, work: Work, device: DevicePreset, *, fp8: bool) -> 
         for phase, kernels in work.items()
     }
     return row.model_copy(update={**times, "backward_ns": times["input_grad_ns"] + times["weight_grad_ns"]})
+
+
+def _untimed(row: CostRow) -> CostRow:
+    """The row of a bench that counted its work once, and timed nothing."""
+    return row.model_copy(update={"repeats": 0, "spread": {}})
 
 
 # Calibration ------------------------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ def profile_model(
     progress: Progress | None = None,
     partial: UnfinishedProfile | None = None,
     beside: Sequence[Callable[[bool], None]] = (),
+    on_mean: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """Measure every block of a model for each micro-batch size.
 
@@ -81,6 +82,7 @@ def profile_model(
         progress: called before every run.
         partial: keeps what was measured.
         beside: called once each round, with whether its times count: for what takes turns with the blocks.
+        on_mean: called with what the loss is a mean over, if it is, which the notes say, too.
 
     Raises:
         UsageError: sizes, repeats, shards or device make no sense, the model cannot be split so, a block cannot be
@@ -96,7 +98,9 @@ def profile_model(
     unsplit = unsplit_of(splits, model, dtype)
     bare_profile(model, unsplit)  # before anything runs
     losses = find_losses(model, seed=seed, device=where)
-    if losses.text and not model.loss_of:
+    if losses.means:
+        on_mean(losses.text)
+    elif losses.text and not model.loss_of:
         warnings.warn(losses.text, stacklevel=2)
     partial = UnfinishedProfile() if partial is None else partial
     partial.open(_question(splits, runs, dtype, where, recompute=recompute, seed=seed))

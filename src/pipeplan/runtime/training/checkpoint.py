@@ -40,7 +40,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.process_groups import AllRanks
-from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError, lost_others
+from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError, lost_others, tell
 from pipeplan.runtime.parallel.sharding import ParameterPart
 from pipeplan.runtime.training.checkpoint_folder import (
     REST,
@@ -124,6 +124,7 @@ class Checkpoints:
                 self._write_rest(step, gathered)
                 write_checksums(part, {name: each for found in digests for name, each in found.items()})
                 self._folder.publish(step)
+                tell(f"checkpoint {self._folder.of(step)} written")
             with lost_others(self._progress):
                 dist.barrier()
 

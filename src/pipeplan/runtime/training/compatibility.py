@@ -25,7 +25,7 @@ from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.device import gathered
 from pipeplan.runtime.training.data import fingerprint
-from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.runtime.training.options import DTYPES, RUNNABLE, TrainOptions
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import MASTER, Role, role_of
@@ -41,8 +41,13 @@ def identity_of(model: Model, options: TrainOptions, mini_batch: int) -> dict[st
 
 
 def require_identity(path: Path, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
-    """Refuse a checkpoint of another training. Raises UsageError, which names the first fact that differs."""
+    """Refuse a checkpoint of another training. Raises UsageError, which names the first fact that differs.
+
+    A sequence that nobody asked for may be the same all the same: shapes of blocks say it.
+    """
     for fact in dict.fromkeys([*own, *saved]):
+        if fact == "--sequence" and None in (saved.get(fact), own.get(fact)):
+            continue
         if saved.get(fact) != own.get(fact):
             raise UsageError(
                 f"{path} was trained {_said(fact, saved.get(fact))}, and this run is {_said(fact, own.get(fact))}; "
@@ -87,6 +92,34 @@ def _text(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
+def warn_of_another_format(plan: Plan, options: TrainOptions) -> None:
+    """Say on standard error that parameters have other bytes than in the format the plan is for, if they have."""
+    planned, meant = plan.provenance.dtype, DTYPES.get(plan.provenance.dtype, "")
+    if plan.recipe is not None and not plan.recipe.is_custom:
+        meant = RUNNABLE.get(plan.recipe.name, options.dtype) or ""
+    if meant in ("", options.dtype):
+        return
+    asked = "the run is" if options.autocast is None else f"--precision {options.precision} has parameters"
+    warn(
+        f"the plan is for {planned} and {asked} in {options.dtype}: neither its times nor its memory are the run's, "
+        f"which may need more than a device has; leave --{'dtype' if options.autocast is None else 'precision'} out, "
+        f"or profile with --dtype {options.dtype}"
+    )
+
+
+def warn_of_waiting(lacks: Sequence[tuple[int, float, str]]) -> None:
+    """Say on standard error, in one line, of which stages less than half of what is planned waits for W."""
+    if lacks:
+        waiting, expected, stage = max(lacks, key=lambda each: each[1] - each[0])
+        others = f" (and {len(lacks) - 1} other stages leave less than half of it)" if len(lacks) > 1 else ""
+        warn(
+            f"{stage} leaves {format_bytes(waiting)} of a micro-batch to W and the plan expects "
+            f"{format_bytes(round(expected))}{others}: more weight gradients than it knows are computed with I, which "
+            "then takes longer; profile the model as it runs, leave torch.compile out, or search with "
+            "--split-backward no"
+        )
+
+
 _FORMATS = (0.25, 0.5, 1.0, 2.0, 4.0)
 """How many times larger a number may be in the run's format than in the profile's."""
 
@@ -95,14 +128,18 @@ _TOLERANCE = 0.01
 
 def warn_of_other_sizes(
     plan: Plan, programs: Sequence[Program], model: Model, specs: Mapping[str, TensorSpec], dtype: torch.dtype
-) -> None:
-    """Say on standard error what :func:`other_sizes` finds; plans of closed forms are approximate, so nothing stops."""
+) -> bool:
+    """Say on standard error what :func:`other_sizes` finds, and whether that is anything.
+
+    Plans of closed forms are approximate, so nothing stops.
+    """
     found = other_sizes(plan, programs, model, specs, dtype)
     if found is not None:
         warn(
             f"{found}: was it profiled with another --sequence? The model runs as it is, but predicted times and "
-            "memory, and tokens per second, are not those of this model"
+            "memory are not those of this model"
         )
+    return found is not None
 
 
 def other_sizes(

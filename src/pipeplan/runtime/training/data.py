@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.load import made_by
+from pipeplan.runtime.models.given_names import made_by
 from pipeplan.runtime.models.spec import Model, Texts
 
 _ONES = """
@@ -124,7 +124,7 @@ def with_data(model: Model, data: str | None) -> Model:
     if len(dataset) < 1:
         raise UsageError(f"--data {data} has no sample; a text needs a token more than the model's sequence")
     _require_names(model, dataset[0], data)
-    return replace(model, batch=_Shuffled(dataset))
+    return replace(model, batch=_Shuffled(dataset), made_up=False)
 
 
 def fingerprint(model: Model, data: str | None) -> str | None:

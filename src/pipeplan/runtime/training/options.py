@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Literal, Self
 
@@ -14,6 +14,7 @@ from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan, Recipe
 from pipeplan.files.recipe import ADAMW, AUTOCAST
 from pipeplan.runtime.launch.job import RunOptions, RunResult
+from pipeplan.runtime.models.given_names import is_configuration, require_importable, require_model
 from pipeplan.units import format_ns
 
 OPTIMIZERS = {
@@ -29,14 +30,23 @@ MOMENTUM = 0.9
 RUNNABLE = {"fp32": "float32", "bf16": "bfloat16", AUTOCAST: "float32"}
 """Recipes that a run can follow, and the number format of parameters: what is beside these is the optimizer's."""
 
+IS_RANK = "PIPEPLAN_RANK"
+"""Set in the environment of a rank that trains: what it imports would otherwise start others in turn."""
+
+_OFF = 0.1
+"""Share of the predicted time by which an iteration may be off without a word."""
+
 LR_SCHEDULES = ("constant", "cosine", "linear")
+
+DTYPES = {"float32": "float32", "float64": "float64", "bfloat16": "bfloat16", "float16": "bfloat16"}
+"""A plan's number format -> the one to train in, which has as many bytes: float16 needs losses to be scaled."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions(RunOptions):
     """How to train with a plan. ``model`` is a name of the zoo, shortened to ``sequence`` if given, a configuration, or
     ``pkg.mod:factory``; ``grain`` is what a block of a captured model is. ``instructions`` is a module, ``pkg.mod``,
-    that registers what the plan's custom ops do.
+    that registers what the plan's custom ops do. ``dtype`` is the plan's where it is None (:meth:`by_plan`).
 
     ``optimizer`` is one of ``OPTIMIZERS`` or ``pkg.mod:factory``, a function of parameters that returns one;
     ``learning_rate`` and ``weight_decay`` are handed to it where they are given. ``lr_schedule`` is one of
@@ -83,6 +93,16 @@ class TrainOptions(RunOptions):
 
     def require_consistent(self) -> None:
         """Refuse options that mean nothing without another, and names that are none. Raises UsageError."""
+        if IS_RANK in os.environ:
+            raise UsageError(
+                "a rank cannot start ranks: the module that it imports for its model does so; put the call of run "
+                'under if __name__ == "__main__":'
+            )
+        if self.model.endswith(".json") and not os.path.isfile(self.model):
+            raise UsageError(f"--model {self.model}: there is no such file")
+        require_model(self.model)
+        if self.data is not None and self.data != "builtin" and ":" not in self.data and not os.path.exists(self.data):
+            raise UsageError(f"--data {self.data} cannot be read: there is no such file")
         if self.optimizer is not None:
             _require_known("--optimizer", self.optimizer, list(OPTIMIZERS))
         _require_known("--lr-schedule", self.lr_schedule, LR_SCHEDULES)
@@ -96,14 +116,34 @@ class TrainOptions(RunOptions):
         there = self.export_weights is not None and os.path.exists(self.export_weights)
         if there and not os.path.isfile(str(self.export_weights)):
             raise UsageError(f"--export-weights {self.export_weights}: it is no ordinary file; choose another")
+        for what, path in self._imported():
+            require_importable(path, what)
+
+    def _imported(self) -> Iterator[tuple[str, str]]:
+        """What ranks will import, and for what."""
+        if not is_configuration(self.model) and ":" in self.model:
+            yield "model", self.model
+        if self.data is not None and ":" in self.data and not os.path.exists(self.data):
+            yield "--data", self.data
+        for flag, given in (("--optimizer", self.optimizer), ("--lr-schedule", self.lr_schedule)):
+            if ":" in given:
+                yield flag, given
+        if self.instructions is not None:
+            yield "--instructions", self.instructions
 
     def by_plan(self, plan: Plan) -> Self:
-        """The same, with what it leaves to the plan's recipe.
+        """The same, with what it leaves to the plan's recipe, or without one to its number format.
 
         Raises:
             UsageError: a recipe that no run can follow, or whose parameters have another format than ``dtype``.
         """
-        made_for = plan.recipe if plan.recipe is not None and not plan.recipe.is_custom else Recipe(name="fp32")
+        if plan.recipe is not None and not plan.recipe.is_custom:
+            made_for = plan.recipe
+        elif self.dtype is None and self.precision is None:
+            dtype = DTYPES.get(plan.provenance.dtype, "float32")
+            return replace(self, dtype=dtype, optimizer=self.optimizer or ADAMW)
+        else:
+            made_for = Recipe(name="fp32")
         name = self.precision if self.precision is not None or self.dtype is not None else made_for.name
         *first, last = RUNNABLE
         usable = f"--precision {', '.join(first)} or {last}"
@@ -165,6 +205,11 @@ class TrainOptions(RunOptions):
         }
 
 
+def settled(options: RunOptions, plan: Plan) -> RunOptions:
+    """The options with what the plan says where they leave it open. Raises UsageError."""
+    return options.by_plan(plan) if isinstance(options, TrainOptions) else options
+
+
 def _require_known(flag: str, name: str, known: Sequence[str]) -> None:
     """Refuse what neither has a name nor is to be imported, before processes start for it."""
     if ":" not in name and name not in known:
@@ -192,15 +237,18 @@ class RunOutcome:
 
     @property
     def throughput(self) -> Throughput | None:
-        """Of the median iteration where a model is trained, of the plan's samples, on the device that it ran on.
+        """Of the median iteration where a model is trained, of the model's tokens, on the device that it ran on.
 
-        Utilisation is not known where ranks may share a device, as they can without NCCL.
+        Utilisation is not known where ranks may share a device, as they can without NCCL, and where the model is
+        another than the one that the plan was made for.
         """
         if not isinstance(self.options, TrainOptions) or not self.result.steps:
             return None
         where = self.result.versions.get("device", "") if self.options.transport == "nccl" else ""
         dtype = self.options.autocast or self.options.number_format
-        measure = Yardstick.of_plan(self.plan).on(where, dtype)
+        tokens, planned = self.result.tokens_per_sample, self.plan.provenance
+        same = self.result.as_planned and tokens == planned.tokens_per_sample
+        measure = Yardstick(where, dtype, tokens, planned.forward_flops_per_sample if same else None)
         return measure.throughput(self.plan.mini_batch, self.warm_ns, len(self.plan.devices))
 
     @property
@@ -208,6 +256,12 @@ class RunOutcome:
         """The median iteration; of several steps the first, which warms up, is left out. 0 without any."""
         times = [step.iteration_ns for step in self.result.steps]
         return round(statistics.median(times[1:] or times or [0]))
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the median is clearly another time than predicted."""
+        predicted = self.predicted_ns
+        return bool(self.result.steps) and predicted > 0 and abs(self.warm_ns / predicted - 1) > _OFF
 
     def figures(self) -> dict[str, object]:
         """The object of ``run --json``, in which what is not finite is None; ``iteration_ns`` is of all steps."""

@@ -7,6 +7,7 @@ gradients, so optimizers that treat each parameter by itself, as torch's do, kee
 from __future__ import annotations
 
 import math
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -40,9 +41,10 @@ from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunResult, StepResult, run_job
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
-from pipeplan.runtime.models.load import found_at, load_model, made_by
+from pipeplan.runtime.models.given_names import found_at, made_by
+from pipeplan.runtime.models.load import advice_on, load_model
 from pipeplan.runtime.models.losses import Finding, find_losses
-from pipeplan.runtime.models.shapes import output_shapes
+from pipeplan.runtime.models.shapes import output_shapes, tokens_per_sample
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.device import Autocast, gathered, rank_device
@@ -58,15 +60,18 @@ from pipeplan.runtime.training.compatibility import (
     identity_of,
     require_agreement,
     require_splittable,
+    warn_of_another_format,
     warn_of_other_sizes,
+    warn_of_waiting,
 )
 from pipeplan.runtime.training.data import with_data
-from pipeplan.runtime.training.options import LR_SCHEDULES, MOMENTUM, OPTIMIZERS, TrainOptions
+from pipeplan.runtime.training.options import IS_RANK, LR_SCHEDULES, MOMENTUM, OPTIMIZERS, TrainOptions
 from pipeplan.runtime.training.weights import Holder, WeightNames, read_weights, write_weights
 
 
 def train_job(job: Report, context: RankContext) -> None:
     """The job of a rank that trains."""
+    os.environ[IS_RANK] = str(context.rank)
     run_job(train, TrainOptions(**job["options"]), job, context)
 
 
@@ -76,7 +81,8 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep
     ``on_step`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
     UsageError, the same on every rank, where plan, model and options do not fit together.
     """
-    trainer = Trainer(plan, with_summed_losses(model_of(options), options, progress), options, progress)
+    model = model_of(options, plan.provenance.tokens_per_sample)
+    trainer = Trainer(plan, with_summed_losses(model, options, progress), options, progress)
     if options.init is not None:
         trainer.read_weights(options.init)
     steps, timeline = [], []
@@ -92,12 +98,26 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep
     peaks = trainer.all_ranks.gather(trainer.peak_memory_bytes())
     trainer.close()
     progress.begin(Phase.DONE)
-    return RunResult(tuple(steps), tuple(peaks), _versions(options), tuple(timeline), unwritten=unwritten)
+    return RunResult(
+        tuple(steps),
+        tuple(peaks),
+        _versions(options),
+        tuple(timeline),
+        unwritten=unwritten,
+        tokens_per_sample=trainer.tokens_per_sample,
+        as_planned=trainer.as_planned,
+    )
 
 
-def model_of(options: TrainOptions) -> Model:
-    """The model to train. Raises UsageError where it has no loss."""
-    model = load_model(options.model, sequence=options.sequence, grain=options.grain, seed=options.seed)
+def model_of(options: TrainOptions, planned_sequence: int | None = None) -> Model:
+    """The model to train, its sequences as long as planned where options do not say. Raises UsageError without loss."""
+    model = load_model(
+        options.model,
+        sequence=options.sequence,
+        planned_sequence=planned_sequence,
+        grain=options.grain,
+        seed=options.seed,
+    )
     model = with_data(model, options.data)
     if not any(block.loss for block in model.blocks):
         raise UsageError(
@@ -119,6 +139,9 @@ def with_summed_losses(model: Model, options: TrainOptions, progress: Progress) 
     return found.summed(model)
 
 
+_MADE_UP = "samples are made up; --data trains on yours"
+
+
 def _found(model: Model, options: TrainOptions) -> Finding | str:
     """What is found, or why training is refused."""
     device = rank_device(options.device, options.transport, options.num_threads)
@@ -126,7 +149,8 @@ def _found(model: Model, options: TrainOptions) -> Finding | str:
         found = find_losses(model, seed=options.seed, device=device)
     except UsageError as error:
         return str(error)
-    for text in filter(None, (model.remark, found.text)):
+    made_up = model.made_up and options.num_steps > 0
+    for text in filter(None, (advice_on(model), found.text, _MADE_UP if made_up else "")):
         tell(text)
     return found
 
@@ -142,6 +166,7 @@ class Trainer:
         progress.begin(Phase.LOADING)
         options = options.by_plan(plan)
         self.rank, self.model, self.options, self.progress = progress.rank, model, options, progress
+        self.dtype = dtype = dtype_of(options)
         programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
         require_splittable(plan, model)
         if options.instructions is not None:
@@ -149,18 +174,20 @@ class Trainer:
         custom_ops = custom_ops_of(plan)
         self.program = programs[self.rank]
         self.device = rank_device(options.device, options.transport, options.num_threads)
-        dtype: torch.dtype = getattr(torch, options.number_format)
         self.autocast = autocast_of(options)
         specs = travelling(self.program, model, dtype, self.autocast)
         lines = self.program.lines.union(part.devices for part in self.program.custom_ops.values())
         self.groups = ProcessGroups(lines, progress)
-        self.modules = self._build(dtype)
+        self.modules = self._build()
         progress.begin(Phase.CONNECTING)
         timeout = timedelta(seconds=options.timeout_ns / 1e9)
         with lost_others(self.progress):
             require_agreement(self.rank, plan, model, options, self.program, specs)
+            self.tokens_per_sample, self.as_planned, self.compared = None, True, False
             if self.rank == 0:
-                warn_of_other_sizes(plan, programs, model, specs, dtype)
+                warn_of_another_format(plan, options)
+                self.as_planned = not warn_of_other_sizes(plan, programs, model, specs, dtype)
+                self.tokens_per_sample = tokens_per_sample(model, dtype)
             self.all_ranks = AllRanks(self.device, progress, timeout)
             self.groups.connect(options.transport, timeout)
             self.shared = SharedParameters(
@@ -231,13 +258,13 @@ class Trainer:
     def read_weights(self, path: str) -> None:
         """Take the parameters from a file of weights. Raises UsageError, the same on every rank."""
         self.progress.begin(Phase.RESUMING)
-        names = WeightNames.of(self.model, getattr(torch, self.options.number_format))
+        names = WeightNames.of(self.model, self.dtype)
         read_weights(path, names, self.model.name, self._weights(names, stored=False))
 
     def write_weights(self, path: str) -> str:
         """Write all ranks' parameters into one file; why it is not there, if it is not. Collective."""
         self.progress.begin(Phase.SAVING)
-        names = WeightNames.of(self.model, getattr(torch, self.options.number_format))
+        names = WeightNames.of(self.model, self.dtype)
         held = list(self._weights(names, stored=True))
         return write_weights(path, names, held, self.all_ranks, self.rank)
 
@@ -271,11 +298,11 @@ class Trainer:
         self.groups.close()
         self.all_ranks.close()
 
-    def _build(self, dtype: torch.dtype) -> dict[Share, nn.Module]:
+    def _build(self) -> dict[Share, nn.Module]:
         shares = dict.fromkeys(share for part in self.program.stages.values() for share in part.shares)
         seed, device = self.options.seed, self.device
         return {
-            share: self.model.build_share(share, seed, self.groups.shards(share), dtype=dtype, device=device)
+            share: self.model.build_share(share, seed, self.groups.shards(share), dtype=self.dtype, device=device)
             for share in shares
         }
 
@@ -338,8 +365,8 @@ class Trainer:
         draw = (self.options.seed, step)
         if not wanted and not any(spec.loss for spec in specs):
             return MiniBatch({}, 1, draw)
-        dtype: torch.dtype = getattr(torch, self.options.number_format)
-        batch = self.model.mini_batch(self.program.mini_batch, step, self.options.seed, dtype=dtype, device=self.device)
+        seed, samples = self.options.seed, self.program.mini_batch
+        batch = self.model.mini_batch(samples, step, seed, dtype=self.dtype, device=self.device)
         tensors = {name: tensor for name, tensor in batch.items() if name in wanted}
         return MiniBatch(tensors, self.model.predictions(batch), draw)
 
@@ -368,9 +395,13 @@ class Trainer:
         computed = [each for each in actions if "_" not in self.program.texts[each[0]]]  # a message is 1SEND_F0
         worked = extent(computed, summed_ns if self.shared.across_ranks else 0)
         self.progress.begin(Phase.REPORTING)
-        found = self.all_ranks.gather((loss, worked, updated_ns))
-        updates = [end - (each[1] if each is not None else end) for _, each, end in found]
-        iteration_ns = iteration_of(each for _, each, _ in found)
+        lacks = [stage.lack for stage in self.stages.values() if stage.lack is not None and not self.compared]
+        self.compared = True
+        found = self.all_ranks.gather((loss, worked, updated_ns, lacks))
+        if self.rank == 0:
+            warn_of_waiting([each for *_, lacking in found for each in lacking])
+        updates = [end - (each[1] if each is not None else end) for _, each, end, _ in found]
+        iteration_ns = iteration_of(each for _, each, *_ in found)
         return StepResult(step, sum(entry[0] for entry in found), iteration_ns, max(updates), norm)
 
 
@@ -384,6 +415,12 @@ def travelling(
     return {
         name: TensorSpec.between(name, once[name][0], twice[name][0], size, once[name][1]) for name in sorted(names)
     }
+
+
+def dtype_of(options: TrainOptions) -> torch.dtype:
+    """Of parameters."""
+    dtype: torch.dtype = getattr(torch, options.number_format)
+    return dtype
 
 
 def autocast_of(options: TrainOptions) -> Autocast | None:

@@ -173,6 +173,7 @@ def load(
     text_or_path: str,
     *,
     sequence: int | None = None,
+    planned_sequence: int | None = None,
     meta: bool = False,
     seed: int = 0,
     shards: Sequence[int] = (),
@@ -184,6 +185,7 @@ def load(
             left out have transformers' defaults.
         sequence: tokens per text; without it 1024 for causal models, 512 for BERT and T5, 77 for texts of images, or
             the configuration's maximum if that is shorter.
+        planned_sequence: the same where ``sequence`` is None and the configuration takes such sequences.
         meta: parameters have shapes but no data.
         seed: of the parameters.
         shards: numbers of devices that the model is going to be split over.
@@ -196,7 +198,7 @@ def load(
     family = family_of(name)
     with _quiet():
         config = _configuration(family, keywords, strict, text_or_path)
-        length = _sequence(family, config, sequence, text_or_path)
+        length = _sequence(family, config, sequence, planned_sequence, text_or_path)
         _require_fitting(config, text_or_path)
         if not family.splits and max(shards, default=1) > 1:
             raise unsplittable(max(shards), text_or_path)
@@ -275,8 +277,10 @@ def _transformers() -> Any:
     return transformers
 
 
-def _sequence(family: ModelFamily, config: Any, asked: int | None, where: str) -> int:
+def _sequence(family: ModelFamily, config: Any, asked: int | None, planned: int | None, where: str) -> int:
     maximum = family.maximum(config)
+    if asked is None and planned is not None and (maximum is None or planned <= maximum):
+        return planned
     if asked is None:
         return family.longest if maximum is None else min(family.longest, maximum)
     if asked < 1 or (maximum is not None and asked > maximum):
@@ -348,18 +352,23 @@ def load_configuration(
     text_or_path: str,
     *,
     sequence: int | None = None,
+    planned_sequence: int | None = None,
     grain: Grain = "half",
     meta: bool = False,
     seed: int = 0,
     shards: Sequence[int] = (),
 ) -> Model:
     """The blocks of a Hugging Face configuration; arguments and errors are those of ``load`` and ``capture``."""
-    whole = load(text_or_path, sequence=sequence, meta=meta, seed=seed, shards=shards)
+    whole = load(
+        text_or_path, sequence=sequence, planned_sequence=planned_sequence, meta=meta, seed=seed, shards=shards
+    )
     settings = {key: value for key, value in whole.config.to_dict().items() if key != "transformers_version"}
     model = _captured(whole, grain)
     sharded = partial(_share, whole, grain) if whole.family.splits else None
     loss_of: Literal["samples", "micro-batches"] = "micro-batches" if isinstance(whole.module, Pairs) else "samples"
-    model = replace(model, sharded=sharded, texts=texts_of(whole.contents), settings=settings, loss_of=loss_of)
+    model = replace(
+        model, sharded=sharded, texts=texts_of(whole.contents), settings=settings, loss_of=loss_of, made_up=True
+    )
     return _named_as_in_transformers(model)
 
 

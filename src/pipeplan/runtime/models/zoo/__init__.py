@@ -46,9 +46,14 @@ ZOO: Mapping[str, ZooSize] = {name: _size(size) for name, size in model_sizes().
 """Sizes of models by name."""
 
 
-def zoo_model(name: str, *, sequence: int | None = None) -> Model:
-    """A model of the zoo, with shorter sequences if asked. Raises UsageError for a length it does not take."""
-    return replace(_model(name, sequence), loss_of="samples")
+def zoo_model(name: str, *, sequence: int | None = None, planned: int | None = None) -> Model:
+    """A model of the zoo, with shorter sequences if asked, or else ``planned`` where it takes those.
+
+    Raises UsageError for a ``sequence`` that it does not take.
+    """
+    if sequence is None and planned is not None and planned <= ZOO[name].longest:
+        sequence = planned
+    return replace(_model(name, sequence), loss_of="samples", made_up=True)
 
 
 def _model(name: str, sequence: int | None) -> Model:

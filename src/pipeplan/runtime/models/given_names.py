@@ -1,0 +1,163 @@
+"""What names mean that a user gives, ``pkg.mod:name`` among them, and whether they mean anything; needs no torch.
+
+Only the command line and Python can give such names, never a file.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from pipeplan.catalog import RUNNING_FAMILIES, configurations, model_sizes
+from pipeplan.errors import UsageError, did_you_mean
+
+_CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
+_OF_A_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+# Models -----------------------------------------------------------------------------------------------------------
+
+
+def is_configuration(name: str) -> bool:
+    """Whether a model's name is a Hugging Face configuration: a known one, a file, or text such as ``T5Config()``."""
+    return name in configurations() or name.endswith(".json") or _CONFIGURATION.fullmatch(name) is not None
+
+
+def require_model(name: str) -> None:
+    """Refuse what is neither a model's name nor one to be imported. Raises UsageError."""
+    zoo = [known for known, size in model_sizes().items() if size.family in RUNNING_FAMILIES]
+    if name in zoo or is_configuration(name) or ":" in name:
+        return
+    known = [*zoo, *configurations()]
+    if _OF_A_HUB.fullmatch(name):
+        near = _named_in(name, list(configurations()))
+        hint = f"try {near}, or " if near else ""
+        raise UsageError(
+            f"model {name!r} is a name of a hub, from which nothing is downloaded; {hint}download its config.json and "
+            "give the path of that"
+        )
+    question = did_you_mean(name, known)
+    near = f" ({question})" if question else ""
+    raise UsageError(
+        f"model {name!r} is neither in the zoo nor well known{near}, nor a Hugging Face config.json or "
+        f"SomeConfig(...), nor of the form pkg.mod:factory; docs/models.md lists the zoo's {len(zoo)} models"
+    )
+
+
+def _named_in(name: str, known: Sequence[str]) -> str:
+    """The longest known name that is in another one, whatever stands between its letters; empty if none is."""
+
+    def bare(text: str) -> str:
+        return re.sub(r"[^a-z0-9]", "", text.lower())
+
+    return max((each for each in known if bare(each) in bare(name)), key=len, default="")
+
+
+# Names of modules ---------------------------------------------------------------------------------------------------
+
+
+def require_importable(path: str, what: str) -> None:
+    """Refuse ``pkg.mod:name``, or ``pkg.mod``, that is not there, before processes start for it.
+
+    Where the source shows it nothing is imported; else it is tried. Raises UsageError as :func:`found_at`.
+    """
+    if not _is_in_source(path):
+        found_at(path, what)
+
+
+def found_at(path: str, what: str) -> object:
+    """What ``pkg.mod:name``, or ``pkg.mod``, names; modules of the working directory are found, as by ``python -m``.
+
+    ``what`` it is for begins errors: ``model``, ``--optimizer``. Raises UsageError where it cannot be imported.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return resolve_name(path)
+    except Exception as error:  # whatever the module raises while it is imported
+        hint = _hint(path)
+        raise UsageError(
+            f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}{hint and f'; {hint}'}"
+        ) from error
+
+
+def value_of(path: str, what: str) -> object:
+    """What ``path`` names or, of a function, what it returns. Raises UsageError as :func:`made_by`."""
+    found = found_at(path, what)
+    return made_by(path, what) if inspect.isroutine(found) or inspect.isclass(found) else found
+
+
+def made_by(path: str, what: str, *arguments: Any, **options: Any) -> Any:
+    """What the function that ``path`` names returns. Raises UsageError as :func:`found_at`, and where it fails."""
+    factory = found_at(path, what)
+    if not callable(factory):
+        raise UsageError(f"{what} {path!r} is a {type(factory).__name__}, not a function")
+    try:
+        return factory(*arguments, **options)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{what} {path!r}: the factory failed: {type(error).__name__}: {error}") from error
+
+
+def _hint(path: str) -> str:
+    """What may have been meant; empty if that is not known."""
+    module, colon, name = path.partition(":")
+    if module.endswith(".py"):
+        return f"leave out .py: {module.removesuffix('.py').replace('/', '.')}{colon}{name}"
+    if module in sys.modules:
+        known = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
+        return did_you_mean(name, known) if name and name not in known else ""
+    here = [file.stem for file in Path().glob("*.py")]
+    return did_you_mean(module, here) if module not in here else ""
+
+
+def _is_in_source(path: str) -> bool:
+    """Whether the module's source, which is not run, defines the name at its top."""
+    module, _, name = path.partition(":")
+    spec = _spec_of(module)
+    if spec is None or spec.origin is None:
+        return False
+    if not name:
+        return True
+    try:
+        body = ast.parse(Path(spec.origin).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return False
+    return name in _defined(body)
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    """Where a module is; its packages are not imported, either."""
+    where: Sequence[str] | None = [os.getcwd(), *sys.path]
+    spec, parts = None, module.split(".")
+    for number in range(len(parts)):
+        if where is None or not parts[number]:
+            return None
+        spec = PathFinder.find_spec(".".join(parts[: number + 1]), where)
+        where = None if spec is None else spec.submodule_search_locations
+    return spec
+
+
+def _defined(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """Names that statements give a meaning to, also inside conditions and the like."""
+    for statement in body:
+        match statement:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                yield from (each.asname or each.name.partition(".")[0] for each in names)
+            case _:
+                for part in ast.walk(statement):
+                    if isinstance(part, ast.FunctionDef | ast.ClassDef):
+                        yield part.name
+                    elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                        yield part.id
