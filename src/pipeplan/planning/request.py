@@ -265,7 +265,7 @@ class Request:
 
 def input_notes(request: Request) -> Iterator[str]:
     """What a reader must know of the costs: samples that nobody named, links that are free or carry nothing, times of
-    another device than the cluster's, or of another number format than the recipe's, and a profile that has warnings."""
+    another device than the cluster's, or of another number format than the recipe's, and warnings of the profile."""
     yield from _request_notes(request)
     profile = request.profile
     found = cautions(profile) if profile.source.method == "measured" else ()

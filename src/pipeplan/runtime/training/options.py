@@ -126,7 +126,7 @@ class TrainOptions(RunOptions):
         if self.data is not None and ":" in self.data and not os.path.exists(self.data):
             yield "--data", self.data
         for flag, given in (("--optimizer", self.optimizer), ("--lr-schedule", self.lr_schedule)):
-            if ":" in given:
+            if given is not None and ":" in given:
                 yield flag, given
         if self.instructions is not None:
             yield "--instructions", self.instructions
