@@ -90,7 +90,8 @@ def shortage(request: Request, error: InfeasibleError, seconds: float, step: Exp
     limit = request.least_memory
     if limit is None:
         return error
-    asked = replace(request, cluster=None, time_limit=max(1.0, seconds / 4))
+    # with its limit, since without one nothing would recompute
+    asked = replace(request, cluster=None, memory_bytes=limit, time_limit=max(1.0, seconds / 4))
     least = _Least(asked, limit, step)
     least.find(seconds)
     if least.memory is None or least.enough <= rounded_up(limit):
@@ -251,8 +252,12 @@ def _changed(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _points(request: Request) -> list[Choice | PlacementCandidate]:
-    """What there is without stages as a graph, to be placed so that little memory does."""
-    return [point for point in grid(request) if not isinstance(point, UsageError)]
+    """What there is without stages as a graph, to be placed so that little memory does: what should need least first.
+
+    There may not be time for all, and what needs more than is known to do is refuted by one question.
+    """
+    points = [point for point in grid(request) if not isinstance(point, UsageError)]
+    return sorted(points, key=lambda point: (not point.recompute, point.batch.microbatch_size))
 
 
 def _text(request: Request, limit: int, least: _Least) -> str:
