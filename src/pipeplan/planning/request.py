@@ -77,6 +77,13 @@ def resolve_batch(
     return Batch(num_microbatches, microbatch_size)
 
 
+def _open_sizes(profile: Profile, mini_batch: int) -> tuple[int, ...]:
+    """The profiled micro-batch sizes, and those between them that divide a mini-batch: costs are interpolated there."""
+    sizes = profile.microbatch_sizes
+    between = range(sizes[0], sizes[-1]) if sizes else ()
+    return tuple(sorted({*sizes, *(size for size in between if mini_batch % size == 0)}))
+
+
 def _divided(total: int, by: int, flag: str) -> int:
     if total % by:
         nearest = [str(count * by) for count in (total // by, total // by + 1) if count]
@@ -177,9 +184,10 @@ class Request:
         """The request that a few words make, the rest by default.
 
         ``placement`` is as in :func:`choose_placement`, the mini-batch as in :func:`resolve_batch`. Without ``devices``
-        they are those of the placement, else all of the cluster's. Micro-batches have any of the profile's sizes unless
-        their size or number is said. A named ``scheduler`` or ``rules`` are as they are defined: without parts of
-        forwards, backward whole unless the definition splits it. ``others`` are fields as they stand.
+        they are those of the placement, else all of the cluster's. Micro-batches have any of the profile's sizes, or
+        one between them that divides the mini-batch, unless their size or number is said. A named ``scheduler`` or
+        ``rules`` are as they are defined: without parts of forwards, backward whole unless the definition splits it.
+        ``others`` are fields as they stand.
 
         Raises:
             UsageError: what is said contradicts itself or the profile, or is not enough.
@@ -204,7 +212,7 @@ class Request:
             batch,
             chosen,
             chunks,
-            () if fixed else profile.microbatch_sizes,
+            () if fixed else _open_sizes(profile, batch.mini_batch),
             cluster,
             scheduler=scheduler,
             rules=rules,

@@ -19,8 +19,17 @@ from dataclasses import dataclass, replace
 
 from pipeplan.errors import PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan
+from pipeplan.partition.chain.rebalance import even
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned
-from pipeplan.planning.candidates import PlacementCandidate, PublishedPlanners, StageGraphs, candidates, even_cuts
+from pipeplan.planning.candidates import (
+    PlacementCandidate,
+    PublishedPlanners,
+    StageGraphs,
+    candidates,
+    even_cuts,
+    placed,
+    strategy_choices,
+)
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import (
@@ -239,8 +248,9 @@ class EvenCut(PlanStep):
     """A first plan of a large request: cut evenly, with 1F1B or GPipe; in ``seconds`` at most, or it is said.
 
     In others the first candidate is as quick; but where no more than ``hurry`` seconds are left they have one, too,
-    which takes so little that it is made however late it is. Pipelines so deep that such a plan runs group by group get
-    larger groups as long as making their plan takes no more than a ``growth`` of the time that is left.
+    which takes so little that it is made however late it is. A schedule that is asked for by name has one in any case,
+    of the first choice of the strategies that fits, recomputing or not. Pipelines so deep that such a plan runs group
+    by group get larger groups as long as making their plan takes no more than a ``growth`` of the time that is left.
     """
 
     least: int = 4_000
@@ -250,17 +260,22 @@ class EvenCut(PlanStep):
     name = "even cut"
     when = (
         "first, once; more than {least} blocks x devices, or at most {hurry} s are left; --placement auto or "
-        "one-to-one, --scheduler auto"
+        "one-to-one, --scheduler auto; or any strategy with a named schedule"
     )
     in_turn = True
 
     def run(self, search: PlanSearch) -> None:
         request = search.request
         plain = request.placement in ("auto", "one-to-one") and request.scheduler == "auto"
-        if search.begun or not plain or request.num_parted or request.spread:
+        if search.begun or not (plain or _is_named(request)) or request.num_parted or request.spread:
             return
         search.begun = True
-        if request.num_devices * len(request.profile.blocks) > self.least:
+        if _is_named(request):
+            if not search.budget.deterministic and not isinstance(request.placement, Placement):
+                with search.budget.share(self.seconds) as share, share.ended():
+                    self._look_named(search)
+                _secure(search)
+        elif request.num_devices * len(request.profile.blocks) > self.least:
             self._large(search)
         elif not search.budget.deterministic and search.budget.left() <= self.hurry:
             with shielded():
@@ -299,6 +314,26 @@ class EvenCut(PlanStep):
                 search.looked_at += 1
                 search.report(trial)
                 return
+
+    def _look_named(self, search: PlanSearch) -> None:
+        """The first that fits with the schedule that is asked for."""
+        for choice in strategy_choices(search.request):
+            checkpoint()
+            candidate = placed(search.request, choice, even)
+            if isinstance(candidate, PipeplanError):
+                continue
+            with suppress(PipeplanError):
+                trial = Trial.of(search.request, candidate, search.steps)
+                trial.search(search.request, search.budget, search.budget.remaining)
+                search.trials.append(trial)
+                search.looked_at += 1
+                search.report(trial)
+                return
+
+
+def _is_named(request: Request) -> bool:
+    """Whether one schedule is asked for: that of a name, or of rules."""
+    return request.scheduler not in SEARCHING and not request.tunes
 
 
 _MORE = 4
@@ -381,6 +416,8 @@ class SearchCandidates(PlanStep):
             seconds = search.budget.remaining * (part if len(live) > 1 else 1.0)
             for trial in live:
                 best = search.best
+                if trial.best is not None and _is_named(search.request):
+                    continue  # it has the only one
                 if best is None or not (trial.hopeless(best) or search.budget.expired):
                     self._search(search, trial, seconds / len(live))
 
