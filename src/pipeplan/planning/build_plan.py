@@ -188,7 +188,7 @@ def number(value: Fraction) -> float:
 
 @dataclass(frozen=True, slots=True)
 class CandidateCounts:
-    """Placements, with sizes, replicas and recomputation: looked at, of these proved no better, not yet looked at."""
+    """Placements, with sizes, replicas and recomputation: looked at, of these proved no better, not all looked at."""
 
     looked_at: int
     refuted: int

@@ -192,7 +192,7 @@ class Request:
         Raises:
             UsageError: what is said contradicts itself or the profile, or is not enough.
         """
-        if devices is None and cluster is not None and profile.placement is None:
+        if devices is None and cluster is not None and (profile.placement is None or placement == ALL):
             devices = cluster.num_devices
         chosen, num_devices = choose_placement(profile, placement, devices, rules)
         batch = resolve_batch(
@@ -280,7 +280,8 @@ def choose_placement(
     """What ``--placement`` and ``--devices`` mean: a placement that exists, or a strategy; and how many devices.
 
     ``wanted`` is ``auto`` (the profile's own placement, else the strategy of the rules, or :data:`SUBMODULES` where
-    they have one for each, else all strategies), a strategy, a placement file, or a placement.
+    they have one for each, else all strategies), :data:`ALL` (the same without the profile's own), a strategy, a
+    placement file, or a placement.
 
     Raises:
         UsageError: ``num_devices`` contradicts the placement, is missing, or the strategy is not known; the rules are
@@ -288,17 +289,17 @@ def choose_placement(
     """
     given: Placement | None = None
     ruled = strategy_of(rules)
-    if wanted == "auto":
-        given = profile.placement
+    if wanted in ("auto", ALL):
+        given = profile.placement if wanted == "auto" else None
         if given is None:
-            return ruled or wanted, _count(profile, num_devices)
+            return ruled or "auto", _count(profile, num_devices)
         if rules is not None and not follows_rules(profile, given, rules):
             raise _other_placement(rules, given)
     elif isinstance(wanted, Placement):
         given = _placing(profile, wanted)
     elif wanted not in STRATEGIES:
         if not os.path.exists(wanted):
-            meant = choose_from(wanted, ("auto", *STRATEGIES))
+            meant = choose_from(wanted, ("auto", ALL, *STRATEGIES))
             raise UsageError(f"--placement {wanted!r} is neither a file nor a strategy; {meant}")
         given = _placing(profile, read_placement(wanted))
     if given is not None:
@@ -341,6 +342,9 @@ def _count(profile: Profile, num_devices: int | None) -> int:
         raise UsageError(f"profile {profile.name!r} has no placement; give --devices or a --cluster")
     return count
 
+
+ALL = "all"
+"""What asks for all strategies, whatever placement the profile has."""
 
 SUBMODULES = "submodules"
 """What stands for a strategy where the rules place each submodule by one of its own."""

@@ -48,7 +48,7 @@ from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FewerBytes, FirstLook
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
-from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded, time_is_up
 from pipeplan.units import format_ns
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.memory import fits
@@ -388,8 +388,10 @@ class LookAtCandidates(PlanStep):
         few = max(sum(map(len, way.slots)) for way in trial.ways) <= _FEW
         if request.scheduler != "auto" or (given and few) or trial.worse(best):
             return  # what is given is searched in any case: of few actions that finds known schedules as soon
+        search.unfinished += 1
         with search.noting(f"known schedules of {candidate.placement.strategy}"):
             trial.look()
+        search.unfinished -= not time_is_up()
         _secure(search)
         if slicing is not None:
             slicing.at_once(request, trial)
@@ -504,7 +506,9 @@ def search_plan(
     schedule, plan = last.schedule, last.plan
     chosen = None if isinstance(request.placement, Placement) else search.partition_seconds
     refuted = sum(trial.hopeless(best) for trial in search.trials if trial is not best)
-    counts = CandidateCounts(search.looked_at, search.refuted + refuted, sum(1 for _ in search.open))
+    counts = CandidateCounts(
+        search.looked_at, search.refuted + refuted, search.unfinished + sum(1 for _ in search.open)
+    )
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
     return Result(
         plan,
