@@ -18,13 +18,14 @@ from pipeplan.files import Block, PlacedStage, Placement, Profile
 from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
 from pipeplan.partition.chain.costs import Chain
-from pipeplan.partition.chain.rebalance import even
+from pipeplan.partition.chain.rebalance import PER_DEVICE, even
 from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.placement import Cut, can_spread, place, place_submodules, undivided
 from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, free
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.schedule.state import SearchStep
+from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
 
 
@@ -302,10 +303,22 @@ def _no_size(request: Request, replicas: int, spread: bool) -> UsageError:
     if request.placement != "auto" and request.num_devices % replicas:  # whatever the size
         return undivided(request.num_devices, replicas)
     return UsageError(
-        f"no micro-batch size of {', '.join(map(str, _sizes(request, replicas)))} suits {replicas} replicas: it must "
-        f"divide the mini-batch of {request.batch.mini_batch} and give each replica {low} to {high} samples"
+        f"no micro-batch size of {', '.join(map(str, _sizes(request, replicas)))} suits "
+        f"{counted(replicas, 'replica')}: it must divide the mini-batch of {_mini_batch(request)} "
+        f"and give each replica {low} to {high} samples"
         f"{', an even number for --slices' if request.num_parted else ''}; "
         + (", or ".join(_other_sizes(request, replicas, low, high, spread)) or "profile it with larger --microbatch")
+    )
+
+
+def _mini_batch(request: Request) -> str:
+    """Its samples, and where the number comes from where nobody said it."""
+    batch = request.batch
+    if batch.num_microbatches != PER_DEVICE * request.num_devices:
+        return str(batch.mini_batch)
+    size = counted(batch.microbatch_size, "sample")
+    return (
+        f"{batch.mini_batch} (by default {PER_DEVICE} micro-batches of {size} for each device; --mini-batch changes it)"
     )
 
 
@@ -351,9 +364,9 @@ def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
         if shards not in known:
             return UsageError(
                 f"block {block.id!r} of profile {request.profile.name!r} has costs for {', '.join(map(str, known))} "
-                f"shards, but placement {request.placement}, {replicas} copies on {request.num_devices} devices, needs "
-                f"{shards}; change --replicas, leave out --shard-shared and a --placement where the profile has its own"
-                + _or(splitting_remedy(request.profile, [shards]))
+                f"shards, but placement {request.placement}, {replicas} cop{'y' if replicas == 1 else 'ies'} on "
+                f"{request.num_devices} devices, needs {shards}; change --replicas, leave out --shard-shared and a "
+                "--placement where the profile has its own" + _or(splitting_remedy(request.profile, [shards]))
             )
     return UsageError(
         f"the blocks of profile {request.profile.name!r} have no micro-batch size in common; profile all of them with "

@@ -269,13 +269,20 @@ def _text(request: Request, limit: int, least: _Least) -> str:
         remedies.append(f"raise --devices to {least.devices}")
     elif least.in_time and not isinstance(request.placement, Placement):
         enough += f", and with {format_bytes(limit)} each no number of devices was found that does"
-    if not least.in_time:
-        enough += "; less may do, which takes more --time-limit to find out"
     remedies += [f"give {flag}" for flag in least.others]
     return (
-        f"no plan was found for {count} devices of {format_bytes(limit)}: in the one that needs least, "
+        f"no plan was found for {count} devices of {format_bytes(limit)}: in the one found that needs least, "
         f"{least.memory.place} needs {memory}, {format_bytes(least.enough - limit)} too much; {enough}; "
-        + ", or ".join(remedies)
+        f"{unproved(in_time=least.in_time)}; " + ", or ".join(remedies)
+    )
+
+
+def unproved(*, in_time: bool) -> str:
+    """What is not known of what would do."""
+    return (
+        "that was found, and that less would not is not proved"
+        if in_time
+        else "that was found in the time there was, and with more --time-limit less may be"
     )
 
 

@@ -12,6 +12,7 @@ from pipeplan.costs import can_split
 from pipeplan.costs.stages import require_totals
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
+from pipeplan.partition.chain.rebalance import PER_DEVICE
 from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.schedule.classic import CLASSIC
@@ -71,7 +72,7 @@ def resolve_batch(
         microbatch_size = 1 if profile.placement is not None else (dividing or sizes)[-1]
     if num_microbatches is None:
         if mini_batch is None:
-            num_microbatches = 4 * num_devices
+            num_microbatches = PER_DEVICE * num_devices
         else:
             num_microbatches = _divided(mini_batch, microbatch_size, "--microbatch-size")
     return Batch(num_microbatches, microbatch_size)

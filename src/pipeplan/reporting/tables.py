@@ -17,7 +17,6 @@ from pipeplan.planning.tuning_cells import TuningRow
 from pipeplan.reporting.layout import (
     Column,
     console_for,
-    counted,
     flowed,
     labelled,
     more,
@@ -29,6 +28,7 @@ from pipeplan.reporting.layout import (
 from pipeplan.reporting.timeline import kind_name
 from pipeplan.simulator.measured_times import DeviceTimes, MeasuredComparison
 from pipeplan.simulator.simulation import Simulation
+from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns, rounded_up
 from pipeplan.workload.kinds import is_instruction
 from pipeplan.workload.samples import size_in_words
