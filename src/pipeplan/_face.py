@@ -203,7 +203,8 @@ def search(
             seconds.
         time_limit: as ``"30s"`` or in seconds.
         seed: of the solver and of local search.
-        deterministic: count solver steps instead of seconds: the same seed gives the same plan on any machine.
+        deterministic: ``time_limit`` counts work, for which a busy machine takes longer: the same seed gives the same
+            plan on any machine.
         scheduler: ``"auto"``, ``"repetend"``, ``"rules"`` or a classic schedule such as ``"1f1b"``.
         rules: for the scheduler ``"rules"``: :class:`Rules`, the name of a built-in set, or the path of a TOML file.
         workers: processes of an auto-tuning (``scheduler="rules"`` without ``rules``); by default one per core.

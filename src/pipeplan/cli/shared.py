@@ -253,7 +253,11 @@ _OPTIONS = (
         "--time-limit", type=DURATION, default="30s", help="Stop searching and write the plan after this long."
     ),
     SEED,
-    click.option("--deterministic", is_flag=True, help="Same seed, same plan: counts solver steps, not seconds."),
+    click.option(
+        "--deterministic",
+        is_flag=True,
+        help="Same seed, same plan: --time-limit then counts work, for which a busy machine takes longer.",
+    ),
     click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object."),
 )
 
