@@ -138,8 +138,10 @@ def tune(
     return tune(request, workers=workers or os.cpu_count() or 1, cache=cache, progress=progress, within=within)
 
 
-def compare(request: Request, *, progress: Progress | None = None, within: Limit | None = None) -> Comparison:
-    """Every known schedule beside the search's; see :func:`pipeplan.planning.comparison.compare`.
+def compare(
+    request: Request, *, rules: Rules | None = None, progress: Progress | None = None, within: Limit | None = None
+) -> Comparison:
+    """Every known schedule, and that of rules, beside the search's; see :func:`pipeplan.planning.comparison.compare`.
 
     Raises:
         SearchTimeoutError: time ran out with nothing found.
@@ -147,7 +149,7 @@ def compare(request: Request, *, progress: Progress | None = None, within: Limit
     """
     from pipeplan.planning.comparison import compare
 
-    return compare(request, progress=progress, within=within)
+    return compare(request, rules=rules, progress=progress, within=within)
 
 
 def frontier(
@@ -397,7 +399,7 @@ def known_names(
 
     tables: dict[str, list[str]] = {
         "schedulers": ["auto", "repetend", "rules", *CLASSIC],
-        "placements": ["auto", *STRATEGIES],
+        "placements": ["auto", "all", *STRATEGIES],
         "models": [
             *(name for name, size in model_sizes().items() if size.family in RUNNING_FAMILIES),
             *configurations(),

@@ -199,7 +199,8 @@ def search(
         mini_batch: samples per iteration (the global batch size).
         microbatch_size: samples per micro-batch; by default searched among the profiled sizes.
         microbatches: micro-batches per iteration; by default four per device.
-        placement: ``"auto"``, a strategy such as ``"circular"``, a :class:`Placement`, or the path of its file.
+        placement: ``"auto"`` (the profile's own, else all strategies), ``"all"``, a strategy such as ``"circular"``, a
+            :class:`Placement`, or the path of its file.
         chunks: virtual stages: stages per device, where the strategy has several.
         replicas: data-parallel size: copies of the whole pipeline; by default searched.
         shard_shared: whether shared blocks are split over all devices of the pipeline.
@@ -211,7 +212,8 @@ def search(
             seconds.
         time_limit: as ``"30s"`` or in seconds.
         seed: of the solver and of local search.
-        deterministic: count solver steps instead of seconds: the same seed gives the same plan on any machine.
+        deterministic: ``time_limit`` counts work, for which a busy machine takes longer: the same seed gives the same
+            plan on any machine.
         scheduler: ``"auto"``, ``"repetend"``, ``"rules"`` or a classic schedule such as ``"1f1b"``.
         rules: for the scheduler ``"rules"``: :class:`Rules`, the name of a built-in set, or the path of a TOML file.
         workers: processes of an auto-tuning (``scheduler="rules"`` without ``rules``); by default one per core.
@@ -333,13 +335,16 @@ def compare(
     time_limit: Duration = 30,
     seed: int = 0,
     deterministic: bool = False,
+    rules: Rules | Path | None = None,
     progress: SearchProgress | None = None,
     within: Limit | None = None,
 ) -> Comparison:
     """Time every classic schedule that applies, and search for a better one.
 
     Args:
-        profile: as all other arguments, see :func:`search`.
+        profile: as all arguments that are not named here, see :func:`search`.
+        rules: one more schedule beside the known ones: :class:`Rules`, the name of a built-in set, or the path of a
+            TOML file.
 
     Returns:
         ``.rows`` best first, those that do not fit into memory last, and ``.missing`` schedules with the reason.
@@ -353,10 +358,11 @@ def compare(
         >>> comparison = pipeplan.compare("profiles/tessel-v.json", time_limit=5)
         >>> [(row.schedule, row.iteration_ns) for row in comparison.rows]
     """
-    from pipeplan.cli.shared import read_request
+    from pipeplan.cli.shared import given_rules, read_request
 
-    request = read_request(_asked("compare", locals()).params)
-    return _api.compare(request, progress=progress, within=within)
+    flags = _asked("compare", locals()).params
+    own = given_rules(flags["rules_path"])
+    return _api.compare(read_request(flags), rules=own, progress=progress, within=within)
 
 
 @_public

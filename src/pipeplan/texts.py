@@ -112,3 +112,8 @@ def with_short_lines(text: str) -> str:
         line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - _LONGEST_END - 3]}...{line[-_LONGEST_END:]}"
         for line in text.split("\n")
     )
+
+
+def counted(count: int, noun: str, plural: str = "s") -> str:
+    """A number of things in words: ``1 device``, ``2 devices``."""
+    return f"{count} {noun}{'' if count == 1 else plural}"

@@ -63,7 +63,7 @@ def test_rows_are_best_first_and_ours_is_never_worse(zero_bubble: Path) -> None:
 
 
 def test_the_table(zero_bubble: Path) -> None:
-    done = pipeplan("compare", zero_bubble, "--memory", "8GB", "--microbatches", "12", *QUICK)
+    done = pipeplan("compare", zero_bubble, "--memory", "8GB", "--microbatches", "12", "--recompute", "none", *QUICK)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "shape-v: 4 devices, 12 micro-batches of 1 sample, memory 8GB"
@@ -89,6 +89,15 @@ def test_without_a_placement_all_strategies_are_compared(blocks: Path) -> None:
     assert {("1f1b", "one-to-one"), ("interleaved-1f1b", "circular"), ("zb-v", "v-shape")} <= where
     one = compared(blocks, "--devices", "4", "--placement", "circular", *QUICK)["rows"]
     assert {row["placement"] for row in one} == {"circular"}
+
+
+def test_all_strategies_whatever_the_profile_says_and_rules_beside_them(zero_bubble: Path, tmp_path: Path) -> None:
+    rules = tmp_path / "mine.toml"
+    rules.write_text('in_flight = "D - d"', encoding="utf-8")
+    found = compared(zero_bubble, "--placement", "all", "--devices", "2", "--rules", rules, *QUICK)
+    where = {(row["schedule"], row["placement"]) for row in found["rows"]}
+    assert {("pipeplan", "one-to-one"), ("rules: mine", "one-to-one"), ("pipeplan", "v-shape")} <= where
+    assert found["not_reached"] == []
 
 
 def test_too_few_blocks_for_some_placements(blocks: Path) -> None:

@@ -124,7 +124,7 @@ def test_placement_file(chain: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["--memory", "0.5GB"], 1, "500MB too much; 4 devices of 1GB would do; raise --memory"),
+        (["--memory", "0.5GB"], 1, "500MB too much; 4 devices of 1GB would do; that was found"),
         (["--devices", "3"], 2, "--devices 3 contradicts the profile's placement"),
         (["--chunks", "2"], 2, "--chunks 2 would do nothing"),
         (["--memory", "lots"], 2, "is not a size"),

@@ -20,6 +20,7 @@ from pipeplan.planning.steps import search_plan
 from pipeplan.reporting.tables import print_comparison
 from pipeplan.reporting.terminal import bottleneck, print_stages
 from pipeplan.schedule.classic import CLASSIC, Classic
+from pipeplan.schedule.rules.language import parse_rules
 from pipeplan.time_limit import Limit, checkpoint
 from pipeplan.units import format_bytes
 
@@ -309,16 +310,80 @@ def test_what_does_not_apply_is_noted_with_the_placements_where_it_does_not() ->
     assert "not applicable on v: c (no)" in text
 
 
-def test_a_search_that_was_too_short_is_said() -> None:
-    """Here by making the search's schedule longer than all others."""
-    found = compared("one-to-one")
-    assert "too little time" not in printed(found)
-    late = tuple(
-        replace(row, makespan_ns=10**6, iteration_ns=10**6) if row.schedule == OURS else row for row in found.rows
+def test_what_is_known_is_taken_over_where_the_search_had_too_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here by letting it find GPipe's schedule alone."""
+    assert "cut short" not in printed(compared("one-to-one"))
+    monkeypatch.setattr(
+        comparison, "search_plan", lambda asked, **how: search_plan(replace(asked, scheduler="gpipe"), **how)
     )
-    rows = tuple(sorted(late, key=lambda row: row.makespan_ns))
-    text = printed(replace(found, rows=rows))
-    assert f"the search on one-to-one had too little time: {rows[0].title} is shorter; raise --time-limit" in text
+    found = compared("one-to-one")
+    assert found.rows[0].schedule == OURS
+    assert found.rows[0].iteration_ns == found.rows[1].iteration_ns < found.rows[-1].iteration_ns
+    assert [row.cut_short for row in found.rows] == [row.schedule == OURS for row in found.rows]
+    assert "cut short: the search on one-to-one had too little time to look at everything" in printed(found)
+
+
+def test_rows_of_a_search_that_saw_not_everything_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hurried(asked: Request, **how: Any) -> Result:
+        found = search_plan(asked, **how)
+        return replace(found, candidates=replace(found.candidates, left=1))
+
+    monkeypatch.setattr(comparison, "search_plan", hurried)
+    assert all(row.cut_short for row in compared("one-to-one").rows)
+
+
+def test_what_there_was_no_time_for_is_not_reached_and_not_said_to_be_impossible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, timed = [0.0], comparison._row
+
+    def late(name: str, *rest: object) -> object:
+        if name == "1f1b":
+            now[0] = 200.0
+            checkpoint()
+        return timed(name, *rest)  # type: ignore[arg-type]  # passed on
+
+    monkeypatch.setattr(comparison, "_row", late)
+    asked = Request(chain(8), 4, Batch(8, 1), time_limit=100.0)
+    found = compare_on(("one-to-one", "v-shape"), asked, within=Limit(100.0, clock=lambda: now[0]))
+    assert {row.schedule for row in found.rows} == {OURS, "gpipe"}
+    assert not any(absent.reached for absent in found.missing)
+    assert found.figures()["not_applicable"] == []
+    assert found.enough_seconds is not None
+    assert found.enough_seconds > 200, "the second placement takes as long as the first"
+    text = printed(found)
+    assert "not reached in the time limit: 1f1b, zb-h1" in text
+    assert "; anything on v-shape; raise --time-limit to about " in text
+    assert "not applicable" not in text
+
+
+def test_a_known_schedule_that_does_not_fit_recomputes_as_search_lets_it() -> None:
+    asked = Request(chain(4, placed=True), 4, Batch(8, 1), memory_bytes=10 * KB, **QUICK)
+    assert asked.profile.placement is not None
+    placed = replace(asked, placement=asked.profile.placement)
+    rows = [row for row in compare(placed).rows if row.schedule == "zb-h2"]
+    assert [(row.fits, row.recompute) for row in rows] == [(True, True), (False, False)]
+    named = search_plan(replace(placed, scheduler="zb-h2", split_backward=True))
+    assert any(stage.recompute for stage in named.plan.stages)
+    assert rows[0].iteration_ns <= named.plan.predicted.iteration_ns
+    assert rows[0].gap is not None
+    assert rows[0].gap >= 0
+    kept = compare(replace(placed, recompute=False)).rows
+    assert not any(row.recompute for row in kept)
+
+
+def test_rules_of_ones_own_are_one_more_row() -> None:
+    mine = parse_rules('in_flight = "D - d"\nseparate = true', "mine")
+    asked = Request(chain(8), 4, Batch(8, 1), **QUICK)
+    found = compare_on(("one-to-one",), asked, rules=mine)
+    (row,) = (row for row in found.rows if row.schedule == "rules: mine")
+    (zb_h1,) = (row for row in found.rows if row.schedule == "zb-h1")
+    assert (row.iteration_ns, row.peak_memory_bytes) == (zb_h1.iteration_ns, zb_h1.peak_memory_bytes)
+    circular = parse_rules('placement = "circular"\nchunks = 2', "round")
+    found = compare_on(("one-to-one",), asked, rules=circular)
+    assert ("rules: round", "these rules are for stages that stand otherwise") in [
+        (absent.schedule, absent.why) for absent in found.missing
+    ]
 
 
 def test_what_applies_on_some_placement_is_not_noted_as_absent() -> None:

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from types import FrameType
@@ -42,7 +42,7 @@ from pipeplan.planning.steps import STEPS, EvenCut, search_plan, without
 from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
 from pipeplan.planning.tuning import tune
 from pipeplan.schedule import steps as schedule_steps
-from pipeplan.schedule.cpsat.solver import Budget, load_solver
+from pipeplan.schedule.cpsat.solver import Budget, load_solver, solve
 from pipeplan.schedule.cpsat.windows import Ramps
 from pipeplan.schedule.pattern import Pattern, compose
 from pipeplan.schedule.search import MOST_ENTRIES, first_look, plain_look
@@ -606,3 +606,24 @@ def test_a_first_plan_is_finished_after_a_signal(monkeypatch: pytest.MonkeyPatch
     found = search_plan(asked, within=limit)
     assert found.interrupted
     assert check(found.plan).valid
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_where_memory_is_limited_the_solver_does_not_probe(limited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Probing of cumulative constraints takes up to a minute there that no deterministic time counts."""
+    load_solver()
+    from ortools.sat.python import cp_model
+
+    levels: list[int] = []
+
+    def run(solver: cp_model.CpSolver, *rest: Any) -> int:
+        levels.append(solver.parameters.cp_model_probing_level)
+        return int(cp_model.UNKNOWN)
+
+    monkeypatch.setattr(cp_model.CpSolver, "solve", lambda solver, *rest: run(solver))
+    model = cp_model.CpModel()
+    if limited:
+        model.add_cumulative([model.new_fixed_size_interval_var(0, 1, "one")], [1], 2)
+    with suppress(RuntimeError):  # nothing was solved, so there is no answer to read
+        solve(model, Budget(1.0, deterministic=True), 1.0)
+    assert levels == [0 if limited else cp_model.CpSolver().parameters.cp_model_probing_level]

@@ -7,11 +7,13 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from builders.chains import chain_profile
+from builders.clusters import cluster_of
 from pipeplan.cli.main import cli
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import CostRow, read_profile, write_file
@@ -19,6 +21,8 @@ from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
 from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem
+from pipeplan.planning.infeasibility import ExplainShortage, shortage
+from pipeplan.planning.request import Request
 from pipeplan.units import parse_bytes
 
 QUICK = ("--time-limit", "100ms", "--deterministic", "--scheduler", "1f1b")
@@ -62,6 +66,10 @@ REFUSALS = [
         "choose a --microbatch-size of at least 4, or choose --replicas of 1, 2",
     ),
     ("--devices 4 --microbatch-size 1 --slices 4 --placement one-to-one", "choose a --microbatch-size of at least 2"),
+    (
+        "--devices 4 --microbatch-size 16 --replicas 1 --placement one-to-one",
+        "suits 1 replica: it must divide the mini-batch of 256 (by default 4 micro-batches of 16 samples",
+    ),
     ("--devices 4 --replicas 3 --placement one-to-one", "choose --replicas of 1, 2, 4"),
     ("--devices 4 --replicas 8 --placement one-to-one", "choose --replicas of 1, 2, 4"),
     ("--devices 4 --replicas 2 --mini-batch 9", "choose --mini-batch 10"),
@@ -118,6 +126,18 @@ def require_advice_to_do(verb: str, path: str, asked: Sequence[str], says: Seque
 @pytest.mark.parametrize(("asked", "says"), REFUSALS, ids=[f"{asked}: {says}" for asked, says in REFUSALS])
 def test_what_is_advised_does(profile_path: str, asked: str, says: str) -> None:
     require_advice_to_do("search", profile_path, (*QUICK, *asked.split()), [says])
+
+
+def test_a_clusters_limit_is_refused_as_one_that_is_given(profile_path: str) -> None:
+    """What needs least recomputes, whoever says the limit: without one nothing would."""
+    profile, limit = read_profile(profile_path), 10**9
+    how: dict[str, Any] = {"placement": "one-to-one", "replicas": 2, "mini_batch": 8, "scheduler": "1f1b"}
+    given = Request.of(profile, devices=2, memory_bytes=limit, **how)
+    cluster = Request.of(profile, cluster=cluster_of(2, memory_bytes=limit), **how)
+    wanted, found = (shortage(each, InfeasibleError("no"), 60, ExplainShortage()) for each in (given, cluster))
+    assert "needs 2.51GB, 1.51GB too much" in str(wanted)
+    assert "; that was found, and that less would not is not proved; raise" in str(wanted)
+    assert str(found) == str(wanted)
 
 
 FIXED = "--devices 2 --placement one-to-one --microbatch-size 2 --microbatches 4"

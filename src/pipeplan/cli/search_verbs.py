@@ -13,9 +13,10 @@ from pipeplan import _api
 from pipeplan.cli.output import Outputs, say, say_notes
 from pipeplan.cli.shared import (
     FILE,
-    RULES,
+    RULES_OPTION,
     SCHEDULER,
     Status,
+    given_rules,
     limited,
     planning_options,
     read_request,
@@ -31,13 +32,7 @@ if TYPE_CHECKING:
 @click.option(
     "--scheduler", type=SCHEDULER, default="auto", metavar="NAME", help="auto, repetend, rules, or a classic schedule."
 )
-@click.option(
-    "--rules",
-    "rules_path",
-    type=RULES,
-    metavar="FILE|NAME",
-    help="Scheduling rules: a TOML file or the name of a built-in set.  [default: all built-in sets]",
-)
+@RULES_OPTION(help="Scheduling rules: a TOML file or the name of a built-in set.  [default: all built-in sets]")
 @click.option("--workers", type=click.IntRange(min=1), help="Worker processes for auto-tuning.  [default: cores]")
 @click.option("--cache", type=FILE, metavar="FILE", help="Cache file; configurations found in it are not re-evaluated.")
 @click.option(
@@ -108,8 +103,7 @@ def search_request(flags: Mapping[str, Any]) -> Request:
     scheduler, rules = flags["scheduler"], flags["rules_path"]
     if rules is not None and scheduler not in ("auto", "rules"):
         raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
-    if isinstance(rules, str):
-        rules = _api.read_rules(rules)
+    rules = given_rules(rules)
     return read_request(flags, scheduler if rules is None else "rules", rules)
 
 
@@ -140,17 +134,19 @@ def _print_result(
 
 @click.command("compare")
 @planning_options
+@RULES_OPTION(help="Rules of your own to time beside the known schedules: a TOML file or the name of a built-in set.")
 def compare_command(as_json: bool, **flags: Any) -> None:
     """Time every classic schedule that applies to PROFILE, and search for a better one; best first.
 
     Without --placement and without one in the profile, all strategies are compared, each with the micro-batch size that
-    suits it best. Schedules that do not fit into memory are timed too, and listed last with the memory they need.
+    suits it best. Schedules that do not fit into memory are timed recomputing, too, and as they are: listed last with
+    the memory they need. With --rules those are one more schedule.
     """
     from pipeplan.reporting.tables import print_comparison
 
-    request = read_request(flags)
+    request, rules = read_request(flags), given_rules(flags["rules_path"])
     with limited(request.time_limit) as limit, Status() as progress:
-        found = _api.compare(request, progress=progress, within=limit)
+        found = _api.compare(request, rules=rules, progress=progress, within=limit)
     if found.interrupted:
         say("pipeplan: interrupted; these are the best plans so far", err=True)
     if as_json:

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -139,7 +140,9 @@ class _PlacementOption(click.Option):
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """The flag and its help, which is made when it is shown."""
-        self.help = f"auto (all, or the profile's own), {', '.join(_api.STRATEGIES)}, or a placement file."
+        self.help = (
+            f"auto (the profile's own, else all), all (strategies), {', '.join(_api.STRATEGIES)}, or a placement file."
+        )
         return super().get_help_record(ctx)
 
 
@@ -170,6 +173,7 @@ DEVICE = KnownNames(lambda: _api.known_names("devices"))
 MEASURED_DEVICE = KnownNames(lambda: ["cpu", "cuda", *_api.known_names("devices")])
 RULES = KnownNames(lambda: _api.known_names("rules"), files=True)
 
+RULES_OPTION = partial(click.option, "--rules", "rules_path", type=RULES, metavar="FILE|NAME")
 SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, help="Random seed.")
 SEQUENCE = click.option(
     "--sequence", type=click.IntRange(min=1), help="Sequence length, for zoo models and configurations."
@@ -283,7 +287,11 @@ _OPTIONS = (
         "--time-limit", type=DURATION, default="30s", help="Stop searching and write the plan after this long."
     ),
     SEED,
-    click.option("--deterministic", is_flag=True, help="Same seed, same plan: counts solver steps, not seconds."),
+    click.option(
+        "--deterministic",
+        is_flag=True,
+        help="Same seed, same plan: --time-limit then counts work, for which a busy machine takes longer.",
+    ),
     click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object."),
 )
 
@@ -324,6 +332,11 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         spread=_YES_NO[flags["spread"]],
         time_limit=flags["time_limit"] / 1e9,
     )
+
+
+def given_rules(given: Any) -> Rules | None:
+    """Rules that are named, by their file too, or that Python has already. Raises UsageError."""
+    return _api.read_rules(given) if isinstance(given, str) else given
 
 
 def given_file(kind: Literal["profile", "cluster", "plan"], given: Any) -> Any:

@@ -206,7 +206,7 @@ def slices_left_out(request: Request, workload: Workload, why: str) -> tuple[str
 
 @dataclass(frozen=True, slots=True)
 class CandidateCounts:
-    """Placements, with sizes, replicas and recomputation: looked at, of these proved no better, not yet looked at."""
+    """Placements, with sizes, replicas and recomputation: looked at, of these proved no better, not all looked at."""
 
     looked_at: int
     refuted: int

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, chain, islice, product
+from itertools import accumulate, chain, groupby, islice, product
 from typing import Any
 
 from pipeplan.costs import StageCost
@@ -18,13 +18,14 @@ from pipeplan.files import Block, PlacedStage, Placement, Profile
 from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
 from pipeplan.partition.chain.costs import Chain
-from pipeplan.partition.chain.rebalance import even
+from pipeplan.partition.chain.rebalance import PER_DEVICE, even
 from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.placement import Cut, can_spread, place, place_submodules, undivided
 from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, free
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.schedule.state import SearchStep
+from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
 
 
@@ -126,7 +127,7 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
     Those with fewest stages, each on as many replicas, come first, then those that recompute; their micro-batches are
     as small as may be. Each takes a time linear in blocks and devices.
     """
-    order, memory = request.profile.topological_order(), request.memory
+    order = request.profile.topological_order()
     for recompute in request.recomputes:
         known: dict[int, list[StageCost]] = {}
         for replicas in sorted(_replicas(request), reverse=True):
@@ -137,17 +138,49 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
             pricing = Pricing(batch.microbatch_size // replicas, recompute)
             if pricing.samples not in known:
                 known[pricing.samples] = pricing.costs(request.profile, order)
-            groups = [range(replicas * place, replicas * (place + 1)) for place in range(count)]
-            known_limits = [[limit for device in group if (limit := memory[device]) is not None] for group in groups]
-            chain = Chain.of(known[pricing.samples], range(count), [min(each, default=None) for each in known_limits])
-            begins = even(chain)
-            if all(_fits_in_flight(chain, place, begins, batch.num_microbatches) for place in checked(range(count))):
+            chain, begins, fit = _even(request, known[pricing.samples], replicas, batch)
+            if fit:
+                groups = [range(replicas * place, replicas * (place + 1)) for place in range(count)]
                 stages = tuple(
                     PlacedStage(blocks=order[begin:end], devices=tuple(group), replicas=replicas)
                     for (begin, end), group in zip(chain.ranges(begins), groups, strict=True)
                 )
                 placement = Placement(strategy="one-to-one", num_devices=request.num_devices, stages=stages)
                 yield PlacementCandidate(placement, batch, recompute, "even")
+
+
+def _even(
+    request: Request, costs: Sequence[StageCost], replicas: int, batch: Batch
+) -> tuple[Chain, tuple[int, ...], bool]:
+    """A chain of blocks with these costs on so many replicas, its even cut, and whether that fits with 1F1B."""
+    count = min(request.num_devices // replicas, len(costs))
+    groups = [request.memory[replicas * place : replicas * (place + 1)] for place in range(count)]
+    limits = [min((limit for limit in group if limit is not None), default=None) for group in groups]
+    chain = Chain.of(costs, range(count), limits)
+    begins = even(chain)
+    fit = all(_fits_in_flight(chain, place, begins, batch.num_microbatches) for place in checked(range(count)))
+    return chain, begins, fit
+
+
+def _best_size_first(request: Request, choices: Sequence[Choice]) -> list[Choice]:
+    """Choices with as many replicas, those first whose size is the shortest by 1F1B on the even cut, where that fits.
+
+    There may not be time for all. How long it takes is its first micro-batch, then the longest stage for each other.
+    """
+    order, batches = request.profile.topological_order(), {choice.batch for choice in choices}
+    if len(batches) < 2 or choices[0].replicas > request.num_devices:
+        return list(choices)
+    worth: dict[Batch, tuple[bool, int]] = {}
+    for batch, recompute in product(checked(batches, 1), request.recomputes):
+        replicas = choices[0].replicas
+        try:
+            costs = Pricing(batch.microbatch_size // replicas, recompute).costs(request.profile, order)
+        except UsageError:  # blocks are split where they stand
+            return list(choices)
+        chain, begins, fit = _even(request, costs, replicas, batch)
+        found = not fit, chain.times[-1] + (batch.num_microbatches - 1) * chain.longest(begins)
+        worth[batch] = min(found, worth.get(batch, found))
+    return sorted(choices, key=lambda choice: worth[choice.batch])
 
 
 def _fits_in_flight(chain: Chain, place: int, begins: Sequence[int], num_microbatches: int) -> bool:
@@ -195,14 +228,14 @@ def _any_stages(request: Request) -> bool:
 
 def _chains(request: Request) -> Iterator[Proposal]:
     """Every choice with the balanced cut, and with AutoPipe's where that is for: one stage per device."""
-    for choice in _choices(request):
-        if isinstance(choice, UsageError):
-            yield partial(_as_is, choice)
-            continue
-        yield partial(_tried, _chain, request, choice, "balanced", None)
-        stages = request.num_devices // choice.replicas
-        if choice.strategy == "one-to-one" and not choice.spread and 1 < stages <= len(request.profile.blocks):
-            yield partial(_autopipe, request, choice)
+    for _, alike in groupby(_choices(request), lambda choice: choice.replicas if isinstance(choice, Choice) else None):
+        choices = list(alike)
+        yield from (partial(_as_is, choice) for choice in choices if isinstance(choice, UsageError))
+        for choice in _best_size_first(request, [choice for choice in choices if isinstance(choice, Choice)]):
+            yield partial(_tried, _chain, request, choice, "balanced", None)
+            stages = request.num_devices // choice.replicas
+            if choice.strategy == "one-to-one" and not choice.spread and 1 < stages <= len(request.profile.blocks):
+                yield partial(_autopipe, request, choice)
 
 
 def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> PlacementCandidate:
@@ -270,10 +303,22 @@ def _no_size(request: Request, replicas: int, spread: bool) -> UsageError:
     if request.placement != "auto" and request.num_devices % replicas:  # whatever the size
         return undivided(request.num_devices, replicas)
     return UsageError(
-        f"no micro-batch size of {', '.join(map(str, _sizes(request, replicas)))} suits {replicas} replicas: it must "
-        f"divide the mini-batch of {request.batch.mini_batch} and give each replica {low} to {high} samples"
+        f"no micro-batch size of {', '.join(map(str, _sizes(request, replicas)))} suits "
+        f"{counted(replicas, 'replica')}: it must divide the mini-batch of {_mini_batch(request)} "
+        f"and give each replica {low} to {high} samples"
         f"{', an even number for --slices' if request.num_parted else ''}; "
         + (", or ".join(_other_sizes(request, replicas, low, high, spread)) or "profile it with larger --microbatch")
+    )
+
+
+def _mini_batch(request: Request) -> str:
+    """Its samples, and where the number comes from where nobody said it."""
+    batch = request.batch
+    if batch.num_microbatches != PER_DEVICE * request.num_devices:
+        return str(batch.mini_batch)
+    size = counted(batch.microbatch_size, "sample")
+    return (
+        f"{batch.mini_batch} (by default {PER_DEVICE} micro-batches of {size} for each device; --mini-batch changes it)"
     )
 
 
@@ -319,9 +364,9 @@ def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
         if shards not in known:
             return UsageError(
                 f"block {block.id!r} of profile {request.profile.name!r} has costs for {', '.join(map(str, known))} "
-                f"shards, but placement {request.placement}, {replicas} copies on {request.num_devices} devices, needs "
-                f"{shards}; change --replicas, leave out --shard-shared and a --placement where the profile has its own"
-                + _or(splitting_remedy(request.profile, [shards]))
+                f"shards, but placement {request.placement}, {replicas} cop{'y' if replicas == 1 else 'ies'} on "
+                f"{request.num_devices} devices, needs {shards}; change --replicas, leave out --shard-shared and a "
+                "--placement where the profile has its own" + _or(splitting_remedy(request.profile, [shards]))
             )
     return UsageError(
         f"the blocks of profile {request.profile.name!r} have no micro-batch size in common; profile all of them with "

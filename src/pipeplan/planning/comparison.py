@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
@@ -16,16 +16,19 @@ from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.infeasibility import most_telling
-from pipeplan.planning.request import Batch, Request, input_notes
+from pipeplan.planning.request import Batch, Request, follows_rules, input_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import workloads
-from pipeplan.schedule.classic import CLASSIC
+from pipeplan.schedule.classic import CLASSIC, Classic, always, as_given
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.longer import ShorterRun
+from pipeplan.schedule.rules import Rules
+from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.state import Progress
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.time_limit import Limit
 from pipeplan.units import MAX_BYTES
+from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -43,7 +46,8 @@ class ComparisonRow:
     ``microbatch_size`` counts samples over all replicas, of the stage that has most at once. ``replicas`` are the most
     of a stage, ``samples_per_replica`` the least and most that one has of a micro-batch;
     ``lower_bound_ns`` is of the placement and its memory, whichever way backward runs, so that gaps of its rows
-    compare; ``why`` says by how much a schedule does not fit, else it is empty.
+    compare; ``why`` says by how much a schedule does not fit, else it is empty. ``cut_short``: the search had too
+    little time for a look at everything that is open on this placement.
     """
 
     schedule: str
@@ -62,6 +66,7 @@ class ComparisonRow:
     peak_memory_bytes: tuple[int, ...]
     lower_bound_ns: int
     why: str = ""
+    cut_short: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -76,7 +81,7 @@ class ComparisonRow:
     @property
     def varied(self) -> bool:
         """Whether backward runs another way than the schedule's definition has it."""
-        return self.schedule != OURS and self.split_backward != CLASSIC[self.schedule].splits
+        return self.schedule in CLASSIC and self.split_backward != CLASSIC[self.schedule].splits
 
     @property
     def title(self) -> str:
@@ -91,11 +96,15 @@ class ComparisonRow:
 
 @dataclass(frozen=True, slots=True)
 class NotThere:
-    """A schedule that does not apply to a placement, or (``schedule`` None) one on which nothing is possible."""
+    """A schedule that does not apply to a placement, or (``schedule`` None) one on which nothing is possible.
+
+    Not ``reached``: there was no time to find out.
+    """
 
     schedule: str | None
     placement: str
     why: str
+    reached: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +112,8 @@ class Comparison(Displayed):
     """Rows best first, those that fit before those that do not; and what there is none for.
 
     An iteration has ``mini_batch`` samples. ``yardstick`` says what a sample is, ``notes`` what is free. Where no row
-    fits, ``shortage`` says what would do.
+    fits, ``shortage`` says what would do. Where something is not reached, it should be in about ``enough_seconds``, by
+    what took how long until then; None where that is not known.
     """
 
     name: str
@@ -116,6 +126,7 @@ class Comparison(Displayed):
     yardstick: Yardstick
     notes: tuple[str, ...] = ()
     shortage: PipeplanError | None = None
+    enough_seconds: float | None = None
 
     def __repr__(self) -> str:
         return f"<Comparison {self.name!r}: {len(self.rows)} rows, {len(self.missing)} missing>"
@@ -142,14 +153,28 @@ class Comparison(Displayed):
             "rows": [
                 asdict(row) | {"applies": True, "gap": row.gap} | self.throughput(row).figures() for row in self.rows
             ],
-            "not_applicable": [asdict(missing) | {"applies": False} for missing in self.missing],
+            "not_applicable": [
+                {"schedule": each.schedule, "placement": each.placement, "why": each.why, "applies": False}
+                for each in self.missing
+                if each.reached
+            ],
+            "not_reached": [
+                {"schedule": each.schedule, "placement": each.placement, "why": each.why}
+                for each in self.missing
+                if not each.reached
+            ],
+            "enough_seconds": self.enough_seconds,
             "interrupted": self.interrupted,
             "notes": list(self.notes),
         }
 
 
-def compare(request: Request, *, progress: Progress | None = None, within: Limit | None = None) -> Comparison:
+def compare(
+    request: Request, *, rules: Rules | None = None, progress: Progress | None = None, within: Limit | None = None
+) -> Comparison:
     """Time every classic schedule on the request's placement, or on every strategy's, and search one there.
+
+    That of ``rules`` is one more.
 
     Where the placement is left open, a search over everything comes first, for half of the time, with its own
     placement. Sizes of micro-batches and recomputation are chosen as a search does, on each placement for itself. Where
@@ -158,10 +183,10 @@ def compare(request: Request, *, progress: Progress | None = None, within: Limit
     Raises:
         KeyboardInterrupt: interrupted before there was anything to show.
         SearchTimeoutError: no time to find what fits on any placement.
-        UsageError: no placement is possible.
+        UsageError: no placement is possible, or the rules have instructions.
     """
     placements = ["auto", *STRATEGIES] if request.placement == "auto" else [request.placement]
-    return compare_on(placements, request, progress, within)
+    return compare_on(placements, request, progress, within, rules)
 
 
 def compare_on(
@@ -169,6 +194,7 @@ def compare_on(
     request: Request,
     progress: Progress | None = None,
     within: Limit | None = None,
+    rules: Rules | None = None,
 ) -> Comparison:
     """The same on each of some placements, of which ``auto`` is any.
 
@@ -177,13 +203,13 @@ def compare_on(
     """
     clock = time.monotonic if within is None else within.clock
     limit = Budget(request.time_limit, deterministic=request.deterministic, whole=within, clock=clock)
-    rows = _RowsSoFar(request, limit)
+    rows = _RowsSoFar(request, limit, rules)
     shares = [len(placements) - 1 or 1 if wanted == "auto" else 1 for wanted in placements]
     with rows.limit.hearing_interrupts():
         for index, wanted in enumerate(placements):
             name = wanted if isinstance(wanted, str) else wanted.strategy
             if rows.limit.interrupted or (rows.some and rows.limit.over):
-                rows.add_failure(name, SearchTimeoutError("there was no time for it; raise --time-limit"))
+                rows.add_failure(name, SearchTimeoutError(_NO_TIME))
                 continue
             chunked = isinstance(wanted, str) and wanted != "auto" and STRATEGIES[wanted].chunked
             chosen = len(placements) == 1 or wanted == "auto" or chunked
@@ -202,6 +228,8 @@ def compare_on(
     return rows.comparison()
 
 
+_NO_TIME = "there was no time for it; raise --time-limit"
+
 _LAST_SECONDS = 0.5
 """For timing the classic schedules of a placement whose search was interrupted, where no others have been timed."""
 
@@ -212,8 +240,10 @@ _SEARCHING = 0.8
 class _RowsSoFar:
     """What the comparison knows so far, placement after placement, so that an interruption leaves it whole."""
 
-    def __init__(self, request: Request, limit: Budget) -> None:
+    def __init__(self, request: Request, limit: Budget, rules: Rules | None = None) -> None:
         self._request = request
+        self._rules = rules
+        self._schedules = {**CLASSIC, **({} if rules is None else {f"rules: {rules.name}": _by_rules(rules)})}
         self.limit = limit
         self._rows: list[ComparisonRow] = []
         self._missing: list[NotThere] = []
@@ -221,6 +251,8 @@ class _RowsSoFar:
         self._timed: set[Hashable] = set()
         self._best_ns: int | None = None
         self._bound: int | None = None
+        self._seconds = 0.0
+        """What timing has taken, of all that is no row of ours."""
 
     @property
     def some(self) -> bool:
@@ -284,33 +316,24 @@ class _RowsSoFar:
         self._timed.add((placement, batch, recompute))
         placed = replace(asked, placement=placement, batch=batch, num_devices=len(plan.devices), chunks=None, sizes=())
         candidate = PlacementCandidate(placement, batch, recompute, "compared")
-        left = dict.fromkeys(CLASSIC, "there was no time for it; raise --time-limit")
         if self.limit.interrupted:
             limit = Limit(_LAST_SECONDS if alone else 0.0)
         elif limit.remaining < self.limit.remaining / 2:
             limit = Limit(self.limit.remaining / 2, whole=self.limit, clock=self.limit.clock)
+        timing = _Timing(placed, candidate, ours, memory, self._schedules, self._rules)
+        begun = self.limit.elapsed
         with limit.ended():
-            problems = [OneMicrobatch.of(workload, require_room=False) for workload in workloads(placed, candidate)]
-            applying = []
-            for name in CLASSIC:
-                reasons = [reason for problem in problems if (reason := CLASSIC[name].applies(problem)) is not None]
-                if len(reasons) < len(problems):
-                    applying.append(name)
-                else:
-                    left[name] = reasons[0]
-            for name in applying:
-                rows, left[name] = _classic(name, problems, recompute, ours.lower_bound_ns, memory)
-                self._rows += rows
-                if rows:
-                    del left[name]
+            timing.run()
+        self._seconds += self.limit.elapsed - begun
         if limit.interrupted:
             self.limit.interrupt()
-        self._missing += [NotThere(name, ours.placement, reason) for name, reason in left.items()]
+        self._rows += timing.rows
+        self._missing += timing.missing
 
     def add_failure(self, placement: str, error: PipeplanError) -> None:
         """A placement on which nothing is possible."""
         self._failures.append(error)
-        self._missing.append(NotThere(None, placement, str(error)))
+        self._missing.append(NotThere(None, placement, str(error), not isinstance(error, SearchTimeoutError)))
 
     def comparison(self) -> Comparison:
         """All of it, best first; without any row, the first reason raised."""
@@ -318,7 +341,7 @@ class _RowsSoFar:
             raise KeyboardInterrupt if self.limit.interrupted else self._failures[0]
         request = self._request
         rows: dict[Hashable, ComparisonRow] = {}
-        for row in sorted(self._rows, key=_rank):
+        for row in sorted(_never_longer(self._rows), key=_rank):
             rows.setdefault((row.schedule, row.varied, row.setting, row.fits), row)
         fits = any(row.fits for row in self._rows)
         return Comparison(
@@ -332,7 +355,20 @@ class _RowsSoFar:
             Yardstick.of(request.profile),
             tuple(input_notes(request)),
             None if fits else most_telling(self._failures),
+            self._enough_seconds,
         )
+
+    @property
+    def _enough_seconds(self) -> float | None:
+        """About how long would do for all: a placement, and a schedule on one, takes as long as those until now."""
+        schedules = [each for each in self._missing if not each.reached and each.schedule is not None]
+        placements = [each for each in self._missing if not each.reached and each.schedule is None]
+        timed = sum(row.schedule != OURS for row in self._rows)
+        reached = len({row.placement for row in self._rows})
+        if not (schedules or placements) or (schedules and not timed):
+            return None
+        timing = len(schedules) * self._seconds / timed / (1 - _SEARCHING) if schedules else 0.0
+        return self.limit.seconds * (1 + len(placements) / reached) + timing
 
 
 def _rank(row: ComparisonRow) -> tuple[bool, int, bool, int]:
@@ -360,24 +396,147 @@ def _ours(result: Result, recompute: bool, memory: Sequence[int | None]) -> Comp
         tuple(each.peak_bytes for each in predicted.memory),
         predicted.lower_bound_ns,
         "" if over is None else str(over),
+        cut_short=result.candidates.left > 0 and not result.interrupted,
     )
 
 
+def _never_longer(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
+    """The rows, with what is known in place of a search that found nothing as short on the same kind of placement."""
+    known: dict[Hashable, ComparisonRow] = {}
+    for row in sorted(rows, key=_rank):
+        if row.fits:
+            known.setdefault((row.placement, row.replicas), row)
+    return [
+        replace(best, schedule=OURS, cut_short=True)
+        if row.schedule == OURS
+        and row.fits
+        and (best := known[row.placement, row.replicas]).iteration_ns < row.iteration_ns
+        else row
+        for row in rows
+    ]
+
+
+def _by_rules(rules: Rules) -> Classic:
+    """The schedule of rules, as known ones are made."""
+    if rules.instructions:
+        raise UsageError(
+            f"rules {rules.name!r} have instructions, which known schedules cannot run; give --rules to search"
+        )
+    return Classic(always, as_given(lambda workload, graph: schedule_by_rules(graph, rules)))
+
+
+@dataclass(slots=True)
+class _Timing:
+    """Known schedules on one placement, one after another; what is there at any moment is whole.
+
+    ``left`` are those that were not reached, which at first are all.
+    """
+
+    request: Request
+    candidate: PlacementCandidate
+    ours: ComparisonRow
+    memory: Sequence[int | None]
+    schedules: Mapping[str, Classic]
+    rules: Rules | None
+    rows: list[ComparisonRow] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
+    left: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        """Time them as they are, then recomputing where they do not fit and that is open."""
+        self.left = list(self.schedules)
+        candidate, problems = self.candidate, self._problems(self.candidate)
+        for name, classic in self.schedules.items():  # why one does not apply is known in no time
+            reasons = [reason for problem in problems if (reason := classic.applies(problem)) is not None]
+            if len(reasons) == len(problems):
+                self.reasons[name] = reasons[0]
+                self.left.remove(name)
+        for name in [*self.left]:
+            rows = self._timed(name, problems, candidate.recompute, self.ours.lower_bound_ns)
+            self.rows += rows
+            if rows and not any(row.fits for row in rows) and self.request.recompute is None:
+                self.left.append(f"{name} recomputing")
+            self.left.remove(name)
+        for name in [name for name in self.schedules if f"{name} recomputing" in self.left]:
+            self.rows += self._recomputing(name)
+            self.left.remove(f"{name} recomputing")
+
+    @property
+    def missing(self) -> list[NotThere]:
+        """What has no row: what does not apply, and what was not reached."""
+        place = self.ours.placement
+        unreached = [NotThere(name, place, _NO_TIME, reached=False) for name in self.left]
+        return [*(NotThere(name, place, why) for name, why in self.reasons.items()), *unreached]
+
+    def _problems(self, candidate: PlacementCandidate) -> list[OneMicrobatch]:
+        request = replace(self.request, placement=candidate.placement)
+        return [OneMicrobatch.of(workload, require_room=False) for workload in workloads(request, candidate)]
+
+    def _timed(
+        self, name: str, problems: Sequence[OneMicrobatch], recompute: bool, bound_ns: int
+    ) -> list[ComparisonRow]:
+        """The rows of a schedule, or the reason why there is none."""
+        rules, rows = (None if name in CLASSIC else self.rules), list[ComparisonRow]()
+        if rules is not None and not follows_rules(self.request.profile, self.candidate.placement, rules):
+            why = "these rules are for stages that stand otherwise"
+        else:
+            rows, why = _classic(name, self.schedules[name], problems, recompute, bound_ns, self.memory)
+        if not rows:
+            self.reasons[name] = why
+        return [replace(row, cut_short=self.ours.cut_short) for row in rows]
+
+    def _recomputing(self, name: str) -> list[ComparisonRow]:
+        """Those rows that fit once stages recompute on devices that are too small, until it fits or all do."""
+        candidate, over = self.candidate, set[int]()
+        rows = [row for row in self.rows if row.schedule == name]
+        while True:
+            peaks = min((row.peak_memory_bytes for row in rows), key=sum)
+            small = {
+                device
+                for device, (peak, limit) in enumerate(zip(peaks, self.memory, strict=True))
+                if limit is not None and peak > limit
+            }
+            if small <= over:
+                return []
+            over |= small
+            stages = tuple(
+                stage if over.isdisjoint(stage.devices) else stage.model_copy(update={"recompute": True})
+                for stage in candidate.placement.stages
+            )
+            placement = candidate.placement.model_copy(update={"stages": stages})
+            problems = self._problems(replace(candidate, placement=placement))
+            bound = min(self.ours.lower_bound_ns, *(weak_makespan_bound(problem.workload) for problem in problems))
+            rows = self._timed(name, problems, True, bound)
+            if any(row.fits for row in rows):
+                return [row for row in rows if row.fits]
+            if not rows:
+                del self.reasons[name]
+                return []
+
+
 def _classic(
-    name: str, problems: Sequence[OneMicrobatch], recompute: bool, bound_ns: int, memory: Sequence[int | None]
+    name: str,
+    classic: Classic,
+    problems: Sequence[OneMicrobatch],
+    recompute: bool,
+    bound_ns: int,
+    memory: Sequence[int | None],
 ) -> tuple[list[ComparisonRow], str]:
     """A classic schedule's rows over the ways of running backward, and why it has none where it has none."""
     rows: list[ComparisonRow] = []
     reasons: list[str] = []
     for problem in problems:
-        reason = CLASSIC[name].applies(problem)
+        reason = classic.applies(problem)
         if reason is not None:
             reasons.append(reason)
             continue
         try:
-            row = _row(name, problem, recompute, bound_ns, memory)
+            row = _row(name, classic, problem, recompute, bound_ns, memory)
         except InvalidPlanError as error:
             reasons.append(f"its actions would wait for each other: {error}")
+            continue
+        except (InfeasibleError, UsageError) as error:  # rules get stuck, or are for other stages
+            reasons.append(str(error))
             continue
         if row is None:
             reasons.append(f"nothing in it repeats, and {problem.num_microbatches} micro-batches are too many without")
@@ -397,7 +556,12 @@ def _as_defined_and_varied(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]
 
 
 def _row(
-    name: str, problem: OneMicrobatch, recompute: bool, bound_ns: int, memory: Sequence[int | None]
+    name: str,
+    classic: Classic,
+    problem: OneMicrobatch,
+    recompute: bool,
+    bound_ns: int,
+    memory: Sequence[int | None],
 ) -> ComparisonRow | None:
     """None where a very long run has no round to be repeated."""
     given = problem.workload if problem.reduction is None else problem.reduction.workload
@@ -405,7 +569,7 @@ def _row(
     short = shorter.shorter(given)
     if short is not None:
         problem = OneMicrobatch.of(short, require_room=False)
-    made = CLASSIC[name].orders(problem, task_graph(problem.workload))
+    made = classic.orders(problem, task_graph(problem.workload))
     graph = task_graph(short or given)
     orders = with_links(graph, made if problem.reduction is None else problem.reduction.from_reduced(made))
     run: LoopedOrders | None = LoopedOrders(graph, orders, earliest_starts(graph, orders), None)

@@ -491,7 +491,10 @@ def _yardstick(profile: Profile, device: str | None) -> Yardstick:
 def _plan_notes(found: PlanFrontier) -> Iterator[str]:
     """On what numbers of devices nothing fits, and how much was tried."""
     yield from (f"{named_devices(count)}: {error}" for count, error in found.failures.items())
-    note = f"{found.num_tried} partitions tried, and no plan among them beats one of these"
+    note = (
+        f"{found.num_tried} partitions tried with known schedules, and no plan among them beats one of these; "
+        "search with the --devices and --memory of a point may find a shorter one, or as short a one in less"
+    )
     if found.interrupted:
         left = f"at least {found.num_untried} not tried" if found.num_untried else "it is not known how many are left"
         note += f"; time ran out ({left}): raise --time-limit for more"

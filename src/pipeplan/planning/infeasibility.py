@@ -92,7 +92,8 @@ def shortage(request: Request, error: InfeasibleError, seconds: float, step: Exp
     limit = request.least_memory
     if limit is None:
         return error
-    asked = replace(request, cluster=None, time_limit=max(1.0, seconds / 4))
+    # with its limit, since without one nothing would recompute
+    asked = replace(request, cluster=None, memory_bytes=limit, time_limit=max(1.0, seconds / 4))
     least = _Least(asked, limit, step)
     least.find(seconds)
     if least.memory is None or least.enough <= rounded_up(limit):
@@ -253,8 +254,12 @@ def _changed(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _points(request: Request) -> list[Choice | PlacementCandidate]:
-    """What there is without stages as a graph, to be placed so that little memory does."""
-    return [point for point in grid(request) if not isinstance(point, UsageError)]
+    """What there is without stages as a graph, to be placed so that little memory does: what should need least first.
+
+    There may not be time for all, and what needs more than is known to do is refuted by one question.
+    """
+    points = [point for point in grid(request) if not isinstance(point, UsageError)]
+    return sorted(points, key=lambda point: (not point.recompute, point.batch.microbatch_size))
 
 
 def _text(request: Request, limit: int, least: _Least) -> str:
@@ -266,13 +271,20 @@ def _text(request: Request, limit: int, least: _Least) -> str:
         remedies.append(f"raise --devices to {least.devices}")
     elif least.in_time and not isinstance(request.placement, Placement):
         enough += f", and with {format_bytes(limit)} each no number of devices was found that does"
-    if not least.in_time:
-        enough += "; less may do, which takes more --time-limit to find out"
     remedies += [f"give {flag}" for flag in least.others]
     return (
-        f"no plan was found for {count} devices of {format_bytes(limit)}: in the one that needs least, "
+        f"no plan was found for {count} devices of {format_bytes(limit)}: in the one found that needs least, "
         f"{least.memory.place} needs {memory}, {format_bytes(least.enough - limit)} too much; {enough}; "
-        + ", or ".join(remedies)
+        f"{unproved(in_time=least.in_time)}; " + ", or ".join(remedies)
+    )
+
+
+def unproved(*, in_time: bool) -> str:
+    """What is not known of what would do."""
+    return (
+        "that was found, and that less would not is not proved"
+        if in_time
+        else "that was found in the time there was, and with more --time-limit less may be"
     )
 
 

@@ -26,6 +26,7 @@ from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.planning.build_plan import planned
 from pipeplan.planning.candidates import PlacementCandidate, StageGraphs, open_sizes
+from pipeplan.planning.infeasibility import unproved
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import Splits, split_frontier, split_stages
 from pipeplan.planning.trials import FIRST_SECONDS, Trial, on_cluster
@@ -283,7 +284,6 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
         least.setdefault(count, memory)
     *enough, last = [f"{named_devices(count)} of {format_bytes(rounded_up(each))}" for count, each in least.items()]
     enough = [", ".join(enough), last] if enough else [last]
-    less = "; less may do, which takes more --time-limit to find out" if able.interrupted else ""
     raised = rounded_up(min(least.values()))
 
     def fits(asked: Request) -> bool:
@@ -291,8 +291,8 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
 
     ways = [f"raise --memory to {format_bytes(raised)}", *changes_that_do(request, fits, seconds)]
     return InfeasibleError(
-        f"no plan was found for {devices} of {format_bytes(limit)}: {' or '.join(enough)} would do{less}; "
-        + ", or ".join(ways),
+        f"no plan was found for {devices} of {format_bytes(limit)}: {' or '.join(enough)} would do; "
+        f"{unproved(in_time=not able.interrupted)}; " + ", or ".join(ways),
         raised,
     )
 

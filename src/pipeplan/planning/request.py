@@ -17,6 +17,7 @@ from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_totals
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
+from pipeplan.partition.chain.rebalance import PER_DEVICE
 from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.schedule.classic import CLASSIC
@@ -78,10 +79,17 @@ def resolve_batch(
         microbatch_size = 1 if profile.placement is not None else (dividing or sizes)[-1]
     if num_microbatches is None:
         if mini_batch is None:
-            num_microbatches = 4 * num_devices
+            num_microbatches = PER_DEVICE * num_devices
         else:
             num_microbatches = _divided(mini_batch, microbatch_size, "--microbatch-size")
     return Batch(num_microbatches, microbatch_size)
+
+
+def _open_sizes(profile: Profile, mini_batch: int) -> tuple[int, ...]:
+    """The profiled micro-batch sizes, and those between them that divide a mini-batch: costs are interpolated there."""
+    sizes = profile.microbatch_sizes
+    between = range(sizes[0], sizes[-1]) if sizes else ()
+    return tuple(sorted({*sizes, *(size for size in between if mini_batch % size == 0)}))
 
 
 def _divided(total: int, by: int, flag: str) -> int:
@@ -186,9 +194,10 @@ class Request:
         """The request that a few words make, the rest by default.
 
         ``placement`` is as in :func:`choose_placement`, the mini-batch as in :func:`resolve_batch`. Without ``devices``
-        they are those of the placement, else all of the cluster's. Micro-batches have any of the profile's sizes unless
-        their size or number is said. A named ``scheduler`` or ``rules`` are as they are defined: without parts of
-        forwards, backward whole unless the definition splits it. ``others`` are fields as they stand.
+        they are those of the placement, else all of the cluster's. Micro-batches have any of the profile's sizes, or
+        one between them that divides the mini-batch, unless their size or number is said. A named ``scheduler`` or
+        ``rules`` are as they are defined: without parts of forwards, backward whole unless the definition splits it.
+        ``others`` are fields as they stand.
 
         Raises:
             UsageError: what is said contradicts itself or the profile, or is not enough.
@@ -199,7 +208,7 @@ class Request:
                 devices = len(rules.order)
             if num_microbatches is None and mini_batch is None:
                 num_microbatches = num_microbatches_of(rules.order)
-        if devices is None and cluster is not None and profile.placement is None:
+        if devices is None and cluster is not None and (profile.placement is None or placement == ALL):
             devices = cluster.num_devices
         chosen, num_devices = choose_placement(profile, placement, devices, rules)
         batch = resolve_batch(
@@ -219,7 +228,7 @@ class Request:
             batch,
             chosen,
             chunks,
-            () if fixed else profile.microbatch_sizes,
+            () if fixed else _open_sizes(profile, batch.mini_batch),
             cluster,
             scheduler=scheduler,
             rules=rules,
@@ -349,7 +358,8 @@ def choose_placement(
     """What ``--placement`` and ``--devices`` mean: a placement that exists, or a strategy; and how many devices.
 
     ``wanted`` is ``auto`` (the profile's own placement, else the strategy of the rules, or :data:`SUBMODULES` where
-    they have one for each, else all strategies), a strategy, a placement file, or a placement.
+    they have one for each, else all strategies), :data:`ALL` (the same without the profile's own), a strategy, a
+    placement file, or a placement.
 
     Raises:
         UsageError: ``num_devices`` contradicts the placement, is missing, or the strategy is not known; the rules are
@@ -357,21 +367,21 @@ def choose_placement(
     """
     given: Placement | None = None
     ruled = strategy_of(rules)
-    if wanted == "auto":
-        given = profile.placement
+    if wanted in ("auto", ALL):
+        given = profile.placement if wanted == "auto" else None
         if given is None and ruled is None and rules is not None and rules.order:
             raise UsageError(
                 f"the stages in the order of rules {rules.name!r} stand as no strategy has them; give --placement FILE"
             )
         if given is None:
-            return ruled or wanted, _count(profile, num_devices)
+            return ruled or "auto", _count(profile, num_devices)
         if rules is not None and not follows_rules(profile, given, rules):
             raise _other_placement(rules, given)
     elif isinstance(wanted, Placement):
         given = _placing(profile, wanted)
     elif wanted not in STRATEGIES:
         if not os.path.exists(wanted):
-            meant = choose_from(wanted, ("auto", *STRATEGIES))
+            meant = choose_from(wanted, ("auto", ALL, *STRATEGIES))
             raise UsageError(f"--placement {wanted!r} is neither a file nor a strategy; {meant}")
         given = _placing(profile, read_placement(wanted))
     if given is not None:
@@ -414,6 +424,9 @@ def _count(profile: Profile, num_devices: int | None) -> int:
         raise UsageError(f"profile {profile.name!r} has no placement; give --devices or a --cluster")
     return count
 
+
+ALL = "all"
+"""What asks for all strategies, whatever placement the profile has."""
 
 SUBMODULES = "submodules"
 """What stands for a strategy where the rules place each submodule by one of its own."""

@@ -19,8 +19,17 @@ from dataclasses import dataclass, replace
 
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan
+from pipeplan.partition.chain.rebalance import even
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
-from pipeplan.planning.candidates import PlacementCandidate, PublishedPlanners, StageGraphs, candidates, even_cuts
+from pipeplan.planning.candidates import (
+    PlacementCandidate,
+    PublishedPlanners,
+    StageGraphs,
+    candidates,
+    even_cuts,
+    placed,
+    strategy_choices,
+)
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import (
@@ -39,7 +48,7 @@ from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FewerBytes, FirstLook
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
-from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded, time_is_up
 from pipeplan.units import format_ns
 from pipeplan.workload.bounds import weak_makespan_bound
 from pipeplan.workload.memory import fits
@@ -260,8 +269,9 @@ class EvenCut(PlanStep):
     """A first plan of a large request: cut evenly, with 1F1B or GPipe; in ``seconds`` at most, or it is said.
 
     In others the first candidate is as quick; but where no more than ``hurry`` seconds are left they have one, too,
-    which takes so little that it is made however late it is. Pipelines so deep that such a plan runs group by group get
-    larger groups as long as making their plan takes no more than a ``growth`` of the time that is left.
+    which takes so little that it is made however late it is. A schedule that is asked for by name has one in any case,
+    of the first choice of the strategies that fits, recomputing or not. Pipelines so deep that such a plan runs group
+    by group get larger groups as long as making their plan takes no more than a ``growth`` of the time that is left.
     """
 
     least: int = 4_000
@@ -271,17 +281,22 @@ class EvenCut(PlanStep):
     name = "even cut"
     when = (
         "first, once; more than {least} blocks x devices, or at most {hurry} s are left; --placement auto or "
-        "one-to-one, --scheduler auto"
+        "one-to-one, --scheduler auto; or any strategy with a named schedule"
     )
     in_turn = True
 
     def run(self, search: PlanSearch) -> None:
         request = search.request
         plain = request.placement in ("auto", "one-to-one") and request.scheduler == "auto"
-        if search.begun or not plain or request.num_parted or request.spread:
+        if search.begun or not (plain or _is_named(request)) or request.num_parted or request.spread:
             return
         search.begun = True
-        if request.num_devices * len(request.profile.blocks) > self.least:
+        if _is_named(request):
+            if not search.budget.deterministic and not isinstance(request.placement, Placement):
+                with search.budget.share(self.seconds) as share, share.ended():
+                    self._look_named(search)
+                _secure(search)
+        elif request.num_devices * len(request.profile.blocks) > self.least:
             self._large(search)
         elif not search.budget.deterministic and search.budget.left() <= self.hurry:
             with shielded():
@@ -320,6 +335,26 @@ class EvenCut(PlanStep):
                 search.looked_at += 1
                 search.report(trial)
                 return
+
+    def _look_named(self, search: PlanSearch) -> None:
+        """The first that fits with the schedule that is asked for."""
+        for choice in strategy_choices(search.request):
+            checkpoint()
+            candidate = placed(search.request, choice, even)
+            if isinstance(candidate, PipeplanError):
+                continue
+            with suppress(PipeplanError):
+                trial = Trial.of(search.request, candidate, search.steps)
+                trial.search(search.request, search.budget, search.budget.remaining)
+                search.trials.append(trial)
+                search.looked_at += 1
+                search.report(trial)
+                return
+
+
+def _is_named(request: Request) -> bool:
+    """Whether one schedule is asked for: that of a name, or of rules."""
+    return request.scheduler not in SEARCHING and not request.tunes
 
 
 _MORE = 4
@@ -374,8 +409,10 @@ class LookAtCandidates(PlanStep):
         few = max(sum(map(len, way.slots)) for way in trial.ways) <= _FEW
         if request.scheduler != "auto" or (given and few) or trial.worse(best):
             return  # what is given is searched in any case: of few actions that finds known schedules as soon
+        search.unfinished += 1
         with search.noting(f"known schedules of {candidate.placement.strategy}"):
             trial.look()
+        search.unfinished -= not time_is_up()
         _secure(search)
         if slicing is not None:
             slicing.at_once(request, trial)
@@ -402,6 +439,8 @@ class SearchCandidates(PlanStep):
             seconds = search.budget.remaining * (part if len(live) > 1 else 1.0)
             for trial in live:
                 best = search.best
+                if trial.best is not None and _is_named(search.request):
+                    continue  # it has the only one
                 if best is None or not (trial.hopeless(best) or search.budget.expired):
                     self._search(search, trial, seconds / len(live))
 
@@ -489,7 +528,9 @@ def search_plan(
     schedule, plan = last.schedule, last.plan
     chosen = None if isinstance(request.placement, Placement) else search.partition_seconds
     refuted = sum(trial.hopeless(best) for trial in search.trials if trial is not best)
-    counts = CandidateCounts(search.looked_at, search.refuted + refuted, sum(1 for _ in search.open))
+    counts = CandidateCounts(
+        search.looked_at, search.refuted + refuted, search.unfinished + sum(1 for _ in search.open)
+    )
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
     notes = [*search.notes, *(note for trial in search.trials for note in trial.notes)]
     return Result(

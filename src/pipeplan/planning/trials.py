@@ -321,12 +321,12 @@ class PlanSearch:
     """Trials in the order they were made, and why other candidates are not among them.
 
     ``open`` makes the candidates not yet looked at, of which those that are a ``fallback`` are for now, or the others;
-    no more will be once ``all_seen``. ``looked_at`` counts those there was a look at, ``refuted`` those that became no
-    trials, since no schedule of theirs can be better. ``others`` {key: ns} are bounds of what is none of the trials: of
-    all that the request leaves open (None), of candidates that are not tried or were given up. ``finalists`` are the
-    trials with a schedule at the end, best first. ``notes`` say what went wrong, ``made`` is the plan that was made
-    last, by which it is known how long that takes: that much time is reserved for it. ``making_seconds`` is what making
-    plans has taken.
+    no more will be once ``all_seen``. ``looked_at`` counts those there was a look at, ``unfinished`` those of them that
+    had too little time, ``refuted`` those that became no trials, since no schedule of theirs can be better. ``others``
+    {key: ns} are bounds of what is none of the trials: of all that the request leaves open (None), of candidates that
+    are not tried or were given up. ``finalists`` are the trials with a schedule at the end, best first. ``notes`` say
+    what went wrong, ``made`` is the plan that was made last, by which it is known how long that takes: that much time
+    is reserved for it. ``making_seconds`` is what making plans has taken.
     """
 
     request: Request
@@ -338,6 +338,7 @@ class PlanSearch:
     open: Iterator[Proposal] = field(default_factory=lambda: iter(()))
     others: dict[Hashable, int] = field(default_factory=dict)
     looked_at: int = 0
+    unfinished: int = 0
     refuted: int = 0
     fallback: bool = False
     all_seen: bool = False

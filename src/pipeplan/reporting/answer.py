@@ -12,11 +12,11 @@ from pipeplan.files import Placement
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Request
-from pipeplan.reporting.layout import console_for, counted, flowed, labelled, number_ranges
+from pipeplan.reporting.layout import console_for, flowed, labelled, number_ranges
 from pipeplan.reporting.terminal import Bottleneck
 from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
-from pipeplan.texts import printable
+from pipeplan.texts import counted, printable
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.workload import Workload
 

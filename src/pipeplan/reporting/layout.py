@@ -42,11 +42,6 @@ def xml_text(value: str) -> str:
     return escape(printable(value))
 
 
-def counted(count: int, noun: str, plural: str = "s") -> str:
-    """A number of things in words: ``1 device``, ``2 devices``."""
-    return f"{count} {noun}{'' if count == 1 else plural}"
-
-
 # Lines --------------------------------------------------------------------------------------------------------------
 
 _NUMBER = re.compile(r"\(?[-+]?\d+(\.\d+)?")

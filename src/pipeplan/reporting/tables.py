@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from rich.table import Table
@@ -25,7 +26,6 @@ from pipeplan.files import CostRow, Profile
 from pipeplan.reporting.layout import (
     Column,
     console_for,
-    counted,
     flowed,
     labelled,
     more,
@@ -34,12 +34,13 @@ from pipeplan.reporting.layout import (
     shown_rows,
     tables,
 )
-from pipeplan.units import format_bytes, format_ns
+from pipeplan.texts import counted
+from pipeplan.units import format_bytes, format_ns, rounded_up
 from pipeplan.workload.kinds import MASTER, STATE_KINDS, is_instruction
 from pipeplan.workload.samples import size_in_words
 
 if TYPE_CHECKING:  # a profile is shown without the rooms that plan
-    from pipeplan.planning.comparison import Comparison, ComparisonRow
+    from pipeplan.planning.comparison import Comparison
     from pipeplan.planning.tuning_cells import TuningRow
     from pipeplan.simulator.measured_times import DeviceTimes, KindTimes, LoggedComparison, MeasuredComparison
     from pipeplan.simulator.simulation import Simulation
@@ -72,14 +73,18 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
 
 def _notes(comparison: Comparison) -> list[str]:
     """Searches that were too short, what does not fit and how much it needs, and what does not apply anywhere."""
-    notes = [
-        f"the search on {ours.placement} had too little time: {row.title} is shorter; raise --time-limit"
-        for ours, row in _missed(comparison)
-    ]
+    short = dict.fromkeys(row.placement for row in comparison.rows if row.is_ours and row.cut_short)
+    notes = []
+    if short:
+        notes.append(
+            f"cut short: the search on {', '.join(short)} had too little time to look at everything; raise --time-limit"
+        )
     notes += _unfit(comparison)
     there = {row.schedule for row in comparison.rows}
     places: dict[tuple[str, str], list[str]] = {}
     for missing in comparison.missing:
+        if not missing.reached:
+            continue
         if missing.schedule is None:
             notes.append(f"nothing on {missing.placement}: {missing.why}")
         elif missing.schedule not in there:
@@ -88,9 +93,29 @@ def _notes(comparison: Comparison) -> list[str]:
     alike: dict[tuple[tuple[str, ...], str], list[str]] = {}
     for (schedule, why), where in places.items():
         alike.setdefault((tuple(where), why), []).append(schedule)
-    return notes + [
+    notes += [
         f"not applicable on {', '.join(where)}: {', '.join(names)} ({why})" for (where, why), names in alike.items()
     ]
+    return [*notes, *_not_reached(comparison)]
+
+
+def _not_reached(comparison: Comparison) -> list[str]:
+    """What there was no time for, and how long would do."""
+    unreached: dict[str, dict[str, None]] = {}
+    for missing in comparison.missing:
+        if not missing.reached:
+            unreached.setdefault(missing.placement, {})[missing.schedule or "anything"] = None
+    if not unreached:
+        return []
+    where: dict[tuple[str, ...], list[str]] = {}
+    for placement, names in unreached.items():
+        where.setdefault(tuple(names), []).append(placement)
+    enough = comparison.enough_seconds
+    longer = "" if enough is None else f" to about {rounded_up(math.ceil(enough))}s"
+    texts = [f"{', '.join(names)} on {', '.join(placements)}" for names, placements in where.items()]
+    if comparison.interrupted:
+        return [f"not reached before the interruption: {'; '.join(texts)}"]
+    return [f"not reached in the time limit: {'; '.join(texts)}; raise --time-limit{longer}"]
 
 
 def _unfit(comparison: Comparison) -> list[str]:
@@ -112,23 +137,12 @@ def _unfit(comparison: Comparison) -> list[str]:
     return [f"does not fit on {placement}{there}: {', '.join(texts)}" for placement, texts in needs.items()]
 
 
-def _missed(comparison: Comparison) -> list[tuple[ComparisonRow, ComparisonRow]]:
-    """The search's rows, each with the best classic schedule of its setting, where that fits and is shorter."""
-    first: dict[Hashable, ComparisonRow] = {}
-    for row in comparison.rows:
-        first.setdefault(row.setting, row)
-    return [
-        (row, first[row.setting])
-        for row in comparison.rows
-        if row.is_ours and row.fits and row.iteration_ns > first[row.setting].iteration_ns
-    ]
-
-
 def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     """One line per row; what all rows have in common has no column."""
     rows = comparison.rows
     places = [Column("placement", [row.placement for row in rows], words=True, key=True)]
     cuts = [Column("micro-batches", [f"{row.num_microbatches} x {row.microbatch_size}" for row in rows])]
+    short = [Column("search", ["cut short" if row.cut_short else "" for row in rows], words=True)]
     copies = [Column("replicas", [str(row.replicas) for row in rows])]
     columns = [
         Column("schedule", [row.title for row in rows], words=True, key=True),
@@ -143,6 +157,7 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
         Column("peak memory", [format_bytes(max(row.peak_memory_bytes)) for row in rows]),
         Column("gap", ["-" if row.gap is None else f"{row.gap:.2%}" for row in rows]),
         Column("fits", ["yes" if row.fits else "no" for row in rows], words=True),
+        *(short if any(row.cut_short for row in rows) else []),
     ]
     return tables(columns, width, ["bold" if row.is_ours else None for row in rows])
 

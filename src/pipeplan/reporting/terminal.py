@@ -18,7 +18,6 @@ from pipeplan.planning.build_plan import Result
 from pipeplan.reporting.layout import (
     Column,
     console_for,
-    counted,
     flowed,
     groups_of_equal,
     labelled,
@@ -41,6 +40,7 @@ from pipeplan.reporting.timeline import (
 )
 from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
+from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import MASTER, MEMORY_KINDS, PARAMETERS, MemoryBytes, Role, in_order, role_of

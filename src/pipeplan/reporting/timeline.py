@@ -9,8 +9,9 @@ from itertools import groupby
 
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.trace import Trace, TraceEvent, trace_json
-from pipeplan.reporting.layout import counted, xml_text
+from pipeplan.reporting.layout import xml_text
 from pipeplan.simulator.simulation import Simulation, simulate
+from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Hop

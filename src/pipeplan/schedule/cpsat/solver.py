@@ -123,6 +123,8 @@ def solve(
     limit = min(limit, budget.remaining)
     parameters.random_seed = budget.seed
     parameters.catch_sigint_signal = False
+    if any(each.has_cumulative() for each in model.proto.constraints):
+        parameters.cp_model_probing_level = 0  # there a minute of it counts, and finds, as good as nothing
     if budget.deterministic:
         parameters.num_workers = 1
         parameters.max_deterministic_time = limit * _DETERMINISTIC_PER_SECOND
