@@ -92,7 +92,8 @@ class NotThere:
 class Comparison(Displayed):
     """Rows best first, those that fit before those that do not; and what there is none for.
 
-    An iteration has ``mini_batch`` samples. ``yardstick`` says what a sample is, ``notes`` what is free. Where no row
+    An iteration has ``mini_batch`` samples. ``memory_bytes`` [device] are what plans may use, beside ``reserve_bytes``.
+    ``yardstick`` says what a sample is, ``notes`` what is free. Where no row
     fits, ``shortage`` says what would do.
     """
 
@@ -106,6 +107,7 @@ class Comparison(Displayed):
     yardstick: Yardstick
     notes: tuple[str, ...] = ()
     shortage: PipeplanError | None = None
+    reserve_bytes: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Comparison {self.name!r}: {len(self.rows)} rows, {len(self.missing)} missing>"
@@ -129,6 +131,7 @@ class Comparison(Displayed):
             "num_microbatches": None if self.batch is None else self.batch.num_microbatches,
             "microbatch_size": None if self.batch is None else self.batch.microbatch_size,
             "memory_bytes": list(self.memory_bytes),
+            **({"reserve_bytes": list(self.reserve_bytes)} if any(self.reserve_bytes) else {}),
             "rows": [
                 asdict(row) | {"applies": True, "gap": row.gap} | self.throughput(row).figures() for row in self.rows
             ],
@@ -237,7 +240,7 @@ class _RowsSoFar:
         except InfeasibleError as error:
             self._failures.append(error)
             seconds = limit.remaining * _SEARCHING if clocked else asked.time_limit
-            asked = replace(asked, memory_bytes=error.enough_bytes or MAX_BYTES, time_limit=seconds)
+            asked = replace(asked.within(error.enough_bytes or MAX_BYTES), time_limit=seconds)
             found = search_plan(asked, within=self.limit)
         self._add(asked, found, limit)
 
@@ -322,6 +325,7 @@ class _RowsSoFar:
             Yardstick.of(request.profile),
             tuple(link_notes(request)),
             None if fits else most_telling(self._failures),
+            tuple(request.reserve),
         )
 
 

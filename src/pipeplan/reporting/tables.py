@@ -61,6 +61,8 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
     )
     devices = counted(comparison.num_devices, "device")
     limited = f"memory {' or '.join(limits)}" if limits else "no memory limit"
+    if reserve := max(comparison.reserve_bytes, default=0):
+        limited += f" beside {format_bytes(reserve)} in reserve"
     heading = Text.assemble((comparison.name, "bold"), f": {devices}, {samples}, {limited}")
     console.print(flowed(heading, console.width))
     console.print(*_comparison_tables(comparison, console.width), sep="\n")
