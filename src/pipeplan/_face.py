@@ -157,6 +157,7 @@ def search(
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
     memory: Size | None = None,
+    memory_reserve: Size | None = None,
     precision: str | None = None,
     gradient_dtype: GradientDtype | None = None,
     optimizer: Optimizer | None = None,
@@ -193,6 +194,7 @@ def search(
         devices: number of devices; by default those of the profile's placement, else the cluster's.
         cluster: devices, memory and links, or the path of its file; without one, links are free.
         memory: of each device, as ``"16GB"``, ``"16GiB"`` or bytes; by default the cluster's, else unlimited.
+        memory_reserve: what of it plans leave alone; by default what the cluster says, 0 with ``memory``.
         precision: recipe of what training keeps of every parameter, as ``"bf16-mixed"``; by default the profile's.
         gradient_dtype: what gradients add up in; by default the recipe's.
         optimizer: whose state is kept beside the parameters; by default the profile's.
@@ -260,6 +262,7 @@ def tune(
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
     memory: Size | None = None,
+    memory_reserve: Size | None = None,
     precision: str | None = None,
     gradient_dtype: GradientDtype | None = None,
     optimizer: Optimizer | None = None,
@@ -317,6 +320,7 @@ def compare(
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
     memory: Size | None = None,
+    memory_reserve: Size | None = None,
     precision: str | None = None,
     gradient_dtype: GradientDtype | None = None,
     optimizer: Optimizer | None = None,
@@ -372,6 +376,7 @@ def frontier(
     devices: Counts | None = None,
     cluster: Cluster | Path | None = None,
     memory: Size | None = None,
+    memory_reserve: Size | None = None,
     precision: str | None = None,
     gradient_dtype: GradientDtype | None = None,
     optimizer: Optimizer | None = None,
@@ -393,6 +398,7 @@ def frontier(
         devices: numbers of devices to consider, as ``8``, ``[1, 2, 4]`` or ``"1,2,4"``; by default the cluster's.
         cluster: devices, memory, links and prices, or the path of its file.
         memory: most memory of each device, as ``"16GB"`` or bytes; by default the cluster's.
+        memory_reserve: what of it plans leave alone; by default what the cluster says, 0 with ``memory``.
         precision: recipe of what training keeps of every parameter, as ``"bf16-mixed"``; by default the profile's.
         gradient_dtype: what gradients add up in; by default the recipe's.
         optimizer: whose state is kept beside the parameters; by default the profile's.

@@ -108,9 +108,10 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
         text = f"are {len(plan.devices)}, the cluster has {cluster.num_devices}"
         findings.add("cluster", "devices", text)
         return
-    for device, (peak, memory) in enumerate(zip(peaks, cluster.memory_bytes, strict=False)):
+    for device, (peak, memory) in enumerate(zip(peaks, cluster.usable_bytes, strict=False)):
         if memory is not None and peak > memory:
-            text = f"takes {peak} bytes, {peak - memory} more than the {memory} of the cluster's device"
+            beside = f" beside its reserve of {reserve}" if (reserve := cluster.reserve_bytes[device]) else ""
+            text = f"takes {peak} bytes, {peak - memory} more than the {memory} of the cluster's device{beside}"
             findings.add("cluster", f"devices[{device}]", text)
 
 

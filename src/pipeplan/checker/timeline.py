@@ -301,16 +301,17 @@ def _kept_times(facts: Facts, stage: int) -> Iterator[tuple[int, int]]:
 def _check_limit(
     facts: Facts, programs: Programs, device: int, base: int, levels: list[int], findings: Findings
 ) -> None:
-    limit = facts.plan.devices[device].memory_bytes
+    limit, reserve = facts.plan.devices[device].usable_bytes, facts.plan.devices[device].reserve_bytes
     if limit is None:
         return
     over = [index for index, level in enumerate(levels) if base + level > limit]
     if over:
         entry = programs.compute[device][over[0]]
         place = f"programs[{device}][{programs.where[device][entry]}] ({facts.label(*entry)})"
+        beside = f" beside its reserve of {reserve}" if reserve else ""
         text = (
             f"device {device} holds {base + levels[over[0]]} bytes, {base + levels[over[0]] - limit} more than its "
-            f"{limit} (peak {base + max(levels)}, {len(over)} actions above)"
+            f"{limit}{beside} (peak {base + max(levels)}, {len(over)} actions above)"
         )
         findings.add("memory", place, text)
 

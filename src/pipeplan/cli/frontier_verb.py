@@ -18,6 +18,7 @@ from pipeplan.cli.shared import (
     DURATION,
     FILE,
     FOLDER,
+    MEMORY_RESERVE,
     OneOf,
     RenamedOption,
     Status,
@@ -60,6 +61,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     "--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links, prices."
 )
 @click.option("--memory", type=BYTES, help="Memory limit of each device, such as 16GB.  [default: the cluster's]")
+@MEMORY_RESERVE
 @recipe_options
 @click.option(
     "--mode",
@@ -181,6 +183,7 @@ def frontier_request(ctx: click.Context) -> Request:
         devices=flags["devices"],
         cluster=given_file("cluster", flags["cluster_path"]),
         memory_bytes=flags["memory"],
+        reserve_bytes=flags["memory_reserve"],
         mini_batch=flags["mini_batch"],
         time_limit=None if flags["time_limit"] is None else flags["time_limit"] / 1e9,
         mode=flags["mode"],

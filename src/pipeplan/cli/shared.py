@@ -222,6 +222,13 @@ def asked_profile(flags: Mapping[str, Any]) -> Profile:
     return _api.with_asked_recipe(given_file("profile", flags["profile_path"]), *asked)
 
 
+MEMORY_RESERVE = click.option(
+    "--memory-reserve",
+    type=BYTES,
+    help="Of that memory, what plans leave to context, communication buffers and allocator.  "
+    "[default: the cluster's; 0 with --memory]",
+)
+
 _OPTIONS = (
     click.argument("profile_path", type=FILE, metavar="PROFILE"),
     click.option("--devices", type=click.IntRange(min=1), help="Number of devices.  [default: the placement's]"),
@@ -229,6 +236,7 @@ _OPTIONS = (
     click.option(
         "--memory", type=BYTES, help="Memory of each device, such as 16GB or 16GiB.  [default: the cluster's]"
     ),
+    MEMORY_RESERVE,
     *_RECIPE,
     click.option(
         *("--mini-batch", "--global-batch-size", "mini_batch"),
@@ -324,6 +332,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         cluster=cluster,
         num_microbatches=flags["microbatches"],
         memory_bytes=flags["memory"],
+        reserve_bytes=flags["memory_reserve"],
         scheduler=scheduler,
         rules=rules,
         unroll=_number(flags["unroll"]),

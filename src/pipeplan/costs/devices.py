@@ -68,7 +68,8 @@ class DevicePreset:
     ``dtype`` is the 16-bit format of its matrix units, ``matrix_flops_per_s`` their peak in it without sparsity,
     ``fp8_flops_per_s`` that in FP8, None if they have none, ``float32_flops_per_s`` the peak of everything else.
     ``multiprocessors`` share a kernel's work among them. ``link_bytes_per_s`` is what its link to the devices of its
-    machine carries each way. ``reported`` are the names that its driver gives it. ``matrix_efficiency`` is over the
+    machine carries each way. Of its memory plans leave ``reserve_bytes`` alone, for what ``reserve_source`` says.
+    ``reported`` are the names that its driver gives it. ``matrix_efficiency`` is over the
     FLOPs of a matrix product, ``memory_efficiency`` over the bytes that a kernel moves.
 
     By the others people mean it: ``family`` (empty: never), ``forms`` it is built in, ``memory_kind`` where that sets
@@ -88,6 +89,8 @@ class DevicePreset:
     memory_efficiency: Curve
     source: str
     efficiency_source: str
+    reserve_bytes: int
+    reserve_source: str
     reported: tuple[str, ...] = ()
     fp8_flops_per_s: int | None = None
     family: str = ""
@@ -159,13 +162,16 @@ def peak_flops_per_s(device: str, dtype: str) -> int | None:
     Known only for formats of 8 and 16 bits: whether float32 products run as such or as TF32 is a setting, which
     profiles do not say. Matrix units that take bfloat16 are as fast in float16.
     """
-    for preset in map(device_preset, PRESETS):
-        if preset.family and device in (preset.name, preset.title, *preset.reported):
-            if dtype.startswith("float8"):
-                return preset.fp8_flops_per_s
-            if dtype in {preset.dtype, "float16"}:
-                return preset.matrix_flops_per_s
-    return None
+    preset = preset_called(device)
+    if preset is not None and dtype.startswith("float8"):
+        return preset.fp8_flops_per_s
+    return preset.matrix_flops_per_s if preset is not None and dtype in {preset.dtype, "float16"} else None
+
+
+def preset_called(device: str) -> DevicePreset | None:
+    """The preset that has this name, as drivers and profiles say it; None where none has, and for processors."""
+    presets = map(device_preset, PRESETS)
+    return next((each for each in presets if each.family and device in (each.name, each.title, *each.reported)), None)
 
 
 _REMARK = re.compile(r"\([^()]*\)|\[[^\[\]]*\]")

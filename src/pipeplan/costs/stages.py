@@ -142,14 +142,16 @@ def build_workload(
     recompute: bool = False,
     cluster: Cluster | None = None,
     memory_bytes: Sequence[int | None] | None = None,
+    reserve_bytes: Sequence[int] | None = None,
     given: Mapping[int, StageCost] | None = None,
 ) -> Workload:
     """Everything one iteration runs under a placement, with its costs.
 
     ``microbatch_size`` and ``recompute`` are those of stages that do not say their own. ``memory_bytes`` has one entry
-    per device and goes before the cluster's. With ``split_backward`` every stage whose blocks allow it runs I and W
-    instead of B, each ``split_overhead_ns`` longer than the profile says: a split backward is two launches. ``given``
-    are costs of actions of stages, by number, that are not the profile's: of those whose blocks have configurations.
+    per device and goes before the cluster's, and so has ``reserve_bytes``, by default 0 with it. With
+    ``split_backward`` every stage whose blocks allow it runs I and W instead of B, each ``split_overhead_ns`` longer
+    than the profile says: a split backward is two launches. ``given`` are costs of actions of stages, by number, that
+    are not the profile's: of those whose blocks have configurations.
 
     Raises:
         UsageError: a missing cost row, a stage with configurations whose costs are not given, a mini-batch that stages
@@ -170,6 +172,8 @@ def build_workload(
     operations = _operations(costs, split_backward, split_overhead_ns)
     operations = tuple(_with_parts(profile, stages[each.stage], each) for each in operations)
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
+    known = cluster.reserve_bytes if cluster is not None and memory_bytes is None else (0,) * placement.num_devices
+    reserve = known if reserve_bytes is None else reserve_bytes
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)] if cluster is not None else []
     workload = Workload(
         name=profile.name,
@@ -177,7 +181,7 @@ def build_workload(
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
         devices=tuple(
-            Device(name=names[index] if names else "device", memory_bytes=memory[index])
+            Device(name=names[index] if names else "device", memory_bytes=memory[index], reserve_bytes=reserve[index])
             for index in range(placement.num_devices)
         ),
         stages=tuple(stages),

@@ -21,6 +21,16 @@ class DeviceKind(FileModel):
     count: DeviceCount
     memory_bytes: Annotated[Bytes | None, Field(description="memory of each; none given is no limit")] = None
     price_per_hour: Annotated[float | None, Field(ge=0, description="price of each, in any one currency")] = None
+    memory_reserve_bytes: Annotated[
+        Bytes, Field(description="of that memory, what plans leave to context, communication buffers and allocator")
+    ] = 0
+
+    @model_validator(mode="after")
+    def _reserves_of_its_memory(self) -> DeviceKind:
+        if self.memory_reserve_bytes and self.memory_reserve_bytes >= (self.memory_bytes or 0):
+            has = "no memory_bytes" if self.memory_bytes is None else f"memory_bytes {self.memory_bytes}"
+            raise ValueError(f"memory_reserve_bytes {self.memory_reserve_bytes} leaves nothing of a device with {has}")
+        return self
 
 
 Bandwidth = Annotated[int, Field(ge=1, le=10**15)]
@@ -100,6 +110,7 @@ class Cluster(File):
         num_devices: int,
         *,
         memory: str | int | None = None,
+        memory_reserve: str | int = 0,
         levels: Iterable[tuple[str, int, str | float, str | int]] = (),
         price_per_hour: float | None = None,
         device: str = "device",
@@ -115,6 +126,7 @@ class Cluster(File):
             name: of the cluster.
             num_devices: how many there are.
             memory: of each, as text with a unit or bytes; None is no limit.
+            memory_reserve: of that, what plans leave alone.
             levels: of links, innermost first: name, devices that it joins, latency (text with a unit, or seconds), and
                 bandwidth per second (text with a unit, or bytes). Without any, links cost nothing.
             price_per_hour: of each, in any one currency.
@@ -122,13 +134,14 @@ class Cluster(File):
 
         Raises:
             UsageError: a time or a size is none.
-            ValueError: levels do not nest, or the outermost does not join all devices.
+            ValueError: levels do not nest, or the outermost does not join all devices; nothing is left of the memory.
         """
         kind = DeviceKind(
             name=device,
             count=num_devices,
             memory_bytes=None if memory is None else bytes_of(memory),
             price_per_hour=price_per_hour,
+            memory_reserve_bytes=bytes_of(memory_reserve),
         )
         links = tuple(
             LinkLevel(name=level, group_size=size, latency_ns=ns_of(latency), bandwidth_bytes_per_s=bytes_of(bandwidth))
@@ -150,6 +163,17 @@ class Cluster(File):
     def memory_bytes(self) -> tuple[int | None, ...]:
         """Memory of each device; None is no limit."""
         return tuple(kind.memory_bytes for kind in self.devices for _ in range(kind.count))
+
+    @property
+    def reserve_bytes(self) -> tuple[int, ...]:
+        """What plans leave alone of each device's memory."""
+        return tuple(kind.memory_reserve_bytes for kind in self.devices for _ in range(kind.count))
+
+    @property
+    def usable_bytes(self) -> tuple[int | None, ...]:
+        """What plans may use of each device's memory; None is no limit."""
+        reserved = zip(self.memory_bytes, self.reserve_bytes, strict=True)
+        return tuple(None if size is None else size - reserve for size, reserve in reserved)
 
     def first(self, num_devices: int) -> Cluster:
         """The first ``num_devices`` devices only, at least one, with the links between them."""

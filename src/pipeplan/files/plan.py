@@ -140,15 +140,21 @@ class Plan(File):
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Plans without a loop stay as they were, and so do their fingerprints."""
+        """Plans without a loop or a reserve stay as they were, and so do their fingerprints."""
         found: dict[str, Any] = written(self)
         if self.loop is None:
             found.pop("loop", None)
+        for device in found.get("devices", ()):
+            if not device.get("reserve_bytes"):
+                device.pop("reserve_bytes", None)
         return found
 
     @model_validator(mode="after")
     def _refers_to_what_is_there(self) -> Plan:
         """Everything named exists and every list has its length; :mod:`pipeplan.checker` does the rest."""
+        for number, device in enumerate(self.devices):
+            if device.usable_bytes is not None and device.usable_bytes < 0:
+                raise ValueError(f"devices[{number}] reserves {device.reserve_bytes} of {device.memory_bytes} bytes")
         self._require_one_per_device("programs", len(self.programs))
         for number in range(len(self.stages)):
             self._require_stage(number)

@@ -42,7 +42,7 @@ class GroupMemory:
     @staticmethod
     def of(groups: Sequence[int], needs: Sequence[int], cluster: Cluster) -> GroupMemory:
         """Whoever needs most chooses first: others may take what it leaves, so nobody can choose wrongly."""
-        memory = tuple(math.inf if size is None else size for size in cluster.memory_bytes)
+        memory = tuple(math.inf if size is None else size for size in cluster.usable_bytes)
         if sum(groups) > len(memory):
             raise InfeasibleError(
                 f"{len(groups)} groups take {sum(groups)} devices together, but cluster {cluster.name!r} has "

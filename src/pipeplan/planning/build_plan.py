@@ -131,8 +131,8 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
         provenance=_provenance(request, candidate, schedule.workload),
         where=request.profile.where,
     )
-    # --memory goes before the cluster's memory, so such a plan is not one for the cluster as it stands
-    cluster = request.cluster if request.memory_bytes is None else None
+    # --memory and --memory-reserve go before what the cluster says, so such a plan is not one for it as it stands
+    cluster = request.cluster if request.memory_bytes is None and request.reserve_bytes is None else None
     check(plan, request.profile, cluster).require("the plan that was found")
     return plan
 
@@ -155,6 +155,7 @@ def _provenance(request: Request, candidate: PlacementCandidate, workload: Workl
             "time_limit_s": request.time_limit,
             "deterministic": request.deterministic,
             "memory_bytes": request.memory_bytes,
+            **({} if request.reserve_bytes is None else {"reserve_bytes": request.reserve_bytes}),
             "chunks": request.chunks,
             "num_microbatches": candidate.batch.num_microbatches,
             "microbatch_size": candidate.batch.microbatch_size,

@@ -111,9 +111,10 @@ class NotThere:
 class Comparison(Displayed):
     """Rows best first, those that fit before those that do not; and what there is none for.
 
-    An iteration has ``mini_batch`` samples. ``yardstick`` says what a sample is, ``notes`` what is free. Where no row
-    fits, ``shortage`` says what would do. Where something is not reached, it should be in about ``enough_seconds``, by
-    what took how long until then; None where that is not known.
+    An iteration has ``mini_batch`` samples. ``memory_bytes`` [device] are what plans may use, beside ``reserve_bytes``.
+    ``yardstick`` says what a sample is, ``notes`` what is free. Where no row fits, ``shortage`` says what would do. Where
+    something is not reached, it should be in about ``enough_seconds``, by what took how long until then; None where
+    that is not known.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Comparison(Displayed):
     notes: tuple[str, ...] = ()
     shortage: PipeplanError | None = None
     enough_seconds: float | None = None
+    reserve_bytes: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return f"<Comparison {self.name!r}: {len(self.rows)} rows, {len(self.missing)} missing>"
@@ -150,6 +152,7 @@ class Comparison(Displayed):
             "num_microbatches": None if self.batch is None else self.batch.num_microbatches,
             "microbatch_size": None if self.batch is None else self.batch.microbatch_size,
             "memory_bytes": list(self.memory_bytes),
+            **({"reserve_bytes": list(self.reserve_bytes)} if any(self.reserve_bytes) else {}),
             "rows": [
                 asdict(row) | {"applies": True, "gap": row.gap} | self.throughput(row).figures() for row in self.rows
             ],
@@ -279,7 +282,7 @@ class _RowsSoFar:
         except InfeasibleError as error:
             self._failures.append(error)
             seconds = limit.remaining * _SEARCHING if clocked else asked.time_limit
-            asked = replace(asked, memory_bytes=error.enough_bytes or MAX_BYTES, time_limit=seconds)
+            asked = replace(asked.within(error.enough_bytes or MAX_BYTES), time_limit=seconds)
             found = search_plan(asked, within=self.limit)
         self._add(asked, found, limit)
 
@@ -356,6 +359,7 @@ class _RowsSoFar:
             tuple(input_notes(request)),
             None if fits else most_telling(self._failures),
             self._enough_seconds,
+            tuple(request.reserve),
         )
 
     @property

@@ -157,6 +157,8 @@ class FrontierResult(Displayed):
 def frontier_notes(request: Request) -> Iterator[str]:
     """What must be known of the costs, and what counts as equal or is left out because the cluster's devices differ."""
     yield from input_notes(request)
+    if reserve := max(request.reserve):
+        yield f"memory is beside a reserve of {format_bytes(reserve)} on each device"
     if request.cluster is None:
         return
     kinds = request.cluster.first(request.num_devices).devices
@@ -235,6 +237,7 @@ def frontier_request(
     devices: Sequence[int] | None = None,
     cluster: Cluster | None = None,
     memory_bytes: int | None = None,
+    reserve_bytes: int | None = None,
     mini_batch: int | None = None,
     time_limit: float | None = None,
     mode: Mode = "all",
@@ -260,6 +263,7 @@ def frontier_request(
         sizes=profile.microbatch_sizes if splitting is None else (),
         cluster=cluster,
         memory_bytes=memory_bytes,
+        reserve_bytes=reserve_bytes,
         time_limit=limit if time_limit is None else time_limit,
         device_counts=counts,
         splitting=splitting,
@@ -311,10 +315,11 @@ def search_frontier(
         UsageError: there are fewer points than ``point``.
         InfeasibleError: nothing fits.
     """
-    if request.splitting is None:
-        found = _of_plans(request, within, progress, quickest=mode in ("min-time", "profile"))
-    else:
-        found = _of_splits(request, request.splitting, within, progress)
+    with request.reserve_said():
+        if request.splitting is None:
+            found = _of_plans(request, within, progress, quickest=mode in ("min-time", "profile"))
+        else:
+            found = _of_splits(request, request.splitting, within, progress)
     return _chosen(found, mode, point)
 
 

@@ -93,7 +93,7 @@ def shortage(request: Request, error: InfeasibleError, seconds: float, step: Exp
     if limit is None:
         return error
     # with its limit, since without one nothing would recompute
-    asked = replace(request, cluster=None, memory_bytes=limit, time_limit=max(1.0, seconds / 4))
+    asked = replace(request.within(limit), cluster=None, time_limit=max(1.0, seconds / 4))
     least = _Least(asked, limit, step)
     least.find(seconds)
     if least.memory is None or least.enough <= rounded_up(limit):
@@ -147,7 +147,7 @@ class _Least:
     def _find_others(self) -> None:
         """Flags each of which by itself makes something fit into the memory there is."""
         for flag, request in _changed(self._request):
-            within = replace(request, memory_bytes=self._limit)
+            within = request.within(self._limit)
             if any(fit(within) is not None for fit in (self._chain, self._graph)):
                 self.others.append(flag)
 
@@ -166,14 +166,14 @@ class _Least:
     def _begin(self, fit: _FitOf) -> None:
         """Some memory that is enough: what a plan without a limit takes, or little more."""
         self._time.check()
-        unlimited = fit(replace(self._request, memory_bytes=None))
+        unlimited = fit(self._request.within(None))
         if unlimited is not None:
             need = max(unlimited.peak_bytes, self._limit)
             any(self._less_memory(fit, times * need) for times in (1, 2, 4))
 
     def _less_memory(self, fit: _FitOf, memory: int) -> bool:
         self._time.check()
-        found = fit(replace(self._request, memory_bytes=rounded_up(memory)))
+        found = fit(self._request.within(rounded_up(memory)))
         if found is None:
             return False
         self.memory, self.enough = found, rounded_up(memory)
@@ -197,7 +197,7 @@ class _Least:
 
     def _fewer_devices(self, fit: _FitOf, count: int) -> bool:
         self._time.check()
-        if fit(replace(self._request, num_devices=count, memory_bytes=self._limit)) is None:
+        if fit(replace(self._request.within(self._limit), num_devices=count)) is None:
             return False
         self.devices = count
         return True

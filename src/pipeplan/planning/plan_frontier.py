@@ -125,7 +125,7 @@ def _limited(request: Request, stages: StageFrontiers, batch: Batch, step: float
         cuts = stages.fastest(request.num_devices, limit, _HOW.scheduled)
         if not cuts:
             return
-        asked = replace(request, memory_bytes=limit)
+        asked = request.within(limit)
         for cut in cuts:
             candidate = PlacementCandidate(cut.placement, batch, False, "frontier", given=cut.given or None)
             yield PartitionTrial(asked, candidate, cut.slowest_ns * (batch.num_microbatches + cut.num_stages - 1))
@@ -139,7 +139,7 @@ def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[Partitio
         if limits[-1] is None or memory <= _HOW.step * limits[-1]:
             limits.append(memory)
     for limit in limits:
-        asked = replace(request, memory_bytes=limit)
+        asked = request.within(limit)
         for propose in StageGraphs().candidates(replace(asked, time_limit=request.time_limit / _HOW.graphs)):
             found = propose()
             if found is not None:
@@ -276,7 +276,7 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
     if limit is None or found.interrupted:
         return error
     seconds = max(_HOW.explaining, found.left() / 2)
-    able = _searched(replace(request, memory_bytes=MAX_BYTES), Limit(seconds), quickest=False)
+    able = _searched(request.within(MAX_BYTES), Limit(seconds), quickest=False)
     if not able.best:
         return error
     least: dict[int, int] = {}
@@ -395,7 +395,7 @@ class _FrontierSearch:
         for candidate in own_placement(request):
             limit = request.least_memory
             while not self.best or self.left() > 0:
-                tried = _tried(PartitionTrial(replace(request, memory_bytes=limit), candidate), candidate, ())
+                tried = _tried(PartitionTrial(request.within(limit), candidate), candidate, ())
                 self.num_tried += 1
                 if tried is None:
                     break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -15,7 +16,7 @@ from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_totals
-from pipeplan.errors import UsageError, choose_from
+from pipeplan.errors import PipeplanError, UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
 from pipeplan.partition.chain.rebalance import PER_DEVICE
 from pipeplan.partition.placement import Submodule, follows
@@ -25,7 +26,7 @@ from pipeplan.schedule.rules import Rules, SubmoduleRules
 from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatches_of
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
-from pipeplan.units import format_ns
+from pipeplan.units import MAX_BYTES, format_bytes, format_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,8 @@ class Request:
 
     ``placement`` is one that exists, whose forwards in parts are not taken over, a strategy, or ``auto``. ``sizes`` are
     the micro-batch sizes that a replica may have, for the mini-batch of ``batch``; without any, all replicas together
-    have its own. ``memory_bytes`` per device goes before the cluster's; without either, memory is unlimited.
+    have its own. ``memory_bytes`` per device goes before the cluster's; without either, memory is unlimited. Of it
+    plans leave ``reserve_bytes`` alone: if None, nothing of ``memory_bytes``, else what the cluster says.
 
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
     and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
@@ -137,7 +139,7 @@ class Request:
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
-            that are too large to add up.
+            that are too large to add up; a reserve that leaves nothing of the memory, or is of none.
     """
 
     profile: Profile
@@ -148,6 +150,7 @@ class Request:
     sizes: tuple[int, ...] = ()
     cluster: Cluster | None = None
     memory_bytes: int | None = None
+    reserve_bytes: int | None = None
     scheduler: str = "auto"
     rules: Rules | None = None
     unroll: int | None = None
@@ -166,6 +169,8 @@ class Request:
 
     def __post_init__(self) -> None:
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
+        if self.reserve_bytes:
+            self._require_reserve(self.reserve_bytes)
         if isinstance(self.placement, Placement):
             object.__setattr__(self, "placement", self.placement.whole)
         if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
@@ -173,6 +178,19 @@ class Request:
             raise UsageError(
                 f"--chunks {self.chunks} would do nothing: {own} of profile {self.profile.name!r} say how many stages "
                 "each device has; leave --chunks out, or choose a --placement strategy such as circular"
+            )
+
+    def _require_reserve(self, reserve: int) -> None:
+        known = [size for size in self.whole_memory if size is not None]
+        if not known:
+            raise UsageError(
+                f"--memory-reserve {format_bytes(reserve)} is of no memory; give --memory, or a --cluster "
+                "whose devices have memory_bytes"
+            )
+        if reserve >= min(known):
+            raise UsageError(
+                f"--memory-reserve {format_bytes(reserve)} leaves nothing of devices of {format_bytes(min(known))}; "
+                "lower it, or raise --memory"
             )
 
     @classmethod
@@ -247,16 +265,52 @@ class Request:
         return self.rules is not None or self.scheduler in CLASSIC
 
     @property
-    def memory(self) -> list[int | None]:
-        """[device] memory: the flag's, else the cluster's, else no limit."""
+    def whole_memory(self) -> list[int | None]:
+        """[device] memory with its reserve: the flag's, else the cluster's, else no limit."""
         if self.memory_bytes is not None or self.cluster is None:
             return [self.memory_bytes] * self.num_devices
         known = self.cluster.memory_bytes[: self.num_devices]
         return [*known, *[None] * (self.num_devices - len(known))]
 
     @property
+    def reserve(self) -> list[int]:
+        """[device] what a plan leaves alone: the flag's, else nothing of the flag's memory, else the cluster's."""
+        if self.reserve_bytes is not None or self.memory_bytes is not None or self.cluster is None:
+            return [self.reserve_bytes or 0] * self.num_devices
+        known = self.cluster.reserve_bytes[: self.num_devices]
+        return [*known, *[0] * (self.num_devices - len(known))]
+
+    @property
+    def memory(self) -> list[int | None]:
+        """[device] what a plan may use: its memory without the reserve; None is no limit."""
+        both = zip(self.whole_memory, self.reserve, strict=True)
+        return [None if size is None else size - reserve for size, reserve in both]
+
+    def within(self, limit: int | None) -> Request:
+        """The same where a plan may use so much of every device, beside the largest reserve; None is no limit."""
+        reserve = max(self.reserve)
+        if limit is None or limit + reserve > MAX_BYTES:
+            return replace(self, memory_bytes=limit, reserve_bytes=None)
+        return replace(self, memory_bytes=limit + reserve, reserve_bytes=reserve or None)
+
+    @contextmanager
+    def reserve_said(self) -> Iterator[None]:
+        """Have errors about memory say that their sizes are those beside the reserve, and what --memory has to hold."""
+        try:
+            yield
+        except PipeplanError as error:
+            reserve, text = max(self.reserve), str(error.args[0] if error.args else "")
+            if reserve and "--memory" in text and "--memory-reserve" not in text:
+                beside = f"{text}; sizes are beside a reserve of {format_bytes(reserve)}"
+                if self.reserve_bytes:
+                    error.args = (f"{beside}: add that to --memory, or lower --memory-reserve",)
+                else:
+                    error.args = (f"{beside} of the cluster's devices: --memory has none without --memory-reserve",)
+            raise
+
+    @property
     def least_memory(self) -> int | None:
-        """What every device has; None without a limit."""
+        """What a plan may use of every device; None without a limit."""
         return min((limit for limit in self.memory if limit is not None), default=None)
 
     @property

@@ -70,8 +70,14 @@ class Splits:
 
     def plan(self, request: Request, index: int) -> Plan:
         """That of a point, or why no plan can run it, as :func:`plan_of_strategy` says."""
-        strategy, memory = self.points[index].strategy, request.memory_bytes
-        return plan_of_strategy(request.profile, self.model, strategy, cluster=request.cluster, memory_bytes=memory)
+        return plan_of_strategy(
+            request.profile,
+            self.model,
+            self.points[index].strategy,
+            cluster=request.cluster,
+            memory_bytes=request.memory_bytes,
+            reserve_bytes=request.reserve_bytes,
+        )
 
     def words(self, strategy: Strategy) -> str:
         """A strategy in a few words: its most frequent configurations."""
@@ -213,11 +219,13 @@ def plan_of_strategy(
     *,
     cluster: Cluster | None = None,
     memory_bytes: int | None = None,
+    reserve_bytes: int | None = None,
 ) -> Plan:
     """The plan that runs a strategy of a profile's ``model`` of whole blocks on all of its devices, checked.
 
     With the micro-batches that the model's options say, and how many hold activations at once; their simulated
-    time and memory are the strategy's. ``cluster`` is the model's; ``memory_bytes`` of every device, if not its.
+    time and memory are the strategy's. ``cluster`` is the model's; ``memory_bytes`` and ``reserve_bytes`` of every
+    device, if not its.
 
     Raises:
         UsageError: as :func:`split_blocks`.
@@ -235,6 +243,7 @@ def plan_of_strategy(
         microbatch_size=samples,
         cluster=cluster,
         memory_bytes=None if memory_bytes is None else [memory_bytes] * devices,
+        reserve_bytes=None if reserve_bytes is None else [reserve_bytes] * devices,
         given={0: split.costs},
     )
     graph = task_graph(workload)
@@ -253,7 +262,9 @@ def plan_of_strategy(
             | ({"unprofiled": unprofiled} if (unprofiled := unprofiled_words(model.unprofiled_in(strategy))) else {}),
         ),
     )
-    check(plan, profile, cluster if memory_bytes is None else None).require("the plan of the strategy")
+    check(plan, profile, cluster if memory_bytes is None and reserve_bytes is None else None).require(
+        "the plan of the strategy"
+    )
     return plan
 
 

@@ -518,12 +518,13 @@ def search_plan(
     load_solver()
     clock = time.monotonic if within is None else within.clock
     budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within, clock=clock)
-    search = PlanSearch(request, budget, progress, steps)
     looking = named(steps, LookAtCandidates) or LookAtCandidates()
-    search.run(lambda: candidates(request, steps, looking.chains_between))
-    best = search.best
-    if best is None:
-        raise _nothing(search)
+    with request.reserve_said():
+        search = PlanSearch(request, budget, progress, steps)
+        search.run(lambda: candidates(request, steps, looking.chains_between))
+        best = search.best
+        if best is None:
+            raise _nothing(search)
     last = _last_plan(search, best)
     schedule, plan = last.schedule, last.plan
     chosen = None if isinstance(request.placement, Placement) else search.partition_seconds

@@ -536,7 +536,8 @@ def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]
             split_overhead_ns=request.split_overhead_ns,
             recompute=candidate.recompute,
             cluster=request.cluster,
-            memory_bytes=request.memory,
+            memory_bytes=request.whole_memory,
+            reserve_bytes=request.reserve,
             given=candidate.given,
         )
         for split in _backward_ways(request)

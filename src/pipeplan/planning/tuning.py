@@ -233,7 +233,7 @@ def tune(
     """
     limit = Limit(request.time_limit, whole=within)
     known = Cache(cache, request)
-    with Workers(request, workers, limit) as shared:
+    with request.reserve_said(), Workers(request, workers, limit) as shared:
         return _Tuner(request, shared, known, limit, progress).run()
 
 

@@ -155,14 +155,17 @@ def _away(gap: float) -> str:
 def _memory(simulation: Simulation) -> list[Clause]:
     """The device that has least left, then the one that has most."""
     peaks = [memory.peak_bytes for memory in simulation.memory]
-    limits = [device.memory_bytes for device in simulation.workload.devices]
+    devices = simulation.workload.devices
+    limits = [device.usable_bytes for device in devices]
     left = {device: limit - peaks[device] for device, limit in enumerate(limits) if limit is not None}
     if not left:
         fullest = peaks.index(max(peaks))
         return [(f"at most {format_bytes(peaks[fullest])}, on device {fullest}; no limit given", 0)]
     fullest = min(left, key=lambda device: (left[device], device))
     least, emptiest = left[fullest], max(left, key=lambda device: (left[device], -device))
-    taken = f"device {fullest} with {format_bytes(peaks[fullest])} of {format_bytes(limits[fullest] or 0)}"
+    reserve, whole = devices[fullest].reserve_bytes, devices[fullest].memory_bytes or 0
+    taken = f"device {fullest} with {format_bytes(peaks[fullest])} of {format_bytes(whole)}"
+    taken += f", {format_bytes(reserve)} in reserve" if reserve else ""
     if least < 0:
         return [(f"does not fit: {taken}, {format_bytes(-least)} too much", 0)]
     limit = "" if limits[emptiest] == limits[fullest] else f" of {format_bytes(limits[emptiest] or 0)}"

@@ -321,14 +321,17 @@ def _time_columns(simulation: Simulation) -> list[Column]:
 
 
 def _memory_columns(simulation: Simulation) -> list[Column]:
-    """Kinds that are zero everywhere are left out, and so is the limit if there is none."""
+    """Kinds that are zero everywhere are left out, and so are reserve and limit if there is none."""
     columns = []
     for kind in MEMORY_KINDS:
         values = [memory.parts[kind] for memory in simulation.memory]
         if any(values):
             columns.append(Column(kind.name, _sizes(values)))
     columns.append(Column("peak", _sizes([memory.peak_bytes for memory in simulation.memory])))
-    limits = [device.memory_bytes for device in simulation.workload.devices]
+    devices = simulation.workload.devices
+    if any(device.reserve_bytes for device in devices):
+        columns.append(Column("reserve", _sizes([device.reserve_bytes for device in devices])))
+    limits = [device.usable_bytes for device in devices]
     if any(limit is not None for limit in limits):
         columns.append(Column("limit", ["none" if limit is None else format_bytes(limit) for limit in limits]))
     return columns

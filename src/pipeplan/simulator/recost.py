@@ -53,11 +53,13 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
     _require_devices(plan, cluster)
     _require_no_configurations(plan, "--cluster")
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
-    memory = cluster.memory_bytes
+    memory, reserve = cluster.memory_bytes, cluster.reserve_bytes
     stages, tied = with_syncs(plan.stages, plan.tied, cluster)
     return replace(
         plan.workload,
-        devices=tuple(Device(name=names[d], memory_bytes=memory[d]) for d in range(len(plan.devices))),
+        devices=tuple(
+            Device(name=names[d], memory_bytes=memory[d], reserve_bytes=reserve[d]) for d in range(len(plan.devices))
+        ),
         stages=tuple(stages),
         tied=tuple(tied),
         dependencies=tuple(
@@ -126,6 +128,7 @@ class _Built:
                 split_overhead_ns=plan.split_overhead_ns,
                 cluster=cluster,
                 memory_bytes=None if cluster else [device.memory_bytes for device in plan.devices],
+                reserve_bytes=None if cluster else [device.reserve_bytes for device in plan.devices],
             )
         self.any = next(iter(self._workloads.values()))
         self._operations = {v: {op.id: op for op in w.operations} for v, w in self._workloads.items()}

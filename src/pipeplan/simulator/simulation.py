@@ -314,14 +314,15 @@ class Simulation(Displayed):
 
 
 def _device(simulation: Simulation, device: int) -> dict[str, object]:
-    rates = simulation.rates
+    rates, reserve = simulation.rates, simulation.workload.devices[device].reserve_bytes
     return {
         "busy_ns": rates.busy_ns[device],
         "idle_ns": rates.idle_ns[device],
         "span_ns": rates.span_ns[device],
         "in_flight": simulation.in_flight[device],
         "num_actions": _num_actions(simulation, device),
-        "memory_limit_bytes": simulation.workload.devices[device].memory_bytes,
+        "memory_limit_bytes": simulation.workload.devices[device].usable_bytes,
+        **({"memory_reserve_bytes": reserve} if reserve else {}),
         **asdict(simulation.memory[device]),
     }
 

@@ -125,10 +125,19 @@ class Element:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device(Element):
-    """A device the plan uses, and its memory (None is no limit)."""
+    """A device the plan uses, and its memory (None is no limit), of which the plan leaves ``reserve_bytes`` alone."""
 
     name: Name = "device"
     memory_bytes: Bytes | None = None
+    reserve_bytes: Annotated[
+        Bytes,
+        Meaning("of its memory, what the plan leaves to the device's context, communication buffers and allocator"),
+    ] = 0
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """What a plan may use; None is no limit."""
+        return None if self.memory_bytes is None else self.memory_bytes - self.reserve_bytes
 
 
 Class = TypeVar("Class", bound=type)

@@ -218,7 +218,7 @@ def num_that_fit(capacity: int | None, each: int) -> float:
 def capacities(workload: Workload) -> list[int | None]:
     """[device] bytes that its memory leaves beside the static ones; None without limit."""
     return [
-        None if device.memory_bytes is None else device.memory_bytes - workload.static_bytes(index)
+        None if (usable := device.usable_bytes) is None else usable - workload.static_bytes(index)
         for index, device in enumerate(workload.devices)
     ]
 
@@ -283,7 +283,7 @@ def overflow(
     it is of all that it runs; the action is that of the round that is there.
     """
     worst: Overflow | None = None
-    known = [device.memory_bytes for device in graph.workload.devices] if limits is None else limits
+    known = [device.usable_bytes for device in graph.workload.devices] if limits is None else limits
     for index, (limit, (taken, task)) in enumerate(zip(known, _peaks(graph, orders, loop), strict=True)):
         if limit is None:
             continue

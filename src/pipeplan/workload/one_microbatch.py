@@ -223,7 +223,7 @@ class OneMicrobatch:
         for device, capacity in enumerate(self.capacity):
             if capacity is None:
                 continue
-            static, memory = self.workload.static_bytes(device), self.workload.devices[device].memory_bytes
+            static, memory = self.workload.static_bytes(device), self.workload.devices[device].usable_bytes
             if capacity < 0:
                 raise InfeasibleError(
                     f"{self._named(device)} has {format_bytes(memory or 0)}, but parameters, gradients and optimizer "
@@ -324,7 +324,7 @@ def _folded(workload: Workload, groups: Sequence[int]) -> Workload:
     memory: list[list[int]] = [[] for _ in set(groups)]
     fullest: dict[int, int] = {}
     for device, (group, each) in enumerate(zip(groups, workload.devices, strict=True)):
-        memory[group] += [] if each.memory_bytes is None else [each.memory_bytes]
+        memory[group] += [] if each.usable_bytes is None else [each.usable_bytes]
         fullest[group] = max(fullest.get(group, device), device, key=workload.static_bytes)
     return replace(
         workload,

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from pipeplan.costs.communication import latency_and_bandwidth
+from pipeplan.costs.devices import preset_called
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, MeasuredCurve, parse, to_json
 from pipeplan.files.cluster import Operation
@@ -259,8 +260,12 @@ def _bare(hosts: Sequence[str], device: torch.device, options: LinkOptions) -> C
     if len(counts) == 1 or counts[0] == 1:
         groups = {"node" if len(counts) == 1 else "network": len(hosts)}
     cuda = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    preset = preset_called(cuda.name) if cuda else None
     kind = DeviceKind(
-        name=cuda.name if cuda else "cpu", count=len(hosts), memory_bytes=cuda.total_memory if cuda else None
+        name=cuda.name if cuda else "cpu",
+        count=len(hosts),
+        memory_bytes=cuda.total_memory if cuda else None,
+        memory_reserve_bytes=preset.reserve_bytes if preset else 0,
     )
     levels = (
         LinkLevel(name=name, group_size=size, latency_ns=0, bandwidth_bytes_per_s=1)
