@@ -112,9 +112,9 @@ class Comparison(Displayed):
     """Rows best first, those that fit before those that do not; and what there is none for.
 
     An iteration has ``mini_batch`` samples. ``memory_bytes`` [device] are what plans may use, beside ``reserve_bytes``.
-    ``yardstick`` says what a sample is, ``notes`` what is free. Where no row fits, ``shortage`` says what would do. Where
-    something is not reached, it should be in about ``enough_seconds``, by what took how long until then; None where
-    that is not known.
+    ``yardstick`` says what a sample is, ``notes`` what is free. Where no row fits, ``shortage`` says what would do.
+    Where something is not reached, it should be in about ``enough_seconds``, by what took how long until then; None
+    where that is not known.
     """
 
     name: str
