@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.huggingface import LoadedModel, load
-from pipeplan.runtime.models.huggingface.families import share_of
+from pipeplan.runtime.models.huggingface.families import FAMILIES, share_of
 from runtime_support.hugging_face import (
     ALIKE,
+    FURTHER,
     HIDDEN,
     NAMES,
     SEQUENCE,
@@ -32,8 +33,10 @@ from runtime_support.hugging_face import (
 )
 from support.marks import slow_but
 
+SPLIT = [*NAMES, *(name for name in FURTHER if FAMILIES[name].splits)]
 
-@pytest.mark.parametrize("name", NAMES)
+
+@pytest.mark.parametrize("name", SPLIT)
 def test_shares_together_have_all_parameters(name: str) -> None:
     """What is split once, what is whole on every device; a table's last share may be smaller."""
     found = whole(name)
@@ -44,7 +47,7 @@ def test_shares_together_have_all_parameters(name: str) -> None:
     assert sum(count for count, is_split in sizes if is_split) > 0.3 * sum(count for count, _ in sizes)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SPLIT)
 def test_shares_together_compute_the_same(name: str) -> None:
     """Two shares side by side, with sums where the plan has them, give the words or features of the whole model."""
     found = whole(name)
@@ -116,7 +119,7 @@ def no_grad(work: Callable[[nn.Module], Tensor], share: nn.Module) -> Tensor:
         return work(share)
 
 
-UNLIKE = [name for name in NAMES if name not in ALIKE]
+UNLIKE = [name for name in SPLIT if name not in ALIKE]
 
 
 @slow_but("name", UNLIKE, lambda name: name in ("gpt2", "llama"))
@@ -128,6 +131,15 @@ def test_a_share_has_the_same_blocks_and_edges(name: str) -> None:
     for before, block in zip(model.blocks, share.blocks, strict=True):
         assert size(block.build()) <= size(before.build())
     assert not any(block.collectives for block in model.blocks)
+
+
+def test_the_expert_of_all_words_is_split_too() -> None:
+    (found,) = {
+        (block.dimensions["ffn"], block.dimensions["shared_ffn"])
+        for block in captured("qwen2_moe", "half", 2).blocks
+        if block.operator == "moe"
+    }
+    assert found == (24 // 2, 40 // 2)
 
 
 def test_one_device_needs_no_others() -> None:
@@ -143,7 +155,9 @@ def test_collectives_of_half_layers(name: str) -> None:
     for block in captured(name, "half", 2).blocks:
         found = [(each.phase, each.bytes_per_sample) for each in block.collectives]
         assert all(each.operation == "all_reduce" for each in block.collectives)
-        if block.operator in ("attention", "ffn", "moe"):
+        if block.operator == "layer" or (block.operator == "moe" and "shared_ffn" in block.dimensions):
+            assert sorted(found) == sorted(2 * [*reduced.items()])
+        elif block.operator in ("attention", "ffn", "moe"):
             assert sorted(found) == sorted(reduced.items())
         elif block.operator == "cross-attention":
             assert sorted(found) == [("F", HIDDEN_BYTES), ("I", HIDDEN_BYTES), ("I", HIDDEN_BYTES)]

@@ -189,6 +189,17 @@ _NEOX = {
     "model.gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise",
     "model.gpt_neox.layers.*.mlp.dense_4h_to_h": "rowwise",
 }
+_QWEN2_MOE = {  # transformers' own leaves the expert that all words take whole
+    **{f"model.model.layers.*.self_attn.{each}_proj": "colwise" for each in "qkv"},
+    "model.model.layers.*.self_attn.o_proj": "rowwise",
+    "model.model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "model.model.layers.*.mlp.experts.down_proj": "rowwise",
+    **{
+        f"model.model.layers.*.{at}.{each}_proj": way
+        for at in ("mlp", "mlp.shared_expert")
+        for each, way in {"gate": "colwise", "up": "colwise", "down": "rowwise"}.items()
+    },
+}
 
 
 def _spoken(config: Any, vocabulary: int, sequence: int) -> Contents:
@@ -281,7 +292,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "qwen3": ModelFamily("Qwen3Config", "Qwen3ForCausalLM"),
     "mistral": ModelFamily("MistralConfig", "MistralForCausalLM"),
     "mixtral": ModelFamily("MixtralConfig", "MixtralForCausalLM"),
-    "qwen2_moe": ModelFamily("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
+    "qwen2_moe": ModelFamily("Qwen2MoeConfig", "Qwen2MoeForCausalLM", plan=_QWEN2_MOE),
     "qwen3_moe": ModelFamily("Qwen3MoeConfig", "Qwen3MoeForCausalLM", arguments=("head_dim",)),
     "deepseek_v2": ModelFamily("DeepseekV2Config", "DeepseekV2ForCausalLM", splits=False),
     "deepseek_v3": ModelFamily("DeepseekV3Config", "DeepseekV3ForCausalLM", splits=False),
