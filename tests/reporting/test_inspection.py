@@ -237,9 +237,9 @@ def test_searches_say_that_a_measured_profile_is_doubtful(tmp_path: Path) -> Non
     doubtful = chain(block("a", spread={"forward_ns": 7.4}), block("b", repeats=1))
     estimated = doubtful.model_copy(update={"source": Source(method="estimated")})
     for profile, told in ((doubtful, ["the profile has 2 warnings: pipeplan.inspect(profile)"]), (estimated, [])):
-        assert list(input_notes(Request.of(profile, devices=1))) == told
+        assert list(input_notes(Request.of(profile, devices=1, mini_batch=4))) == told
     write_file(doubtful, str(tmp_path / "my p.json"))
-    (told_of,) = input_notes(Request.of(read_profile(str(tmp_path / "my p.json")), devices=1))
+    (told_of,) = input_notes(Request.of(read_profile(str(tmp_path / "my p.json")), devices=1, mini_batch=4))
     assert told_of == f"the profile has 2 warnings: pipeplan profile --show '{tmp_path}/my p.json'"
 
 

@@ -182,11 +182,7 @@ class Unsplit:
 
     def __init__(self, model: Model, options: TrainOptions) -> None:
         self.model, self.options, self.norm, self.num_steps = model, options, 0.0, 0
-<<<<<<< HEAD
         self.dtype: torch.dtype = dtype_of(options)
-=======
-        self.dtype: torch.dtype = getattr(torch, options.number_format)
->>>>>>> families2
         self.modules = {block.id: model.build(block.id, options.seed, dtype=self.dtype) for block in model.blocks}
         for (first, first_name), *others in model.tied:
             for block, name in others:
