@@ -54,7 +54,7 @@ def profile_path(tmp_path_factory: pytest.TempPathFactory) -> str:
         ("example gpt2-345m --device h100_80gb", "did you mean h100-80gb"),
         ("example testbed-tensoropts --devices 4", "did you mean testbed-tensoropt"),
         ("profile gpt2-tiny --dtype flaot32 -o -", "did you mean float32?"),
-        ("search PROFILE --devices 2 --placement somewhere", "choose from auto, one-to-one"),
+        ("search PROFILE --devices 2 --placement somewhere", "choose from auto, all, one-to-one"),
     ],
 )
 def test_a_value_that_is_nearly_right(profile_path: str, arguments: str, question: str) -> None:

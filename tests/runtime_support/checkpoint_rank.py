@@ -29,7 +29,7 @@ def work(job: Mapping[str, Any], context: RankContext) -> None:
 def train_all(job: Mapping[str, Any], context: RankContext) -> None:
     for name, legs in job.items():
         unsplit = Unsplit(load_once(legs[0]["options"]["model"]), TrainOptions(**legs[0]["options"]))
-        if "Counting" in legs[0]["options"]["optimizer"]:
+        if "Counting" in (legs[0]["options"]["optimizer"] or ""):
             unsplit.optimizer = Counting(unsplit.unique, lr=1.0, weight_decay=0.0)
         told = [run_leg(leg, unsplit, context) for leg in legs]
         context.report({"event": "case", "name": name, "legs": told})

@@ -315,7 +315,7 @@ def test_the_command_says_what_is_kept(
     _, err = capsys.readouterr()
     where = "block 'slow' at micro-batch size 2"
     assert "what was measured is kept in p.json.partial, and a command with other --microbatch sizes resumes" in err
-    assert err.count("block 'slow'") == 1
+    assert err.partition("warning")[0].count("block 'slow'") == 1
     assert f"{where} failed: ValueError: boom; it would again: change the block, or leave the size out of" in err
     assert "pipeplan: resuming from p.json.partial" in err
     assert [path.name for path in tmp_path.glob("*.json*")] == ["p.json"]
