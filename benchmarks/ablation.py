@@ -140,9 +140,10 @@ def watched(off: Off, telling: set[str]) -> Steps:
 class _Watched(ScheduleStep):
     """A step that says whether it changed anything."""
 
+    name = "watched"
+
     def __init__(self, step: ScheduleStep, telling: set[str]) -> None:
         self.step, self.telling = step, telling
-        self.name, self.needed = step.name, step.needed  # type: ignore[misc]  # constants of a class; here of the step
 
     def applies(self, state: SearchState) -> bool:
         return self.step.applies(state)

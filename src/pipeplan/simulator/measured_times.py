@@ -47,8 +47,27 @@ class DeviceTimes:
     other_ns: float
 
 
+class BesidePrediction:
+    """Measured iterations beside the one that is predicted; times in ns."""
+
+    __slots__ = ()
+
+    predicted_ns: int
+    iterations_ns: tuple[float, ...]
+
+    @property
+    def measured_ns(self) -> float:
+        """Median over the steps."""
+        return statistics.median(self.iterations_ns)
+
+    @property
+    def ratio(self) -> float:
+        """Measured by predicted."""
+        return self.measured_ns / self.predicted_ns
+
+
 @dataclass(frozen=True, slots=True)
-class MeasuredComparison:
+class MeasuredComparison(BesidePrediction):
     """Predicted against measured.
 
     ``iterations_ns`` are those of the steps that count, after ``num_left_out``. ``replayed_ns`` is the makespan when
@@ -64,16 +83,6 @@ class MeasuredComparison:
     kinds: tuple[KindTimes, ...]
     devices: tuple[DeviceTimes, ...]
     stretch: float = 1.0
-
-    @property
-    def measured_ns(self) -> float:
-        """Median over the steps."""
-        return statistics.median(self.iterations_ns)
-
-    @property
-    def ratio(self) -> float:
-        """Measured by predicted."""
-        return self.measured_ns / self.predicted_ns
 
     @property
     def predicted_bubble_rate(self) -> float:
@@ -142,7 +151,7 @@ class LoggedDevice:
 
 
 @dataclass(frozen=True, slots=True)
-class LoggedComparison:
+class LoggedComparison(BesidePrediction):
     """Predicted beside what another trainer's log or a profiler's trace says: iterations, and devices by rank.
 
     ``iterations_ns`` are those that count, ``by`` says what they were read from. ``memory`` is what the log's memory is
@@ -158,16 +167,6 @@ class LoggedComparison:
     iterations_ns: tuple[float, ...]
     kinds: tuple[KindTimes, ...]
     devices: tuple[LoggedDevice, ...]
-
-    @property
-    def measured_ns(self) -> float:
-        """Median over the steps."""
-        return statistics.median(self.iterations_ns)
-
-    @property
-    def ratio(self) -> float:
-        """Measured by predicted."""
-        return self.measured_ns / self.predicted_ns
 
     def figures(self) -> dict[str, object]:
         """What ``simulate --measured --json`` has under ``measured``."""
