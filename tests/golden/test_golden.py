@@ -43,7 +43,7 @@ FAST = {
     "zbv/v-half",
     "zbv/zb-v",
 }
-"""Searches of a moment; all the others take minutes together, for which CI has no time."""
+"""Searches of a moment; all the others are slow together."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,7 +53,7 @@ def folder() -> Iterator[Path]:
 
 
 def marked(name: str) -> object:
-    return name if name in FAST else pytest.param(name, marks=[pytest.mark.slow, pytest.mark.long])
+    return name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", list(map(marked, requests("search"))))
