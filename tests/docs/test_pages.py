@@ -12,7 +12,7 @@ from runtime_support.warm import warm_ranks
 from support.pages import PAGES, agrees, blocks, page_runs, run_page
 from support.paths import ROOT
 
-LONG = ("algorithms/frontier", "algorithms/tuner", "communication", "executor", "hugging-face", "how-to", "profiling")
+LONG = ("algorithms/frontier", "algorithms/tuner", "communication", "executor", "hugging-face", "profiling")
 """Pages whose commands take half a minute and more; the tutorials are among them, too."""
 
 

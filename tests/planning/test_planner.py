@@ -41,8 +41,7 @@ def iteration(result: Result) -> int:
     return result.plan.predicted.iteration_ns
 
 
-@pytest.mark.slow
-@pytest.mark.long  # 15 to 30 s each
+@pytest.mark.slow  # 15 to 30 s each
 @pytest.mark.parametrize(("name", "memory"), [("gpt2-1.3b-a100-80gb", 24 * GB), ("mmt-v100-16gb", 4 * GB)])
 def test_never_worse_than_a_strategy_forced_by_flags(name: str, memory: int) -> None:
     model, cluster = profile(name), cluster_of(4)
@@ -70,8 +69,7 @@ def test_never_worse_than_a_strategy_forced_by_flags(name: str, memory: int) -> 
     assert sum(value is not None for value in forced) >= 4
 
 
-@pytest.mark.slow
-@pytest.mark.long  # 15 to 30 s each
+@pytest.mark.slow  # 15 to 30 s each
 def test_what_is_said_where_nothing_fits_is_true() -> None:
     model = profile("mmt-v100-16gb")
 
