@@ -314,7 +314,7 @@ def _no_size(request: Request, replicas: int, spread: bool) -> UsageError:
 def _mini_batch(request: Request) -> str:
     """Its samples, and where the number comes from where nobody said it."""
     batch = request.batch
-    if batch.num_microbatches != PER_DEVICE * request.num_devices:
+    if not request.samples_assumed:
         return str(batch.mini_batch)
     size = counted(batch.microbatch_size, "sample")
     return (
