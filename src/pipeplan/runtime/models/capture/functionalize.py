@@ -142,7 +142,7 @@ DTYPE, WIDER, DEVICE, LEAST = Marker("dtype"), Marker("wider"), Marker("device")
 least number of its format."""
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, repr=False)
 class OpNode:
     """One call, or something that is given: ``kind`` is call, parameter, buffer, constant or input.
 
@@ -168,6 +168,9 @@ class OpNode:
     def __post_init__(self) -> None:
         leaves = leaves_of((self.arguments, self.keywords))
         self.sources = list(dict.fromkeys(each for each in leaves if isinstance(each, OpNode)))
+
+    def __repr__(self) -> str:
+        return f"<{self.kind} {self.name or self.operator}>"  # its sources have sources, many of them the same
 
     @property
     def operator(self) -> str:

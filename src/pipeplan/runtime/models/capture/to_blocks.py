@@ -273,14 +273,15 @@ def _experts(group: OpGroup) -> dict[str, int]:
         for weight in op.sources
         if op.operator == "linear" and weight.kind == "parameter" and len(weight.shape) == 2
     ]
-    words = next(math.prod(op.shape[:-1]) for op in group.operations if op.per_sample == 1 and len(op.shape) == 3)
+    words = next((math.prod(op.shape[:-1]) for op in group.operations if op.per_sample == 1 and len(op.shape) == 3), 0)
     widths = {sum(shape) - hidden for shape in layers if hidden in shape} - {1, experts}
     found = {
         "hidden": hidden,
         "experts": experts,
-        "experts_per_token": products[0].sources[0].shape[0] // words,
         "ffn": products[-1].sources[1].shape[1],
     }
+    if words:  # an operator alone does not show them
+        found["experts_per_token"] = products[0].sources[0].shape[0] // words
     return found | ({"shared_ffn": max(widths)} if widths else {})
 
 
