@@ -143,7 +143,20 @@ def samples() -> list[Sample]:
         (shape("zbv", 2, costs=costs), {"scheduler": "zb-v", "num_microbatches": 5}),
         (whole, {"devices": 2, "rules": GATHER, "num_microbatches": 4, "microbatch_size": 1}),
     ]
-    return [made(profile, **how) for profile, how in asked]
+    long: list[tuple[Profile, dict[str, Any]]] = [
+        (whole, {"devices": 3, "scheduler": "1f1b", "num_microbatches": 2000, "microbatch_size": 1}),
+        (split, {"devices": 2, "scheduler": "zb-h1", "cluster": nodes(2), "num_microbatches": 2000}),
+        (whole, {"scheduler": "1f1b", "placement": copies, "num_microbatches": 2000, "microbatch_size": 2}),
+        (shape("v", 2, costs=costs), {"scheduler": "gpipe", "num_microbatches": 3000}),
+        (shape("v", 3, costs=costs), {"scheduler": "gpipe", "num_microbatches": 3000}),
+    ]
+    return [made(profile, **how) for profile, how in asked] + [shortened(made(each, **how)) for each, how in long]
+
+
+def shortened(sample: Sample) -> Sample:
+    """A plan whose loop runs three times, so that every copy can be looked at."""
+    plan = parse(json.dumps(sample.plan), Plan).with_copies(3)
+    return replace(sample, plan=restated(json.loads(plan.model_dump_json())))
 
 
 def made(profile: Profile, **how: Any) -> Sample:
@@ -413,6 +426,37 @@ def _microbatches(rng: Random, plan: Json) -> bool:
     return True
 
 
+def _loop(rng: Random, plan: Json) -> bool:
+    """How often a loop runs, of what, where it stands and how long it takes; or none."""
+    loop = plan["loop"]
+    if loop is None:
+        return False
+    each, by = rng.choice(loop["rounds"]), rng.choice([-1, 1, -2, 2])
+    how = rng.randrange(8)
+    if how == 0:
+        loop["copies"] = max(1, loop["copies"] + by)
+        plan["num_microbatches"] += by * loop["microbatches"] * (rng.random() < 0.7)
+    elif how == 1:
+        loop["microbatches"] = max(1, loop["microbatches"] + by)
+    elif how == 2:
+        each["round_ns"] = max(1, each["round_ns"] + by)
+    elif how == 3:
+        loop["rounds"].reverse()
+        return len(loop["rounds"]) > 1
+    elif how == 4 and len(loop["rounds"]) > 1:
+        loop["rounds"].remove(each)
+    elif how == 5:
+        plan["loop"] = None
+    else:
+        edge = each[rng.choice(["begins", "ends"])]
+        at = rng.randrange(len(edge))
+        edge[at] = max(0, edge[at] + by)
+        if rng.random() < 0.4:
+            other = each["begins" if edge is each["ends"] else "ends"]
+            other[at] = max(0, other[at] + by)
+    return True
+
+
 def _tied(rng: Random, plan: Json) -> bool:
     if not plan["tied"]:
         return False
@@ -470,7 +514,8 @@ ORDER: tuple[Damage, ...] = (
     _number("dependencies", "*", "needs", "*"),
 )
 FIGURES: tuple[Damage, ...] = (_number("predicted", "*"), _number("predicted", "*"), _repetend, _claim_repetend)
-KINDS = (PROGRAMS, PROGRAMS, TIMES, MEMORY, PLACES, ORDER, FIGURES)
+LOOPS: tuple[Damage, ...] = (_loop,)
+KINDS = (PROGRAMS, PROGRAMS, TIMES, MEMORY, PLACES, ORDER, FIGURES, LOOPS)
 
 
 def damaged(rng: Random, plan: Json) -> Json:

@@ -163,6 +163,90 @@ def _number(slots: Sequence[Slot], what: tuple[int, int | None], text: str) -> i
     return found[0]
 
 
+# Loops -------------------------------------------------------------------------------------------------------------
+
+
+class Unrolled:
+    """A plan's programs and starts with every copy of the rounds of its loop; without a loop as they are written."""
+
+    def __init__(self, plan: Json) -> None:
+        self.plan, self.loop = plan, plan.get("loop") or {"copies": 1, "microbatches": 1, "rounds": []}
+        written = plan["num_microbatches"] - (self.loop["copies"] - 1) * self.loop["microbatches"]
+        if written < 1 or self.loop["copies"] < 1:
+            raise UnfitError("a loop of more micro-batches than there are")
+        self.model = Model({**plan, "num_microbatches": written})
+        self.copies = self.loop["copies"]
+        expanded = [self._expanded(d, program) for d, program in enumerate(plan["programs"])]
+        self.programs = [[text for text, _, _, _ in each] for each in expanded]
+        self.shifts: dict[Action, list[tuple[str, int]]] = defaultdict(list)
+        """Of a written action how its copies are called, and how many ns later than written they are."""
+        for each in expanded:
+            for text, later, original, first in each:
+                read = _TEXT.fullmatch(original)
+                if read is not None and read["end"] is None and (text, later) not in self.shifts[first]:
+                    self.shifts[first].append((text, later))
+
+    def _expanded(self, device: int, program: list[str]) -> list[tuple[str, int, str, Action]]:
+        """(text, ns later than written, text as written, its action) of every copy of every entry, in order."""
+        rounds = [(each["begins"][device], each["ends"][device], each["round_ns"]) for each in self.loop["rounds"]]
+        ends = {_key(text): end for begin, end, _ in rounds for text in program[begin:end]}
+        found, at, passed = [], 0, 0
+        for begin, end, time in [*rounds, (len(program), len(program), 0)]:
+            if not at <= begin <= end:
+                raise UnfitError(f"rounds of device {device} overlap")
+            for number in range(at, begin):
+                after = number >= ends.get(_key(program[number]), len(program))
+                copy = self.copies - 1 if after else 0
+                found.append(self._copied(device, program[number], copy, passed))
+            for copy in range(self.copies if end > begin else 0):
+                found += [self._copied(device, text, copy, passed + copy * time) for text in program[begin:end]]
+            at, passed = end, passed + (self.copies - 1) * time
+        return found
+
+    def _copied(self, device: int, text: str, copy: int, later: int) -> tuple[str, int, str, Action]:
+        kind, what = self.model.entry(device, text)
+        stage = self.model.operations[what[0] if kind == "run" else self.model.dependencies[what[0]]["source"]]["stage"]
+        number, rest = divmod(
+            self.loop["microbatches"] * self.plan["microbatch_size"],
+            self.model.stages[stage]["microbatch_size"] * self.plan["num_routes"],
+        )
+        if rest and self.copies > 1:
+            raise UnfitError(f"stage {stage} has no whole number of micro-batches in a round")
+        read = _TEXT.fullmatch(text)
+        assert read is not None
+        begin, end = read.span("m")
+        action = what if kind == "run" else ("", 0)
+        return f"{text[:begin]}{int(read['m']) + copy * number}{text[end:]}", later, text, action
+
+    def starts(self) -> dict[str, list[int]]:
+        """Of every action, by operation, as the plan states them."""
+        whole = Model(self.plan)
+        found = {id_: [-1] * len(slots) for id_, slots in whole.slots.items()}
+        for (id_, n), copies in self.shifts.items():
+            for text, later in copies:
+                _, (_, number) = whole.entry(whole.devices(id_)[0], text)
+                found[id_][number] = self.plan["starts_ns"][id_][n] + later
+        return found
+
+    def written(self, starts: dict[str, list[int]]) -> dict[str, list[int]]:
+        """Of starts of every action those that a plan with this loop would state."""
+        whole, found = Model(self.plan), {id_: [-1] * len(slots) for id_, slots in self.model.slots.items()}
+        for (id_, n), copies in self.shifts.items():
+            text, later = copies[0]
+            _, (_, number) = whole.entry(whole.devices(id_)[0], text)
+            found[id_][n] = starts[id_][number] - later
+        return found
+
+
+def _key(text: str) -> str:
+    """What an entry has in common with its copies."""
+    read = _TEXT.fullmatch(text)
+    if read is None:
+        raise UnfitError(f"{text} means nothing")
+    begin, end = read.span("m")
+    return text[:begin] + text[end:]
+
+
 # Running, with messages that wait for each other -------------------------------------------------------------------
 
 
@@ -390,7 +474,8 @@ def faults_of(plan: Json) -> list[str]:
         judged = _judge(plan)
     except UnfitError as error:
         return [str(error)]
-    found = [f"starts of {id_}" for id_, starts in judged.starts.items() if plan["starts_ns"].get(id_) != starts]
+    stated_starts = Unrolled(plan).starts() if plan.get("loop") else plan["starts_ns"]
+    found = [f"starts of {id_}" for id_, starts in judged.starts.items() if stated_starts.get(id_) != starts]
     stated = plan["predicted"]
     for key, value in judged.predicted.items():
         if key == "memory":
@@ -413,7 +498,7 @@ def restated(plan: Json) -> Json:
     """The plan with the starts and figures that its programs come to. Raises UnfitError."""
     judged = _judge(plan)
     new = copy.deepcopy(plan)
-    new["starts_ns"] = judged.starts
+    new["starts_ns"] = Unrolled(plan).written(judged.starts) if plan.get("loop") else judged.starts
     new["predicted"] |= judged.predicted
     new["predicted"]["lower_bound_ns"] = min(plan["predicted"]["lower_bound_ns"], judged.predicted["makespan_ns"])
     new["predicted"]["gap"] = judged.predicted["makespan_ns"] / new["predicted"]["lower_bound_ns"] - 1
@@ -430,7 +515,8 @@ def _judge(plan: Json) -> Judged:
     """Run the programs. Raises UnfitError."""
     model = Model(plan)
     _require_whole(model)
-    programs = [[model.entry(d, text) for text in program] for d, program in enumerate(plan["programs"])]
+    texts = Unrolled(plan).programs if plan.get("loop") else plan["programs"]
+    programs = [[model.entry(d, text) for text in program] for d, program in enumerate(texts)]
     _require_once(model, programs)
     Rehearsal(model, programs).run()
     orders = [[what for kind, what in program if kind == "run"] for program in programs]

@@ -131,6 +131,17 @@ def test_what_is_asked_for_goes_before_the_definition(capsys: pytest.CaptureFixt
             assert "sliced" in line
 
 
+def test_a_plan_has_the_rules_that_made_it() -> None:
+    """Those that ship are known by name."""
+    profile = shaped("v").model_copy(update={"placement": None})
+    made = {
+        rules.name: found(profile, "rules", rules=rules, placement="one-to-one", num_microbatches=4).plan.provenance
+        for rules in (ONE_LINE, named_rules("1f1b"))
+    }
+    assert parse_rules(str(made[ONE_LINE.name].options["rules_toml"]), "other") == ONE_LINE
+    assert "rules_toml" not in made["1f1b"].options
+
+
 @pytest.mark.parametrize("asked", [{"scheduler": "1f1b"}, {"scheduler": "rules", "rules": ONE_LINE}])
 def test_all_else_is_left_open(asked: dict[str, Any]) -> None:
     """And chosen: in little memory recomputation, and with it two replicas of one stage."""

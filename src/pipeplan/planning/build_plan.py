@@ -17,10 +17,13 @@ from pipeplan._version import __version__
 from pipeplan.checker import check
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
+from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, Recipe, sha256_of
 from pipeplan.lower import programs
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
+from pipeplan.schedule.rules import Rules
+from pipeplan.schedule.rules.language import named_rules, shipped_rules, to_toml
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.units import format_ns, require_sum
@@ -137,6 +140,21 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
     return plan
 
 
+_MOST_RULES = 8192
+"""Characters of rules that a plan has room for."""
+
+
+def _rules_text(rules: Rules | None) -> dict[str, str]:
+    """The rules of a file; an explicit order is the plan's own, and functions have no text."""
+    if rules is None or rules.order or (rules.name in shipped_rules() and named_rules(rules.name) == rules):
+        return {}
+    try:
+        text = to_toml(rules)
+    except UsageError:
+        return {}
+    return {"rules_toml": text} if len(text) <= _MOST_RULES else {}
+
+
 def _provenance(request: Request, candidate: PlacementCandidate, workload: Workload) -> Provenance:
     """What was asked, and of what that leaves open the sizes, stages, parts of backward and of forwards chosen."""
     return provenance_of(
@@ -145,6 +163,7 @@ def _provenance(request: Request, candidate: PlacementCandidate, workload: Workl
         {
             "scheduler": request.scheduler,
             "rules": None if request.rules is None else request.rules.name,
+            **_rules_text(request.rules),
             "unroll": request.unroll,
             "split_backward": request.split_backward,
             "split_overhead_ns": request.split_overhead_ns,
