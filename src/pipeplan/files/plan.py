@@ -89,6 +89,7 @@ class Provenance(FileModel):
     scheduler: Text = ""
     command: Annotated[Text, Field(description="the command line that wrote the plan")] = ""
     options: dict[Name, Text | Integer | float | bool | None] = {}
+    rules: Annotated[Items[Text], Field(description="lines of the rules file that its schedule follows")] = ()
     seed: Integer = 0
     versions: dict[Name, Text] = {}
 

@@ -140,30 +140,24 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
     return plan
 
 
-_MOST_RULES = 8192
-"""Characters of rules that a plan has room for."""
-
-
-def _rules_text(rules: Rules | None) -> dict[str, str]:
+def _lines_of(rules: Rules | None) -> tuple[str, ...]:
     """The rules of a file; an explicit order is the plan's own, and functions have no text."""
     if rules is None or rules.order or (rules.name in shipped_rules() and named_rules(rules.name) == rules):
-        return {}
+        return ()
     try:
-        text = to_toml(rules)
+        return tuple(to_toml(rules).splitlines())
     except UsageError:
-        return {}
-    return {"rules_toml": text} if len(text) <= _MOST_RULES else {}
+        return ()
 
 
 def _provenance(request: Request, candidate: PlacementCandidate, workload: Workload) -> Provenance:
     """What was asked, and of what that leaves open the sizes, stages, parts of backward and of forwards chosen."""
-    return provenance_of(
+    made = provenance_of(
         request.profile,
         request.cluster,
         {
             "scheduler": request.scheduler,
             "rules": None if request.rules is None else request.rules.name,
-            **_rules_text(request.rules),
             "unroll": request.unroll,
             "split_backward": request.split_backward,
             "split_overhead_ns": request.split_overhead_ns,
@@ -185,6 +179,7 @@ def _provenance(request: Request, candidate: PlacementCandidate, workload: Workl
         request.seed,
         ortools=version("ortools"),
     )
+    return made.model_copy(update={"rules": _lines_of(request.rules)})
 
 
 def provenance_of(
