@@ -413,17 +413,18 @@ def _problem(
 class StageGraphs(CandidateStep):
     """GraphPipe's stages: with any sizes, and with one size for all stages.
 
-    One may take its ``share`` of the time, and at least ``seconds``. Its bottleneck may miss the least by
-    ``tolerance``; schedules differ by more. Of graphs with branches ``chunks`` stages per device are tried where
-    nothing is said; chains have strategies for that.
+    One may take its ``share`` of the time, with any sizes ``any_share``, and at least ``seconds``. Its bottleneck may
+    miss the least by ``tolerance``; schedules differ by more. Of graphs with branches ``chunks`` stages per device are
+    tried where nothing is said; chains have strategies for that.
     """
 
     share: float = 0.15
+    any_share: float = 0.3
     seconds: float = 1.0
     tolerance: float = 0.01
     chunks: int = 2
     name = "stage graphs"
-    of = "the limit, each"
+    of = "the limit, each; with any sizes 0.3"
 
     def candidates(self, request: Request) -> Iterator[Proposal]:
         if not _any_stages(request):
@@ -439,7 +440,8 @@ class StageGraphs(CandidateStep):
     def _graph(self, request: Request, sizes: Sequence[int], chunks: int = 1) -> PlacementCandidate:
         """Stages as a graph; with several chunks each device runs as many stages, in turn."""
         problem = _problem(request, sizes, request.recomputes, chunks=chunks)
-        limit = Limit(math.inf if request.deterministic else max(self.seconds, self.share * request.time_limit))
+        share = self.share if len(sizes) == 1 else self.any_share
+        limit = Limit(math.inf if request.deterministic else max(self.seconds, share * request.time_limit))
         try:
             with limit.enforced():
                 placement = next(graphpipe(problem, tolerance=self.tolerance)).placement
