@@ -140,13 +140,17 @@ class Plan(File):
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Plans without a loop or a reserve stay as they were, and so do their fingerprints."""
+        """Plans without a loop, a reserve, steps or gathering stay as they were, and so do their fingerprints."""
         found: dict[str, Any] = written(self)
         if self.loop is None:
             found.pop("loop", None)
         for device in found.get("devices", ()):
             if not device.get("reserve_bytes"):
                 device.pop("reserve_bytes", None)
+        for stage in found.get("stages", ()):
+            for key in ("step_ns", "gather_ns"):
+                if not stage.get(key):
+                    stage.pop(key, None)
         return found
 
     @model_validator(mode="after")

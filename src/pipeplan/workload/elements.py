@@ -188,6 +188,13 @@ class Stage(Element):
     sync_ns: Annotated[
         Nanoseconds, Meaning("summing gradients over replicas and routes, at the end; what is tied apart")
     ] = 0
+    step_ns: Annotated[
+        Nanoseconds,
+        Meaning("the optimizer's step of its parameters on each of its devices, after gradients are summed"),
+    ] = 0
+    gather_ns: Annotated[
+        Nanoseconds, Meaning("gathering its updated parameters over replicas that each have a part, after the step")
+    ] = 0
 
     @property
     def state(self) -> MemoryBytes:
