@@ -292,6 +292,7 @@ class Result(Displayed):
             "num_devices": len(self.plan.devices),
             "idle_devices": list(self.plan.workload.idle_devices),
             "placement": self.plan.placement,
+            **({"zero": level} if (level := max(stage.zero for stage in self.plan.stages)) else {}),
             "split_backward": self.schedule.workload.splits_backward,
             "sliced_microbatches": num_sliced(self.schedule.workload),
             "repeats": repetend is not None,
