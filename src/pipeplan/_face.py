@@ -52,6 +52,7 @@ Switch = bool | Literal["auto", "yes", "no"]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 GradientDtype = Literal["fp32", "bf16", "fp16"]
 Optimizer = Literal["adamw", "momentum", "sgd"]
+ZeroLevel = int | Literal["auto"]
 Granularity = Literal["layer", "half", "operator"]
 SearchProgress = Callable[[str, int, int, float], None]
 """Called with what found the best plan, its time, the bound, both in ns, and the seconds so far."""
@@ -167,6 +168,8 @@ def search(
     placement: Placement | Path = "auto",
     chunks: int | None = None,
     replicas: int | None = None,
+    zero: ZeroLevel | None = None,
+    zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
     recompute: bool | Literal["auto", "all", "none"] = "auto",
@@ -205,6 +208,9 @@ def search(
             :class:`Placement`, or the path of its file.
         chunks: virtual stages: stages per device, where the strategy has several.
         replicas: data-parallel size: copies of the whole pipeline; by default searched.
+        zero: what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, or
+            ``"auto"``; by default 0, and ``"auto"`` where nothing fits.
+        zero_group: neighbouring replicas that share one copy of what is divided; by default all.
         shard_shared: whether shared blocks are split over all devices of the pipeline.
         slices: leading micro-batches whose warm-up forwards run in two halves.
         recompute: activation checkpointing of all stages (True, ``"all"``), of none (False, ``"none"``), or searched.
@@ -272,6 +278,8 @@ def tune(
     placement: Placement | Path = "auto",
     chunks: int | None = None,
     replicas: int | None = None,
+    zero: ZeroLevel | None = None,
+    zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
     recompute: bool | Literal["auto", "all", "none"] = "auto",
@@ -330,6 +338,8 @@ def compare(
     placement: Placement | Path = "auto",
     chunks: int | None = None,
     replicas: int | None = None,
+    zero: ZeroLevel | None = None,
+    zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
     recompute: bool | Literal["auto", "all", "none"] = "auto",
@@ -383,6 +393,8 @@ def frontier(
     mode: Literal["all", "min-time", "min-devices", "profile"] = "all",
     plans: bool = False,
     mini_batch: int | None = None,
+    zero: ZeroLevel | None = None,
+    zero_group: int | None = None,
     split_level: Literal["block", "operator"] = "block",
     device: str | None = None,
     data_parallel_loading: bool = False,
@@ -406,6 +418,8 @@ def frontier(
             number of devices.
         plans: whole plans with pipelines, instead of one stage on all devices whose blocks are split.
         mini_batch: samples per iteration, on any number of devices.
+        zero: with ``plans``: what replicas divide among them, as in :func:`search`; by default nothing.
+        zero_group: neighbouring replicas that share one copy of what is divided; by default all.
         split_level: what is split in one way: whole blocks, as plans run them, or every operator inside.
         device: preset whose times splits are estimated with, as ``"a100-80gb"``; by default the profile's.
         data_parallel_loading: inputs come split by samples over all devices.

@@ -40,7 +40,8 @@ def plan_of(
     work = [sum(whole[id_] for id_ in {id_ for id_, _ in order}) for order in orders]
     busy = [sum(durations[entry] for entry in order) for order in orders]
     ends = [max((done[entry][1] for entry in order), default=0) for order in orders]
-    syncs = [sum(stage.sync_ns for stage in workload.stages if device in stage.devices) for device in range(len(ends))]
+    after = {stage: stage.sync_ns + stage.step_ns + stage.gather_ns for stage in workload.stages}
+    syncs = [sum(ns for stage, ns in after.items() if device in stage.devices) for device in range(len(ends))]
     for tied in workload.tied:
         for device in {device for devices in tied.devices for device in devices}:
             syncs[device] += tied.sync_ns

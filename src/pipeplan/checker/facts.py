@@ -404,7 +404,7 @@ def _last_end(facts: Facts, operation: int) -> int:
 
 
 def _iteration(facts: Facts) -> int:
-    """When each device has ended its last action and then made its sums of gradients one after another, in ns."""
+    """When each device has ended its last action, then summed its gradients, stepped and gathered in turn, in ns."""
     ends, syncs = [0] * len(facts.plan.devices), [0] * len(facts.plan.devices)
     for operation, devices in enumerate(facts.devices):
         end = _last_end(facts, operation)
@@ -412,7 +412,7 @@ def _iteration(facts: Facts) -> int:
             ends[device] = max(ends[device], end)
     for stage in facts.plan.stages:
         for device in stage.devices:
-            syncs[device] += stage.sync_ns
+            syncs[device] += stage.sync_ns + stage.step_ns + stage.gather_ns
     for each in facts.plan.tied:
         for device in each.all_devices:
             syncs[device] += each.sync_ns

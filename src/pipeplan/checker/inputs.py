@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, deliveries_of, replicas_of, shares_evenly
 from pipeplan.costs import block_costs, held_part, state_of, sum_time, transfer_time, with_recipe
-from pipeplan.costs.communication import all_reduce_time
+from pipeplan.costs.communication import Exchange, all_reduce_time, time_of_groups
+from pipeplan.costs.recipes import bytes_per_parameter, state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
 from pipeplan.time_limit import checked
@@ -19,8 +21,10 @@ from pipeplan.workload.kinds import (
     GRADIENTS,
     MASTER,
     OPTIMIZER,
+    PARAMETERS,
     STATE_KINDS,
     MemoryBytes,
+    MemoryKind,
     Role,
     is_instruction,
 )
@@ -75,6 +79,7 @@ class _Known(NamedTuple):
     kept: dict[str, MemoryBytes]
     kept_tied: dict[str, MemoryBytes]
     recipe: Recipe
+    cast: bool
 
     @staticmethod
     def of(profile: Profile, *, apart: bool) -> _Known:
@@ -93,6 +98,7 @@ class _Known(NamedTuple):
             {block.id: kept(block) for block in profile.blocks},
             {each.name: kept(each) for each in profile.tied},
             profile.recipe,
+            not profile.recipe.is_custom and "workspace" in state_recipe(profile.recipe.name).bytes,
         )
 
 
@@ -201,14 +207,33 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
     parts = [_parts_held(known, stage, place) for place in range(len(stage.blocks))]
     expected = MemoryBytes()
     for block, held in zip(stage.blocks, parts, strict=True):
-        expected += known.kept[block].share(held[0].num_parts)
+        expected += _share(known.kept[block], held[0].num_parts, stage, known)
     for tied in profile.tied:
         before: set[tuple[HeldPart, ...]] = set()
         for block, held in zip(stage.blocks, parts, strict=True):
             if block in tied.blocks and held in before:
-                expected -= known.kept_tied[tied.name] // held[0].num_parts
+                expected -= _share(known.kept_tied[tied.name], held[0].num_parts, stage, known, least=True)
             before |= {held} if block in tied.blocks else set()
     _compare(f"stages[{number}]", stage, expected.keyed(STATE_KINDS), findings)
+
+
+def _share(state: MemoryBytes, parts: int, stage: Stage, known: _Known, *, least: bool = False) -> MemoryBytes:
+    """What a device has of what its replica has in so many parts: of what replicas divide only its own part of that.
+
+    The largest part, or the ``least``. Level 1 divides the optimizer's state and master copies, level 2 gradients, too,
+    level 3 everything. Where parameters are cast at each use, their master copy is all that is kept of them.
+    """
+    level = {OPTIMIZER: 1, MASTER: 3 if known.cast else 1, GRADIENTS: 2, PARAMETERS: 3}
+    found = {}
+    for kind, size in state.items():
+        cut = parts * (_sharers(stage) if kind in level and stage.zero >= level[kind] else 1)
+        found[kind] = size // cut if least else (size + cut - 1) // cut
+    return MemoryBytes(found)
+
+
+def _sharers(stage: Stage) -> int:
+    """How many replicas have one copy of what they divide."""
+    return stage.replicas if stage.zero_group is None else stage.zero_group
 
 
 def _parts_held(known: _Known, stage: Stage, place: int) -> tuple[HeldPart, ...]:
@@ -248,8 +273,20 @@ def _check_tied(plan: Plan, profile: Profile, known: _Known, findings: Findings)
             findings.add("profile", "tied", text)
             continue
         for (number, each), part in itertools.zip_longest(stated, holders):
-            state = MemoryBytes() if part is None else known.kept_tied[tied.name] // part.num_parts
+            state = MemoryBytes()
+            if part is not None:
+                kept = known.kept_tied[tied.name]
+                shares = [_share(kept, part.num_parts, plan.stages[n], known, least=True) for n in each.stages]
+                state = MemoryBytes(
+                    (kind, size if _is_cut_alike(kind, plan, each, known) else 0) for kind, size in shares[0].items()
+                )
             _compare(f"tied[{number}]", each, state.keyed(STATE_KINDS), findings)
+
+
+def _is_cut_alike(kind: MemoryKind, plan: Plan, tied: TiedState, known: _Known) -> bool:
+    """Whether replicas of all stages with a tied parameter divide a kind of state alike; else each counts its own."""
+    whole = MemoryBytes({kind: math.lcm(*(_sharers(plan.stages[n]) for n in tied.stages))})
+    return len({_share(whole, 1, plan.stages[n], known) for n in tied.stages}) == 1
 
 
 def _uses(stage: Stage, tied: TiedParameter) -> bool:
@@ -308,10 +345,50 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
         alike = {other for block in stage.blocks for other in stages_of[block]}
         devices = sorted({device for other in alike for device in plan.stages[other].devices})
         own = stage.state[GRADIENTS] - sum(each.state[GRADIENTS] for each in apart)
-        expected = all_reduce_time(cluster, devices[:: stage.shards], own)
+        expected, gathered = all_reduce_time(cluster, devices[:: stage.shards], own), 0
+        if stage.zero and _sharers(stage) > 1:
+            expected, gathered = _sharded_ns(
+                stage, [plan.stages[other] for other in sorted(alike)], own, known, cluster
+            )
         if stage.configurations:
             expected += _inside_ns(stage, profile, {each.name for each in apart}, known, cluster)
-        _compare(f"stages[{number}]", stage, {"sync_ns": expected}, findings)
+        _compare(f"stages[{number}]", stage, {"sync_ns": expected, "gather_ns": gathered}, findings)
+
+
+def _sharded_ns(
+    stage: Stage, alike: Sequence[Stage], own: int, known: _Known, cluster: Cluster | None
+) -> tuple[int, int]:
+    """What replicas that divide what they keep take to sum gradients, and to gather what the step has changed.
+
+    Each group sums ``own`` bytes so that a device has its part of the sum, then those with equal parts, in all groups
+    of stages that are ``alike``, sum these. Gathered is every trained parameter of the stage: those with gradients.
+    """
+    size = _sharers(stage)
+
+    def groups(each: Stage) -> dict[tuple[int, int], list[int]]:
+        found: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for place, device in enumerate(each.devices):
+            found[place % each.shards, place // each.shards // size].append(device)
+        return found
+
+    inner = list(groups(stage).values())
+    outer: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for each in alike:
+        for (shard, _), devices in groups(each).items():
+            for place, device in enumerate(devices):
+                outer[shard, place].add(device)
+    gradients, trained = stage.state[GRADIENTS], stage.state[PARAMETERS]
+    if not known.recipe.is_custom:
+        each_takes = bytes_per_parameter(known.recipe)
+        trained = gradients * each_takes[MASTER if known.cast else PARAMETERS] // each_takes[GRADIENTS]
+    times = [
+        round(time_of_groups(cluster, Exchange("reduce_scatter", own), inner)),
+        round(
+            time_of_groups(cluster, Exchange("all_reduce", (own + size - 1) // size), list(map(sorted, outer.values())))
+        ),
+        round(time_of_groups(cluster, Exchange("all_gather", trained if gradients else 0), inner)),
+    ]
+    return times[0] + times[1], times[2]
 
 
 def _inside_ns(stage: Stage, profile: Profile, apart: set[str], known: _Known, cluster: Cluster | None) -> int:

@@ -84,7 +84,12 @@ def _check_shares(plan: Plan, findings: Findings) -> None:
 def _check_blocks(plan: Plan, findings: Findings) -> None:
     """Every block is in one stage of each route, once."""
     seen: dict[tuple[int, str], int] = {}
+    first: dict[str, int] = {}
     for number, stage in enumerate(plan.stages):
+        for other in sorted({first.setdefault(block, number) for block in stage.blocks}):
+            if (others := _divided(plan, other)) != (own := _divided(plan, number)):
+                text = f"divides state by {own}, stages[{other}] with some of its blocks by {others}"
+                findings.add("stages", f"stages[{number}].zero", text)
         for index, block in enumerate(stage.blocks):
             key = stage.route, block
             if key in seen:
@@ -92,6 +97,13 @@ def _check_blocks(plan: Plan, findings: Findings) -> None:
                 findings.add("stages", place, f"block {block!r} is already in stages[{seen[key]}]")
             seen[key] = number
     _check_routes(plan, set(seen), findings)
+
+
+def _divided(plan: Plan, number: int) -> str:
+    """What the replicas of a stage divide: nothing where each has a copy of its own."""
+    stage = plan.stages[number]
+    group = stage.zero_group or stage.replicas
+    return f"zero {stage.zero} over {group} replicas" if stage.zero and group > 1 else "zero 0"
 
 
 def _check_routes(plan: Plan, placed: set[tuple[int, str]], findings: Findings) -> None:

@@ -27,6 +27,7 @@ from pipeplan.cli.shared import (
     limited,
     recipe_options,
     require_folder,
+    zero_options,
 )
 from pipeplan.errors import PipeplanError, UsageError
 
@@ -63,6 +64,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @click.option("--memory", type=BYTES, help="Memory limit of each device, such as 16GB.  [default: the cluster's]")
 @MEMORY_RESERVE
 @recipe_options
+@zero_options
 @click.option(
     "--mode",
     type=OneOf(_MODES),
@@ -185,6 +187,8 @@ def frontier_request(ctx: click.Context) -> Request:
         memory_bytes=flags["memory"],
         reserve_bytes=flags["memory_reserve"],
         mini_batch=flags["mini_batch"],
+        zero=flags["zero"],
+        zero_group=flags["zero_group"],
         time_limit=None if flags["time_limit"] is None else flags["time_limit"] / 1e9,
         mode=flags["mode"],
         splitting=None if flags["plans"] else splitting,

@@ -209,6 +209,30 @@ _RECIPE = (
 )
 
 
+_ZERO = (
+    click.option(
+        "--zero",
+        type=AutoOr(0, 3),
+        metavar="auto|0|1|2|3",
+        help="Sharded state: what replicas divide among them. 1: the optimizer's state and master copies; 2: "
+        "gradients, too; 3: parameters, too.  [default: 0; auto where nothing fits]",
+    ),
+    click.option(
+        "--zero-group",
+        type=click.IntRange(min=1),
+        metavar="G",
+        help="Neighbouring replicas that share one copy of what is divided.  [default: all]",
+    ),
+)
+
+
+def zero_options(command: _Command) -> _Command:
+    """Give a command the flags that say what replicas divide."""
+    for option in reversed(_ZERO):
+        command = option(command)
+    return command
+
+
 def recipe_options(command: _Command) -> _Command:
     """Give a command the flags that choose what training keeps of every parameter."""
     for option in reversed(_RECIPE):
@@ -258,6 +282,7 @@ _OPTIONS = (
         type=click.IntRange(min=1),
         help="Data-parallel size: copies of the whole pipeline.  [default: searched]",
     ),
+    *_ZERO,
     click.option(
         *("--shard-shared", "spread"),
         cls=RenamedOption,
@@ -319,7 +344,10 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
     """
     profile = asked_profile(flags)
     cluster = given_file("cluster", flags["cluster_path"])
-    same = ("devices", "placement", "mini_batch", "microbatch_size", "chunks", "replicas", "seed", "deterministic")
+    same = (
+        *("devices", "placement", "mini_batch", "microbatch_size", "chunks", "replicas", "zero", "zero_group"),
+        *("seed", "deterministic"),
+    )
     said: dict[str, Any] = {}
     if flags["slices"] is not None:
         said["num_parted"] = _number(flags["slices"])

@@ -17,7 +17,7 @@ from pipeplan.catalog import names, read_table, require_known
 from pipeplan.errors import UsageError, choose_from, unknown_key
 from pipeplan.files import Block, Profile, TiedParameter, sha256_of
 from pipeplan.files.recipe import ADAMW, GradientDtype, Recipe
-from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryBytes
+from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryBytes, MemoryKind
 
 RECIPES = names("recipes")
 """Every recipe by name."""
@@ -116,6 +116,11 @@ def _gradient_bytes(recipe: Recipe) -> int:
 def bytes_per_parameter(recipe: Recipe) -> MemoryBytes:
     """What training keeps of one trained parameter, by a recipe of the catalog. Raises UsageError if there is none."""
     return _per_parameter(recipe).trained
+
+
+def copy_held(recipe: Recipe) -> MemoryKind:
+    """What is kept of parameters: the copy that computes, or the master copy where that is cast at each use."""
+    return MASTER if not recipe.is_custom and _per_parameter(recipe).running else PARAMETERS
 
 
 def state_of(part: Block | TiedParameter, recipe: Recipe) -> MemoryBytes:

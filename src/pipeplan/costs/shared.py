@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 from pipeplan.costs.blocks import held_part
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.costs.recipes import state_of
-from pipeplan.files import Block, Cluster, Profile, TiedParameter
+from pipeplan.costs.zero import WHOLE, Zero, cuts, exchange_ns, updated_bytes
+from pipeplan.files import Block, Cluster, Profile, Recipe, TiedParameter
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Stage, TiedState
-from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
+from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes, MemoryKind
 from pipeplan.workload.mesh import PLACES, SAMPLES, HeldPart, Mesh
 
 if TYPE_CHECKING:
@@ -47,12 +48,16 @@ class SharedState:
         """What a device keeps of a stage whose blocks have configurations: tied parts once for each way to split."""
         state = MemoryBytes()
         for index, block in enumerate(stage.blocks):
-            state += self.kept[block].share(self._parts(stage, index)[0].num_parts)
+            state += self.kept[block].share(self._cut(stage, self._parts(stage, index)[0].num_parts))
         for tied in self.profile.tied:
             ways = self.ways(stage, tied.blocks)
             for parts, users in ways.items():
-                state -= self.kept_tied[tied.name] // parts[0].num_parts * (len(users) - 1)
+                state -= self.kept_tied[tied.name] // self._cut(stage, parts[0].num_parts) * (len(users) - 1)
         return state
+
+    def _cut(self, stage: Stage, parts: int) -> Mapping[MemoryKind, int]:
+        """Into how many parts a stage cuts what it keeps of blocks of which each device has one of ``parts``."""
+        return cuts(self.profile.recipe, Zero.of(stage), parts)
 
     def ways(self, stage: Stage, blocks: Collection[str]) -> dict[Parts, list[int]]:
         """The ways in which a stage splits a parameter of some blocks, and by place the blocks that do."""
@@ -89,8 +94,10 @@ class SharedState:
                     holders[part].append((number, tuple(own)))
         for part, those in holders.items():
             numbers, devices = zip(*those, strict=True)
-            bytes_ = (self.kept_tied[tied.name] // part.num_parts).keyed(STATE_KINDS)
-            yield TiedState(name=tied.name, stages=numbers, devices=devices, parts=part.num_parts, **bytes_)
+            cut = [self._cut(stages[number], part.num_parts) for number in numbers]
+            kept = self.kept_tied[tied.name] // cut[0]
+            alike = {kind.key: kept[kind] for kind in STATE_KINDS if len({each[kind] for each in cut}) == 1}
+            yield TiedState(name=tied.name, stages=numbers, devices=devices, parts=part.num_parts, **alike)
         if len({part.kind for part in holders}) > 1:
             yield TiedState(name=tied.name, stages=tuple(users), devices=tuple(stages[n].devices for n in users))
 
@@ -181,11 +188,12 @@ def _moves(same: _SameCluster, devices: int) -> Resharding:
 
 
 def with_syncs(
-    stages: Sequence[Stage], tied: Sequence[TiedState], cluster: Cluster | None
+    stages: Sequence[Stage], tied: Sequence[TiedState], recipe: Recipe, cluster: Cluster | None
 ) -> tuple[list[Stage], list[TiedState]]:
     """Stages and what they share with the times of summing their gradients over a cluster's links.
 
-    Sums inside a replica, of blocks with configurations, are not among them.
+    Of stages whose replicas divide what they keep, by a ``recipe``, also of gathering what a step has changed. Sums
+    inside a replica, of blocks with configurations, are not among them.
     """
     apart = [0] * len(stages)
     for each in tied:
@@ -200,7 +208,7 @@ def with_syncs(
         [
             replace(
                 stage,
-                sync_ns=_gradient_sync(stage, [stages[n] for n in others], stage.state[GRADIENTS] - less, cluster),
+                **_exchanges(stage, [stages[n] for n in others], stage.state[GRADIENTS] - less, recipe, cluster),
             )
             for stage, others, less in checked(zip(stages, sharing, apart, strict=True), 64)
         ],
@@ -208,13 +216,18 @@ def with_syncs(
     )
 
 
-def _gradient_sync(stage: Stage, sharing: Iterable[Stage], size: int, cluster: Cluster | None) -> int:
+def _exchanges(
+    stage: Stage, sharing: Sequence[Stage], size: int, recipe: Recipe, cluster: Cluster | None
+) -> dict[str, int]:
     """Ns to sum gradients of a stage over its replicas, and over the other routes' stages with some of its blocks.
 
     Each shard sums its part with the shards that hold the same.
     """
+    if Zero.of(stage) != WHOLE:
+        sync_ns, gather_ns = exchange_ns(cluster, stage, sharing, size, updated_bytes(stage, recipe))
+        return {"sync_ns": sync_ns, "gather_ns": gather_ns}
     holders = {device for other in (stage, *sharing) for device in other.devices}
-    return all_reduce_time(cluster, sorted(holders)[:: stage.shards], size)
+    return {"sync_ns": all_reduce_time(cluster, sorted(holders)[:: stage.shards], size), "gather_ns": 0}
 
 
 def _tied_sync(entry: TiedState, tied: Iterable[TiedState], cluster: Cluster | None) -> int:

@@ -13,12 +13,13 @@ from pipeplan.costs.blocks import StageCost, TiedShare, block_costs
 from pipeplan.costs.communication import transfer_time
 from pipeplan.costs.recipes import state_of
 from pipeplan.costs.shared import SharedState, with_syncs
+from pipeplan.costs.zero import WHOLE, Zero, cuts
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Recipe
 from pipeplan.time_limit import checked
 from pipeplan.units import MAX_BYTES, MAX_NS, MAX_TOTAL, require_sum
 from pipeplan.workload.elements import MAX_COUNT, Dependency, Device, Hop, Operation, Stage, TiedState, slots_of
-from pipeplan.workload.kinds import BACKWARD_ROLES, STATE_KINDS, MemoryBytes, Role
+from pipeplan.workload.kinds import BACKWARD_ROLES, STATE_KINDS, MemoryBytes, MemoryKind, Role
 from pipeplan.workload.samples import carried
 from pipeplan.workload.workload import Workload
 
@@ -29,21 +30,34 @@ def can_split(profile: Profile) -> bool:
 
 
 def stage_costs(
-    profile: Profile, blocks: Iterable[str], microbatch_size: int, shards: int = 1, *, recompute: bool = False
+    profile: Profile,
+    blocks: Iterable[str],
+    microbatch_size: int,
+    shards: int = 1,
+    *,
+    recompute: bool = False,
+    zero: Zero = WHOLE,
 ) -> StageCost:
     """Costs of blocks that run one after another on each device of a group.
 
     Times, activations and parameters add up; a tensor that several of the blocks take and give a gradient for is held
     once, and so are parameters that they share. Workspace is the largest, since only one block runs at a time.
+    Of what replicas divide by ``zero`` there is one part.
 
     Raises:
         UsageError: a block has no costs for this micro-batch size or shard count.
     """
-    return group_costs(profile, [tuple(blocks)], microbatch_size, shards, recompute=recompute)[0]
+    return group_costs(profile, [tuple(blocks)], microbatch_size, shards, recompute=recompute, zero=zero)[0]
 
 
 def group_costs(
-    profile: Profile, groups: Iterable[Sequence[str]], microbatch_size: int, shards: int = 1, *, recompute: bool = False
+    profile: Profile,
+    groups: Iterable[Sequence[str]],
+    microbatch_size: int,
+    shards: int = 1,
+    *,
+    recompute: bool = False,
+    zero: Zero = WHOLE,
 ) -> list[StageCost]:
     """:func:`stage_costs` of every group of blocks: the profile is looked through once for all.
 
@@ -54,18 +68,21 @@ def group_costs(
     into: dict[str, list[Edge]] = defaultdict(list)
     for edge in profile.edges:
         into[edge.target].append(edge)
-    tied, recipe = _tied_in(profile, shards), profile.recipe
+    recipe, cut = profile.recipe, cuts(profile.recipe, zero, shards)
+    groups = list(groups)
+    kept = {id_: state_of(by_id[id_], recipe).share(cut) for id_ in dict.fromkeys(chain.from_iterable(groups))}
+    tied = _tied_in(profile, shards, cut)
     return [
-        _summed([by_id[id_] for id_ in blocks], into, tied, recipe, microbatch_size, shards, recompute=recompute)
+        _summed([by_id[id_] for id_ in blocks], into, kept, tied, recipe, microbatch_size, shards, recompute=recompute)
         for blocks in checked(groups, 64)
     ]
 
 
-def _tied_in(profile: Profile, shards: int) -> dict[str, list[TiedShare]]:
+def _tied_in(profile: Profile, shards: int, cut: Mapping[MemoryKind, int]) -> dict[str, list[TiedShare]]:
     """{block: what each of the devices that split it shares with other blocks}"""
     found: dict[str, list[TiedShare]] = defaultdict(list)
     for each in profile.tied:
-        share = TiedShare(each.name, shards, state_of(each, profile.recipe) // shards)
+        share = TiedShare(each.name, shards, state_of(each, profile.recipe) // cut)
         for block in each.blocks:
             found[block].append(share)
     return found
@@ -74,6 +91,7 @@ def _tied_in(profile: Profile, shards: int) -> dict[str, list[TiedShare]]:
 def _summed(
     chosen: Sequence[Block],
     into: Mapping[str, Sequence[Edge]],
+    kept: Mapping[str, MemoryBytes],
     tied: Mapping[str, Sequence[TiedShare]],
     recipe: Recipe,
     microbatch_size: int,
@@ -81,7 +99,7 @@ def _summed(
     *,
     recompute: bool,
 ) -> StageCost:
-    """Costs of the chosen blocks, with the edges ``into`` each block, and what it shares."""
+    """Costs of the chosen blocks, with the edges ``into`` each block, what a device keeps of it, and what it shares."""
     edges = [into.get(block.id, ()) for block in chosen]
     rows = [
         block_costs(
@@ -106,7 +124,7 @@ def _summed(
         ),
         weight_grad_bytes=sum(row.weight_grad_bytes for row in rows),
         workspace_bytes=max(row.workspace_bytes for row in rows),
-        state=sum((state_of(block, recipe).share(shards) for block in chosen), MemoryBytes()) - _again(shared),
+        state=sum((kept[block.id] for block in chosen), MemoryBytes()) - _again(shared),
         tied=frozenset(shared),
     )
 
@@ -167,6 +185,7 @@ def build_workload(
     for stage in placed:
         _require_shared_out(stage, mini_batch, placement.num_routes)
     _require_one_size(placed, placement.num_routes)
+    _require_alike(placed)
     costs = _costs_of(profile, placed, given or {})
     stages, tied = _with_shared(profile, placed, costs, given or {}, cluster)
     operations = _operations(costs, split_backward, split_overhead_ns)
@@ -207,7 +226,7 @@ def _with_shared(
         stage.with_state(shared.of_configured(stage) if number in given else cost.state)
         for number, (stage, cost) in enumerate(zip(placed, costs, strict=True))
     ]
-    stages, tied = with_syncs(stages, shared.tied(stages), cluster)
+    stages, tied = with_syncs(stages, shared.tied(stages), profile.recipe, cluster)
     for number, stage in enumerate(stages):
         if stage.configurations:
             apart = {each.name for each in tied if number in each.stages}
@@ -232,7 +251,7 @@ def _require_sums(where: str, workload: Workload) -> None:
                 require_sum(where, f"{name} of {place}", value, unit, *_LARGEST[unit])
 
 
-_STATE = ("sync_ns", *(kind.key for kind in STATE_KINDS))
+_STATE = ("sync_ns", "gather_ns", *(kind.key for kind in STATE_KINDS))
 _WORK = ("duration_ns", "acquire_bytes", "release_bytes", "workspace_bytes")
 _SENT = ("bytes", "latency_ns", "occupancy_ns")
 
@@ -299,7 +318,7 @@ def _split_ns(row: CostRow) -> int:
 
 def _costs_of(profile: Profile, stages: Sequence[Stage], given: Mapping[int, StageCost]) -> list[StageCost]:
     """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
-    found, alike = dict(given), defaultdict[tuple[int, int, bool], list[int]](list)
+    found, alike = dict(given), defaultdict[tuple[int, int, bool, Zero], list[int]](list)
     for number, stage in enumerate(stages):
         if number in given:
             continue
@@ -308,10 +327,10 @@ def _costs_of(profile: Profile, stages: Sequence[Stage], given: Mapping[int, Sta
                 f"stages[{number}] of the placement splits each block in its own way ({stage.configurations[0]}, ...), "
                 "and a profile does not say what that costs; plans with these stages come from pipeplan frontier"
             )
-        alike[stage.microbatch_size // stage.replicas, stage.shards, stage.recompute].append(number)
-    for (samples, shards, recompute), numbers in alike.items():
+        alike[stage.microbatch_size // stage.replicas, stage.shards, stage.recompute, Zero.of(stage)].append(number)
+    for (samples, shards, recompute, zero), numbers in alike.items():
         blocks = [stages[number].blocks for number in numbers]
-        costs = group_costs(profile, blocks, samples, shards, recompute=recompute)
+        costs = group_costs(profile, blocks, samples, shards, recompute=recompute, zero=zero)
         found.update(zip(numbers, costs, strict=True))
     return [found[number] for number in range(len(stages))]
 
@@ -348,6 +367,19 @@ def _require_one_size(stages: Sequence[Stage], num_routes: int) -> None:
             f"a placement with {num_routes} routes needs one micro-batch size for all stages, not {sizes[0]} and "
             f"{sizes[-1]}; leave microbatch_size out of its stages"
         )
+
+
+def _require_alike(stages: Sequence[Stage]) -> None:
+    """Stages of several routes that have the same blocks sum parts of gradients, which must be the same parts."""
+    first: dict[str, int] = {}
+    for number, stage in enumerate(stages):
+        others = {first.setdefault(block, number) for block in stage.blocks}
+        unlike = next((other for other in sorted(others) if Zero.of(stages[other]) != Zero.of(stage)), None)
+        if unlike is not None:
+            raise UsageError(
+                f"stages[{unlike}] and stages[{number}] have some of the same blocks, on different routes, and their "
+                "replicas divide state unlike; give both the same zero and zero_group"
+            )
 
 
 def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operation:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from pipeplan.files.base import CurrentVersion, File, FileModel, current_version
-from pipeplan.workload.elements import Count, DeviceCount, Index, Items, Name, mesh_of
+from pipeplan.workload.elements import (
+    ZERO,
+    ZERO_GROUP,
+    Count,
+    DeviceCount,
+    Index,
+    Items,
+    Name,
+    ZeroLevel,
+    mesh_of,
+    sharing_problem,
+)
 from pipeplan.workload.mesh import SAMPLES
 
 
@@ -44,6 +55,14 @@ class PlacedStage(FileModel):
     configurations: Annotated[
         Items[Name], Field(description="how each block is split over the shards, such as samples2-shards2; none: all")
     ] = ()
+    zero: Annotated[ZeroLevel, Field(description=ZERO)] = 0
+    zero_group: Annotated[Count | None, Field(description=ZERO_GROUP)] = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_divided(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Placements that divide nothing stay as they were, and so do fingerprints of profiles that have them."""
+        found: dict[str, Any] = written(self)
+        return {key: value for key, value in found.items() if value or key not in ("zero", "zero_group")}
 
     @model_validator(mode="after")
     def _group_is_whole(self) -> PlacedStage:
@@ -57,6 +76,8 @@ class PlacedStage(FileModel):
             raise ValueError("blocks name a block twice")
         size = self.microbatch_size
         samples = 0 if size is None else size // self.replicas  # without a size of its own it is not known yet
+        if problem := sharing_problem(self.zero, self.zero_group, self.replicas):
+            raise ValueError(problem)
         if problem := configuration_problem(self.configurations, len(self.blocks), self.shards, samples):
             raise ValueError(f"configurations {problem}")
         return self

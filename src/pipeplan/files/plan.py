@@ -39,6 +39,7 @@ from pipeplan.workload.elements import (
     Stage,
     Text,
     TiedState,
+    sharing_problem,
     slots_of,
 )
 from pipeplan.workload.kinds import MASTER, PARAMETERS, Role
@@ -141,13 +142,17 @@ class Plan(File):
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Plans without a loop or a reserve stay as they were, and so do their fingerprints."""
+        """Plans that say no loop, reserve, step, gathering or ZeRO level stay as they were; so do fingerprints."""
         found: dict[str, Any] = written(self)
         if self.loop is None:
             found.pop("loop", None)
         for device in found.get("devices", ()):
             if not device.get("reserve_bytes"):
                 device.pop("reserve_bytes", None)
+        for stage in found.get("stages", ()):
+            for key in ("step_ns", "gather_ns", "zero", "zero_group"):
+                if not stage.get(key):
+                    stage.pop(key, None)
         return found
 
     @model_validator(mode="after")
@@ -184,6 +189,8 @@ class Plan(File):
             raise ValueError(f"stages[{number}].devices name a device twice")
         if stage.shards * stage.replicas != len(stage.devices):
             raise ValueError(f"stages[{number}]: shards x replicas must equal its {len(stage.devices)} devices")
+        if problem := sharing_problem(stage.zero, stage.zero_group, stage.replicas):
+            raise ValueError(f"stages[{number}]: {problem}")
         if stage.route >= self.num_routes:
             raise ValueError(f"stages[{number}] is on route {stage.route}, but the plan has {self.num_routes}")
         if self.mini_batch % (stage.microbatch_size * self.num_routes):

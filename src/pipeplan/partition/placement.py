@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, TiedShare, group_costs
 from pipeplan.costs.blocks import splitting_remedy
+from pipeplan.costs.zero import WHOLE, Zero
 from pipeplan.errors import InfeasibleError, UsageError, choose_from
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.graphs import before_and_after, connected_parts, topological_order
@@ -42,6 +43,7 @@ def place(
     memory_bytes: Sequence[int | None] | None = None,
     recompute: bool = False,
     replicas: int = 1,
+    zero: Zero = WHOLE,
     spread: bool = False,
     cut: Cut | None = None,
 ) -> Placement:
@@ -52,9 +54,10 @@ def place(
     (:mod:`pipeplan.partition.chain.rebalance`). ``memory_bytes`` [device] holds for one micro-batch in flight; None is
     no limit.
 
-    ``replicas`` neighbouring devices run each stage and share the ``microbatch_size`` samples of its micro-batches.
-    With ``spread`` every shared block is a stage of its own on each route, split over all devices of a pipeline, which
-    are then neighbours (Tessel's M and NN shapes). ``cut`` cuts the chain otherwise.
+    ``replicas`` neighbouring devices run each stage and share the ``microbatch_size`` samples of its micro-batches;
+    they divide what they keep by ``zero``. With ``spread`` every shared block is a stage of its own on each route,
+    split over all devices of a pipeline, which are then neighbours (Tessel's M and NN shapes). ``cut`` cuts the chain
+    otherwise.
 
     Raises:
         UsageError: an unknown strategy, devices, chunks or replicas that do not apply, or fewer blocks than stages.
@@ -65,7 +68,7 @@ def place(
     shared = _spread(profile, positions) if spread else ()
     order = [block for block in profile.topological_order() if block not in shared]
     _require_blocks(profile, strategy, num_devices, replicas, order, routes)
-    pricing = Pricing(microbatch_size // replicas, recompute)
+    pricing = Pricing(microbatch_size // replicas, recompute, zero=zero)
     costs = pricing.costs(profile, order)
     everywhere = pricing._replace(shards=positions).costs(profile, shared * len(routes))
     groups = _groups(positions, replicas, strided=bool(shared))
@@ -87,13 +90,21 @@ def place(
             devices=groups[position],
             replicas=replicas,
             route=route,
+            **zero.keys(replicas),
         )
         for route, positions in enumerate(routes)
         for (begin, end), position in zip(chain.ranges(begins), positions, strict=True)
     ]
     everyone = tuple(range(num_devices))
     stages += [
-        PlacedStage(blocks=(block,), devices=everyone, shards=positions, replicas=replicas, route=route)
+        PlacedStage(
+            blocks=(block,),
+            devices=everyone,
+            shards=positions,
+            replicas=replicas,
+            route=route,
+            **zero.keys(replicas),
+        )
         for route in range(len(routes))
         for block in shared
     ]
@@ -332,6 +343,7 @@ def place_submodules(
     memory_bytes: Sequence[int | None] | None = None,
     recompute: bool = False,
     replicas: int = 1,
+    zero: Zero = WHOLE,
     cut: Cut | None = None,
 ) -> Placement:
     """Place every submodule as :func:`~pipeplan.partition.placement.place` does a chain, on its own devices.
@@ -363,6 +375,7 @@ def place_submodules(
                 memory_bytes=memory[first * replicas : end * replicas],
                 recompute=recompute,
                 replicas=replicas,
+                zero=zero,
                 cut=cut,
             )
         except (InfeasibleError, UsageError) as error:
@@ -372,7 +385,7 @@ def place_submodules(
             devices = tuple(first * replicas + device for device in stage.devices)
             stages.append(stage.model_copy(update={"devices": devices}))
     if rest:
-        stages.append(_after_all(profile, rest, stages, replicas))
+        stages.append(_after_all(profile, rest, stages, replicas, zero))
     return Placement(
         strategy=" + ".join(submodule.strategy for submodule in submodules),
         num_devices=num_devices,
@@ -460,7 +473,9 @@ def _profile_of(profile: Profile, part: Sequence[str]) -> Profile:
     )
 
 
-def _after_all(profile: Profile, rest: Sequence[str], stages: Sequence[PlacedStage], replicas: int) -> PlacedStage:
+def _after_all(
+    profile: Profile, rest: Sequence[str], stages: Sequence[PlacedStage], replicas: int, zero: Zero
+) -> PlacedStage:
     """The stage of what comes after all submodules."""
     stage_of = {block: stage for stage in stages for block in stage.blocks}
     feeding = {
@@ -472,4 +487,4 @@ def _after_all(profile: Profile, rest: Sequence[str], stages: Sequence[PlacedSta
     splits = all(len(everyone) in {row.shards for row in by_id[block].costs} for block in rest)
     if replicas == 1 and splits:
         return PlacedStage(blocks=tuple(rest), devices=everyone, shards=len(everyone))
-    return PlacedStage(blocks=tuple(rest), devices=groups[-1], replicas=replicas)
+    return PlacedStage(blocks=tuple(rest), devices=groups[-1], replicas=replicas, **zero.keys(replicas))

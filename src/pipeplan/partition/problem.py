@@ -21,6 +21,7 @@ from operator import add
 from typing import NamedTuple
 
 from pipeplan.costs import StageCost, group_costs
+from pipeplan.costs.zero import WHOLE, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Edge, PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import ChainCosts, Repeat
@@ -38,11 +39,15 @@ def free(size: int, replicas: int) -> int:
 
 
 class Pricing(NamedTuple):
-    """What costs are for: samples on one replica, whether activations are computed again, devices of a replica."""
+    """What costs are for: samples on one replica, whether activations are computed again, devices of a replica.
+
+    ``zero`` is what replicas divide of what is kept.
+    """
 
     samples: int
     recompute: bool = False
     shards: int = 1
+    zero: Zero = WHOLE
 
     def costs(self, profile: Profile, blocks: Iterable[str]) -> list[StageCost]:
         """[block] what each costs as a stage of its own, on each device of a replica.
@@ -50,7 +55,9 @@ class Pricing(NamedTuple):
         Raises:
             UsageError: a block was not profiled so.
         """
-        return group_costs(profile, [(block,) for block in blocks], self.samples, self.shards, recompute=self.recompute)
+        return group_costs(
+            profile, [(block,) for block in blocks], self.samples, self.shards, recompute=self.recompute, zero=self.zero
+        )
 
 
 class Way(NamedTuple):
@@ -61,6 +68,7 @@ class Way(NamedTuple):
     row: int = 0
     recompute: bool = False
     shards: int = 1
+    zero: Zero = WHOLE
 
     @property
     def num_devices(self) -> int:
@@ -69,7 +77,7 @@ class Way(NamedTuple):
 
     def pricing(self) -> Pricing:
         """What its costs are for."""
-        return Pricing(self.microbatch_size // self.replicas, self.recompute, self.shards)
+        return Pricing(self.microbatch_size // self.replicas, self.recompute, self.shards, self.zero)
 
     def placed(self, blocks: Sequence[str], first: int, *, sized: bool = False) -> PlacedStage:
         """Blocks on its devices, from the ``first`` on; ``sized`` stages say their micro-batch size."""
@@ -80,6 +88,7 @@ class Way(NamedTuple):
             replicas=self.replicas,
             microbatch_size=self.microbatch_size if sized else None,
             recompute=self.recompute,
+            **self.zero.keys(self.replicas),
         )
 
 
@@ -135,23 +144,32 @@ class PartitionProblem:
         memory_bytes: int | None = None,
         recompute: Sequence[bool] = (False,),
         replicas: int | None = None,
+        zero: Callable[[int], Zero | None] = lambda replicas: WHOLE,
         all_reduce: AllReduce = free,
     ) -> PartitionProblem:
         """The question about a profile; by default micro-batch sizes are the powers of two that divide the mini-batch.
 
-        ``recompute`` lists the choices that every stage has; ``replicas`` is their number for all stages.
+        ``recompute`` lists the choices that every stage has; ``replicas`` is their number for all stages. ``zero`` is
+        what so many replicas divide of what they keep, None where there cannot be so many.
 
         Raises:
             UsageError: sizes of which one does not divide the next, or the mini-batch; or none that the profile has
                 costs for on any number of these devices.
         """
         pairs = _pairs(profile, num_devices, _checked_sizes(microbatch_sizes, mini_batch), replicas, mini_batch)
-        samples = sorted({size // count for size, count in pairs})
-        rows = tuple(Pricing(each, again) for again in recompute for each in samples)
+        divided = [(size, count, each) for size, count in pairs if (each := zero(count)) is not None]
+        if not divided:
+            raise UsageError(
+                f"no stage of {profile.name!r} can have a number of replicas that divides state as --zero-group asks; "
+                "leave it out, or choose a larger --microbatch-size"
+            )
+        priced = sorted({(size // count, each) for size, count, each in divided})
+        rows = tuple(Pricing(samples, again, 1, each) for again in recompute for samples, each in priced)
+        place = {row: index for index, row in enumerate(rows)}
         ways = tuple(
-            Way(size, count, rows.index(Pricing(size // count, again)), again)
+            Way(size, count, place[Pricing(size // count, again, 1, each)], again, 1, each)
             for again in recompute
-            for size, count in pairs
+            for size, count, each in divided
         )
         blocks = [block.id for block in profile.blocks]
         columns = [row.costs(profile, blocks) for row in rows]

@@ -26,6 +26,7 @@ import numpy as np
 
 from pipeplan.costs import StageCost
 from pipeplan.costs.communication import all_reduce_time
+from pipeplan.costs.zero import WHOLE, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import Array, ChainCosts, FloatArray, over_all
@@ -103,7 +104,8 @@ class StageFrontiers:
     """The frontiers of all runs of a profile's blocks, for a number of micro-batches of one size.
 
     ``most_devices`` are those of the largest group; ``recompute`` lists the choices of every stage. ``known`` are
-    frontiers of the same profile that may have been looked at already.
+    frontiers of the same profile that may have been looked at already. ``zero`` is what so many replicas divide of what
+    they keep, None where there cannot be so many; blocks that are each split in a way of their own divide nothing.
 
     Raises:
         UsageError: no way has costs for this micro-batch size.
@@ -116,6 +118,7 @@ class StageFrontiers:
     recompute: Sequence[bool]
     cluster: Cluster | None = None
     known: GroupSplits | None = None
+    zero: Callable[[int], Zero | None] = lambda replicas: WHOLE
 
     def __post_init__(self) -> None:
         if not self.kinds:
@@ -309,9 +312,10 @@ def _ways(frontiers: StageFrontiers, num_devices: int) -> Iterator[Way]:
     """Every way of a group, with shards that all blocks know."""
     size = frontiers.microbatch_size
     for shards in sorted(set.intersection(*({row.shards for row in each.costs} for each in frontiers.profile.blocks))):
-        if num_devices % shards == 0 and size % (num_devices // shards) == 0:
+        zero = frontiers.zero(num_devices // shards)
+        if num_devices % shards == 0 and size % (num_devices // shards) == 0 and zero is not None:
             for again in frontiers.recompute:
-                yield Way(size, num_devices // shards, recompute=again, shards=shards)
+                yield Way(size, num_devices // shards, recompute=again, shards=shards, zero=zero)
 
 
 def _costs(frontiers: StageFrontiers, way: Way) -> ChainCosts | None:

@@ -13,6 +13,7 @@ from typing import Any
 from pipeplan.costs import StageCost
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.communication import all_reduce_time
+from pipeplan.costs.zero import WHOLE, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, PlacedStage, Placement, Profile
 from pipeplan.partition.baselines import dapple, pipedream, piper
@@ -87,8 +88,21 @@ def candidates(request: Request, steps: Sequence[SearchStep], chains_between: in
 
 
 def _given(request: Request, placement: Placement) -> Iterator[PlacementCandidate]:
+    placement = sharing(request, placement)
     for recompute in request.recomputes:
         yield PlacementCandidate(placement, request.batch, recompute, "given", _is_fallback(request, recompute))
+
+
+def sharing(request: Request, placement: Placement) -> Placement:
+    """A placement whose replicas divide what the request says, where it says that; else what they say themselves."""
+    if request.zero is None:
+        return placement
+    shared = [(stage, request.sharing(stage.replicas)) for stage in placement.stages]
+    keys: dict[str, int | None] = {"zero": 0, "zero_group": None}
+    stages = tuple(
+        stage if zero is None else stage.model_copy(update=keys | zero.keys(stage.replicas)) for stage, zero in shared
+    )
+    return placement.model_copy(update={"stages": stages})
 
 
 def grid(request: Request) -> Iterator[Choice | PlacementCandidate | UsageError]:
@@ -119,6 +133,7 @@ class Choice:
     batch: Batch
     recompute: bool
     spread: bool
+    zero: Zero = WHOLE
 
 
 def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
@@ -129,20 +144,20 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
     """
     order = request.profile.topological_order()
     for recompute in request.recomputes:
-        known: dict[int, list[StageCost]] = {}
+        known: dict[Pricing, list[StageCost]] = {}
         for replicas in sorted(_replicas(request), reverse=True):
             batch = next(_batches(request, replicas, False), None)
-            count = request.num_devices // replicas
-            if batch is None or request.num_devices % replicas or count > len(order):
+            count, zero = request.num_devices // replicas, request.sharing(replicas)
+            if batch is None or zero is None or request.num_devices % replicas or count > len(order):
                 continue
-            pricing = Pricing(batch.microbatch_size // replicas, recompute)
-            if pricing.samples not in known:
-                known[pricing.samples] = pricing.costs(request.profile, order)
-            chain, begins, fit = _even(request, known[pricing.samples], replicas, batch)
+            pricing = Pricing(batch.microbatch_size // replicas, recompute, zero=zero)
+            if pricing not in known:
+                known[pricing] = pricing.costs(request.profile, order)
+            chain, begins, fit = _even(request, known[pricing], replicas, batch)
             if fit:
                 groups = [range(replicas * place, replicas * (place + 1)) for place in range(count)]
                 stages = tuple(
-                    PlacedStage(blocks=order[begin:end], devices=tuple(group), replicas=replicas)
+                    PlacedStage(blocks=order[begin:end], devices=tuple(group), replicas=replicas, **zero.keys(replicas))
                     for (begin, end), group in zip(chain.ranges(begins), groups, strict=True)
                 )
                 placement = Placement(strategy="one-to-one", num_devices=request.num_devices, stages=stages)
@@ -174,7 +189,8 @@ def _best_size_first(request: Request, choices: Sequence[Choice]) -> list[Choice
     for batch, recompute in product(checked(batches, 1), request.recomputes):
         replicas = choices[0].replicas
         try:
-            costs = Pricing(batch.microbatch_size // replicas, recompute).costs(request.profile, order)
+            pricing = Pricing(batch.microbatch_size // replicas, recompute, zero=choices[0].zero)
+            costs = pricing.costs(request.profile, order)
         except UsageError:  # blocks are split where they stand
             return list(choices)
         chain, begins, fit = _even(request, costs, replicas, batch)
@@ -200,6 +216,9 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
     All strategies come early: there may not be time for all candidates.
     """
     for replicas in _replicas(request):
+        zero = request.sharing(replicas)
+        if zero is None:
+            continue
         batches = {spread: list(_batches(request, replicas, spread)) for spread in _spreads(request, replicas)}
         if not any(batches.values()):
             yield _no_size(request, replicas, max(batches))
@@ -207,7 +226,7 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
             for recompute, strategy in product(request.recomputes, _strategies(request)):
                 for spread, possible in batches.items():
                     if batch in possible:
-                        yield Choice(strategy, replicas, batch, recompute, spread)
+                        yield Choice(strategy, replicas, batch, recompute, spread, zero)
 
 
 def _strategies(request: Request) -> Iterable[str]:
@@ -245,6 +264,7 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
         "memory_bytes": request.memory,
         "recompute": choice.recompute,
         "replicas": choice.replicas,
+        "zero": choice.zero,
         "cut": cut,
     }
     if strategy == SUBMODULES:
@@ -405,6 +425,7 @@ def _problem(
         memory_bytes=None if memory is None else memory // chunks,
         recompute=recompute,
         replicas=replicas,
+        zero=request.sharing,
         all_reduce=lambda size, count: all_reduce_time(request.cluster, range(count), size),
     )
 

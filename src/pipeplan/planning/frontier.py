@@ -239,6 +239,8 @@ def frontier_request(
     memory_bytes: int | None = None,
     reserve_bytes: int | None = None,
     mini_batch: int | None = None,
+    zero: int | Literal["auto"] | None = None,
+    zero_group: int | None = None,
     time_limit: float | None = None,
     mode: Mode = "all",
     splitting: Splitting | None = None,
@@ -251,6 +253,10 @@ def frontier_request(
         UsageError: no number of devices is said, or more than the cluster has; a mode that needs a memory limit.
     """
     counts = _counts(devices, cluster, mode, splitting)
+    if splitting is not None and (zero, zero_group) != (None, None):
+        raise UsageError(
+            "--zero is for plans with replicas, and one stage has none; give --plans, too, or leave it out"
+        )
     if splitting is not None:
         samples = mini_batch or (max(profile.microbatch_sizes, default=1) * counts[-1])
         batch, limit = Batch(1, samples), math.inf
@@ -264,6 +270,8 @@ def frontier_request(
         cluster=cluster,
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
+        zero=zero,
+        zero_group=zero_group,
         time_limit=limit if time_limit is None else time_limit,
         device_counts=counts,
         splitting=splitting,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from pipeplan.costs.zero import AUTO
 from pipeplan.errors import (
     InfeasibleError,
     NotApplicableError,
@@ -245,6 +246,8 @@ def _changed(request: Request) -> Iterator[tuple[str, Request]]:
     """Requests that may need less memory, by the flag that makes them; only what was fixed is changed."""
     if request.recompute is False:
         yield "--recompute auto", replace(request, recompute=None)
+    if request.zero == 0 and request.replicas != 1 and request.num_devices > 1:
+        yield "--zero auto", replace(request, zero=AUTO)
     size = request.batch.microbatch_size
     if not request.sizes and not isinstance(request.placement, Placement):
         smallest = max(min(row.microbatch_size for row in block.costs) for block in request.profile.blocks)

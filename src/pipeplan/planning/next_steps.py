@@ -8,14 +8,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeplan.costs import build_workload
 from pipeplan.costs.devices import device_meant
+from pipeplan.costs.zero import AUTO
 from pipeplan.errors import PipeplanError
 from pipeplan.files import File, Placement
 from pipeplan.planning.build_plan import Result
-from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.candidates import PlacementCandidate, sharing
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import placement_bound
 from pipeplan.simulator.simulation import Simulation, simulate
+from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns, named_devices
 
 _MOST_ACTIONS = 60_000
@@ -121,6 +124,32 @@ def _less_recomputation(request: Request, result: Result, simulation: Simulation
     )
 
 
+def _sharded_state(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    """What replicas would have to spare if they divided the optimizer's state, or whether there might be some then."""
+    workload, open_ = simulation.workload, replace(request, placement="auto", chunks=None, zero=AUTO)
+    if request.zero is not None or request.num_devices < 2 or any(stage.sharers > 1 for stage in workload.stages):
+        return
+    if all(stage.replicas == 1 for stage in workload.stages):
+        recomputed = sum(stage.recompute for stage in workload.stages)
+        if recomputed and request.replicas is None and not isinstance(request.placement, Placement):
+            brings = f"replicas that share one optimizer may fit where now {counted(recomputed, 'stage')} recompute"
+            yield NextStep("--zero auto", brings + "s" * (recomputed == 1))
+        return
+    with suppress(PipeplanError):
+        placed = sharing(open_, result.plan.placed.whole)
+        how = {"num_microbatches": result.plan.num_microbatches, "microbatch_size": result.plan.microbatch_size}
+        divided = build_workload(request.profile, placed, cluster=request.cluster, **how)
+        before, after = (each.static_bytes(_fullest(simulation)) for each in (workload, divided))
+        if before > after:
+            brings = f"the fullest device keeps {format_bytes(after)} instead of {format_bytes(before)} of state"
+            yield NextStep("--zero auto", brings)
+
+
+def _fullest(simulation: Simulation) -> int:
+    peaks = [memory.peak_bytes for memory in simulation.memory]
+    return peaks.index(max(peaks))
+
+
 def _path(file: File) -> str | None:
     """The file as a command line names it; None where it was made in Python or came from stdin."""
     return shlex.quote(file.where) if Path(file.where).is_file() else None
@@ -143,5 +172,6 @@ _STEPS = (
     _other_schedules,
     _more_microbatches,
     _less_recomputation,
+    _sharded_state,
     _memory_limit,
 )

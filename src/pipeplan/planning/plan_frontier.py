@@ -25,7 +25,7 @@ from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
 from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.planning.build_plan import planned
-from pipeplan.planning.candidates import PlacementCandidate, StageGraphs, open_sizes
+from pipeplan.planning.candidates import PlacementCandidate, StageGraphs, open_sizes, sharing
 from pipeplan.planning.infeasibility import unproved
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import Splits, split_frontier, split_stages
@@ -96,7 +96,7 @@ def chains(request: Request, splits: GroupSplits, *, quickest: bool = False) -> 
 def _of_size(request: Request, splits: GroupSplits, size: int, steps: Sequence[float]) -> Iterator[PartitionTrial]:
     batch = Batch(request.batch.mini_batch // size, size)
     given = request.profile, size, batch.num_microbatches, request.num_devices
-    how = _recomputes(request), request.cluster, splits
+    how = _recomputes(request), request.cluster, splits, request.sharing
     try:
         stages = StageFrontiers(*given, *how)
     except PipeplanError as error:
@@ -116,7 +116,7 @@ def own_placement(request: Request) -> Iterator[PlacementCandidate]:
     if placement is not None and placement.num_devices == request.num_devices:
         for size, recompute in product(open_sizes(request), _recomputes(request)):
             batch = Batch(request.batch.mini_batch // size, size)
-            yield PlacementCandidate(placement, batch, recompute, "the profile's own")
+            yield PlacementCandidate(sharing(request, placement), batch, recompute, "the profile's own")
 
 
 def _limited(request: Request, stages: StageFrontiers, batch: Batch, step: float) -> Iterator[PartitionTrial]:

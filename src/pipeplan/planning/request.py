@@ -9,13 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 from pipeplan.costs import can_split
 from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_totals
+from pipeplan.costs.zero import AUTO, WHOLE, Zero
 from pipeplan.errors import PipeplanError, UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
 from pipeplan.partition.chain.rebalance import PER_DEVICE
@@ -130,8 +131,10 @@ class Request:
 
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
     and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
-    share every micro-batch, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many leading
-    micro-batches run their warmup forwards in two parts. ``time_limit`` is in seconds: by the clock, or
+    share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
+    and AUTO where nothing fits. ``zero_group`` is how many of them have one copy of that, None all. ``spread`` is
+    whether shared blocks stand on all devices, ``num_parted`` how many leading micro-batches run their warmup forwards
+    in two parts. ``time_limit`` is in seconds: by the clock, or
     ``deterministic`` by work that takes about as long.
 
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
@@ -158,6 +161,8 @@ class Request:
     split_overhead_ns: int = 0
     recompute: bool | None = None
     replicas: int | None = None
+    zero: int | Literal["auto"] | None = None
+    zero_group: int | None = None
     spread: bool | None = None
     num_parted: int | None = None
     time_limit: float = 30.0
@@ -171,6 +176,7 @@ class Request:
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
         if self.reserve_bytes:
             self._require_reserve(self.reserve_bytes)
+        self._require_sharing()
         if isinstance(self.placement, Placement):
             object.__setattr__(self, "placement", self.placement.whole)
         if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
@@ -192,6 +198,42 @@ class Request:
                 f"--memory-reserve {format_bytes(reserve)} leaves nothing of devices of {format_bytes(min(known))}; "
                 "lower it, or raise --memory"
             )
+
+    def _require_sharing(self) -> None:
+        """What ``zero`` and ``zero_group`` say can be done by some replicas."""
+        zero, group = self.zero, self.zero_group
+        if group is not None and zero in (None, 0):
+            raise UsageError(
+                f"--zero-group {group} is how many replicas share a copy of what --zero divides; give --zero auto, too"
+            )
+        if zero in (2, 3):
+            raise UsageError(
+                f"--zero {zero} is not there yet: plans have no actions that gather parameters or reduce gradients for "
+                "every micro-batch; give --zero 1, which divides the optimizer's state and master copies"
+            )
+        given = self.placement.stages if isinstance(self.placement, Placement) else ()
+        most = max(self.device_counts, default=self.num_devices)
+        able = [stage.replicas for stage in given] or [self.replicas or most]
+        if zero not in (None, 0) and max(able) == 1:
+            what = "no stage of the placement has" if given else f"--devices {most} leaves no room for"
+            what = "--replicas 1 leaves no" if self.replicas == 1 else what
+            remedy = "leave --replicas out" if self.replicas == 1 else "leave --zero out"
+            raise UsageError(f"--zero {zero} divides what replicas keep, and {what} replicas; {remedy}")
+        if group is not None and all(count % group for count in able) and (given or self.replicas):
+            raise UsageError(
+                f"--zero-group {group} does not divide the {' or '.join(map(str, sorted(set(able))))} replicas; choose "
+                f"one of {', '.join(str(each) for each in range(1, max(able) + 1) if max(able) % each == 0)}"
+            )
+        if group is not None and group > most:
+            raise UsageError(f"--zero-group {group} is more replicas than --devices {most} has room for; lower it")
+
+    def sharing(self, replicas: int) -> Zero | None:
+        """What so many replicas of a stage divide; None where there cannot be so many, as groups do not divide them."""
+        if replicas == 1 or self.zero in (None, 0):
+            return WHOLE
+        group = self.zero_group or replicas
+        level = 1 if self.zero == AUTO else int(self.zero or 0)
+        return None if replicas % group else Zero(level, group) if group > 1 else WHOLE
 
     @classmethod
     def of(

@@ -383,6 +383,7 @@ class LookAtCandidates(PlanStep):
         while search.best is None or (budget.used < until and not budget.interrupted):
             checkpoint()
             candidate = search.take()
+            search.all_seen |= search.gives_way
             if search.all_seen:
                 return
             if candidate is not None:
@@ -521,7 +522,7 @@ def search_plan(
     looking = named(steps, LookAtCandidates) or LookAtCandidates()
     with request.reserve_said():
         search = PlanSearch(request, budget, progress, steps)
-        search.run(lambda: candidates(request, steps, looking.chains_between))
+        search.run(lambda asked: candidates(asked, steps, looking.chains_between))
         best = search.best
         if best is None:
             raise _nothing(search)

@@ -15,6 +15,7 @@ from functools import cmp_to_key
 from typing import ClassVar
 
 from pipeplan.costs import build_workload, can_split
+from pipeplan.costs.zero import AUTO
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement, Plan
 from pipeplan.partition.mapping import mapped
@@ -355,10 +356,11 @@ class PlanSearch:
     def __post_init__(self) -> None:
         self._bounded = isinstance(self.request.placement, Placement)
 
-    def run(self, candidates: Callable[[], Iterator[Proposal]]) -> None:
+    def run(self, candidates: Callable[[Request], Iterator[Proposal]]) -> None:
         """Repeat the steps that go in turn until all candidates have been looked at or time is up; then all others.
 
-        What is only a fallback comes if there is nothing else. Whatever runs ends when time is up, or at Ctrl-C.
+        What is only a fallback comes if there is nothing else; last, unless the request says whether they may, replicas
+        that divide what they keep. Whatever runs ends when time is up, or at Ctrl-C.
         """
         steps = [step for step in self.steps if isinstance(step, PlanStep)]
         self.budget.wait(self.lateness, FIRST_SECONDS)
@@ -366,11 +368,11 @@ class PlanSearch:
         with self.budget.hearing_interrupts(), self.budget.ended():
             if not self._bounded:
                 self.others[None] = 1  # the least a bound is; it takes longer than the first plan to find out more
-            for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
-                self.open, self.fallback, self.all_seen = candidates(), fallback, False
-                self._repeat([step for step in steps if step.in_turn])
-                if self.best is not None:
-                    break
+            in_turn = [step for step in steps if step.in_turn]
+            self._try_all(candidates, in_turn)
+            if self.best is None and self._may_divide and any(isinstance(e, InfeasibleError) for e in self.failures):
+                self.request, self.begun = replace(self.request, zero=AUTO), False
+                self._try_all(candidates, in_turn)
             self.finalists = sorted(self.done, key=cmp_to_key(_compared))
             left = [step for step in steps if not step.in_turn]
             while left:
@@ -396,6 +398,28 @@ class PlanSearch:
             self._bounded = True
             with shielded():
                 self.others[None] = request_bound(self.request)
+
+    def _try_all(self, candidates: Callable[[Request], Iterator[Proposal]], steps: Sequence[PlanStep]) -> None:
+        for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
+            self.open, self.fallback, self.all_seen = candidates(self.request), fallback, False
+            self._repeat(steps)
+            if self.best is not None:
+                return
+
+    @property
+    def _may_divide(self) -> bool:
+        """Whether there may be replicas, in limited memory, and nobody has said what they divide."""
+        request = self.request
+        if request.zero is not None or request.least_memory is None:
+            return False
+        if isinstance(request.placement, Placement):
+            return any(stage.replicas > 1 and not stage.zero for stage in request.placement.stages)
+        return request.num_devices > 1 and request.replicas != 1
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether half of the time is over without a plan: the rest is for replicas that divide what they keep."""
+        return self.best is None and self._may_divide and self.budget.used > self.budget.seconds / 2
 
     def _repeat(self, steps: Sequence[PlanStep]) -> None:
         while not self.all_seen:

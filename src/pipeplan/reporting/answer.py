@@ -13,7 +13,7 @@ from pipeplan.planning.build_plan import Result
 from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Request
 from pipeplan.reporting.layout import console_for, flowed, labelled, number_ranges
-from pipeplan.reporting.terminal import Bottleneck
+from pipeplan.reporting.terminal import Bottleneck, zero_words
 from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.texts import counted, printable
@@ -99,6 +99,7 @@ def _plan(request: Request, simulation: Simulation) -> list[Clause]:
     return [
         (f"{counted(len(stages), 'stage')}{virtual} x {replicas} replica{'' if replicas == '1' else 's'}{free}", 0),
         ("" if split == "1" else f" x {split}-way tensor split", 0),
+        (f", {shared}" if (shared := zero_words(stages)) else "", 0),
         (f", {plan.placement}", 3),
         (f"; {scheduler_words(plan.provenance.scheduler)}" if plan.provenance.scheduler else "", 0),
         (", backward split" if workload.splits_backward else "", 4),

@@ -197,11 +197,22 @@ def _way(workload: Workload, stage: Stage) -> str:
         (bool(stage.configurations), _configurations(stage)),
         (stage.replicas > 1, f"{stage.replicas} replicas of {size_in_words(stage.microbatch_size // stage.replicas)}"),
         (other_size, f"micro-batches of {size_in_words(stage.microbatch_size)}"),
+        (stage.sharers > 1, zero_words([stage])),
         (stage.recompute, "recomputation"),
         (workload.num_routes > 1, f"route {stage.route}"),
         (stage.num_parted > 0, f"{stage.num_parted} sliced"),
     ]
     return ", ".join(word for applies, word in words if applies)
+
+
+def zero_words(stages: Sequence[Stage]) -> str:
+    """What replicas of some stages divide, of which the others divide nothing: ``ZeRO 1 over 8 replicas``."""
+    dividing = [stage for stage in stages if stage.sharers > 1]
+    if not dividing:
+        return ""
+    levels, groups = ({getattr(stage, name) for stage in dividing} for name in ("zero", "sharers"))
+    level, group = ("-".join(map(str, dict.fromkeys((min(each), max(each))))) for each in (levels, groups))
+    return f"ZeRO {level} over {group} replicas"
 
 
 def _configurations(stage: Stage) -> str:
@@ -271,6 +282,8 @@ def _headline(simulation: Simulation) -> Text:
         about.append(f"scheduler: {scheduler_words(plan.provenance.scheduler)}")
     if workload.splits_backward:
         about.append("backward split")
+    if shared := zero_words(workload.stages):
+        about.append(shared)
     recomputed = sum(stage.recompute for stage in workload.stages)
     if recomputed:
         about.append(f"{counted(recomputed, 'stage')} of {len(workload.stages)} recomputed")

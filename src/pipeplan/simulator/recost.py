@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from pipeplan.costs import build_workload, transfer_time, with_recipe, with_syncs
 from pipeplan.errors import UsageError
-from pipeplan.files import Cluster, Placement, Plan, Profile
+from pipeplan.files import Cluster, Placement, Plan, Profile, Recipe
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
 from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.workload import Workload
@@ -54,7 +54,7 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
     _require_no_configurations(plan, "--cluster")
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
     memory, reserve = cluster.memory_bytes, cluster.reserve_bytes
-    stages, tied = with_syncs(plan.stages, plan.tied, cluster)
+    stages, tied = with_syncs(plan.stages, plan.tied, plan.recipe or Recipe(), cluster)
     return replace(
         plan.workload,
         devices=tuple(
@@ -139,7 +139,9 @@ class _Built:
         if not self._plan.stages[index].blocks:
             return self._plan.stages[index]
         built = self._workloads[self._variant_of[index]].stages[index]
-        return replace(self._plan.stages[index].with_state(built.state), sync_ns=built.sync_ns)
+        return replace(
+            self._plan.stages[index].with_state(built.state), sync_ns=built.sync_ns, gather_ns=built.gather_ns
+        )
 
     def operation(self, operation: Operation) -> Operation:
         """An operation with the profile's time and memory; a profile knows nothing of instructions."""

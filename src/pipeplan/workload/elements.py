@@ -103,6 +103,23 @@ Kind = Annotated[str, Matching(f"^{KIND_PATTERN}$")]
 OperationId = Annotated[str, Matching(f"^{NUMBER_PATTERN}{KIND_PATTERN}$")]
 
 
+ZeroLevel = Annotated[int, Ge(0), Le(3)]
+ZERO = (
+    "what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, 2 gradients, too, "
+    "3 parameters, too"
+)
+ZERO_GROUP = "neighbouring replicas that together have one copy of what is divided; none: all replicas"
+
+
+def sharing_problem(zero: int, zero_group: int | None, replicas: int) -> str | None:
+    """What is wrong with how a stage's replicas divide what they keep, if anything."""
+    if zero_group is not None and not zero:
+        return f"zero_group is {zero_group}, and zero 0 divides nothing; leave it out, or let zero be 1 to 3"
+    if zero_group is not None and replicas % zero_group:
+        return f"zero_group {zero_group} does not divide the {replicas} replicas"
+    return None
+
+
 Integer = Annotated[int, Ge(-(2**63)), Le(2**63 - 1)]
 """A number that means nothing to pipeplan: of an option, or for an instruction's function."""
 
@@ -185,9 +202,23 @@ class Stage(Element):
     recompute: bool = False
     route: Annotated[Index, Meaning("of the plan's routes, the one whose micro-batches come here")] = 0
     num_parted: Annotated[Index, Meaning("leading micro-batches whose forward runs in two parts")] = 0
+    zero: Annotated[ZeroLevel, Meaning(ZERO)] = 0
+    zero_group: Annotated[Count | None, Meaning(ZERO_GROUP)] = None
     sync_ns: Annotated[
         Nanoseconds, Meaning("summing gradients over replicas and routes, at the end; what is tied apart")
     ] = 0
+    step_ns: Annotated[
+        Nanoseconds,
+        Meaning("the optimizer's step of its parameters on each of its devices, after gradients are summed"),
+    ] = 0
+    gather_ns: Annotated[
+        Nanoseconds, Meaning("gathering its updated parameters over replicas that each have a part, after the step")
+    ] = 0
+
+    @property
+    def sharers(self) -> int:
+        """Replicas that have one copy of what is divided among them; 1 where nothing is."""
+        return (self.zero_group or self.replicas) if self.zero else 1
 
     @property
     def state(self) -> MemoryBytes:

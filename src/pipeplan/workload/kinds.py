@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import repeat
 from operator import add, sub
 from typing import Any
 
@@ -192,9 +193,9 @@ class MemoryBytes(Mapping[MemoryKind, int]):
         """Of all kinds together."""
         return sum(self._sizes)
 
-    def share(self, parts: int) -> MemoryBytes:
-        """The largest of as equal parts as can be, kind by kind."""
-        return self._of(-(-size // parts) for size in self._sizes)
+    def share(self, parts: int | Mapping[MemoryKind, int]) -> MemoryBytes:
+        """The largest of as equal parts as can be, kind by kind; of kinds that have no number of parts, the whole."""
+        return self._of(-(-size // count) for size, count in zip(self._sizes, _counts(parts), strict=False))
 
     def __getitem__(self, kind: MemoryKind) -> int:
         return self._sizes[_PLACES[kind]]
@@ -211,9 +212,9 @@ class MemoryBytes(Mapping[MemoryKind, int]):
     def __sub__(self, other: MemoryBytes) -> MemoryBytes:
         return self._of(map(sub, self._sizes, other._sizes))
 
-    def __floordiv__(self, parts: int) -> MemoryBytes:
-        """The smallest of as equal parts as can be, kind by kind."""
-        return self._of(size // parts for size in self._sizes)
+    def __floordiv__(self, parts: int | Mapping[MemoryKind, int]) -> MemoryBytes:
+        """The smallest of as equal parts as can be, as in :meth:`share`."""
+        return self._of(size // count for size, count in zip(self._sizes, _counts(parts), strict=False))
 
     def __mul__(self, times: int) -> MemoryBytes:
         return self._of(times * size for size in self._sizes)
@@ -229,3 +230,8 @@ class MemoryBytes(Mapping[MemoryKind, int]):
         found = cls.__new__(cls)
         found._sizes = tuple(sizes)
         return found
+
+
+def _counts(parts: int | Mapping[MemoryKind, int]) -> Iterable[int]:
+    """[kind] into how many parts it is cut."""
+    return repeat(parts) if isinstance(parts, int) else (parts.get(kind, 1) for kind in MEMORY_KINDS)

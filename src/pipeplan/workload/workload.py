@@ -141,11 +141,11 @@ class Workload:
 
     @cached_property
     def sums_ns(self) -> tuple[int, ...]:
-        """[device] ns in which it sums gradients, after its last action: one after another, as the executor does."""
+        """[device] ns after its last action: gradients summed, the optimizer's steps, parameters gathered, in turn."""
         found = [0] * len(self.devices)
         for stage in self.stages:
             for device in stage.devices:
-                found[device] += stage.sync_ns
+                found[device] += stage.sync_ns + stage.step_ns + stage.gather_ns
         for each in self.tied:
             for device in each.all_devices:
                 found[device] += each.sync_ns

@@ -169,8 +169,9 @@ class ChainCosts:
 
     ``widest`` [..., power, begin] is the largest workspace of the 2^power blocks from ``begin`` on. ``repeated``
     [begin, end] are bytes that the blocks of a range count as held more than once. ``tied`` is what blocks share, which
-    a range with several of them has once: each with how many of them there are before each cut [cut], of all rows.
-    ``transfer_ns`` is what sending between any two stages takes, where that is looked at.
+    a range with several of them has once: each with how many of them there are before each cut [cut]; of several rows
+    it is the first one's, and ``tied_rows`` [tied, row] are those of all. ``transfer_ns`` is what sending between any
+    two stages takes, where that is looked at.
     """
 
     sums: Array
@@ -178,6 +179,7 @@ class ChainCosts:
     repeated: Array | None = None
     transfer_ns: int = 0
     tied: tuple[tuple[TiedShare, Array], ...] = ()
+    tied_rows: tuple[tuple[TiedShare, ...], ...] = ()
     _stages: dict[tuple[int, int, int], StageCost] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -189,7 +191,9 @@ class ChainCosts:
     @classmethod
     def of_rows(cls, rows: Sequence[Sequence[StageCost]]) -> Self:
         """Those of the same blocks for several rows, of equal shards: all results then begin with [row]."""
-        return cls(_sums(rows), _widest(rows), tied=_tied(rows[0]))
+        found = [_tied(row) for row in rows]
+        shares = tuple(tuple(each for each, _ in of_rows) for of_rows in zip(*found, strict=True))
+        return cls(_sums(rows), _widest(rows), tied=found[0], tied_rows=shares)
 
     @property
     def forward(self) -> Array:
@@ -230,7 +234,8 @@ class ChainCosts:
     def _stage(self, begin: int, end: int, row: int) -> StageCost:
         between = self.sums[:, row, end] - self.sums[:, row, begin]
         forward, compute, activations, _, _, *kept = between.tolist()
-        tied = [(each, before[end] - before[begin]) for each, before in self.tied if before[end] > before[begin]]
+        shares = [(each[row], before) for each, (_, before) in zip(self.tied_rows, self.tied, strict=True)]
+        tied = [(each, before[end] - before[begin]) for each, before in shares if before[end] > before[begin]]
         again = sum((each.state * int(blocks - 1) for each, blocks in tied), MemoryBytes())
         power = (end - begin).bit_length() - 1
         return StageCost(
@@ -269,8 +274,10 @@ class ChainCosts:
     def _again(self, begins: Place, ends: Place, size: Callable[[TiedShare], int]) -> Place:
         """What blocks count of what they share, beyond the first time."""
         again: Place = 0
-        for each, before in self.tied:
-            again = again + size(each) * np.maximum(0, before[ends] - before[begins] - 1)
+        rows = self.tied_rows or [()] * len(self.tied)
+        for (each, before), shares in zip(self.tied, rows, strict=True):
+            blocks = np.maximum(0, before[ends] - before[begins] - 1)
+            again = again + (np.multiply.outer(list(map(size, shares)), blocks) if shares else size(each) * blocks)
         return again
 
     def activation(self, begins: Place, ends: Place) -> Array:

@@ -206,7 +206,18 @@ class TrainOptions(RunOptions):
 
 
 def settled(options: RunOptions, plan: Plan) -> RunOptions:
-    """The options with what the plan says where they leave it open. Raises UsageError."""
+    """The options with what the plan says where they leave it open.
+
+    Raises:
+        UsageError: the plan contradicts them, or is of a training that ranks cannot do.
+    """
+    sharded = next((number for number, stage in enumerate(plan.stages) if stage.sharers > 1), None)
+    if sharded is not None and isinstance(options, TrainOptions):
+        stage = plan.stages[sharded]
+        raise UsageError(
+            f"stages[{sharded}] of the plan has zero {stage.zero}: {stage.sharers} replicas share one optimizer, which "
+            "run cannot do yet; search with --zero 0 for a plan to train with, or replay this one with --emulate"
+        )
     return options.by_plan(plan) if isinstance(options, TrainOptions) else options
 
 

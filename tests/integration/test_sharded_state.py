@@ -1,0 +1,384 @@
+"""Replicas that divide what training keeps (ZeRO): bytes, exchanges, plans and what searches make of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from builders.clusters import cluster_of
+from builders.orders import gpipe_orders
+from builders.plans import plan_of
+from builders.profiles import joined
+from pipeplan import _api
+from pipeplan.checker import check
+from pipeplan.cli.main import cli
+from pipeplan.costs import build_workload, group_costs, state_of
+from pipeplan.costs.recipes import checked_recipe
+from pipeplan.costs.zero import WHOLE, Zero, exchange_ns
+from pipeplan.errors import FileError, InfeasibleError, UsageError
+from pipeplan.files import (
+    Block,
+    Cluster,
+    CostRow,
+    DeviceKind,
+    LinkLevel,
+    PlacedStage,
+    Placement,
+    Plan,
+    Profile,
+    Recipe,
+    Source,
+    TiedParameter,
+    parse,
+    to_json,
+    write_file,
+)
+from pipeplan.partition.chain.costs import ChainCosts
+from pipeplan.partition.problem import PartitionProblem
+from pipeplan.planning.frontier import frontier_request, search_frontier
+from pipeplan.planning.request import Request
+from pipeplan.planning.steps import search_plan
+from pipeplan.reporting.terminal import zero_words
+from pipeplan.runtime.training.options import TrainOptions
+from pipeplan.simulator.recost import recosted, relinked
+from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, MemoryBytes
+
+MIXED = Recipe(name="bf16-mixed")
+ROWS = tuple(
+    CostRow(microbatch_size=size, forward_ns=100 * size, backward_ns=200 * size, activation_bytes=100 * size)
+    for size in (1, 2, 4)
+)
+
+
+def profile_of(
+    sizes: Sequence[int], recipe: Recipe = MIXED, frozen: int = 0, tied: Sequence[tuple[int, ...]] = ()
+) -> Profile:
+    """A chain of blocks with so many parameters, of which ``tied`` blocks share 40 each."""
+    blocks = [
+        Block(id=f"b{n}", operator="layer", parameters=size, frozen_parameters=frozen, costs=ROWS)
+        for n, size in enumerate(sizes)
+    ]
+    shared = tuple(
+        TiedParameter(name=f"table{n}", blocks=tuple(f"b{each}" for each in group), parameters=40)
+        for n, group in enumerate(tied)
+    )
+    return joined(blocks, bytes_per_sample=8).model_copy(update={"recipe": recipe, "tied": shared})
+
+
+def placed(*stages: tuple[Sequence[int], Sequence[int], dict[str, int]], num_routes: int = 1) -> Placement:
+    """Stages of blocks, on devices of which each is a replica, with what else they say."""
+    return Placement(
+        strategy="by hand",
+        num_routes=num_routes,
+        num_devices=1 + max(device for _, devices, _ in stages for device in devices),
+        stages=tuple(
+            PlacedStage(blocks=tuple(f"b{n}" for n in blocks), devices=tuple(devices), replicas=len(devices), **keys)
+            for blocks, devices, keys in stages
+        ),
+    )
+
+
+def planned(profile: Profile, placement: Placement, cluster: Cluster | None = None) -> Plan:
+    workload = build_workload(profile, placement, num_microbatches=2, microbatch_size=4, cluster=cluster)
+    return plan_of(workload, gpipe_orders(workload)).model_copy(update={"recipe": profile.recipe})
+
+
+NODES = Cluster(
+    name="two nodes of two",
+    source=Source(method="estimated"),
+    devices=(DeviceKind(name="small", count=4),),
+    levels=(
+        LinkLevel(name="inside", group_size=2, latency_ns=5, bandwidth_bytes_per_s=10**9),
+        LinkLevel(name="between", group_size=4, latency_ns=50, bandwidth_bytes_per_s=10**8),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "whole", "divided"),
+    [
+        (MIXED, {PARAMETERS: 202 + 18, GRADIENTS: 404}, {MASTER: 404, OPTIMIZER: 808}),
+        (Recipe(name="fp32"), {PARAMETERS: 404 + 36, GRADIENTS: 404}, {OPTIMIZER: 808}),
+        # the float32 parameters that are cast at each use are all that is kept of them, and every replica needs them
+        (Recipe(name="bf16-autocast"), {PARAMETERS: 36, GRADIENTS: 404, MASTER: 404}, {OPTIMIZER: 808}),
+        (checked_recipe("bf16", optimizer="momentum"), {PARAMETERS: 202 + 18, GRADIENTS: 202}, {OPTIMIZER: 202}),
+    ],
+    ids=lambda value: value.name if isinstance(value, Recipe) else "",
+)
+def test_level_1_divides_master_copies_and_the_optimizers_state(
+    recipe: Recipe, whole: dict[Any, int], divided: dict[Any, int]
+) -> None:
+    """101 trained parameters and 9 frozen ones on four replicas; parts are rounded up."""
+    profile = profile_of([101], recipe, frozen=9)
+    for keys, parts in (({}, 1), ({"zero": 1}, 4), ({"zero": 1, "zero_group": 2}, 2)):
+        plan = planned(profile, placed(([0], range(4), keys)), cluster_of(4))
+        expected = MemoryBytes({**whole, **{kind: -(-size // parts) for kind, size in divided.items()}})
+        assert plan.stages[0].state == expected
+        check(plan, profile, cluster_of(4)).require()
+
+
+def test_what_is_exchanged_is_the_two_halves_of_an_all_reduce() -> None:
+    """Rings: 3 steps of a quarter each. Gradients are float32; gathered is the bf16 copy of what is trained."""
+    profile = profile_of([100], frozen=10)
+    stage = planned(profile, placed(([0], range(4), {"zero": 1})), cluster_of(4)).stages[0]
+    assert (stage.sync_ns, stage.gather_ns) == (3 * (7 + 100), 3 * (7 + 50))
+    whole = planned(profile, placed(([0], range(4), {})), cluster_of(4)).stages[0]
+    assert (whole.sync_ns, whole.gather_ns) == (6 * (7 + 100), 0)
+
+
+def test_groups_scatter_inside_and_sum_parts_between() -> None:
+    profile = profile_of([100])
+    plan = planned(profile, placed(([0], range(4), {"zero": 1, "zero_group": 2})), NODES)
+    inside, between = 5 + 200, 2 * (50 + 2 * 1000)  # two parts of 200 bytes leave each node, half of each per step
+    assert (plan.stages[0].sync_ns, plan.stages[0].gather_ns) == (inside + between, 5 + 100)
+    check(plan, profile, NODES).require()
+
+
+def test_what_is_frozen_is_neither_summed_nor_gathered() -> None:
+    stage = planned(profile_of([0], frozen=100), placed(([0], range(4), {"zero": 1})), cluster_of(4)).stages[0]
+    assert (stage.sync_ns, stage.gather_ns) == (0, 0)
+
+
+CUSTOM = Recipe()
+
+
+def test_blocks_that_state_bytes_gather_all_their_parameters() -> None:
+    blocks = [Block(id="b0", operator="layer", parameter_bytes=200, optimizer_bytes=900, costs=ROWS)]
+    profile = joined(blocks)
+    plan = planned(profile, placed(([0], range(4), {"zero": 1})), cluster_of(4))
+    assert plan.stages[0].state == MemoryBytes({PARAMETERS: 200, GRADIENTS: 200, OPTIMIZER: 225})
+    assert plan.stages[0].gather_ns == 3 * (7 + 50)
+    check(plan, profile, cluster_of(4)).require()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("optimizer_bytes", 801, "profile"),
+        ("master_bytes", 99, "profile"),
+        ("sync_ns", 1, "profile"),
+        ("gather_ns", 1, "profile"),
+        ("zero", 0, "profile"),
+        ("zero_group", 2, "profile"),
+    ],
+)
+def test_check_computes_it_all_anew(key: str, value: int, rule: str) -> None:
+    profile, cluster = profile_of([101, 50]), cluster_of(4)
+    plan = planned(profile, placed(([0, 1], range(4), {"zero": 1})), cluster)
+    changed = replace(plan.stages[0], **{key: value})
+    report = check(plan.model_copy(update={"stages": (changed,)}), profile, cluster)
+    assert {problem.rule for problem in report.problems} >= {rule}
+
+
+def test_routes_divide_alike_and_sum_parts_over_each_other() -> None:
+    """Each block is on two routes, of two replicas each: parts of a group are summed with the other route's."""
+    profile = profile_of([100, 100])
+    both = [([0], (0, 1), 0), ([1], (2, 3), 0), ([0], (2, 3), 1), ([1], (0, 1), 1)]
+    stages = ((blocks, devices, {"zero": 1, "route": route}) for blocks, devices, route in both)
+    placement = placed(*stages, num_routes=2)
+    plan = planned(profile, placement, NODES)
+    assert plan.stages[0].sync_ns == (5 + 200) + 2 * (50 + 2 * 1000)
+    check(plan, profile, NODES).require()
+    unlike = placement.stages[2].model_copy(update={"zero": 0})
+    changed = (*placement.stages[:2], unlike, placement.stages[3])
+    with pytest.raises(UsageError, match=r"stages\[0\] and stages\[2\] .* divide state unlike"):
+        planned(profile, placement.model_copy(update={"stages": changed}))
+    stage = replace(plan.stages[2], zero=0)
+    report = check(plan.model_copy(update={"stages": (*plan.stages[:2], stage, plan.stages[3])}))
+    assert any(problem.place == "stages[2].zero" for problem in report.problems)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_device_has_its_part_of_what_is_tied_once(seed: int) -> None:
+    """Of stages that divide alike on the same devices a table counts once; of unlike ones each counts its own part."""
+    draw = random.Random(seed)
+    profile = profile_of([draw.randint(50, 90) for _ in range(4)], tied=[(0, 2), (1, 3)][: draw.randint(1, 2)])
+    keys = [draw.choice([{}, {"zero": 1}, {"zero": 1, "zero_group": 2}]) for _ in range(2)]
+    devices = [draw.choice([range(4), range(4), range(4, 8)]) for _ in range(2)]
+    placement = placed(([0, 1], range(4), keys[0]), ([2, 3], devices[1], keys[1]))
+    plan = planned(profile, placement, cluster_of(8))
+    check(plan, profile, cluster_of(8)).require()
+    kept, table = profile.recipe, [state_of(each, profile.recipe) for each in profile.tied]
+    expected = MemoryBytes()
+    for stage in plan.stages:
+        parts = Zero.of(stage).group
+        for block in profile.blocks:
+            if 0 in stage.devices and block.id in stage.blocks:
+                expected += state_of(block, kept).share({MASTER: parts, OPTIMIZER: parts})
+    if 0 in plan.stages[1].devices:
+        alike = keys[0] == keys[1]
+        parts = Zero.of(plan.stages[0]).group
+        for state in table:
+            shared = {PARAMETERS, GRADIENTS} | ({MASTER, OPTIMIZER} if alike else set())
+            once = state // {MASTER: parts, OPTIMIZER: parts}
+            expected -= MemoryBytes((kind, size) for kind, size in once.items() if kind in shared)
+    assert plan.workload.states[0] == expected
+
+
+def test_partitions_price_every_number_of_replicas_by_its_own_part() -> None:
+    profile = profile_of([100, 60, 80], tied=[(0, 2)])
+    problem = PartitionProblem.of(
+        profile, 4, 4, zero=lambda count: WHOLE if count == 1 else Zero(1, count) if count % 2 == 0 else None
+    )
+    assert {way.replicas for way in problem.ways} == {1, 2, 4}
+    chain = problem.chain(problem.order)
+    for row, pricing in enumerate(problem.rows):
+        for begin, end in ((0, 1), (0, 2), (1, 3), (0, 3)):
+            (cost,) = group_costs(profile, [problem.order[begin:end]], pricing.samples, zero=pricing.zero)
+            assert chain.stage(begin, end, row).state == cost.state
+            assert chain.statics(np.array([begin]), np.array([end]))[row] == [cost.static_bytes]
+    assert ChainCosts.of(pricing.costs(profile, problem.order)).statics(0, 3) == cost.static_bytes
+
+
+def test_files_leave_out_what_is_not_divided() -> None:
+    profile = profile_of([100])
+    whole, divided = (planned(profile, placed(([0], range(4), keys))) for keys in ({}, {"zero": 1, "zero_group": 2}))
+    assert "zero" not in to_json(whole)
+    assert parse(to_json(divided), Plan) == divided
+    assert "zero" not in to_json(whole.placed)
+    assert parse(to_json(divided.placed), Placement) == divided.placed
+    assert divided.placed.stages[0].zero_group == 2
+    text = to_json(divided).replace('"zero_group": 2', '"zero_group": 3')
+    with pytest.raises(FileError, match="zero_group 3 does not divide the 4 replicas"):
+        parse(text, Plan)
+    with pytest.raises(ValueError, match="zero 0 divides nothing"):
+        placed(([0], range(4), {"zero_group": 2}))
+
+
+def test_other_costs_keep_the_level() -> None:
+    profile = profile_of([100])
+    plan = planned(profile, placed(([0], range(4), {"zero": 1})), cluster_of(4))
+    slower = cluster_of(4, bandwidth=10**8)
+    expected = planned(profile, placed(([0], range(4), {"zero": 1})), slower).stages
+    assert relinked(plan, slower).stages == expected
+    assert recosted(plan, profile, slower).stages == expected
+
+
+# Searches ---------------------------------------------------------------------------------------------------------
+
+
+LARGE = profile_of([1000, 1000])
+"""A replica of all of it keeps 36,000 bytes, 12,000 of them parameters and gradients."""
+
+
+def asked(profile: Profile = LARGE, **words: Any) -> Request:
+    fixed: dict[str, Any] = {
+        "devices": 4,
+        "mini_batch": 8,
+        "time_limit": 2.0,
+        "deterministic": True,
+        "recompute": False,
+    }
+    return Request.of(profile, **fixed | words)
+
+
+def test_search_divides_where_nothing_else_fits() -> None:
+    """Four replicas of everything: 36,000 bytes each, by level 1 12,000 and a quarter of 24,000."""
+    room = asked(memory_bytes=40_000, replicas=4)
+    assert {stage.zero for stage in search_plan(room).plan.stages} == {0}
+    tight = search_plan(asked(memory_bytes=20_000, replicas=4))
+    assert [(stage.zero, stage.zero_group) for stage in tight.plan.stages] == [(1, None)]
+    assert max(each.peak_bytes for each in tight.plan.predicted.memory) <= 20_000
+    assert tight.plan.provenance.options["zero"] == "auto"
+    with pytest.raises(InfeasibleError, match="--zero auto"):
+        search_plan(asked(memory_bytes=20_000, replicas=4, zero=0))
+    with pytest.raises(InfeasibleError):
+        search_plan(asked(memory_bytes=11_000, replicas=4))
+
+
+def test_a_given_placement_is_divided_where_it_does_not_fit() -> None:
+    placement = placed(([0, 1], range(4), {}))
+    found = search_plan(asked(memory_bytes=20_000, devices=None, placement=placement, microbatch_size=4)).plan
+    assert [stage.zero for stage in found.stages] == [1]
+    found = search_plan(asked(devices=None, placement=placement, microbatch_size=4, zero=1, zero_group=2)).plan
+    assert [(stage.zero, stage.zero_group) for stage in found.stages] == [(1, 2)]
+
+
+def test_search_chooses_replicas_that_fit_divided() -> None:
+    """Nothing but replicas on all devices has no bubbles; they fit only where they divide."""
+    words = {"memory_bytes": 20_000, "cluster": cluster_of(4, latency_ns=1, bandwidth=10**12)}
+    whole, divided = search_plan(asked(**words)).plan, search_plan(asked(**words, zero="auto")).plan
+    assert divided.predicted.iteration_ns < whole.predicted.iteration_ns
+    assert {stage.zero for stage in divided.stages if stage.replicas > 1} == {1}
+    grouped = search_plan(asked(**words, zero=1, zero_group=2)).plan
+    assert {stage.sharers for stage in grouped.stages if stage.replicas > 1} == {2}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"zero_group": 2}, "give --zero auto, too"),
+        ({"zero": 2}, "--zero 2 is not there yet"),
+        ({"zero": 3}, "give --zero 1"),
+        ({"zero": 1, "replicas": 1}, "leave --replicas out"),
+        ({"zero": "auto", "devices": 1}, "--devices 1 leaves no room for replicas"),
+        ({"zero": 1, "replicas": 4, "zero_group": 3}, "does not divide the 4 replicas; choose one of 1, 2, 4"),
+        ({"zero": 1, "zero_group": 8}, "is more replicas than --devices 4"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(words: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        asked(**words)
+
+
+def test_a_placement_without_replicas_has_nothing_to_divide() -> None:
+    placement = placed(([0], [0], {}), ([1], [1], {}))
+    with pytest.raises(UsageError, match="no stage of the placement has replicas"):
+        asked(devices=None, placement=placement, zero=1)
+
+
+def test_run_refuses_a_plan_with_sharded_state_by_name(tmp_path: Any) -> None:
+    plan = planned(profile_of([100]), placed(([0], range(4), {"zero": 1})))
+    with pytest.raises(UsageError, match=r"stages\[0\] of the plan has zero 1: .* --zero 0"):
+        _api.run(plan, TrainOptions("gpt2-tiny"))
+    write_file(plan, str(tmp_path / "plan.json"))
+    answer = CliRunner().invoke(cli, ["run", str(tmp_path / "plan.json"), "--model", "gpt2-tiny", "--local"])
+    assert isinstance(answer.exception, UsageError)
+
+
+def test_reports_say_the_level_and_what_it_would_bring(tmp_path: Any) -> None:
+    write_file(LARGE, str(tmp_path / "profile.json"))
+    words = ["--devices", "4", "--mini-batch", "8", "--replicas", "4", "--deterministic", "--time-limit", "1s"]
+    words += ["--memory", "50KB"]
+
+    def said(*more: str) -> str:
+        answer = CliRunner().invoke(cli, ["search", str(tmp_path / "profile.json"), *words, *more])
+        assert answer.exit_code == 0, answer.output
+        return " ".join(answer.output.split())
+
+    assert "ZeRO 1 over 4 replicas" in said("--zero", "auto")
+    assert "ZeRO 1 over 2 replicas" in said("--zero", "1", "--zero-group", "2")
+    assert "--zero auto: the fullest device keeps 18kB instead of 36kB of state" in said()
+    figures = json.loads(CliRunner().invoke(cli, ["search", str(tmp_path / "profile.json"), *words, "--json"]).stdout)
+    assert "zero" not in figures
+    figures = search_plan(asked(replicas=4, zero=1)).figures()
+    assert figures["zero"] == 1
+
+
+def test_words_of_levels() -> None:
+    stages = planned(LARGE, placed(([0], range(4), {"zero": 1}), ([1], [4, 5], {"zero": 1}))).stages
+    assert zero_words(stages) == "ZeRO 1 over 2-4 replicas"
+    assert zero_words([replace(stages[0], zero=0)]) == ""
+
+
+def test_frontiers_of_plans_divide_too() -> None:
+    words = {"devices": [4], "mini_batch": 4, "cluster": cluster_of(4, bandwidth=10**12), "time_limit": 2.0}
+    whole, divided = (search_frontier(frontier_request(LARGE, **words, zero=zero)) for zero in (None, "auto"))
+    least = [min(point.memory_bytes for point in each.points) for each in (whole, divided)]
+    assert least[1] <= least[0]
+    assert any(stage.zero == 1 for number in range(1, 1 + len(divided.points)) for stage in divided.plan(number).stages)
+    with pytest.raises(UsageError, match="give --plans, too"):
+        frontier_request(LARGE, devices=[4], zero=1, splitting=_api.Splitting())
+
+
+def test_exchanges_of_groups_use_the_links_at_once() -> None:
+    """Two groups of two, each across both nodes: both leave a node at the same time, on one link."""
+    stage = planned(profile_of([100]), placed(([0], (0, 2, 1, 3), {"zero": 1, "zero_group": 2}))).stages[0]
+    assert exchange_ns(NODES, stage, [], 400, 200) == (50 + 2 * 2000 + 2 * (5 + 100), 50 + 2 * 1000)
