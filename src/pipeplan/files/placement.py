@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from pipeplan.files.base import CurrentVersion, File, FileModel, current_version
+from pipeplan.files.base import SAID_ONLY, CurrentVersion, File, FileModel, current_version
 from pipeplan.workload.elements import (
     ZERO,
     ZERO_GROUP,
@@ -55,8 +55,8 @@ class PlacedStage(FileModel):
     configurations: Annotated[
         Items[Name], Field(description="how each block is split over the shards, such as samples2-shards2; none: all")
     ] = ()
-    zero: Annotated[ZeroLevel, Field(description=ZERO)] = 0
-    zero_group: Annotated[Count | None, Field(description=ZERO_GROUP)] = None
+    zero: Annotated[ZeroLevel, Field(description=ZERO, json_schema_extra={SAID_ONLY: True})] = 0
+    zero_group: Annotated[Count | None, Field(description=ZERO_GROUP, json_schema_extra={SAID_ONLY: True})] = None
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_divided(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:

@@ -126,7 +126,7 @@ def _less_recomputation(request: Request, result: Result, simulation: Simulation
 
 def _sharded_state(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
     """What replicas would have to spare if they divided the optimizer's state, or whether there might be some then."""
-    workload, open_ = simulation.workload, replace(request, placement="auto", chunks=None, zero=AUTO)
+    workload = simulation.workload
     if request.zero is not None or request.num_devices < 2 or any(stage.sharers > 1 for stage in workload.stages):
         return
     if all(stage.replicas == 1 for stage in workload.stages):
@@ -136,7 +136,8 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
             yield NextStep("--zero auto", brings + "s" * (recomputed == 1))
         return
     with suppress(PipeplanError):
-        placed = sharing(open_, result.plan.placed.whole)
+        placed = result.plan.placed.whole
+        placed = sharing(replace(request, placement=placed, chunks=None, zero=AUTO), placed)
         how = {"num_microbatches": result.plan.num_microbatches, "microbatch_size": result.plan.microbatch_size}
         divided = build_workload(request.profile, placed, cluster=request.cluster, **how)
         before, after = (each.static_bytes(_fullest(simulation)) for each in (workload, divided))
