@@ -22,7 +22,7 @@ from pipeplan.lower import programs
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
 from pipeplan.schedule.state import Schedule
-from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.simulator.metrics import rates
 from pipeplan.units import format_ns, require_sum
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import with_links
@@ -78,8 +78,8 @@ def assemble(
             predicted=Predicted(
                 makespan_ns=figures.makespan_ns,
                 lower_bound_ns=bound_ns,
-                gap=figures.makespan_ns / bound_ns - 1,
-                iteration_ns=iteration_time(workload, figures),
+                gap=figures.iteration_ns / bound_ns - 1,
+                iteration_ns=figures.iteration_ns,
                 period_ns=repetend.period_ns if repetend is not None else None,
                 period_lower_bound_ns=number(period_bound_ns),
                 bubble_rate=figures.bubble_rate,
