@@ -17,7 +17,7 @@ from pipeplan.catalog import names, read_table, require_known
 from pipeplan.errors import UsageError, choose_from, unknown_key
 from pipeplan.files import Block, Profile, TiedParameter, sha256_of
 from pipeplan.files.recipe import ADAMW, GradientDtype, Recipe
-from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryBytes
+from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryBytes
 
 RECIPES = names("recipes")
 """Every recipe by name."""
@@ -116,6 +116,25 @@ def _gradient_bytes(recipe: Recipe) -> int:
 def bytes_per_parameter(recipe: Recipe) -> MemoryBytes:
     """What training keeps of one trained parameter, by a recipe of the catalog. Raises UsageError if there is none."""
     return _per_parameter(recipe).trained
+
+
+def step_bytes(state: MemoryBytes, recipe: Recipe) -> int:
+    """Bytes that the optimizer's step moves where a device keeps this state: of as many parameters as it has that of.
+
+    It reads gradients, and the optimizer's state and the parameters that it changes, which it writes, too; where it
+    changes a master copy it also writes the copy that computes. Frozen parameters, of which there is only the latter,
+    it leaves alone; with the recipe ``custom`` it is not known which these are, and all are taken to be trained.
+    """
+    if recipe.is_custom:
+        return _moved(state)
+    each = bytes_per_parameter(recipe)
+    divided = next((kind for kind in (OPTIMIZER, MASTER, GRADIENTS) if each[kind]), GRADIENTS)
+    return state[divided] * _moved(each) // each[divided]
+
+
+def _moved(state: MemoryBytes) -> int:
+    copies = state[PARAMETERS] + 2 * state[MASTER] if state[MASTER] else 2 * state[PARAMETERS]
+    return state[GRADIENTS] + 2 * state[OPTIMIZER] + copies
 
 
 def state_of(part: Block | TiedParameter, recipe: Recipe) -> MemoryBytes:

@@ -138,6 +138,9 @@ class Source(FileModel):
 # Forms, canonical texts and fingerprints ----------------------------------------------------------------------------
 
 
+LEFT_OUT = "x-left-out"
+"""Marks a key of a form that texts do not have where it is null: one that its version got later."""
+
 FOLDER = "versions"
 """Inside this package; a file ``KIND.VERSION.json`` for each version of each kind."""
 
@@ -228,7 +231,9 @@ def _completed_object(content: Content, form: Form, place: _Place) -> Content:
     for key, each in properties.items():
         if key not in content and key in form.get("required", ()):
             raise _problem("missing", (*place, key), content)
-        found[key] = completed(content.get(key, each.get("default")), each, (*place, key))
+        value = content.get(key, each.get("default"))
+        if value is not None or not each.get(LEFT_OUT):
+            found[key] = completed(value, each, (*place, key))
     for key, value in content.items():
         if key not in properties:
             raise _problem("extra_forbidden", (*place, key), value)

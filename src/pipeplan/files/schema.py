@@ -39,7 +39,7 @@ def form_of(schema: dict[str, Any]) -> Form:
 def _form_of(schema: dict[str, Any], named: dict[str, Any]) -> Form:
     if "$ref" in schema:
         schema = named[schema["$ref"].rpartition("/")[2]] | schema
-    form: Form = {key: schema[key] for key in ("type", "const", "required", "default") if key in schema}
+    form: Form = {key: schema[key] for key in ("type", "const", "required", "default", base.LEFT_OUT) if key in schema}
     for key in ("anyOf", "prefixItems"):
         if key in schema:
             form[key] = [_form_of(each, named) for each in schema[key]]
