@@ -51,7 +51,7 @@ from pipeplan.runtime.parallel.device import Clock
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.trainer import Trainer, travelling
 from pipeplan.schedule.classic import CLASSIC
-from pipeplan.workload.bounds import period_bound, strong_makespan_bound
+from pipeplan.workload.bounds import period_bound, strong_iteration_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 
@@ -71,7 +71,7 @@ def zb_v(num_microbatches: int, *, split: bool = True) -> Plan:
     )
     problem, graph = OneMicrobatch.of(workload), task_graph(workload)
     orders = CLASSIC["zb-v" if split else "gpipe"].orders(problem, graph)
-    return assemble(graph, orders, strong_makespan_bound(problem), period_bound(problem), "benchmark")
+    return assemble(graph, orders, strong_iteration_bound(problem), period_bound(problem), "benchmark")
 
 
 class Layer(nn.Module):

@@ -21,7 +21,7 @@ from pipeplan.files import Plan
 from pipeplan.planning.build_plan import assemble
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.bounds import period_bound, weak_makespan_bound
+from pipeplan.workload.bounds import period_bound, weak_iteration_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
@@ -46,7 +46,7 @@ def plan_of(workload: Workload) -> Plan:
     """1F1B of the workload."""
     problem, graph = OneMicrobatch.of(workload), task_graph(workload)
     orders = CLASSIC["1f1b"].orders(problem, graph)
-    return assemble(graph, orders, weak_makespan_bound(workload), period_bound(problem), "1f1b")
+    return assemble(graph, orders, weak_iteration_bound(workload), period_bound(problem), "1f1b")
 
 
 def seconds(plan: Plan, repeats: int) -> float:

@@ -10,7 +10,7 @@ from pipeplan.planning.build_plan import assemble
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
 from pipeplan.schedule.state import Schedule
-from pipeplan.workload.bounds import period_bound, strong_makespan_bound
+from pipeplan.workload.bounds import period_bound, strong_iteration_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import TaskGraph
 from pipeplan.workload.workload import Workload
@@ -52,6 +52,6 @@ def makespan_of(graph: TaskGraph, orders: Sequence[Sequence[int]]) -> int:
         InvalidPlanError: the orders wait for each other, or the plan is not valid.
     """
     problem = OneMicrobatch.of(graph.workload)
-    plan = assemble(graph, orders, strong_makespan_bound(problem), period_bound(problem), "benchmark")
+    plan = assemble(graph, orders, strong_iteration_bound(problem), period_bound(problem), "benchmark")
     check(plan).require("the plan of these orders")
     return plan.predicted.makespan_ns

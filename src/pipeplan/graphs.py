@@ -112,10 +112,15 @@ def topological_order(
         raise CycleError([edge[0] for edge in nx.find_cycle(graph)]) from None
 
 
-def longest_paths(order: Sequence[Node], edges: Iterable[tuple[Node, Node, int]]) -> dict[Node, int]:
-    """{node: length of the longest path that ends there}, of (source, target, length); ``order`` is topological."""
+def longest_paths(
+    order: Sequence[Node], edges: Iterable[tuple[Node, Node, int]], begins: Mapping[Node, int] | None = None
+) -> dict[Node, int]:
+    """{node: length of the longest path that ends there}, of (source, target, length); ``order`` is topological.
+
+    A path that begins at a node of ``begins`` has that length before.
+    """
     place = {node: index for index, node in enumerate(order)}
-    found = dict.fromkeys(order, 0)
+    found = dict.fromkeys(order, 0) | dict(begins or {})
     for source, target, length in sorted(edges, key=lambda edge: place[edge[0]]):
         found[target] = max(found[target], found[source] + length)
     return found

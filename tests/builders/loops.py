@@ -12,7 +12,7 @@ from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.pattern import microbatch_by_microbatch
 from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
-from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.loop import LoopedOrders
 from pipeplan.workload.task_graph import task_graph
@@ -40,7 +40,7 @@ def plan_with_loop(schedule: Schedule | LoopedOrders, scheduler: str = "any") ->
     """Its plan, as it is read from a file."""
     skipped = 0 if schedule.loop is None else schedule.loop.skipped
     workload = schedule.graph.workload
-    bound = weak_makespan_bound(workload.with_microbatches(workload.num_microbatches + skipped))
+    bound = weak_iteration_bound(workload.with_microbatches(workload.num_microbatches + skipped))
     found = assemble(schedule.graph, schedule.orders, bound, Fraction(0), scheduler, loop=schedule.loop)
     return Plan.model_validate_json(found.model_dump_json())
 

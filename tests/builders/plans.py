@@ -12,6 +12,7 @@ from pipeplan.workload.elements import DeviceMemory, Repetend
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes
 from pipeplan.workload.workload import Workload
 from references.replay import Span, durations_of, period_of, replay
+from references.tails import iteration_by_hand
 
 
 def plan_of(
@@ -39,12 +40,10 @@ def plan_of(
     whole = {operation.id: operation.duration_ns for operation in workload.operations}
     work = [sum(whole[id_] for id_ in {id_ for id_, _ in order}) for order in orders]
     busy = [sum(durations[entry] for entry in order) for order in orders]
-    ends = [max((done[entry][1] for entry in order), default=0) for order in orders]
-    after = {stage: stage.sync_ns + stage.step_ns + stage.gather_ns for stage in workload.stages}
-    syncs = [sum(ns for stage, ns in after.items() if device in stage.devices) for device in range(len(ends))]
-    for tied in workload.tied:
-        for device in {device for devices in tied.devices for device in devices}:
-            syncs[device] += tied.sync_ns
+    last_ends: dict[str, int] = {}
+    for (id_, _), (_, end) in done.items():
+        last_ends[id_] = max(last_ends.get(id_, 0), end)
+    iteration = iteration_by_hand(workload, last_ends)
     spans = [_span([done[entry] for entry in order]) for order in orders]
     longest = max(range(len(spans)), key=lambda device: (spans[device], -device))
     num_devices = len(workload.devices)
@@ -59,8 +58,8 @@ def plan_of(
         predicted=Predicted(
             makespan_ns=makespan,
             lower_bound_ns=bound,
-            gap=makespan / bound - 1,
-            iteration_ns=max(map(sum, zip(ends, syncs, strict=True))),
+            gap=iteration / bound - 1,
+            iteration_ns=iteration,
             period_ns=repetend.repetend_ns / unroll if repetend else None,
             period_lower_bound_ns=float(max(work)) if repetend else 0.0,
             bubble_rate=1 - sum(busy) / (num_devices * makespan),

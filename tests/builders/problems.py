@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from pipeplan.costs import build_workload
 from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Profile, Source
+from pipeplan.workload.elements import TiedState
 from pipeplan.workload.one_microbatch import OneMicrobatch
 
-__all__ = ["problems"]
+__all__ = ["problems", "with_tails"]
 
 times = st.integers(1, 5)
 
@@ -52,6 +54,18 @@ def problems(draw: st.DrawFn, max_stages: int = 3, num_microbatches: int = 4) ->
         return free
     group_of = range(num_devices) if free.reduction is None else free.reduction.groups
     return build([free.needed_bytes(group_of[device]) + spare for device in range(num_devices)])
+
+
+@st.composite
+def with_tails(draw: st.DrawFn, max_stages: int = 2, num_microbatches: int = 2) -> OneMicrobatch:
+    """The same, with gradients to sum, of stages and of what they share, steps, and parameters to gather."""
+    problem = draw(problems(max_stages, num_microbatches))
+    workload = problem.workload if problem.reduction is None else problem.reduction.workload
+    few = st.sampled_from([0, 2, 5, 9])
+    stages = tuple(replace(each, sync_ns=draw(few), step_ns=draw(few), gather_ns=draw(few)) for each in workload.stages)
+    everywhere = tuple(each.devices for each in stages)
+    table = TiedState(name="table", stages=tuple(range(len(stages))), devices=everywhere, sync_ns=draw(few))
+    return OneMicrobatch.of(replace(workload, stages=stages, tied=(table,) if draw(st.booleans()) else ()))
 
 
 def _group(num_devices: int) -> st.SearchStrategy[tuple[int, ...]]:

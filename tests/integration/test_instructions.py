@@ -41,7 +41,7 @@ from pipeplan.schedule.rules.language import parse_rules
 from pipeplan.schedule.search import first_look, search_schedule
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.action import Action
-from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Dependency, Operation
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import in_order
@@ -64,7 +64,7 @@ def any_plan(workload: Workload, seed: int = 0) -> Plan:
     """A plan of a workload whose devices run any orders that come to an end."""
     graph = task_graph(workload)
     orders = random_orders(graph, Random(seed))
-    return plan_of(workload, named(graph, orders), lower_bound_ns=weak_makespan_bound(workload))
+    return plan_of(workload, named(graph, orders), lower_bound_ns=weak_iteration_bound(workload))
 
 
 def pairs(workload: Workload) -> set[tuple[str, str]]:
@@ -178,7 +178,7 @@ def test_random_workloads_with_random_instructions(data: st.DataObject) -> None:
     orders = with_links(
         graph, random_orders(graph, data.draw(st.randoms(use_true_random=False)))[: len(workload.devices)]
     )
-    plan = assemble(graph, orders, weak_makespan_bound(workload), Fraction(0), "random")
+    plan = assemble(graph, orders, weak_iteration_bound(workload), Fraction(0), "random")
     assert check(plan).problems == ()
     starts = earliest_starts(graph, orders)
     assert simulate(plan).starts == starts
@@ -269,7 +269,7 @@ def test_bounds_pass_over_dependencies_that_do_not_hold_for_all() -> None:
     for seed in range(20):
         plan = any_plan(workload, seed)
         assert check(plan).problems == ()
-        assert plan.predicted.makespan_ns >= weak_makespan_bound(workload)
+        assert plan.predicted.makespan_ns >= weak_iteration_bound(workload)
 
 
 @pytest.mark.parametrize(
@@ -473,7 +473,7 @@ def test_rules_of_all_sorts_order_instructions(
         rules = Rules(types=TypeTraversal(first), time=time, separate=separate, in_flight=6, instructions=(gather,))
         graph = task_graph(with_instructions(base, rules.instructions))
         plan = assemble(
-            graph, schedule_by_rules(graph, rules), weak_makespan_bound(graph.workload), Fraction(0), "rules"
+            graph, schedule_by_rules(graph, rules), weak_iteration_bound(graph.workload), Fraction(0), "rules"
         )
         assert check(plan).problems == ()
 
@@ -499,7 +499,7 @@ def test_more_microbatches_where_all_are_alike() -> None:
         key=lambda task: (task - graph.offsets[graph.operation_of[task]], graph.operation_of[task]),
     )
     orders = [[task for task in ranked if device in graph.devices_of(task)] for device in range(4)]
-    plan = assemble(graph, orders, weak_makespan_bound(workload), Fraction(0), "serial")
+    plan = assemble(graph, orders, weak_iteration_bound(workload), Fraction(0), "serial")
     assert plan.repetend is not None
     assert "5GATHER" in plan.repetend.first
     longer = simulate(plan, 40)

@@ -29,7 +29,7 @@ from pipeplan.schedule.pattern import compose, pattern_of
 from pipeplan.schedule.search import search_schedule
 from pipeplan.simulator.metrics import critical_path
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
+from pipeplan.workload.bounds import period_bound, strong_iteration_bound, weak_iteration_bound
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -52,7 +52,7 @@ def over_links(workload: Workload, occupancy: int, latency: int = 0) -> Workload
 
 def plan_of(graph: TaskGraph, orders: Orders) -> Plan:
     problem = OneMicrobatch.of(graph.workload)
-    return assemble(graph, orders, strong_makespan_bound(problem), period_bound(problem), "test")
+    return assemble(graph, orders, strong_iteration_bound(problem), period_bound(problem), "test")
 
 
 def makespan(graph: TaskGraph, orders: Orders) -> int:
@@ -162,7 +162,7 @@ def test_a_links_work_bounds_period_and_makespan() -> None:
     workload = over_links(chain_workload(2, 6), occupancy=50)
     problem = OneMicrobatch.of(workload)
     assert period_bound(problem) == 50
-    assert strong_makespan_bound(problem) >= weak_makespan_bound(workload) == 10 + 6 * 50 + 10 + 20 + 50 + 20
+    assert strong_iteration_bound(problem) >= weak_iteration_bound(workload) == 10 + 6 * 50 + 10 + 20 + 50 + 20
     least = least_period(problem, Budget(10, deterministic=True), 10)
     assert least.pattern is not None
     assert least.pattern.period == least.bound_ns == 50

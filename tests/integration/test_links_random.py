@@ -18,7 +18,7 @@ from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
+from pipeplan.workload.bounds import period_bound, strong_iteration_bound, weak_iteration_bound
 from pipeplan.workload.elements import Dependency, Hop
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -174,7 +174,7 @@ def test_links_without_an_order_serve_who_comes_first(workload: Workload, random
 def plan_of(graph: TaskGraph, orders: Orders) -> Plan:
     """The plan of any orders. Stages of unequal micro-batch sizes have no repetend, so they are not assembled."""
     problem = OneMicrobatch.of(graph.workload)
-    return assemble(graph, orders, strong_makespan_bound(problem), period_bound(problem), "test")
+    return assemble(graph, orders, strong_iteration_bound(problem), period_bound(problem), "test")
 
 
 @given(workloads(equal=True), st.randoms(use_true_random=False))
@@ -186,7 +186,7 @@ def test_every_order_of_devices_and_links_becomes_a_valid_plan(workload: Workloa
     again = simulate(plan)
     assert again.rates.makespan_ns == plan.predicted.makespan_ns
     assert again.starts == earliest_starts(graph, orders)
-    assert weak_makespan_bound(workload) <= plan.predicted.lower_bound_ns <= plan.predicted.makespan_ns
+    assert weak_iteration_bound(workload) <= plan.predicted.lower_bound_ns <= plan.predicted.makespan_ns
 
 
 def steady_orders(graph: TaskGraph, random: Random) -> list[list[int]]:

@@ -205,10 +205,14 @@ def test_a_device_sums_its_parts_one_after_another() -> None:
     plan = planned(profile, placed([0, 1], [((0, 1), 2), ((1, 2), 2)], 2), cluster)
     once = all_reduce_time(cluster, [0, 1], TABLE // 2)
     assert [(each.stages, each.devices) for each in plan.tied] == [((0, 1), ((0,), (1,))), ((0, 1), ((1,), (2,)))]
-    assert plan.workload.sums_ns == (once, 2 * once, once)
-    ends = simulate(plan).rates.last_end_ns
-    expected = max(map(sum, zip(ends, plan.workload.sums_ns, strict=True)))
-    assert plan.predicted.iteration_ns == simulate(plan).iteration_ns == expected
+    assert [(each.devices, each.duration_ns) for each in plan.workload.gradient_sums] == [
+        ((0, 1), once),
+        ((1, 2), once),
+    ]
+    found = simulate(plan)
+    ready = max(found.rates.last_end_ns)  # both are of both stages
+    assert found.rates.tail.sums == ((ready, ready + once), (ready + once, ready + 2 * once))
+    assert plan.predicted.iteration_ns == found.iteration_ns == ready + 2 * once
     check(plan, profile, cluster).require()
 
 
@@ -271,11 +275,9 @@ def test_copies_on_several_devices_are_summed_after_the_last_action() -> None:
     assert plan.stages[0].sync_ns == all_reduce_time(cluster, [0, 1], 40) > 0
     assert plan.stages[3].sync_ns == all_reduce_time(cluster, [1, 3], 80) > 0
     ends = simulate(plan).rates.last_end_ns
-    sums = [0, 0, 0, 0]
-    for stage in (plan.stages[0], plan.stages[3]):
-        for device in stage.devices:
-            sums[device] += stage.sync_ns
-    expected = max(end + own + table.sync_ns * (n != 2) for n, (end, own) in enumerate(zip(ends, sums, strict=True)))
+    assert max(ends) == ends[0] == ends[1], "the first stage's backward is the last"
+    last = max(ends[1], ends[3] + plan.stages[3].sync_ns) + plan.stages[0].sync_ns  # device 1 is in all three
+    expected = last + table.sync_ns
     assert simulate(plan).iteration_ns == plan.predicted.iteration_ns == expected
     check(plan, profile, cluster).require()
 
@@ -287,7 +289,8 @@ def test_another_cluster_and_profile_change_the_sum() -> None:
     assert [each.sync_ns for each in plan.tied] == [0]
     for workload in (relinked(plan, slow), recosted(plan, profile, slow)):
         assert [each.sync_ns for each in workload.tied] == [all_reduce_time(slow, [0, 2], TABLE)]
-        assert workload.sums_ns == (workload.tied[0].sync_ns, 0, workload.tied[0].sync_ns)
+        (summed,) = workload.gradient_sums
+        assert (summed.devices, summed.duration_ns) == ((0, 2), workload.tied[0].sync_ns)
 
 
 def test_check_wants_what_is_tied() -> None:

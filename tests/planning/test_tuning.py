@@ -26,7 +26,7 @@ from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.tuning import Tuning, tune
 from pipeplan.planning.tuning_cells import cell_of, rows_of
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
-from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.simulator.metrics import rates
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from support.paths import ROOT
@@ -78,7 +78,7 @@ def brute(asked: Request) -> int:
                 found = run_rules(graph, rules.but(fit_memory=fit))
             except (InfeasibleError, UsageError):
                 continue
-            best.append(iteration_time(problem.workload, rates(graph, found.orders, found.starts)))
+            best.append(rates(graph, found.orders, found.starts).iteration_ns)
     return min(best)
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 from pipeplan.workload.one_microbatch import OneMicrobatch
 
 __all__ = ["best_makespan"]
 
 
-def best_makespan(problem: OneMicrobatch, below: float = math.inf) -> int | None:
+def best_makespan(
+    problem: OneMicrobatch, below: float = math.inf, value: Callable[[Sequence[int]], int] = max
+) -> int | None:
     """The least makespan in ns, each action starting as soon as it then can; None if there is none ``below`` that.
 
-    Each operation runs its micro-batches in order: they are alike, so that the n-th to run may be called the n-th.
+    Or the least ``value`` of the last ends [operation], where that is no less and never less for later ends. Each
+    operation runs its micro-batches in order: they are alike, so that the n-th to run may be called the n-th.
     """
     count, best = problem.num_microbatches, below
     sources = [[(s, lag) for s, t, lag in problem.edges if t == target] for target in range(problem.num_operations)]
@@ -27,10 +31,11 @@ def best_makespan(problem: OneMicrobatch, below: float = math.inf) -> int | None
         """``done`` [operation] micro-batches have run."""
         nonlocal best
         if len(ends) == problem.num_operations * count:
-            best = min(best, max(ends.values()))
+            best = min(best, value([ends[x, count - 1] for x in range(problem.num_operations)]))
             return
         open_ends = [end for (x, m), end in sorted(ends.items()) if any(done[t] <= m for t, _ in targets[x])]
-        state = (*free, *open_ends, max(ends.values(), default=0))
+        last = [ends[x, count - 1] if m == count else 0 for x, m in enumerate(done)] if value is not max else []
+        state = (*free, *open_ends, max(ends.values(), default=0), *last)
         if any(all(a <= b for a, b in zip(other, state, strict=True)) for other in seen.setdefault(done, [])):
             return  # the same has been done, and no part of it later
         seen[done].append(state)

@@ -15,7 +15,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, PlacedStage, Placement, Profile
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import first_look, search_schedule
-from pipeplan.workload.bounds import strong_makespan_bound
+from pipeplan.workload.bounds import strong_iteration_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.one_microbatch import OneMicrobatch, Reduction
 from pipeplan.workload.task_graph import earliest_starts, task_graph
@@ -99,7 +99,7 @@ def test_orders_mean_the_same_in_both(workload: Workload) -> None:
 @settings(max_examples=40)
 def test_bounds_are_below_every_schedule(workload: Workload) -> None:
     found = search_schedule(workload, Budget(0.05, deterministic=True))
-    assert strong_makespan_bound(OneMicrobatch.of(workload)) <= found.bound_ns <= found.makespan_ns
+    assert strong_iteration_bound(OneMicrobatch.of(workload)) <= found.bound_ns <= found.makespan_ns
 
 
 def interleavings(counts: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:

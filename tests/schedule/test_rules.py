@@ -25,7 +25,7 @@ from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.rules.language import named_rules
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules, schedule_of_rules
 from pipeplan.schedule.rules.values import evaluate
-from pipeplan.workload.bounds import strong_makespan_bound
+from pipeplan.workload.bounds import strong_iteration_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
@@ -122,7 +122,7 @@ def test_the_bound_is_the_one_of_other_searches() -> None:
     """Shared stages make the first and last micro-batches wait, which work and dependencies alone do not say."""
     workload = shape_workload("mllm")
     found = schedule_of_rules(workload, named_rules("1f1b+"), Budget(1.0, 0, deterministic=True))
-    assert found.bound_ns == strong_makespan_bound(OneMicrobatch.of(workload)) == 76_000_000
+    assert found.bound_ns == strong_iteration_bound(OneMicrobatch.of(workload)) == 76_000_000
 
 
 # What each rule does -------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ def test_shared_stages_neither_stop_nor_drift(name: str) -> None:
     for count in (16, 24):
         workload = shape_workload(name, 4, count)
         graph, problem = task_graph(workload), OneMicrobatch.of(workload)
-        spans.append(min(run_rules(graph, rules).makespan_ns for rules in built_in_rules(workload)))
+        spans.append(min(run_rules(graph, rules).iteration_ns for rules in built_in_rules(workload)))
         if CLASSIC["1f1b+"].applies(problem) is None:
             plus.append(makespan(graph, CLASSIC["1f1b+"].orders(problem, graph)))
     assert spans[1] - spans[0] <= (plus[1] - plus[0] if plus else 8 * 6_000_000)

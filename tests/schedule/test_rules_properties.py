@@ -21,7 +21,7 @@ from pipeplan.planning.build_plan import assemble
 from pipeplan.schedule.rules import DeviceRules, Rules, StageTraversal, TypeTraversal
 from pipeplan.schedule.rules.engine import RulesRun, schedule_by_rules
 from pipeplan.schedule.rules.language import First
-from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -129,7 +129,7 @@ def test_orders_are_complete_and_their_plans_pass_check(drawn: Placed, rules: Ru
     for device, order in enumerate(orders):
         expected = {task for task in range(graph.num_actions) if device in graph.devices_of(task)}
         assert Counter(order) == Counter(expected)
-    plan = assemble(graph, orders, weak_makespan_bound(graph.workload), Fraction(0), "rules")
+    plan = assemble(graph, orders, weak_iteration_bound(graph.workload), Fraction(0), "rules")
     check(plan).require("the plan of the rules")
 
 

@@ -14,7 +14,7 @@ from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.cpsat.windows import reschedule
 from pipeplan.schedule.pattern import Pattern, compose, microbatch_by_microbatch, middle_repetition
 from pipeplan.schedule.search import search_schedule
-from pipeplan.workload.bounds import strong_makespan_bound, work_bound
+from pipeplan.workload.bounds import strong_iteration_bound, work_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from support.marks import slow_but
@@ -154,6 +154,6 @@ def test_v_shape_makespan(num_devices: int) -> None:
         workload = shape_workload("v", num_devices, num_microbatches, costs=costs)
         expected = (num_microbatches + num_devices - 1) * 3 * MS
         found = search_schedule(workload, Budget(10, deterministic=True))
-        assert strong_makespan_bound(OneMicrobatch.of(workload)) == expected
+        assert strong_iteration_bound(OneMicrobatch.of(workload)) == expected
         assert found.makespan_ns == expected
         assert found.optimal

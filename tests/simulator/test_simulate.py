@@ -20,7 +20,7 @@ from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Plan
 from pipeplan.simulator.metrics import critical_path, in_flight, rates
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Dependency, Operation
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -51,7 +51,7 @@ def test_rates_follow_their_definitions(workload: Workload, seed: int) -> None:
     assert list(figures.span_ns) == lengths
     assert figures.bubble_rate == pytest.approx(1 - sum(busy) / (len(busy) * makespan))
     assert figures.bubble_rate_span == pytest.approx(1 - busy[longest] / lengths[longest])
-    assert weak_makespan_bound(workload) <= makespan
+    assert weak_iteration_bound(workload) <= makespan
 
 
 def test_span_rate_is_of_the_longest_device_and_ties_go_to_the_first() -> None:

@@ -10,7 +10,7 @@ from builders.shapes import unit_problem, zero_bubble
 from pipeplan.schedule.cpsat.repetend import least_period
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import search_schedule
-from pipeplan.workload.bounds import period_bound, strong_makespan_bound
+from pipeplan.workload.bounds import period_bound, strong_iteration_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from references.best_makespan import best_makespan
 
@@ -20,15 +20,15 @@ from references.best_makespan import best_makespan
     [(4, 12, 3960, 3930), (8, 32, 10_440, 10_370), (16, 64, 21_000, 20_850)],
 )
 def test_a_chain_with_little_memory(num_devices: int, num_microbatches: int, chain: int, plain: int) -> None:
-    assert strong_makespan_bound(zero_bubble("v", num_devices, num_microbatches, 1)) == chain
-    assert strong_makespan_bound(zero_bubble("v", num_devices, num_microbatches, 2)) == plain
+    assert strong_iteration_bound(zero_bubble("v", num_devices, num_microbatches, 1)) == chain
+    assert strong_iteration_bound(zero_bubble("v", num_devices, num_microbatches, 2)) == plain
 
 
 @pytest.mark.parametrize(
     ("num_devices", "num_microbatches", "bound"), [(4, 12, 3840), (8, 32, 10_160), (16, 64, 20_400)]
 )
 def test_two_chunks_with_little_memory(num_devices: int, num_microbatches: int, bound: int) -> None:
-    assert strong_makespan_bound(zero_bubble("zbv", num_devices, num_microbatches, 1)) == bound
+    assert strong_iteration_bound(zero_bubble("zbv", num_devices, num_microbatches, 1)) == bound
 
 
 def test_littles_law() -> None:
@@ -48,14 +48,14 @@ def test_stages_on_all_devices(name: str, num_devices: int) -> None:
     """While the first micro-batch goes down the chain nothing shared can run: the bound is what search reaches."""
     problem = unit_problem(name, num_devices, 16)
     found = search_schedule(problem.workload, Budget(30, deterministic=True))
-    assert strong_makespan_bound(problem) == found.bound_ns == found.makespan_ns
+    assert strong_iteration_bound(problem) == found.bound_ns == found.makespan_ns
     assert found.bound_ns > 16 * max(problem.work)
 
 
 @pytest.mark.parametrize(("memory", "bound"), [(0.5, 14_720), (0.75, 10_740)])
 def test_littles_law_over_the_whole_run(memory: float, bound: int) -> None:
     """8 devices, 32 micro-batches; at half memory far above the work of 10,370."""
-    assert strong_makespan_bound(zero_bubble("v", 8, 32, memory)) >= bound
+    assert strong_iteration_bound(zero_bubble("v", 8, 32, memory)) >= bound
 
 
 @settings(max_examples=50, suppress_health_check=list(HealthCheck))
@@ -63,6 +63,6 @@ def test_littles_law_over_the_whole_run(memory: float, bound: int) -> None:
 def test_bounds_and_search_against_every_schedule(problem: OneMicrobatch) -> None:
     best = best_makespan(problem)
     found = search_schedule(problem.workload, Budget(10, deterministic=True))
-    assert strong_makespan_bound(problem) <= best
+    assert strong_iteration_bound(problem) <= best
     assert found.bound_ns <= best
     assert found.makespan_ns == best

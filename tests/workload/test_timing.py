@@ -16,7 +16,7 @@ from builders.timed import entry_of, named, timed
 from pipeplan.errors import InvalidPlanError
 from pipeplan.simulator.metrics import in_flight, rates
 from pipeplan.simulator.simulation import orders_of
-from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Hop
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, overflow, peak_memory
@@ -46,7 +46,7 @@ def test_one_f_one_b_takes_n_plus_d_minus_one_rounds(num_devices: int, num_micro
     workload = chain_workload(num_devices, num_microbatches, forward=1, backward=2)
     graph, orders, starts = timed(workload, one_f_one_b(workload))
     assert rates(graph, orders, starts).makespan_ns == (num_microbatches + num_devices - 1) * 3
-    assert weak_makespan_bound(workload) == (num_microbatches + num_devices - 1) * 3
+    assert weak_iteration_bound(workload) == (num_microbatches + num_devices - 1) * 3
 
 
 @pytest.mark.parametrize(

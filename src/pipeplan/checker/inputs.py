@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, deliveries_of, replicas_of, shares_evenly
-from pipeplan.costs import block_costs, held_part, state_of, sum_time, transfer_time, with_recipe
+from pipeplan.costs import block_costs, held_part, state_of, step_bytes, sum_time, transfer_time, with_recipe
 from pipeplan.costs.communication import Exchange, all_reduce_time, time_of_groups
 from pipeplan.costs.recipes import bytes_per_parameter, state_recipe
 from pipeplan.errors import UsageError
@@ -66,6 +66,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
                     _check_part(number, stage, operation, known, findings)
     _check_dependencies(plan, profile, cluster, findings)
     _check_tied(plan, profile, known, findings)
+    _check_steps(plan, profile, findings)
     if _knows_links(plan, cluster):
         _check_syncs(plan, profile, known, cluster, findings)
         _check_tied_syncs(plan, cluster, findings)
@@ -287,6 +288,32 @@ def _is_cut_alike(kind: MemoryKind, plan: Plan, tied: TiedState, known: _Known) 
     """Whether replicas of all stages with a tied parameter divide a kind of state alike; else each counts its own."""
     whole = MemoryBytes({kind: math.lcm(*(_sharers(plan.stages[n]) for n in tied.stages))})
     return len({_share(whole, 1, plan.stages[n], known) for n in tied.stages}) == 1
+
+
+def _check_steps(plan: Plan, profile: Profile, findings: Findings) -> None:
+    """A step moves what a stage keeps on a device, but for what is tied and stepped with an earlier stage there."""
+    for number, stage in enumerate(plan.stages):
+        state = stage.state
+        for name in dict.fromkeys(each.name for each in plan.tied if not stage.configurations):
+            entries = [each for each in plan.tied if each.name == name]
+            own = [_part_of(entries, number, device) for device in stage.devices]
+            if own[0] is not None and all(
+                part is not None and any(_part_of([part], n, device) for n in range(number))
+                for part, device in zip(own, stage.devices, strict=True)
+            ):
+                state -= own[0].state
+        moved, rate = step_bytes(state, profile.recipe), profile.step_bytes_per_s
+        expected = 0 if rate is None else -(-moved * 10**9 // rate)
+        _compare(f"stages[{number}]", stage, {"step_ns": expected}, findings)
+
+
+def _part_of(entries: Sequence[TiedState], number: int, device: int) -> TiedState | None:
+    """Which of the parts with bytes a device has in a stage."""
+    for each in entries:
+        at = zip(each.stages, each.devices, strict=True)
+        if not each.is_sum and any(n == number and device in devices for n, devices in at):
+            return each
+    return None
 
 
 def _uses(stage: Stage, tied: TiedParameter) -> bool:

@@ -6,7 +6,7 @@ Here: a profile and a placement become a workload; ``uniform/`` has closed forms
 
 from pipeplan.costs.blocks import UNLIMITED, StageCost, TiedShare, block_costs, held_part
 from pipeplan.costs.communication import transfer_time
-from pipeplan.costs.recipes import state_of, with_recipe
+from pipeplan.costs.recipes import state_of, step_bytes, with_recipe
 from pipeplan.costs.shared import sum_time, with_syncs
 from pipeplan.costs.stages import build_workload, can_split, group_costs, stage_costs
 
@@ -21,6 +21,7 @@ __all__ = [
     "held_part",
     "stage_costs",
     "state_of",
+    "step_bytes",
     "sum_time",
     "transfer_time",
     "with_recipe",

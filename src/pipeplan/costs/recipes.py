@@ -123,6 +123,25 @@ def copy_held(recipe: Recipe) -> MemoryKind:
     return MASTER if not recipe.is_custom and _per_parameter(recipe).running else PARAMETERS
 
 
+def step_bytes(state: MemoryBytes, recipe: Recipe) -> int:
+    """Bytes that the optimizer's step moves where a device keeps this state: of as many parameters as it has that of.
+
+    It reads gradients, and the optimizer's state and the parameters that it changes, which it writes, too; where it
+    changes a master copy it also writes the copy that computes. Frozen parameters, of which there is only the latter,
+    it leaves alone; with the recipe ``custom`` it is not known which these are, and all are taken to be trained.
+    """
+    if recipe.is_custom:
+        return _moved(state)
+    each = bytes_per_parameter(recipe)
+    divided = next((kind for kind in (OPTIMIZER, MASTER, GRADIENTS) if each[kind]), GRADIENTS)
+    return state[divided] * _moved(each) // each[divided]
+
+
+def _moved(state: MemoryBytes) -> int:
+    copies = state[PARAMETERS] + 2 * state[MASTER] if state[MASTER] else 2 * state[PARAMETERS]
+    return state[GRADIENTS] + 2 * state[OPTIMIZER] + copies
+
+
 def state_of(part: Block | TiedParameter, recipe: Recipe) -> MemoryBytes:
     """What training keeps of a part of a profile, unsplit, by the profile's recipe.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeplan.costs.blocks import StageCost, TiedShare, block_costs
 from pipeplan.costs.communication import transfer_time
-from pipeplan.costs.recipes import state_of
+from pipeplan.costs.recipes import state_of, step_bytes
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.zero import WHOLE, Zero, cuts
 from pipeplan.errors import UsageError
@@ -232,7 +232,31 @@ def _with_shared(
             apart = {each.name for each in tied if number in each.stages}
             inner = shared.inner_sums_ns(stage, apart, cluster)
             stages[number] = replace(stage, sync_ns=stage.sync_ns + inner)
-    return stages, tied
+    return with_steps(profile, stages, tied), tied
+
+
+def with_steps(profile: Profile, stages: Sequence[Stage], tied: Sequence[TiedState]) -> list[Stage]:
+    """Stages with the time of the optimizer's step of what each keeps; 0 where the profile does not say it.
+
+    A stage leaves out what is tied if each of its devices steps that with another stage, which has it before; one
+    whose blocks have configurations does not.
+    """
+    if profile.step_bytes_per_s is None:
+        return [*stages]
+    stepped, again = [stage.state for stage in stages], defaultdict[tuple[str, int], set[int]](set)
+    for each in tied:
+        before = set[int]()
+        for number, devices in zip(each.stages, each.devices, strict=True):
+            had = again[each.name, number]
+            known = len(had)
+            had.update(before.intersection(devices))
+            if known < len(had) == len(stages[number].devices) and not stages[number].configurations:
+                stepped[number] -= each.state
+            before.update(devices)
+    return [
+        replace(stage, step_ns=-(-(10**9 * step_bytes(state, profile.recipe)) // profile.step_bytes_per_s))
+        for stage, state in zip(stages, stepped, strict=True)
+    ]
 
 
 _LARGEST = {"ns": (MAX_NS, "have more devices share the work"), "bytes": (MAX_BYTES, "have more devices share them")}
@@ -251,7 +275,7 @@ def _require_sums(where: str, workload: Workload) -> None:
                 require_sum(where, f"{name} of {place}", value, unit, *_LARGEST[unit])
 
 
-_STATE = ("sync_ns", "gather_ns", *(kind.key for kind in STATE_KINDS))
+_STATE = ("sync_ns", "step_ns", "gather_ns", *(kind.key for kind in STATE_KINDS))
 _WORK = ("duration_ns", "acquire_bytes", "release_bytes", "workspace_bytes")
 _SENT = ("bytes", "latency_ns", "occupancy_ns")
 

@@ -27,6 +27,7 @@ from pipeplan.workload.elements import (
     Dependency,
     Device,
     DeviceMemory,
+    Index,
     Integer,
     Items,
     Loop,
@@ -43,6 +44,7 @@ from pipeplan.workload.elements import (
     slots_of,
 )
 from pipeplan.workload.kinds import MASTER, PARAMETERS, Role
+from pipeplan.workload.network_jobs import gradient_sums
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.workload import Workload
 
@@ -51,12 +53,18 @@ TimeSum = Annotated[int, Field(ge=0, le=2**62)]
 
 
 class Predicted(FileModel):
-    """What the plan's programs take when every action lasts as stated and starts as soon as it can."""
+    """What the plan's programs take when every action lasts as stated and starts as soon as it can.
+
+    ``makespan_ns`` is until the last action ends, ``iteration_ns`` until all ends that follows
+    (:mod:`pipeplan.workload.tail`); bound and gap are of the iteration.
+    """
 
     makespan_ns: TimeSum
-    lower_bound_ns: Annotated[TimeSum, Field(description="proved: no schedule of this placement is shorter")]
-    gap: Annotated[float, Field(ge=0, description="makespan / lower_bound - 1")]
-    iteration_ns: Annotated[TimeSum, Field(description="makespan, then gradients summed over replicas")] = 0
+    lower_bound_ns: Annotated[TimeSum, Field(description="proved: no iteration of this placement is shorter")]
+    gap: Annotated[float, Field(ge=0, description="iteration / lower_bound - 1")]
+    iteration_ns: Annotated[
+        TimeSum, Field(description="until gradients are summed, parameters stepped and gathered")
+    ] = 0
     period_ns: Annotated[float | None, Field(ge=0, description="per micro-batch, of the repetend")] = None
     period_lower_bound_ns: Annotated[float, Field(ge=0)] = 0.0
     bubble_rate: Annotated[float, Field(ge=0, le=1, description="of the iteration")]
@@ -96,9 +104,15 @@ class Provenance(FileModel):
 
 
 def _memory_has_master_copies(plan: Content) -> Content:
-    """Version 2: predicted memory has them apart; of version 1 they are among the optimizer's bytes."""
+    """Version 2: predicted memory has them apart; of version 1 they are among the optimizer's bytes.
+
+    Sums of gradients overlap with what runs elsewhere; version 1 had them all at the end, so its iteration is unknown.
+    """
     memory = [each | {"master_bytes": 0} for each in plan["predicted"]["memory"]]
-    return plan | {"predicted": plan["predicted"] | {"memory": memory}}
+    predicted = plan["predicted"] | {"memory": memory}
+    if any(stage["sync_ns"] for stage in plan["stages"]):
+        predicted["iteration_ns"] = 0
+    return plan | {"predicted": predicted}
 
 
 MIGRATIONS["plan", 1] = _memory_has_master_copies
@@ -122,6 +136,10 @@ class Plan(File):
     devices: Annotated[Items[Device], Field(min_length=1, max_length=MAX_DEVICES)]
     stages: Annotated[Items[Stage], Field(min_length=1)]
     tied: Annotated[Items[TiedState], Field(description="parameters that stages share")] = ()
+    sum_order: Annotated[
+        Items[Index],
+        Field(description="numbers of the sums of gradients in the order in which networks run them; none: as ready"),
+    ] = ()
     operations: Annotated[Items[Operation], Field(min_length=1)]
     dependencies: Items[Dependency]
     starts_ns: Annotated[dict[OperationId, Items[TimeSum]], Field(description="start of each micro-batch's action")]
@@ -142,10 +160,12 @@ class Plan(File):
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Plans that say no loop, reserve, step, gathering or ZeRO level stay as they were; so do fingerprints."""
+        """Plans without what version 2 may have since stay as they were, and so do their fingerprints."""
         found: dict[str, Any] = written(self)
         if self.loop is None:
             found.pop("loop", None)
+        if not self.sum_order:
+            found.pop("sum_order", None)
         for device in found.get("devices", ()):
             if not device.get("reserve_bytes"):
                 device.pop("reserve_bytes", None)
@@ -166,6 +186,7 @@ class Plan(File):
             self._require_stage(number)
         self._require_blocks_first()
         self._require_tied()
+        self._require_sum_order()
         self._require_loop()
         self._require_operations()
         groups = [frozenset(stage.devices) for stage in self.stages]
@@ -255,6 +276,12 @@ class Plan(File):
                             f"tied[{number}] has more bytes than stage {stage} keeps on device {device} beside what "
                             "is tied before"
                         )
+
+    def _require_sum_order(self) -> None:
+        """Each sum of gradients once, or none."""
+        sums = len(gradient_sums(self.stages, self.tied)) if self.sum_order else 0
+        if sorted(self.sum_order) != [*range(sums)]:
+            raise ValueError(f"sum_order must name each of the plan's {sums} sums of gradients once, or none")
 
     def _require_parts(self, number: int) -> None:
         """Parts are halves of equal micro-batches, so that a part of one stage is a part of the next."""

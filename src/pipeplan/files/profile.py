@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, Source, current_version
+from pipeplan.files.base import MIGRATIONS, SAID_ONLY, Content, CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.files.placement import Placement
 from pipeplan.files.recipe import CUSTOM, Recipe
 from pipeplan.graphs import topological_order
@@ -283,10 +283,28 @@ class Profile(File):
     tokens_per_sample: TokensPerSample = None
     forward_flops_per_sample: FlopsPerSample = None
     recipe: Annotated[Recipe, Field(description="what training keeps of every parameter")] = Recipe()
+    step_bytes_per_s: Annotated[
+        int | None,
+        Field(
+            ge=1,
+            le=MAX_BYTES,
+            description="bytes of state that the optimizer's step reads and writes per second; null: its time is "
+            "not known, and left out",
+            json_schema_extra={SAID_ONLY: True},
+        ),
+    ] = None
     blocks: Annotated[Items[Block], Field(min_length=1)]
     edges: Items[Edge] = ()
     tied: Annotated[Items[TiedParameter], Field(description="parameters that blocks share")] = ()
     placement: Annotated[Placement | None, Field(description="used as it is unless another is asked for")] = None
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Profiles that do not say how long a step takes stay as they were, and so do their fingerprints."""
+        found: dict[str, Any] = written(self)
+        if self.step_bytes_per_s is None:
+            found.pop("step_bytes_per_s", None)
+        return found
 
     @model_validator(mode="after")
     def _is_a_graph(self) -> Profile:

@@ -25,7 +25,7 @@ from pipeplan.planning.request import Request
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.language import named_rules, shipped_rules, to_toml
 from pipeplan.schedule.state import Schedule
-from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.simulator.metrics import rates
 from pipeplan.units import format_ns, require_sum
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import with_links
@@ -81,8 +81,8 @@ def assemble(
             predicted=Predicted(
                 makespan_ns=figures.makespan_ns,
                 lower_bound_ns=bound_ns,
-                gap=figures.makespan_ns / bound_ns - 1,
-                iteration_ns=iteration_time(workload, figures),
+                gap=figures.iteration_ns / bound_ns - 1,
+                iteration_ns=figures.iteration_ns,
                 period_ns=repetend.period_ns if repetend is not None else None,
                 period_lower_bound_ns=number(period_bound_ns),
                 bubble_rate=figures.bubble_rate,

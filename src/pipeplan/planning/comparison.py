@@ -25,10 +25,10 @@ from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.schedule.state import Progress
-from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.simulator.metrics import rates
 from pipeplan.time_limit import Limit
 from pipeplan.units import MAX_BYTES
-from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -76,7 +76,7 @@ class ComparisonRow:
     @property
     def gap(self) -> float | None:
         """How far above the bound; None where it does not fit, since the bound is for the memory there is."""
-        return self.makespan_ns / self.lower_bound_ns - 1 if self.fits else None
+        return self.iteration_ns / self.lower_bound_ns - 1 if self.fits else None
 
     @property
     def varied(self) -> bool:
@@ -509,7 +509,7 @@ class _Timing:
             )
             placement = candidate.placement.model_copy(update={"stages": stages})
             problems = self._problems(replace(candidate, placement=placement))
-            bound = min(self.ours.lower_bound_ns, *(weak_makespan_bound(problem.workload) for problem in problems))
+            bound = min(self.ours.lower_bound_ns, *(weak_iteration_bound(problem.workload) for problem in problems))
             rows = self._timed(name, problems, True, bound)
             if any(row.fits for row in rows):
                 return [row for row in rows if row.fits]
@@ -594,7 +594,7 @@ def _row(
         given.samples_per_replica,
         over is None,
         figures.makespan_ns,
-        iteration_time(given, figures),
+        figures.iteration_ns,
         figures.bubble_rate,
         figures.bubble_rate_span,
         tuple(each.peak_bytes for each in peak_memory(graph, orders, run.loop)),

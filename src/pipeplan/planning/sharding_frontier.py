@@ -28,7 +28,7 @@ from pipeplan.sharding.details import split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
-from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.task_graph import TaskGraph, task_graph
 
 
@@ -250,7 +250,7 @@ def plan_of_strategy(
     plan = assemble(
         graph,
         [_order(graph, options.in_flight)] * devices,
-        weak_makespan_bound(workload),
+        weak_iteration_bound(workload),
         Fraction(split.costs.forward_ns + split.costs.backward_ns),
         "strategy",
         recipe=profile.recipe,

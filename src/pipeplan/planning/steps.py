@@ -50,7 +50,7 @@ from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded, time_is_up
 from pipeplan.units import format_ns
-from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
 from pipeplan.workload.steady_state.loop import LoopedOrders, looped
@@ -164,7 +164,7 @@ def _expect_parts(request: Request, trial: Trial) -> None:
         return
     candidate = replace(trial.candidate, placement=_parted(trial, workload, workload.num_microbatches))
     with suppress(UsageError):  # no costs for half the samples
-        trial.parted_bound = min(map(weak_makespan_bound, workloads(request, candidate)))
+        trial.parted_bound = min(map(weak_iteration_bound, workloads(request, candidate)))
 
 
 def placement_bound(request: Request, candidate: PlacementCandidate) -> int:
@@ -656,7 +656,7 @@ def _plan_of(search: PlanSearch, trial: Trial) -> tuple[Schedule, Plan]:
     if made is not None and (trial.parted or trial.best).orders is made.schedule.orders:
         schedule = trial.settled
         known = made.plan.predicted
-        proved = {"lower_bound_ns": schedule.bound_ns, "gap": known.makespan_ns / schedule.bound_ns - 1}
+        proved = {"lower_bound_ns": schedule.bound_ns, "gap": known.iteration_ns / schedule.bound_ns - 1}
         return schedule, made.plan.model_copy(update={"predicted": known.model_copy(update=proved)})
     _finish(search.request, trial)
     schedule = trial.settled

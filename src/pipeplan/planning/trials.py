@@ -30,7 +30,7 @@ from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FirstLook, first_l
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, complexity, first_by, named, noted
 from pipeplan.schedule.steps import STEPS, RepetendSearch
 from pipeplan.time_limit import shielded
-from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.kinds import GRADIENTS
 from pipeplan.workload.one_microbatch import device_groups
 from pipeplan.workload.workload import Workload
@@ -112,11 +112,10 @@ class BackwardWays(SearchStep):
 class Trial:
     """A candidate, its workload for each way of running backward, and what is known of their schedules.
 
-    ``bounds`` [way] ns that no schedule's makespan is below; ``best`` the schedule with the shortest iteration;
+    ``bounds`` [way] ns that no schedule's iteration is below; ``best`` the schedule with the shortest iteration;
     ``parted`` the same with leading forwards in parts, if that is shorter or asked for, and ``parted_bound`` ns that
     none with forwards in parts is below. ``steps`` are those of a search, ``notes`` what went wrong in them.
     ``searched`` says that schedules were not only looked at.
-    ``sync_ns`` is what summing gradients takes at least, ``slowest_sync_ns`` at most on any device.
     """
 
     candidate: PlacementCandidate
@@ -128,12 +127,6 @@ class Trial:
     steps: Sequence[SearchStep] = STEPS
     notes: list[str] = field(default_factory=list)
     searched: bool = False
-    sync_ns: int = field(init=False)
-    slowest_sync_ns: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        sums = self.ways[0].sums_ns
-        self.sync_ns, self.slowest_sync_ns = min(sums), max(sums)
 
     @classmethod
     def of(cls, request: Request, candidate: PlacementCandidate, steps: Sequence[SearchStep] = STEPS) -> Trial:
@@ -143,13 +136,12 @@ class Trial:
             UsageError: split backward is asked for, and the profile has no costs for it.
         """
         ways = workloads(request, candidate)
-        return cls(candidate, ways, list(map(weak_makespan_bound, ways)), steps=steps)
+        return cls(candidate, ways, list(map(weak_iteration_bound, ways)), steps=steps)
 
     @property
     def bound_ns(self) -> int:
-        """No iteration is shorter: gradients are summed on the device that ends last, too."""
-        ways: list[int] = [*self.bounds] if self.parted_bound is None else [*self.bounds, self.parted_bound]
-        return min(ways) + self.sync_ns
+        """No iteration is shorter."""
+        return min(self.bounds if self.parted_bound is None else [*self.bounds, self.parted_bound])
 
     @property
     def value_ns(self) -> int | None:
@@ -170,7 +162,7 @@ class Trial:
         assert self.best is not None
         ways = workloads(request, self.candidate)
         self.ways = [self.best.workload if way == self.best.workload else way for way in ways]
-        self.bounds = list(map(weak_makespan_bound, self.ways))
+        self.bounds = list(map(weak_iteration_bound, self.ways))
 
     def look_plainly(self, most_entries: int = MOST_ENTRIES) -> None:
         """Only GPipe and 1F1B, which takes a time linear in the actions; of programs no longer than so."""
@@ -214,7 +206,7 @@ class Trial:
             if failures:
                 raise failures[0]
             return
-        best = min(found, key=lambda way: found[way].makespan_ns)
+        best = min(found, key=lambda way: found[way].iteration_ns)
         more = request.scheduler in SEARCHING and len(self.ways) > 1
         if more and not found[best].optimal and not share.expired:
             again = self._searched(request, self.ways[best], share, share.remaining, found[best], progress)
@@ -258,7 +250,7 @@ class Trial:
 
     def _hopeless(self, way: int) -> bool:
         """Whether this way of running backward cannot be better than what another one has found."""
-        return self.best is not None and self.bounds[way] >= self.best.makespan_ns
+        return self.best is not None and self.bounds[way] >= self.best.iteration_ns
 
     def _known(self, workload: Workload) -> Schedule | None:
         """The best schedule, if it is one of this workload."""
@@ -279,7 +271,7 @@ class Trial:
         found = self.parted or self.best
         assert found is not None
         parted = [] if self.parted_bound is None else [self.parted_bound]
-        return replace(found, bound_ns=min(found.makespan_ns, *self.bounds, *parted))
+        return replace(found, bound_ns=min(found.iteration_ns, *self.bounds, *parted))
 
 
 class PlanStep(SearchStep, ABC):
@@ -494,13 +486,12 @@ class PlanSearch:
         """What the search of a trial's schedules calls: the best and the bound that are said are the whole search's."""
         if self.progress is None:
             return None
-        slowest = trial.slowest_sync_ns
 
-        def heard(what: str, makespan_ns: int, bound_ns: int, seconds: float) -> None:
-            if self.best is None and not makespan_ns and self.progress is not None:
+        def heard(what: str, iteration_ns: int, bound_ns: int, seconds: float) -> None:
+            if self.best is None and not iteration_ns and self.progress is not None:
                 self.progress(what, 0, bound_ns, self.budget.elapsed)
             else:
-                self._say(what, self.best, makespan_ns + slowest if makespan_ns else None)
+                self._say(what, self.best, iteration_ns or None)
 
         return heard
 

@@ -26,10 +26,10 @@ from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, sweep
 from pipeplan.schedule.search import timed
 from pipeplan.schedule.state import Schedule
-from pipeplan.simulator.metrics import iteration_time, rates
+from pipeplan.simulator.metrics import rates
 from pipeplan.texts import problems_of
 from pipeplan.time_limit import TimeUpError
-from pipeplan.workload.bounds import strong_makespan_bound
+from pipeplan.workload.bounds import strong_iteration_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch, device_groups
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
@@ -252,7 +252,7 @@ def _bounded(request: Request, candidate: PlacementCandidate, *, closely: bool) 
     except (InfeasibleError, UsageError) as error:
         return _failed(error)
     if closely:
-        trial.bounds = [max(*each) for each in zip(trial.bounds, map(strong_makespan_bound, problems), strict=True)]
+        trial.bounds = [max(*each) for each in zip(trial.bounds, map(strong_iteration_bound, problems), strict=True)]
     return Cell(candidate, trial.bound_ns, settled=closely)
 
 
@@ -334,7 +334,7 @@ def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> Tun
         recompute=candidate.recompute,
         split=workload.splits_backward,
         rules=rules.name,
-        iteration_ns=iteration_time(workload, figures),
+        iteration_ns=figures.iteration_ns,
         makespan_ns=figures.makespan_ns,
         bubble_rate=figures.bubble_rate,
         peak_memory_bytes=schedule.most_bytes,

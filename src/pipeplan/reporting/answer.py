@@ -183,6 +183,8 @@ def _idle(simulation: Simulation) -> list[Clause]:
     has = "have" if len(most.stages) > 1 else "has"
     reasons = [
         (idle.summing, "summing gradients"),
+        (idle.stepping, "in the optimizer's step"),
+        (idle.gathering, "gathering parameters"),
         (idle.unused, "on devices without a stage"),
         (idle.uneven, f"as {most.name} {has} {most.above:.1%} more work than the mean"),
         (idle.ramps, "filling and draining" if idle.waiting is not None else "filling, draining and waiting"),

@@ -295,7 +295,14 @@ def _figures(simulation: Simulation) -> list[tuple[str, str]]:
     estimated = ", estimated" if simulation.yardstick.estimated else ""
     rows = [("makespan", f"{format_ns(rates.makespan_ns)}{estimated}")]
     if simulation.iteration_ns > rates.makespan_ns:
-        rows.append(("iteration", f"{format_ns(simulation.iteration_ns)}, gradients of copies summed"))
+        tail = rates.tail
+        parts = [
+            (tail.exposed_reduction_ns, "summing gradients"),
+            (tail.exposed_step_ns, "in the optimizer's step"),
+            (tail.exposed_gather_ns, "gathering parameters"),
+        ]
+        after = ", ".join(f"{format_ns(ns)} {what}" for ns, what in parts if ns)
+        rows.append(("iteration", f"{format_ns(simulation.iteration_ns)}; after the last action {after}"))
     rows.append(("throughput", simulation.throughput.words))
     gap = "which is reached" if simulation.gap == 0 else f"gap {simulation.gap:.2%}"
     rows.append(("lower bound", f"{format_ns(simulation.lower_bound_ns)} for this placement, {gap}"))

@@ -37,7 +37,7 @@ from pipeplan.schedule.state import (
 from pipeplan.schedule.steps import STEPS, KnownSchedule
 from pipeplan.time_limit import TimeUpError, checked, checkpoint
 from pipeplan.units import format_bytes, format_ns, rounded_up
-from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
+from pipeplan.workload.bounds import period_bound, strong_iteration_bound, weak_iteration_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -109,7 +109,13 @@ class _Search:
         state.scheduler, state.unroll, state.known = self.scheduler, self.unroll, known
         best = state.search()
         others = (
-            replace(best, orders=each.orders, starts=each.starts, makespan_ns=each.makespan, scheduler=each.scheduler)
+            replace(
+                best,
+                orders=each.orders,
+                starts=each.starts,
+                makespan_ns=state.graph.makespan(each.starts),
+                scheduler=each.scheduler,
+            )
             for each in (state.steady, *state.others)
             if each is not None and each is not state.best
         )
@@ -136,9 +142,9 @@ class _Search:
             best = known
         if best is None or self.scheduler == "rules":
             return best
-        bound = min(best.makespan_ns, max(best.bound_ns, strong_makespan_bound(OneMicrobatch.of(workload))))
+        bound = min(best.iteration_ns, max(best.bound_ns, strong_iteration_bound(OneMicrobatch.of(workload))))
         if self.progress is not None:
-            self.progress(scheduler_words(best.scheduler), best.makespan_ns, bound, self.budget.elapsed)
+            self.progress(scheduler_words(best.scheduler), best.iteration_ns, bound, self.budget.elapsed)
         return replace(best, bound_ns=bound, seconds=self.budget.elapsed)
 
     def _classic_longer(self, shorter: ShorterRun, short: Schedule, workload: Workload) -> list[Schedule]:
@@ -167,12 +173,12 @@ class _Search:
         progress = self.progress
         if progress is None:
             return None
-        best = 0 if known is None else known.makespan_ns
-        bound = weak_makespan_bound(workload) if known is None else known.bound_ns
+        best = 0 if known is None else known.iteration_ns
+        bound = weak_iteration_bound(workload) if known is None else known.bound_ns
         of = f"for {short.num_microbatches:,} of {workload.num_microbatches:,} micro-batches"
 
-        def heard(what: str, makespan_ns: int, bound_ns: int, seconds: float) -> None:
-            figures = f"{format_ns(makespan_ns)}, bound {format_ns(bound_ns)}"
+        def heard(what: str, iteration_ns: int, bound_ns: int, seconds: float) -> None:
+            figures = f"{format_ns(iteration_ns)}, bound {format_ns(bound_ns)}"
             progress(f"{what}: {figures}, {of}", best, bound, seconds)
 
         return heard
@@ -241,7 +247,7 @@ def _plain_orders(problem: OneMicrobatch, before: Sequence[int]) -> Orders:
     return orders
 
 
-_SHORTER = attrgetter("makespan_ns"), attrgetter("most_bytes")
+_SHORTER = attrgetter("iteration_ns"), attrgetter("most_bytes")
 
 
 def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: bool = False) -> Schedule | None:
@@ -265,7 +271,7 @@ def _of_shorter(
     shorter: ShorterRun, short: Workload, workload: Workload, look: FirstLook, *, thorough: bool
 ) -> Iterator[Schedule]:
     """The known schedules of a shorter run as ones of the whole workload, the shortest of them first."""
-    for each in sorted(_looked(short, look, thorough=thorough), key=attrgetter("makespan_ns")):
+    for each in sorted(_looked(short, look, thorough=thorough), key=attrgetter("iteration_ns")):
         longer = shorter.repeating(each, workload, look.most_written)
         if longer is not None:
             yield longer
@@ -326,8 +332,8 @@ def timed(problem: OneMicrobatch, given: TaskGraph, orders: Orders, scheduler: s
     if found is None:
         return None
     complete, starts = found
-    makespan = given.makespan(starts)
-    bound = min(makespan, weak_makespan_bound(given.workload))
+    makespan, iteration = given.makespan(starts), given.iteration(starts)
+    bound = min(iteration, weak_iteration_bound(given.workload))
     return Schedule(given.workload, given, complete, starts, makespan, bound, scheduler)
 
 
@@ -366,7 +372,7 @@ class FewerBytes(SearchStep):
         state = SearchState.of(problem, budget, None)
         state.known = known
         KnownSchedule().run(state)
-        if state.best is None or state.best.makespan > known.makespan_ns:
+        if state.best is None or state.best.iteration > known.iteration_ns:
             return None
         begun = high = state.best.most_bytes
         low, step = 0, max(1, int(self.step * high))
@@ -398,7 +404,7 @@ class FewerBytes(SearchStep):
         capacity = tuple(own if known is None else min(own, known) for own, known in room)
         limited = replace(problem, capacity=(*capacity, *problem.capacity[len(capacity) :]))
         found = self._repeating(state, limited, pattern) or self._anew(state, limited)
-        if found is None or found.makespan > state.best.makespan or found.most_bytes > limit:
+        if found is None or found.iteration > state.best.iteration or found.most_bytes > limit:
             return False
         return state.offer(found)
 
@@ -409,7 +415,7 @@ class FewerBytes(SearchStep):
         assert state.best is not None
         if pattern is None or period_bound(limited) > pattern.period:
             return None
-        budget, target = state.budget, state.best.makespan
+        budget, target = state.budget, state.best.iteration
         found = modulo_schedule(limited, pattern.repetend_ns) if pattern.unroll == 1 else None
         if found is None:
             seconds = self.part * budget.remaining
@@ -422,12 +428,12 @@ class FewerBytes(SearchStep):
                 found, _ = shortest_way_through(limited, found, budget, self.part * budget.remaining)
             inner.offer(inner.candidate(compose(limited, found), "repetend", middle_repetition(limited, found)))
             budget.charge(state.graph.num_tasks * SECONDS_PER_LOOK)
-            if inner.steady is not None and inner.steady.makespan <= target:
+            if inner.steady is not None and inner.steady.iteration <= target:
                 break
         else:
             if inner.steady is not None:
                 Ramps(share=self.part).run(inner)
-        if inner.steady is not None and inner.steady.makespan <= target:
+        if inner.steady is not None and inner.steady.iteration <= target:
             state.pattern = found
         return inner.steady
 
@@ -438,7 +444,7 @@ class FewerBytes(SearchStep):
         if state.graph.num_tasks > self.most_tasks:
             return None
         given = limited, state.graph, best.orders, best.starts, state.budget, self.part * state.budget.remaining
-        found = reschedule(*given, most_ns=best.makespan)
+        found = reschedule(*given, most_ns=best.iteration)
         return None if found.orders is None else state.candidate(found.orders, f"{origin_of(best.scheduler)}+horizon")
 
 

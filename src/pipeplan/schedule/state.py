@@ -14,9 +14,8 @@ from typing import ClassVar, TypeVar
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.pattern import Pattern
-from pipeplan.simulator.metrics import iteration_time, rates
 from pipeplan.time_limit import TimeUpError
-from pipeplan.workload.bounds import period_bound, strong_makespan_bound, weak_makespan_bound
+from pipeplan.workload.bounds import period_bound, strong_iteration_bound, weak_iteration_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -26,9 +25,9 @@ from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, tas
 from pipeplan.workload.workload import Workload
 
 Progress = Callable[[str, int, int, float], None]
-"""Called with what is being done, the best makespan and the bound (ns), and seconds since the search began.
+"""Called with what is being done, the best iteration and the bound (ns), and seconds since the search began.
 
-As long as there is no schedule the makespan is 0, and so is the bound where that is to be said at once; later a bound
+As long as there is no schedule the iteration is 0, and so is the bound where that is to be said at once; later a bound
 of 0 is one that is not known."""
 
 
@@ -61,6 +60,7 @@ class Schedule:
     def running(self, run: LoopedOrders, workload: Workload, mark: str = "") -> Schedule:
         """The same of another workload, with its orders and times; ``mark`` is added to what made it."""
         makespan = run.graph.makespan(run.starts) + run.skipped_ns
+        iteration = run.graph.iteration(run.starts, run.skipped_ns)
         return replace(
             self,
             workload=workload,
@@ -69,19 +69,19 @@ class Schedule:
             starts=run.starts,
             loop=run.loop,
             makespan_ns=makespan,
-            bound_ns=min(makespan, weak_makespan_bound(workload)),
+            bound_ns=min(iteration, weak_iteration_bound(workload)),
             scheduler=self.scheduler + mark,
         )
 
     @property
     def optimal(self) -> bool:
-        """Whether no schedule of this workload is shorter."""
-        return self.makespan_ns == self.bound_ns
+        """Whether no schedule of this workload has a shorter iteration."""
+        return self.iteration_ns == self.bound_ns
 
     @cached_property
     def iteration_ns(self) -> int:
-        """Ns until each device has ended its last action and summed its stages' gradients."""
-        return iteration_time(self.workload, rates(self.graph, self.orders, self.starts, self.loop))
+        """Ns until each device has ended its last action, and all that follows."""
+        return self.graph.iteration(self.starts, 0 if self.loop is None else self.loop.skipped_ns)
 
     @cached_property
     def most_bytes(self) -> int:
@@ -100,15 +100,15 @@ class ScheduleCandidate:
 
     orders: list[list[int]]
     starts: list[int]
-    makespan: int
+    iteration: int
     most_bytes: int
     scheduler: str
     frozen: frozenset[int] = frozenset()
 
     @property
     def value(self) -> tuple[int, int, bool, int]:
-        """Less is better: makespan, the memory of the device that needs most, no repetition, what is less simple."""
-        return self.makespan, self.most_bytes, not self.frozen, complexity(self.scheduler)
+        """Less is better: iteration, the memory of the device that needs most, no repetition, what is less simple."""
+        return self.iteration, self.most_bytes, not self.frozen, complexity(self.scheduler)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class SearchState:
     ``steps`` are tried in order. ``scheduler`` is ``auto``, for all of them, or ``repetend``; ``unroll`` that of the
     only pattern to search for, None where it is open; ``known`` a schedule that is known from elsewhere.
 
-    ``others`` are the best few of different makespan or memory, the best one among them. The search ends early where
+    ``others`` are the best few of different iteration or memory, the best one among them. The search ends early where
     ``settled``.
     """
 
@@ -185,7 +185,7 @@ class SearchState:
     def of(cls, problem: OneMicrobatch, budget: Budget, progress: Progress | None) -> SearchState:
         """Nothing but the bounds."""
         graph = task_graph(problem.workload)
-        bound = strong_makespan_bound(problem)
+        bound = strong_iteration_bound(problem)
         return cls(problem, graph, budget, progress, bound, period_proved=period_bound(problem))
 
     def search(self) -> Schedule:
@@ -226,7 +226,7 @@ class SearchState:
             self.graph,
             best.orders,
             best.starts,
-            best.makespan,
+            self.graph.makespan(best.starts),
             self.bound,
             best.scheduler,
             pattern=self.pattern,
@@ -245,8 +245,8 @@ class SearchState:
         if timed is None:
             return None
         orders, starts = timed
-        makespan = self.graph.makespan(starts)
-        return ScheduleCandidate(orders, starts, makespan, most_bytes(self.graph, orders), scheduler, frozen)
+        iteration = self.graph.iteration(starts)
+        return ScheduleCandidate(orders, starts, iteration, most_bytes(self.graph, orders), scheduler, frozen)
 
     def offer(self, candidate: ScheduleCandidate | None) -> bool:
         """Keep the candidate where it is better than what is known; whether it was anywhere."""
@@ -266,13 +266,13 @@ class SearchState:
         """A proof that no schedule is shorter."""
         if bound is not None and bound > self.bound:
             assert self.best is not None
-            self.bound = min(bound, self.best.makespan)
+            self.bound = min(bound, self.best.iteration)
             self.report("bound")
 
     def report(self, what: str, value: int | None = None, bound: int | None = None) -> None:
         """Report the best and the bound, or what the solver is about to find."""
         if self.progress is not None and self.best is not None:
-            best, proved = self.best.makespan, self.bound
+            best, proved = self.best.iteration, self.bound
             self.progress(what, min(best, value or best), max(proved, bound or proved), self.budget.elapsed)
 
     @property
@@ -284,7 +284,7 @@ class SearchState:
     def proved(self) -> bool:
         """Whether the best is proved best."""
         assert self.best is not None
-        return self.best.makespan <= self.bound
+        return self.best.iteration <= self.bound
 
 
 _OTHERS = 4

@@ -221,7 +221,7 @@ class ListScheduling(ScheduleStep):
             policy = policies.propose()
             orders = list_schedule(problem, state.graph, policy)
             candidate = None if orders is None else state.candidate(orders, "rules")
-            policies.learn(policy, None if candidate is None else candidate.makespan)
+            policies.learn(policy, None if candidate is None else candidate.iteration)
             state.offer(candidate)
             budget.charge(state.graph.num_tasks * SECONDS_PER_POLICY)
 

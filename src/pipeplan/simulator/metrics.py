@@ -15,6 +15,7 @@ from pipeplan.time_limit import checked
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import in_all_copies
 from pipeplan.workload.steady_state.loop import LoopCut
+from pipeplan.workload.tail import Tail, tail_of
 from pipeplan.workload.task_graph import Orders, TaskGraph
 from pipeplan.workload.workload import Workload
 
@@ -23,7 +24,8 @@ from pipeplan.workload.workload import Workload
 class Rates:
     """Figures of one iteration; times in ns, the iteration begins at 0.
 
-    ``busy_ns`` [device]; ``first_start_ns`` and ``last_end_ns`` [device], both 0 for a device without actions.
+    ``busy_ns`` [device]; ``first_start_ns`` and ``last_end_ns`` [device], both 0 for a device without actions;
+    ``tail`` is what follows the actions.
     ``bubble_rate`` is of the iteration, ``1 - sum of busy / (D * makespan)``. ``bubble_rate_span`` is
     ``1 - busy/span`` of the device with the longest time from its first start to its last end.
     """
@@ -34,6 +36,12 @@ class Rates:
     last_end_ns: tuple[int, ...]
     bubble_rate: float
     bubble_rate_span: float
+    tail: Tail
+
+    @property
+    def iteration_ns(self) -> int:
+        """The end of everything."""
+        return self.tail.iteration_ns
 
     @property
     def span_ns(self) -> tuple[int, ...]:
@@ -48,11 +56,12 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class IdleShares:
-    """Why devices do not compute, as shares of all device time in an iteration, gradients summed.
+    """Why devices do not compute, as shares of all device time in an iteration.
 
     ``unused``: devices that run nothing. ``uneven``: the others have less work than the busiest device. The rest is
     what the busiest device idles, too: ``waiting`` for inputs in the steady state, None where there is none,
-    ``ramps`` before and after it, and ``summing`` while gradients are summed after the last action of all.
+    ``ramps`` before and after it; after the last action of all ``summing`` gradients, ``stepping`` and ``gathering``
+    parameters.
     """
 
     unused: float
@@ -60,26 +69,29 @@ class IdleShares:
     waiting: float | None
     ramps: float
     summing: float
+    stepping: float
+    gathering: float
 
     @classmethod
-    def of(cls, rates: Rates, iteration_ns: int, steady_ns: float | None, unused: Collection[int]) -> IdleShares:
+    def of(cls, rates: Rates, steady_ns: float | None, unused: Collection[int]) -> IdleShares:
         """Of an iteration whose micro-batches take ``steady_ns`` at the pace of the steady state."""
         count, makespan, most = len(rates.busy_ns), rates.makespan_ns, max(rates.busy_ns)
         used = count - len(unused)
         steady = most if steady_ns is None else min(max(most, steady_ns), makespan)
-        total = count * iteration_ns or 1
+        total, tail = count * rates.iteration_ns or 1, rates.tail
         return cls(
             len(unused) / count,
             (used * most - sum(rates.busy_ns)) / total,
             None if steady_ns is None else used * (steady - most) / total,
             used * (makespan - steady) / total,
-            used * (iteration_ns - makespan) / total,
+            *(used * ns / total for ns in (tail.exposed_reduction_ns, tail.exposed_step_ns, tail.exposed_gather_ns)),
         )
 
     @property
     def total(self) -> float:
         """All of them."""
-        return self.unused + self.uneven + (self.waiting or 0.0) + self.ramps + self.summing
+        after = self.summing + self.stepping + self.gathering
+        return self.unused + self.uneven + (self.waiting or 0.0) + self.ramps + after
 
 
 def puts_off_weight_grads(graph: TaskGraph, orders: Orders) -> bool:
@@ -123,6 +135,7 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int], loop: LoopCut
         last_end_ns=last,
         bubble_rate=_share_idle(sum(busy), len(busy) * makespan),
         bubble_rate_span=_share_idle(busy[longest], spans[longest]),
+        tail=tail_of(graph.workload, graph.last_ends(starts, later)),
     )
 
 
@@ -130,11 +143,6 @@ def _skipped_work(workload: Workload, loop: LoopCut) -> list[int]:
     """[device] ns of what a loop runs beside what is there."""
     each = [loop.skipped_of(item) * time for item, time in enumerate(workload.durations)]
     return [sum(each[item] for item in items) for items in workload.on_resource[: len(workload.devices)]]
-
-
-def iteration_time(workload: Workload, figures: Rates) -> int:
-    """Ns of an iteration: until each device has ended its last action and summed its stages' gradients."""
-    return max(map(sum, zip(figures.last_end_ns, workload.sums_ns, strict=True)))
 
 
 def in_flight(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) -> tuple[int, ...]:

@@ -139,9 +139,8 @@ class _Built:
         if not self._plan.stages[index].blocks:
             return self._plan.stages[index]
         built = self._workloads[self._variant_of[index]].stages[index]
-        return replace(
-            self._plan.stages[index].with_state(built.state), sync_ns=built.sync_ns, gather_ns=built.gather_ns
-        )
+        stage = self._plan.stages[index].with_state(built.state)
+        return replace(stage, sync_ns=built.sync_ns, step_ns=built.step_ns, gather_ns=built.gather_ns)
 
     def operation(self, operation: Operation) -> Operation:
         """An operation with the profile's time and memory; a profile knows nothing of instructions."""

@@ -20,14 +20,13 @@ from pipeplan.simulator.metrics import (
     Rates,
     critical_path,
     in_flight,
-    iteration_time,
     puts_off_weight_grads,
     rates,
 )
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.units import format_ns
 from pipeplan.workload.action import operation_of
-from pipeplan.workload.bounds import weak_makespan_bound, work_bound
+from pipeplan.workload.bounds import weak_iteration_bound, work_bound
 from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
 from pipeplan.workload.kinds import Role, payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
@@ -238,19 +237,19 @@ class Simulation(Displayed):
 
     @property
     def iteration_ns(self) -> int:
-        """The makespan, and after it the time to sum gradients over replicas."""
-        return iteration_time(self.workload, self.rates)
+        """The end of everything: gradients summed, parameters stepped and gathered."""
+        return self.rates.iteration_ns
 
     @property
     def gap(self) -> float:
-        """``makespan / lower_bound - 1``."""
-        return max(0.0, self.rates.makespan_ns / self.lower_bound_ns - 1) if self.lower_bound_ns else 0.0
+        """``iteration / lower_bound - 1``."""
+        return max(0.0, self.iteration_ns / self.lower_bound_ns - 1) if self.lower_bound_ns else 0.0
 
     @property
     def idle(self) -> IdleShares:
         """Why devices do not compute all the time."""
         steady = None if self.period_ns is None else self.period_ns * self.workload.num_microbatches
-        return IdleShares.of(self.rates, self.iteration_ns, steady, self.workload.idle_devices)
+        return IdleShares.of(self.rates, steady, self.workload.idle_devices)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -292,6 +291,7 @@ class Simulation(Displayed):
             "samples_per_replica": list(self.workload.samples_per_replica),
             "makespan_ns": rates.makespan_ns,
             "iteration_ns": self.iteration_ns,
+            **self.rates.tail.figures(),
             **self.throughput.figures(),
             "lower_bound_ns": self.lower_bound_ns,
             "gap": self.gap,
@@ -388,7 +388,7 @@ def simulate(
         memory=peak_memory(graph, orders, loop),
         overflow=overflow(graph, orders, loop=loop),
         critical_path=critical_path(graph, orders, starts),
-        lower_bound_ns=plan.predicted.lower_bound_ns if as_planned else weak_makespan_bound(workload),
+        lower_bound_ns=plan.predicted.lower_bound_ns if as_planned else weak_iteration_bound(workload),
         period_lower_bound_ns=_period_bound(plan, workload),
         repetend=repetend,
         copies=copies,

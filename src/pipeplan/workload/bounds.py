@@ -1,6 +1,6 @@
-"""Lower bounds on the period and on the makespan that no schedule can beat, each with a short proof.
+"""Lower bounds on the period and on the iteration that no schedule can beat, each with a short proof.
 
-Of the makespan there are two: the *weak* bound is by only work and dependencies, for every workload; the *strong* one
+Of the iteration there are two: the *weak* bound is by only work and dependencies, for every workload; the *strong* one
 also knows memory and the order of micro-batches, for workloads in which all are alike.
 """
 
@@ -11,9 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import itemgetter
 
 from pipeplan.time_limit import checked
+from pipeplan.workload.kinds import GRADIENT_ROLES
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.task_graph import NEVER
 from pipeplan.workload.workload import Hold, Workload
 
 
@@ -22,18 +25,50 @@ def work_bound(workload: Workload) -> int:
     return max(workload.work)
 
 
-def weak_makespan_bound(workload: Workload) -> int:
-    """Least makespan in ns of any order: a micro-batch's longest path, and per device or link head + work + tail.
+def weak_iteration_bound(workload: Workload) -> int:
+    """Least iteration in ns of any order: a micro-batch's longest path, and per device or link head + work + tail.
 
     A device begins no earlier than the first of its operations can be reached, works all its micro-batches, and
     after its last action at least the shortest way out of its operations remains. A link does the same with messages.
+    Tails count what follows the last action (:attr:`~pipeplan.workload.workload.Workload.least_after`). And each
+    network has its sums of gradients, none of which is ready before all of a stage's work is done (:func:`_network`).
     """
     heads, tails = workload.heads, workload.tails
     best = max(map(sum, zip(heads, workload.least_durations, tails, strict=True)))
     for here in filter(None, workload.on_resource):
         work = sum(map(workload.work_of, here))
         best = max(best, min(heads[item] for item in here) + work + min(tails[item] for item in here))
-    return best
+    return max(best, _network(workload)) if workload.has_tail else best
+
+
+def _network(workload: Workload) -> int:
+    """Least iteration in ns by what each device's network and the steps behind it have to do.
+
+    A stage's last gradient comes after all of its own work, which runs on each of its devices one action at a time and
+    begins no earlier than the first of it can be reached; and after a whole micro-batch's way to it. Sums are so ready
+    no earlier than the latest of their stages, and on a network run one after another: in the order in which they
+    become ready is the soonest that all of them can end (as for any one machine with release times). Then the device
+    takes its steps, and after these its network the gathers.
+    """
+    heads, durations = workload.heads, workload.least_durations
+    work, last = [0] * len(workload.stages), [0] * len(workload.stages)
+    first = [NEVER] * len(workload.stages)
+    for item, operation in enumerate(workload.operations):
+        stage = operation.stage
+        first[stage] = min(first[stage], heads[item])
+        work[stage] += workload.work_of(item)
+        if operation.role in GRADIENT_ROLES:
+            last[stage] = max(last[stage], heads[item] + durations[item])
+    ready = [max(last[stage], first[stage] + work[stage]) if work[stage] else 0 for stage in range(len(work))]
+    ends, gathers = [0] * len(workload.devices), [0] * len(workload.devices)
+    released = ((max(ready[stage] for stage in each.stages), each) for each in workload.gradient_sums)
+    for time, each in sorted(released, key=itemgetter(0)):
+        for device in each.devices:
+            ends[device] = max(ends[device], time) + each.duration_ns
+    for each in workload.gathers:
+        for device in each.devices:
+            gathers[device] += each.duration_ns
+    return max(map(sum, zip(ends, workload.steps_ns, gathers, strict=True)))
 
 
 def period_bound(problem: OneMicrobatch) -> Fraction:
@@ -58,19 +93,20 @@ def period_bound(problem: OneMicrobatch) -> Fraction:
     return best
 
 
-def strong_makespan_bound(problem: OneMicrobatch) -> int:
-    """Least makespan in ns for the workload's number of micro-batches.
+def strong_iteration_bound(problem: OneMicrobatch) -> int:
+    """Least iteration in ns for the workload's number of micro-batches.
 
     The greatest of: the weak bound; per device the time until its first release can begin, plus all work that does not
     fit into memory before it, plus the tail; per device its work and the time it is idle at both ends, shared stages
-    considered; Little's law over the whole run; and all actions with what memory says about their order.
+    considered, and what follows the last action of all; Little's law over the whole run; and all actions with what
+    memory says about their order.
     """
-    best = weak_makespan_bound(problem.workload)
+    best, after = weak_iteration_bound(problem.workload), problem.workload.least_after_all
     for device, operations in enumerate(problem.on_device):
         if operations:
             work = problem.num_microbatches * problem.work[device]
             until_release = _until_release(problem, device, work)
-            best = max(best, until_release, work + _idle_ends(problem, device), _area(problem, device))
+            best = max(best, until_release, work + _idle_ends(problem, device) + after, _area(problem, device))
     return max(best, _unrolled(problem))
 
 
@@ -183,8 +219,11 @@ def _longest(
     *,
     backward: bool = False,
 ) -> list[list[int]]:
-    """[operation][micro-batch] longest path in ns up to it; counted from the end if ``backward``."""
+    """[operation][micro-batch] longest path in ns up to it; from the iteration's end if ``backward``."""
     count, durations = problem.num_microbatches, problem.durations
+    outside = [0] * len(durations)
+    if backward:
+        outside[: len(problem.workload.operations)] = problem.workload.least_after
     far: list[list[tuple[int, int]]] = [[] for _ in durations]
     for target, source, distance in recurrences:
         if distance >= 1:  # others are of one micro-batch, and weaker than its dependencies
@@ -193,7 +232,7 @@ def _longest(
     order = problem.order[::-1] if backward else problem.order
     for m in checked(range(count), 4):
         for x in order:
-            best = longest[x][m - 1] + durations[x] if m else 0
+            best = max(outside[x], longest[x][m - 1] + durations[x] if m else 0)
             for source, lag in before[x]:
                 best = max(best, longest[source][m] + durations[source] + lag)
             for source, distance in far[x]:

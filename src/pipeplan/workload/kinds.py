@@ -34,6 +34,9 @@ PASSES = ((Role.FORWARD, Role.BACKWARD), (Role.FORWARD, Role.INPUT_GRAD, Role.WE
 BACKWARD_ROLES = (Role.BACKWARD, Role.INPUT_GRAD)
 """Roles that return gradients to the stages whose outputs were used."""
 
+GRADIENT_ROLES = (Role.BACKWARD, Role.WEIGHT_GRAD)
+"""Roles of actions that add to the gradients of their stage's parameters."""
+
 
 class Resource(Enum):
     """What an action occupies while it runs: the compute of its devices, their network beside it, or a link."""

@@ -18,6 +18,7 @@ from operator import add
 from pipeplan.errors import InvalidPlanError
 from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
+from pipeplan.workload.tail import tail_of
 from pipeplan.workload.workload import Workload
 
 Orders = Sequence[Sequence[int]]
@@ -73,6 +74,27 @@ class TaskGraph:
     def makespan(self, starts: Sequence[int]) -> int:
         """When the last action ends, in ns."""
         return max(map(add, starts, self.durations), default=0)
+
+    def last_ends(self, starts: Sequence[int], later_ns: int = 0) -> list[int]:
+        """[operation] ns at which the last of its actions ends; a loop makes all of them ``later_ns`` later."""
+        workload, found = self.workload, []
+        for item in range(len(workload.operations)):
+            begin, end = self.offsets[item : item + 2]
+            whole = begin + 2 * workload.slots[item].num_parted
+            last = max(starts[whole:end], default=-workload.durations[item]) + workload.durations[item]
+            if whole > begin:
+                last = max(last, max(starts[begin:whole]) + workload.part_durations[item])
+            found.append(last + later_ns)
+        return found
+
+    def iteration(self, starts: Sequence[int], later_ns: int = 0) -> int:
+        """When the iteration ends, gradients summed and parameters stepped and gathered (:mod:`.tail`), in ns.
+
+        A loop makes all ``later_ns`` later.
+        """
+        if not self.workload.has_tail:
+            return self.makespan(starts) + later_ns
+        return tail_of(self.workload, self.last_ends(starts, later_ns)).iteration_ns
 
 
 def task_graph(workload: Workload) -> TaskGraph:

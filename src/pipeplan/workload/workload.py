@@ -24,6 +24,7 @@ from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, TiedState, slots_of
 from pipeplan.workload.kinds import (
     ACTIVATIONS,
+    GRADIENT_ROLES,
     KEPT_KINDS,
     MemoryBytes,
     MemoryKind,
@@ -33,6 +34,7 @@ from pipeplan.workload.kinds import (
     kind_of,
     payload_of,
 )
+from pipeplan.workload.network_jobs import NetworkJob, gathers_of, gradient_sums, steps_of
 from pipeplan.workload.samples import Slots, size_in_words
 
 
@@ -87,6 +89,8 @@ class Workload:
     """Stages on devices, their operations and dependencies, and how many micro-batches flow through.
 
     ``operations`` are ordered so that dependencies point forward. ``tied`` is what stages share of their state.
+    ``sum_order`` are the numbers of :attr:`gradient_sums` in the order in which networks run them; empty: as they
+    become ready.
     """
 
     name: str
@@ -99,6 +103,7 @@ class Workload:
     dependencies: tuple[Dependency, ...]
     num_routes: int = 1
     tied: tuple[TiedState, ...] = ()
+    sum_order: tuple[int, ...] = ()
 
     def with_microbatches(self, num_microbatches: int) -> Workload:
         """The same for another number of micro-batches."""
@@ -140,16 +145,57 @@ class Workload:
         return tuple(found)
 
     @cached_property
-    def sums_ns(self) -> tuple[int, ...]:
-        """[device] ns after its last action: gradients summed, the optimizer's steps, parameters gathered, in turn."""
-        found = [0] * len(self.devices)
-        for stage in self.stages:
-            for device in stage.devices:
-                found[device] += stage.sync_ns + stage.step_ns + stage.gather_ns
-        for each in self.tied:
-            for device in each.all_devices:
-                found[device] += each.sync_ns
-        return tuple(found)
+    def gradient_sums(self) -> tuple[NetworkJob, ...]:
+        """The sums of gradients that take time: those of stages, by the first of them, then those of what is tied."""
+        return gradient_sums(self.stages, self.tied)
+
+    @cached_property
+    def gathers(self) -> tuple[NetworkJob, ...]:
+        """The gatherings of stages' updated parameters that take time."""
+        return gathers_of(self.stages)
+
+    @cached_property
+    def steps_ns(self) -> tuple[int, ...]:
+        """[device] ns of the optimizer's steps of all its stages."""
+        return steps_of(self.stages, len(self.devices))
+
+    @cached_property
+    def least_after(self) -> tuple[int, ...]:
+        """[operation] ns between the end of any of its actions and the iteration's end, at least, whatever runs when.
+
+        Every device of the action still has all steps of its stages to come, and then the gathers that its network
+        takes one after another. If the action adds to gradients no sum that its stage is in has begun, nor do these
+        overlap on a network, and they end before that device's steps.
+        """
+        if not self.has_tail:
+            return (0,) * len(self.operations)
+        later = list(self.steps_ns)
+        for each in self.gathers:
+            for device in each.devices:
+                later[device] += each.duration_ns
+        sums: defaultdict[int, Counter[int]] = defaultdict(Counter)
+        for each in self.gradient_sums:
+            for stage in each.stages:
+                sums[stage].update(dict.fromkeys(each.devices, each.duration_ns))
+        return tuple(
+            max(later[d] + sums[each.stage][d] * (each.role in GRADIENT_ROLES) for d in self.stages[each.stage].devices)
+            for each in self.operations
+        )
+
+    @cached_property
+    def least_after_all(self) -> int:
+        """Ns between the end of the last action of all and the iteration's end, at least.
+
+        That action adds to gradients, as such an action follows every other of its stage; or its stage has none.
+        """
+        adding = {each.stage for each in self.operations if each.role in GRADIENT_ROLES}
+        last = (each.role in GRADIENT_ROLES or each.stage not in adding for each in self.operations)
+        return min(compress(self.least_after, last))
+
+    @cached_property
+    def has_tail(self) -> bool:
+        """Whether anything follows the last actions (:mod:`pipeplan.workload.tail`)."""
+        return bool(self.gradient_sums or self.gathers or any(self.steps_ns))
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
@@ -462,7 +508,7 @@ class Workload:
 
     @cached_property
     def tails(self) -> tuple[int, ...]:
-        """[item] longest path in ns from the item's end to a micro-batch's last end.
+        """[item] longest path in ns from the item's end to a micro-batch's last end, and what follows that at least.
 
         A dependency that counts is on the path if some action of its target waits for all of its source.
         """
@@ -473,6 +519,7 @@ class Workload:
                 for source, target, lag in self.edges
                 if max(self.needs.get((source, target), (len(self.slots[source]),))) >= len(self.slots[source])
             ),
+            dict(enumerate(self.least_after)),
         )
         return tuple(paths[item] for item in range(len(paths)))
 

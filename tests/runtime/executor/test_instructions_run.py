@@ -24,7 +24,7 @@ from pipeplan.runtime.models.given_names import found_at
 from pipeplan.runtime.models.spec import Model
 from pipeplan.schedule.rules import CustomOp, Rules
 from pipeplan.simulator.simulation import simulate
-from pipeplan.workload.bounds import weak_makespan_bound
+from pipeplan.workload.bounds import weak_iteration_bound
 from runtime_support import new_instruction
 from runtime_support.instruction_models import GATHERED, one_loss, plan_by_rules, shared_loss, towers_plan, two_losses
 from runtime_support.plans import TRAINING, Reports, assert_as_unsplit, four_devices, reports_of
@@ -91,7 +91,7 @@ def test_gradients_are_those_of_an_unsplit_run(name: str, reports: Reports) -> N
 def test_emulations_take_no_less_than_the_prediction(name: str, reports: Reports) -> None:
     """Nothing starts before what it waits for, instructions included; how much later depends on the machine."""
     workload = slower(PLANS[name][1]).workload
-    least = weak_makespan_bound(workload)
+    least = weak_iteration_bound(workload)
     assert all(ns >= least for ns in reports[f"emulated {name}"][0]["iterations_ns"])
 
 

@@ -114,6 +114,7 @@ def test_bytes_are_those_that_measuring_finds(name: str, dtype: torch.dtype) -> 
     told = estimate(model, **choices)
     real = profile_model(model, (1, 3), repeats=1, warmup=0, **choices)  # type: ignore[arg-type]  # of several types
     assert told.edges == real.edges
+    assert told.step_bytes_per_s is not None
     for field in ("activation_bytes", "weight_grad_bytes"):
         assert bytes_of(told, field) == bytes_of(real, field)
     if dtype is torch.bfloat16:  # matrix products take copies of their own there

@@ -84,6 +84,7 @@ def tiny() -> Profile:
 def test_blocks_and_edges(tiny: Profile) -> None:
     model = load_model("gpt2-tiny")
     assert tiny.name == "gpt2-tiny"
+    assert tiny.step_bytes_per_s is not None
     assert [block.id for block in tiny.blocks] == [block.id for block in model.blocks]
     assert [(edge.source, edge.target) for edge in tiny.edges] == list(model.edges)
     assert {(edge.bytes_per_sample, edge.gradient, edge.broadcast) for edge in tiny.edges} == {

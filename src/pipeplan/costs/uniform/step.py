@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeplan.costs.communication import Exchange
+from pipeplan.costs.recipes import bytes_per_parameter, step_bytes
 from pipeplan.costs.uniform.choices import choices
 from pipeplan.costs.uniform.layer import (
     WIDTH,
@@ -18,8 +19,10 @@ from pipeplan.costs.uniform.layer import (
     tokens_of,
 )
 from pipeplan.costs.uniform.words import Machine, Number, Transformer, UniformLayout
+from pipeplan.files import Recipe
 
-_OPTIMIZER_BYTES = 30
+_USUAL = Recipe(name="bf16-mixed")
+_OPTIMIZER_BYTES = step_bytes(bytes_per_parameter(_USUAL), _USUAL)
 """AdamW moves of a parameter: master and two moments in float32 both ways, its gradient in, what computes out."""
 
 

@@ -44,6 +44,7 @@ from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions,
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
 from pipeplan.units import format_ns
 from pipeplan.workload.elements import Hop
+from pipeplan.workload.tail import tail_of
 
 _CPU = torch.device("cpu")
 _CLOSE, _AIM = 0.03, 0.02
@@ -103,7 +104,7 @@ class _Emulation:
         require_alike(self.all_ranks.gather({"plan": sha256_of(plan), **options.as_json()}))
         programs, hops = planned_programs(plan), hops_of(plan)
         self._program = programs[progress.rank]
-        self._sums_ns = plan.workload.sums_ns[progress.rank]
+        self._tail_ns = _after_actions(plan)[progress.rank]
         specs = specs_of(programs, hops, options.message_limit_bytes)
         self._pace = pace = Pace(self.all_ranks.clock.offset_ns)
         groups = ProcessGroups((stage.devices for stage in plan.stages), progress)
@@ -168,7 +169,7 @@ class _Emulation:
         return factor
 
     def step(self, step: int, copies: int | None = None) -> tuple[int, list[TimedAction]]:
-        """Ns of the iteration, the same on all ranks, and when this rank's actions ran; sums last as predicted.
+        """Ns of the iteration, the same on all ranks, and when this rank's actions ran; what follows is as predicted.
 
         ``copies`` are those of a loop's round, if not as many as planned.
         """
@@ -179,7 +180,7 @@ class _Emulation:
         texts = self._program.texts
         computed = extent([action for action in actions if "_" not in texts[action[0]]])  # a message is 1SEND_F0
         if computed is not None:
-            computed = computed[0], computed[1] + self._pace.stretched(self._sums_ns)
+            computed = computed[0], computed[1] + self._pace.stretched(self._tail_ns)
         self._progress.begin(Phase.REPORTING)
         return iteration_of(self.all_ranks.gather(computed)), actions
 
@@ -187,6 +188,17 @@ class _Emulation:
         """Drop works and groups, which must not outlive the process group."""
         self._executor.channels.close()
         self.all_ranks.close()
+
+
+def _after_actions(plan: Plan) -> list[int]:
+    """[device] ns between the end of its last action and of all that follows, as predicted."""
+    loop, workload = plan.loop, plan.workload
+    ends = [
+        max(plan.starts_ns[each.id]) + each.duration_ns + (0 if loop is None else loop.skipped_ns)
+        for each in workload.operations
+    ]
+    tail = tail_of(workload, ends)
+    return [after - acted for after, acted in zip(tail.ended_ns, tail.acted_ns, strict=True)]
 
 
 class Pace:

@@ -297,6 +297,7 @@ def profile_of_kinds(
     price: Price,
     source: Source,
     recipe: Recipe,
+    step_bytes_per_s: int | None,
 ) -> Profile:
     """The profile whose blocks have the rows of their kinds, with what collectives take. Raises UsageError."""
     kinds, of_kind = kinds_of(splits), defaultdict[Kind, list[CostRow]](list)
@@ -309,7 +310,7 @@ def profile_of_kinds(
                 own = row.model_copy(update={"shards": split.shards})
                 costs[block.spec.id].append(_with_collectives(own, block.spec.collectives, price))
     by_block = {id_: sorted(own, key=lambda row: row.key) for id_, own in costs.items()}
-    return profile_of(model, unsplit, by_block, source, recipe)
+    return profile_of(model, unsplit, by_block, source, recipe, step_bytes_per_s)
 
 
 def bare_profile(model: Model, graph: BlockGraph) -> Profile:
@@ -359,7 +360,12 @@ def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: Pr
 
 
 def profile_of(
-    model: Model, graph: BlockGraph, costs: Mapping[str, Sequence[CostRow]], source: Source, recipe: Recipe
+    model: Model,
+    graph: BlockGraph,
+    costs: Mapping[str, Sequence[CostRow]],
+    source: Source,
+    recipe: Recipe,
+    step_bytes_per_s: int | None = None,
 ) -> Profile:
     """The model's profile. Raises UsageError where its names do not fit one.
 
@@ -374,6 +380,7 @@ def profile_of(
             tokens_per_sample=graph.tokens_per_sample,
             forward_flops_per_sample=graph.forward_flops_per_sample,
             recipe=recipe,
+            step_bytes_per_s=step_bytes_per_s,
             blocks=tuple(_block(block, costs[block.spec.id], width) for block in graph.blocks),
             edges=graph.edges,
             tied=tuple(tied),

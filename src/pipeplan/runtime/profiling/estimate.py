@@ -42,6 +42,7 @@ from pipeplan.runtime.profiling.build_profile import (
 )
 from pipeplan.runtime.profiling.flops import product_flops
 from pipeplan.runtime.profiling.instruments import Meter, Usage, blamed, saved_tensors
+from pipeplan.runtime.profiling.optimizer_step import estimated_rate
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
 
 _META = torch.device("meta")
@@ -119,7 +120,9 @@ def estimate_model(
     price = priced_by(prices_in(cluster) if cluster is not None else prices_of(device), dtype)
     source = source_of("estimated", device.title, dtype, f"{notes} Device: {device.source}.")
     by_kind = ((key.kind, row) for key, row in timed.items())
-    return profile_of_kinds(model, splits, unsplit, by_kind, price, source, recipe)
+    known = None if calibration is None else calibration.step_bytes_per_s
+    rate = known or estimated_rate(unsplit, recipe, dtype, device)
+    return profile_of_kinds(model, splits, unsplit, by_kind, price, source, recipe, rate)
 
 
 def _on_device(row: CostRow, work: Work, device: DevicePreset, *, fp8: bool) -> CostRow:

@@ -33,6 +33,7 @@ from pipeplan.runtime.profiling.build_profile import (
     unsplit_of,
 )
 from pipeplan.runtime.profiling.instruments import drift_of, num_outliers, steady
+from pipeplan.runtime.profiling.optimizer_step import measured_rate
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, RunCounts, UnfinishedProfile
 
 _DRIFT = 0.1
@@ -117,8 +118,9 @@ def profile_model(
     notes = [*_notes(splits, benches.kinds, runs, cluster, recompute=recompute), *_findings(benches.all, missing)]
     notes += [f"{text[0].upper()}{text[1:]}." for text in (model.remark, losses.text) if text]
     price = priced_by(None if cluster is None else prices_in(cluster), dtype)
+    rate = measured_rate(unsplit, recipe, dtype, where, repeats=repeats, warmup=warmup)
     rows = ((bench.key.kind, bench.row()) for bench in benches.all)
-    return profile_of_kinds(model, splits, unsplit, rows, price, _source(dtype, where, " ".join(notes)), recipe)
+    return profile_of_kinds(model, splits, unsplit, rows, price, _source(dtype, where, " ".join(notes)), recipe, rate)
 
 
 def _require_usable(sizes: Sequence[int], runs: RunCounts, device: torch.device | str) -> torch.device:

@@ -4,11 +4,13 @@ A schedule is cut by two moments into what came before (kept as it is), the wind
 its order). All that matters of the two ends is numbers per action of the window:
 
 * ``release``: when its inputs from before arrive and its devices are free;
-* ``tail``: the longest path from its end through what comes after, along dependencies and device orders.
+* ``tail``: the longest path from its end through what comes after, along dependencies and device orders, and
+  through what follows the actions at least: sums of gradients, steps, gathers.
 
-The makespan is then the maximum of end + tail over the window, whatever its new order, and of the paths that
-pass it by. Memory after the window depends only on which actions ran before, so it stays as it was; inside, a
-hold is an interval from the start of the action that takes it to the end of the one that gives it back.
+The iteration is then at least the maximum of end + tail over the window, whatever its new order, and of the paths that
+pass it by: exactly that where no sum waits for another stage's or device's. Memory after the window depends only on
+which actions ran before, so it stays as it was; inside, a hold is an interval from the start of the action that takes
+it to the end of the one that gives it back.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Rescheduled:
-    """New orders if something better was found, and a proved bound on the makespan over all orders of the window."""
+    """New orders if something better was found, and a proved bound on the iteration over all orders of the window."""
 
     orders: list[list[int]] | None
     bound_ns: int | None
@@ -67,21 +69,22 @@ def reschedule(
 
     Only a shorter schedule counts; ``exhausted`` says that the best order of this window is known. The bound is
     for all schedules that keep the rest as it is: for every schedule, if the window is everything. ``on_solution``
-    hears (makespan, bound) in ns. With ``most_ns`` any schedule counts that is no longer, and the first one is taken.
+    hears (iteration, bound) in ns, as far as tails say. With ``most_ns`` any schedule counts that is no longer, and
+    the first one is taken.
     """
-    unit = problem.time_unit
-    makespan = graph.makespan(starts) if most_ns is None else most_ns + unit
-    window = _cut(problem, graph, orders, starts, begin_ns, makespan if end_ns is None else end_ns)
-    if not window.tasks or window.passing >= makespan:
+    unit = _unit(problem)
+    known = _by_tails(graph, starts) if most_ns is None else most_ns + unit
+    window = _cut(problem, graph, orders, starts, begin_ns, graph.makespan(starts) if end_ns is None else end_ns)
+    if not window.tasks or window.passing >= known:
         return Rescheduled(None, None, True)
-    model = _WindowModel(problem, graph, window, makespan)
+    model = _WindowModel(problem, graph, window, known)
     if most_ns is None:
         model.minimize()
     heard = None if on_solution is None else lambda value, bound: on_solution(value * unit, bound * unit)
     answer = solve(model.model, budget, limit, on_solution=heard)
     bound = answer.bound * unit if answer.bound is not None else None
     if answer.feasible is False:
-        return Rescheduled(None, makespan, True)
+        return Rescheduled(None, known, True)
     if not answer.feasible:
         return Rescheduled(None, bound, False)
     new = {task: answer.value(model.start[task]) for task in window.tasks}
@@ -93,6 +96,16 @@ def reschedule(
     return Rescheduled(joined, bound, answer.optimal)
 
 
+def _unit(problem: OneMicrobatch) -> int:
+    """Greatest common divisor of all times, in ns, and of what follows actions."""
+    return math.gcd(problem.time_unit, *problem.workload.least_after)
+
+
+def _by_tails(graph: TaskGraph, starts: Sequence[int]) -> int:
+    """Ns of the iteration, if no sum of gradients waits for another one's."""
+    return max(end + after for end, after in zip(graph.last_ends(starts), graph.workload.least_after, strict=True))
+
+
 def _cut(
     problem: OneMicrobatch, graph: TaskGraph, orders: Orders, starts: Sequence[int], begin: int, end: int
 ) -> _Window:
@@ -102,7 +115,7 @@ def _cut(
     tasks = sorted({task for order in inside for task in order})
     through = _paths_after(graph, after, starts)
     release = dict.fromkeys(tasks, 0)
-    tail = dict.fromkeys(tasks, 0)
+    tail = {task: _following(graph, task) for task in tasks}
     passing = 0
     chosen = set(tasks)
     for device, order in enumerate(before):
@@ -111,6 +124,7 @@ def _cut(
             release[task] = max(release[task], free)
         passing = max(passing, free + (through[after[device][0]] if after[device] else 0))
     for task in {task for order in before for task in order}:
+        passing = max(passing, starts[task] + graph.durations[task] + _following(graph, task))
         for other, lag in graph.successors[task]:
             ready = starts[task] + graph.durations[task] + lag
             if other in chosen:
@@ -128,6 +142,12 @@ def _cut(
     return _Window(tasks, release, tail, passing, before, after)
 
 
+def _following(graph: TaskGraph, task: int) -> int:
+    """Ns that follow a task's end at least, whatever else runs."""
+    item = graph.operation_of[task]
+    return graph.workload.least_after[item] if task < graph.num_actions else 0
+
+
 def _paths_after(graph: TaskGraph, after: Orders, starts: Sequence[int]) -> dict[int, int]:
     """[task] longest path in ns from its start to the end of everything, in the kept order after the window."""
     following: dict[int, list[tuple[int, int]]] = {
@@ -138,21 +158,22 @@ def _paths_after(graph: TaskGraph, after: Orders, starts: Sequence[int]) -> dict
             following[task].append((other, 0))
     through: dict[int, int] = {}
     for task in sorted(following, key=starts.__getitem__, reverse=True):
-        through[task] = graph.durations[task] + max((lag + through[other] for other, lag in following[task]), default=0)
+        rest = [lag + through[other] for other, lag in following[task]]
+        through[task] = graph.durations[task] + max(_following(graph, task), *rest, 0)
     return through
 
 
 class _WindowModel:
     """Variables, constraints and objective of one window, in units of the problem's time unit."""
 
-    def __init__(self, problem: OneMicrobatch, graph: TaskGraph, window: _Window, makespan: int) -> None:
+    def __init__(self, problem: OneMicrobatch, graph: TaskGraph, window: _Window, known_ns: int) -> None:
         from ortools.sat.python import cp_model
 
         self._problem, self._graph, self._window = problem, graph, window
-        self._unit = unit = problem.time_unit
+        self._unit = unit = _unit(problem)
         self._count = problem.num_microbatches
         self.model = model = cp_model.CpModel()
-        latest = makespan // unit - 1
+        latest = known_ns // unit - 1
         self.start = {
             task: model.new_int_var(
                 window.release[task] // unit,
@@ -161,7 +182,7 @@ class _WindowModel:
             )
             for task in window.tasks
         }
-        self.makespan = model.new_int_var(window.passing // unit, max(latest, window.passing // unit), "makespan")
+        self.end = model.new_int_var(window.passing // unit, max(latest, window.passing // unit), "end")
         self._intervals = {
             task: model.new_fixed_size_interval_var(start, graph.durations[task] // unit, "")
             for task, start in self.start.items()
@@ -174,7 +195,7 @@ class _WindowModel:
         self._microbatch_order()
         self._recurrences()
         self._exclusive_devices()
-        self._memory(makespan)
+        self._memory(known_ns)
         self._tails()
 
     def _dependencies(self) -> None:
@@ -206,16 +227,16 @@ class _WindowModel:
             if len(tasks) > 1:
                 self.model.add_no_overlap([self._intervals[task] for task in tasks])
 
-    def _memory(self, makespan: int) -> None:
+    def _memory(self, known_ns: int) -> None:
         """Holds as intervals, and the workspace of what runs, within each device's capacity."""
         for device, capacity in enumerate(self._problem.capacity):
             if capacity is not None and self._on_device[device]:
-                self._memory_of(device, capacity, makespan)
+                self._memory_of(device, capacity, known_ns)
 
-    def _memory_of(self, device: int, capacity: int, makespan: int) -> None:
+    def _memory_of(self, device: int, capacity: int, known_ns: int) -> None:
         held_before = set(self._window.before[device])
         held_inside = set(self._on_device[device])
-        end = makespan // self._unit
+        end = known_ns // self._unit
         intervals: list[cp_model.IntervalVar] = []
         demands: list[int] = []
         for hold in self._problem.holds_on(device):
@@ -244,11 +265,11 @@ class _WindowModel:
     def _tails(self) -> None:
         for task, start in self.start.items():
             rest = (self._graph.durations[task] + self._window.tail[task]) // self._unit
-            self.model.add(self.makespan >= start + rest)
+            self.model.add(self.end >= start + rest)
 
     def minimize(self) -> None:
         """Look for the shortest schedule, instead of any."""
-        self.model.minimize(self.makespan)
+        self.model.minimize(self.end)
 
 
 @dataclass(frozen=True)
@@ -287,7 +308,7 @@ class Ramps(_Rescheduling):
 
         def candidate() -> ScheduleCandidate | None:
             late = state.budget.expired or state.budget.used > limit
-            proved = state.steady is not None and state.steady.makespan <= state.bound
+            proved = state.steady is not None and state.steady.iteration <= state.bound
             return None if late or proved else state.steady
 
         for size in self.sizes:
@@ -322,7 +343,9 @@ class WholeHorizon(ScheduleStep):
             state.best.starts,
             state.budget,
             state.budget.remaining * share,
-            on_solution=lambda value, bound: state.report("horizon", value, bound),
+            on_solution=lambda value, bound: state.report(
+                "horizon", None if state.graph.workload.has_tail else value, bound
+            ),
         )
         if found.orders is not None:
             state.offer(state.candidate(found.orders, f"{origin_of(state.best.scheduler)}+horizon"))

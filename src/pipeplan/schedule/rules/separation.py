@@ -60,24 +60,24 @@ def _weights(graph: TaskGraph) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Orders of devices and links, starts [task] and the makespan in ns."""
+    """Orders of devices and links, starts [task] and the iteration in ns."""
 
     orders: list[list[int]]
     starts: list[int]
-    makespan: int
+    iteration: int
 
     @classmethod
     def of(cls, graph: TaskGraph, orders: list[list[int]]) -> Timed:
         """Every action starts as soon as it can."""
         starts = earliest_starts(graph, orders)
-        return cls(orders, starts, graph.makespan(starts))
+        return cls(orders, starts, graph.iteration(starts))
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
     """What is to be separated.
 
-    ``unhindered`` [task] are the starts if no W stood in any way; none is earlier. No makespan is below ``target``:
+    ``unhindered`` [task] are the starts if no W stood in any way; none is earlier. No iteration is below ``target``:
     a device begins no sooner than unhindered and then has all its work. ``capacity`` [device] bytes beside the static
     ones, None without limit.
     """
@@ -131,9 +131,9 @@ def _best(case: _Case, most: int | None) -> Timed:
     """The shortest of all tries, or of the first ``tries``; among equals the first."""
     best = case.given
     for found in islice(checked(_tries(case), 1), most):
-        if found.makespan < best.makespan:
+        if found.iteration < best.iteration:
             best = found
-        if best.makespan <= case.target:
+        if best.iteration <= case.target:
             break
     return best
 

@@ -23,7 +23,7 @@ from pipeplan.schedule.rules.values import Limit
 from pipeplan.schedule.state import Schedule
 from pipeplan.time_limit import TimeUpError, checked
 from pipeplan.units import format_bytes, rounded_up
-from pipeplan.workload.bounds import strong_makespan_bound, weak_makespan_bound
+from pipeplan.workload.bounds import strong_iteration_bound, weak_iteration_bound
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import fits, overflow
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -62,13 +62,13 @@ def _while_there_is_time(tried: list[Rules], budget: Budget, num_tasks: int) -> 
 
 
 def _schedule(graph: TaskGraph, swept: Swept, budget: Budget) -> Schedule:
-    bound = min(swept.makespan_ns, _bound(graph.workload))
+    bound = min(swept.iteration_ns, _bound(graph.workload))
     return Schedule(
         graph.workload,
         graph,
         swept.orders,
         swept.starts,
-        swept.makespan_ns,
+        graph.makespan(swept.starts),
         bound,
         f"rules: {swept.rules.name}",
         seconds=budget.elapsed,
@@ -79,10 +79,10 @@ def _schedule(graph: TaskGraph, swept: Swept, budget: Budget) -> Schedule:
 def _bound(workload: Workload) -> int:
     """Ns that no schedule is below: the searches' own bound, which is proved for forwards and backwards of whole
     micro-batches; only work and dependencies where there are instructions or parts."""
-    plain = weak_makespan_bound(workload)
+    plain = weak_iteration_bound(workload)
     if workload.instructions or any(slots.num_parted for slots in workload.slots):
         return plain
-    return max(plain, strong_makespan_bound(OneMicrobatch.of(workload, require_room=False)))
+    return max(plain, strong_iteration_bound(OneMicrobatch.of(workload, require_room=False)))
 
 
 _LIMITS: tuple[Limit | None, ...] = (None, "S - s", "2 * (S - s) - 1")
@@ -94,12 +94,12 @@ _FIRSTS: tuple[First, ...] = ("bwd-first", "interleaved")
 
 @dataclass(frozen=True, slots=True)
 class Swept:
-    """Rules, and the schedule that they give: orders of devices and links, starts and makespan in ns."""
+    """Rules, and the schedule that they give: orders of devices and links, starts and iteration in ns."""
 
     rules: Rules
     orders: list[list[int]]
     starts: list[int]
-    makespan_ns: int
+    iteration_ns: int
 
 
 def sweep(workload: Workload, rules: Iterable[Rules] | None = None, *, graph: TaskGraph | None = None) -> list[Swept]:
@@ -113,12 +113,12 @@ def sweep(workload: Workload, rules: Iterable[Rules] | None = None, *, graph: Ta
     try:
         for swept in sweeping(graph, built_in_rules(workload) if rules is None else rules):
             known = best.get(swept.rules)
-            if known is None or swept.makespan_ns < known.makespan_ns:
+            if known is None or swept.iteration_ns < known.iteration_ns:
                 best[swept.rules] = swept
     except TimeUpError:
         if not best:
             raise
-    return sorted(best.values(), key=lambda swept: swept.makespan_ns)
+    return sorted(best.values(), key=lambda swept: swept.iteration_ns)
 
 
 def sweeping(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[Swept]:
@@ -131,7 +131,7 @@ def sweeping(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[Swept]:
         swept = _finished(graph, each, orders, 1)
         if swept is not None:
             yield swept
-            found.append((swept.makespan_ns, len(found), each, orders))
+            found.append((swept.iteration_ns, len(found), each, orders))
     for _, _, each, orders in heapq.nsmallest(_SEPARATED, found):
         swept = _finished(graph, each, orders, None) if each.separate else None
         if swept is not None:
@@ -145,7 +145,7 @@ _SEPARATED = 4
 def _finished(graph: TaskGraph, rules: Rules, orders: list[list[int]], tries: int | None) -> Swept | None:
     """The schedule that rules give with these orders before separation; None if it does not fit into memory."""
     found = separated(graph, orders, tries=tries) if rules.separate else Timed.of(graph, with_links(graph, orders))
-    return Swept(rules, found.orders, found.starts, found.makespan) if fits(graph, found.orders) else None
+    return Swept(rules, found.orders, found.starts, found.iteration) if fits(graph, found.orders) else None
 
 
 def _distinct(graph: TaskGraph, rules: Iterable[Rules]) -> Iterator[tuple[Rules, list[list[int]]]]:
@@ -182,7 +182,7 @@ def run_rules(graph: TaskGraph, rules: Rules) -> Swept:
             f"the schedule of rules {rules.name!r} does not fit: {over}; {less}raise --memory to "
             f"{format_bytes(rounded_up(over.peak_bytes))}"
         )
-    return Swept(rules, found.orders, found.starts, found.makespan)
+    return Swept(rules, found.orders, found.starts, found.iteration)
 
 
 def built_in_rules(

@@ -1,0 +1,102 @@
+"""The tail of an iteration: gradients summed beside compute, then the optimizer's steps, then parameters gathered.
+
+One definition for every figure. The sum of a stage's gradients is ready when the last action that adds to them has
+ended on all of its devices; it occupies the networks of all of them together, beside whatever they compute. Where
+stages have the same blocks (routes) there is one sum for all, and so for what is tied. On a network sums run one after
+another: as they become ready, ties by their number, unless the workload says another order. When a device has ended all
+its actions and all its sums it takes the steps of its stages; a stage's parameters are gathered when all of its devices
+have stepped, on their networks, in the same manner. The iteration ends with the last device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from pipeplan.workload.kinds import GRADIENT_ROLES
+from pipeplan.workload.network_jobs import NetworkJob
+from pipeplan.workload.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """What follows the last actions.
+
+    ``sums`` [sum] are (start, end) in ns of :attr:`~pipeplan.workload.workload.Workload.gradient_sums`. ``acted_ns``,
+    ``summed_ns``, ``stepped_ns`` and ``ended_ns`` [device] say when it has ended its actions; its sums, too; its steps,
+    too; and everything.
+    """
+
+    sums: tuple[tuple[int, int], ...]
+    acted_ns: tuple[int, ...]
+    summed_ns: tuple[int, ...]
+    stepped_ns: tuple[int, ...]
+    ended_ns: tuple[int, ...]
+
+    @property
+    def iteration_ns(self) -> int:
+        """When the last device has ended everything."""
+        return max(self.ended_ns)
+
+    def figures(self) -> dict[str, int]:
+        """What of each is exposed, in ns, in the order in which they come."""
+        return {
+            "exposed_reduction_ns": self.exposed_reduction_ns,
+            "exposed_step_ns": self.exposed_step_ns,
+            "exposed_gather_ns": self.exposed_gather_ns,
+        }
+
+    @property
+    def exposed_reduction_ns(self) -> int:
+        """By how much later the last device has ended its sums than its actions."""
+        return max(self.summed_ns) - max(self.acted_ns)
+
+    @property
+    def exposed_step_ns(self) -> int:
+        """By how much later the last device has ended its steps than its sums."""
+        return max(self.stepped_ns) - max(self.summed_ns)
+
+    @property
+    def exposed_gather_ns(self) -> int:
+        """By how much later the last device has its parameters than it has stepped."""
+        return max(self.ended_ns) - max(self.stepped_ns)
+
+
+def tail_of(workload: Workload, ends_ns: Sequence[int]) -> Tail:
+    """What follows where the last action of each operation ends at ``ends_ns`` [operation]."""
+    acted = [0] * len(workload.devices)
+    gradients = [0] * len(workload.stages)
+    for operation, end in zip(workload.operations, ends_ns, strict=True):
+        for device in workload.stages[operation.stage].devices:
+            acted[device] = max(acted[device], end)
+        if operation.role in GRADIENT_ROLES:
+            gradients[operation.stage] = max(gradients[operation.stage], end)
+    if not workload.has_tail:
+        return Tail((), *[tuple(acted)] * 4)
+    free = [0] * len(acted)
+    sums = workload.gradient_sums
+    ready = [max(gradients[stage] for stage in each.stages) for each in sums]
+    times = _one_after_another(sums, ready, free, workload.sum_order)
+    summed = [max(pair) for pair in zip(acted, free, strict=True)]
+    stepped = [time + step for time, step in zip(summed, workload.steps_ns, strict=True)]
+    gathers = workload.gathers
+    _one_after_another(gathers, [max(stepped[device] for device in each.devices) for each in gathers], free)
+    ended = [max(pair) for pair in zip(stepped, free, strict=True)]
+    return Tail(tuple(times), tuple(acted), tuple(summed), tuple(stepped), tuple(ended))
+
+
+def _one_after_another(
+    jobs: Sequence[NetworkJob], ready: Sequence[int], free: list[int], order: Collection[int] = ()
+) -> list[tuple[int, int]]:
+    """[job] its (start, end) when each begins, in this order or as they become ready, once its networks are free.
+
+    ``free`` [device] ns at which its network is, and then will be.
+    """
+    times = [(0, 0)] * len(jobs)
+    for number in order or sorted(range(len(jobs)), key=lambda each: (ready[each], each)):
+        job = jobs[number]
+        start = max([ready[number], *(free[device] for device in job.devices)])
+        times[number] = start, start + job.duration_ns
+        for device in job.devices:
+            free[device] = start + job.duration_ns
+    return times

@@ -1,0 +1,79 @@
+"""What follows the last actions of an iteration, by going over networks one moment at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import permutations
+
+from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.workload import Workload
+from references.best_makespan import best_makespan
+
+Job = tuple[int, int, frozenset[int]]
+"""Ns at which it is ready, ns that it takes, its devices."""
+
+
+def iteration_by_hand(workload: Workload, last_ends: Mapping[str, int], *, any_order: bool = False) -> int:
+    """Ns of an iteration whose operations' last actions end then; with the best order of sums if ``any_order``."""
+    devices = range(len(workload.devices))
+    acted = [
+        max((last_ends[each.id] for each in workload.operations if d in workload.stages[each.stage].devices), default=0)
+        for d in devices
+    ]
+    jobs = _sums(workload, last_ends)
+    by_readiness = sorted(range(len(jobs)), key=lambda n: (jobs[n][0], n))
+    orders = permutations(range(len(jobs))) if any_order else [workload.sum_order or by_readiness]
+    return min(_ended(workload, acted, [jobs[n] for n in order]) for order in orders)
+
+
+def best_iteration(problem: OneMicrobatch) -> int:
+    """The least iteration in ns of every schedule of a tiny problem, whatever the order of its sums."""
+    ids = [each.id for each in problem.workload.operations]
+
+    def ended(ends: Sequence[int]) -> int:
+        return iteration_by_hand(problem.workload, dict(zip(ids, ends, strict=False)), any_order=True)
+
+    found = best_makespan(problem, value=ended)
+    assert found is not None
+    return found
+
+
+def _sums(workload: Workload, last_ends: Mapping[str, int]) -> list[Job]:
+    grads = {
+        n: max((last_ends[id_] for id_ in (f"{n}B", f"{n}W") if id_ in last_ends), default=0)
+        for n in range(len(workload.stages))
+    }
+    found: list[tuple[set[int], int, set[int]]] = []
+    for n, stage in enumerate(workload.stages):
+        joined = {n}, stage.sync_ns, set(stage.devices)
+        for other in [
+            each for each in found if any(set(workload.stages[m].blocks) & set(stage.blocks) for m in each[0])
+        ]:
+            found.remove(other)
+            joined = other[0] | joined[0], max(other[1], joined[1]), other[2] | joined[2]
+        found.append(joined)
+    found.sort(key=lambda each: min(each[0]))
+    found += [(set(each.stages), each.sync_ns, set(each.all_devices)) for each in workload.tied]
+    return [(max(grads[n] for n in stages), ns, frozenset(devices)) for stages, ns, devices in found if ns]
+
+
+def _ended(workload: Workload, acted: Sequence[int], sums: Sequence[Job]) -> int:
+    free = _run(sums, [0] * len(acted))
+    steps = [sum(stage.step_ns for stage in workload.stages if d in stage.devices) for d in range(len(acted))]
+    stepped = [max(end, over) + step for end, over, step in zip(acted, free, steps, strict=True)]
+    gathers = [
+        (max(stepped[d] for d in stage.devices), stage.gather_ns, frozenset(stage.devices))
+        for stage in workload.stages
+        if stage.gather_ns
+    ]
+    return max(*stepped, *_run(sorted(gathers, key=lambda each: each[0]), free))
+
+
+def _run(jobs: Sequence[Job], free: Sequence[int]) -> list[int]:
+    """[device] when its network has ended the jobs, each of which waits for those before it on its devices."""
+    free = [*free]
+    for ready, takes, devices in jobs:
+        end = max([ready, *(free[d] for d in devices)]) + takes
+        for d in devices:
+            free[d] = end
+    return free
