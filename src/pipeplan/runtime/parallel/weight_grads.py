@@ -263,7 +263,14 @@ def _bias_grad(gradient: Tensor) -> Tensor:
 def _kept(input: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
     """What to keep in place of an input, and what makes that of it again."""
     found = kept_for(input)
-    return (None, _same) if found is None else (found.share, found.gather)
+    if found is not None:
+        return found.share, found.gather
+    shown = input._base
+    found = kept_for(shown) if shown is not None and shown.numel() == input.numel() else None
+    if found is None or not input.is_contiguous():
+        return None, _same
+    gather, shape = found.gather, input.shape
+    return found.share, lambda share: gather(share).view(shape)
 
 
 def _same(input: Tensor) -> Tensor:
