@@ -35,8 +35,8 @@ class CostRow(FileModel):
     ``weight_grad_ns``, or all three. ``activation_bytes`` are held from the start of F to the end of B or I,
     ``weight_grad_bytes`` from the end of I to the end of W, ``workspace_bytes`` while an action runs.
 
-    With ``sequence_parallel`` the devices divide along the sequence what the block takes, keeps and gives outside of its
-    split products (Korthikanti et al. 2022, section 4.2.2).
+    With ``sequence_parallel`` the devices divide along the sequence what the block takes, keeps and gives outside of
+    its split products (Korthikanti et al. 2022, section 4.2.2).
     """
 
     microbatch_size: Annotated[Count, Field(description="samples in the micro-batch")]

@@ -219,8 +219,8 @@ def _nobody(axis: MeshAxis) -> Shards:
 class StageLayouts:
     """How the blocks of a stage take and give tensors on one rank; those that are not named, whole.
 
-    ``place`` is that of this rank among those that stand along an axis, with which it can exchange; ``divided`` are blocks
-    that take slices of the sequence of other blocks, but what they take of the mini-batch whole.
+    ``place`` is that of this rank among those that stand along an axis, with which it can exchange; ``divided`` are
+    blocks that take slices of the sequence of other blocks, but what they take of the mini-batch whole.
     """
 
     taken: Mapping[str, TensorLayout] = field(default_factory=dict)

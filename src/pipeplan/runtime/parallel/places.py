@@ -19,21 +19,25 @@ from pipeplan.runtime.parallel.sharding import Shards
 Change = Callable[[Tensor], Tensor]
 
 _library = torch.library.Library("pipeplan", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
-_library.define("join_places(Tensor slice, int count) -> Tensor")
-_library.define("scatter_places(Tensor part, int count) -> Tensor")
 
 
-def _of_length(tensor: Tensor, length: int) -> Tensor:
-    return tensor.new_empty((tensor.shape[0], length, *tensor.shape[2:]))
+def _define(operator: str, length: Callable[[int, int], int]) -> None:
+    """An operator that makes a tensor of another length of no numbers: it is only ever captured."""
+
+    def made(tensor: Tensor, count: int) -> Tensor:
+        return tensor.new_empty((tensor.shape[0], length(tensor.shape[1], count), *tensor.shape[2:]))
+
+    _library.define(f"{operator}(Tensor places, int count) -> Tensor")  # type: ignore[no-untyped-call]  # the same
+    _library.impl(operator, made, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # the same
 
 
-_library.impl("join_places", lambda slice, count: _of_length(slice, slice.shape[1] * count), "CompositeExplicitAutograd")
-_library.impl("scatter_places", lambda part, count: _of_length(part, part.shape[1] // count), "CompositeExplicitAutograd")
+_define("join_places", lambda length, count: length * count)
+_define("scatter_places", lambda length, count: length // count)
 
 
-def joined_alone(slice: Tensor, count: int) -> Tensor:
+def joined_alone(part: Tensor, count: int) -> Tensor:
     """What the operator ``join_places`` stands for, on one of ``count`` devices by itself."""
-    return Shards(count).joined(slice)
+    return Shards(count).joined(part)
 
 
 def scattered_alone(part: Tensor, count: int) -> Tensor:
@@ -52,8 +56,16 @@ class Exchanges:
     @classmethod
     def traced(cls, count: int) -> Exchanges:
         """Operators for a capture; a table's sums over the devices are scattered when they enter the first layer."""
-        scatter = lambda part: torch.ops.pipeplan.scatter_places(part, count)  # noqa: E731 - one object for all layers
-        return cls(scatter, lambda slice: torch.ops.pipeplan.join_places(slice, count), scatter)
+
+        def join(part: Tensor) -> Tensor:
+            made: Tensor = torch.ops.pipeplan.join_places(part, count)
+            return made
+
+        def scatter(part: Tensor) -> Tensor:
+            made: Tensor = torch.ops.pipeplan.scatter_places(part, count)
+            return made
+
+        return cls(scatter, join, scatter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +89,7 @@ class DividedPlaces:
             return _with_first(args, kwargs, exchanges.enter(given)) if given.shape[1] == sequence else None
 
         def join(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            found = _with_first(args, kwargs, exchanges.join(_first(args, kwargs)))
-            return found
+            return _with_first(args, kwargs, exchanges.join(_first(args, kwargs)))
 
         def scatter(_: nn.Module, __: Any, made: Tensor) -> Tensor:
             return exchanges.scatter(made)
@@ -101,5 +112,7 @@ def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return found
 
 
-def _with_first(args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _with_first(
+    args: tuple[Any, ...], kwargs: dict[str, Any], tensor: Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return ((tensor, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": tensor})

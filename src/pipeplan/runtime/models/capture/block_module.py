@@ -303,7 +303,9 @@ class _BlockModuleGraph:
             if source not in self.known:
                 self.known[source] = self.graph.get_attr(self.writer.attribute(source))
         arguments, keywords = map_aggregate(op.arguments, self._value), map_aggregate(op.keywords, self._value)
-        self.known[op] = self.graph.call_function(_EXCHANGES.get(op.operator) or _deferring(op) or op.target, arguments, keywords)
+        self.known[op] = self.graph.call_function(
+            _EXCHANGES.get(op.operator) or _deferring(op) or op.target, arguments, keywords
+        )
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, OpNode):

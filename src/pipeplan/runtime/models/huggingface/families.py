@@ -453,7 +453,7 @@ def scattered_in(module: nn.Module, name: str, way: str) -> str:
 
 
 def _owner(name: str) -> tuple[str, str]:
-    """The module with a weight or bias, and the one around it; of a weight that is none of a layer's, the same twice."""
+    """The module with a weight or bias, and the one around it; for other parameters the module twice."""
     path, _, last = name.rpartition(".")
     return (path, path.rpartition(".")[0]) if last in ("weight", "bias") else (path, path)
 
