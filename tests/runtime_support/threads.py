@@ -129,6 +129,10 @@ class ThreadGroup:
         assert len(here) == self._members, f"only {sorted(here)} of {self._members} came to {self._name}"
         return [here[index] for index in range(self._members)]
 
+    def scatter(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The sum of all members' pieces for this one."""
+        return torch.stack(self.exchange(pieces)).sum(0)
+
     def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Each member's piece for this one."""
         return [found[self._index] for found in self.gather(torch.stack(list(pieces)))]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, deliveries_of, replicas_of, shares_evenly
 from pipeplan.costs import block_costs, held_part, state_of, step_bytes, sum_time, transfer_time, with_recipe
-from pipeplan.costs.communication import Exchange, all_reduce_time, time_of_groups
+from pipeplan.costs.communication import Exchange, all_gather_time, all_reduce_time, time_of_groups
 from pipeplan.costs.recipes import bytes_per_parameter, state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
@@ -54,13 +54,15 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     for each in plan.operations:
         if not is_instruction(each.kind):
             operations[each.stage].append(each)
+    ends = _gathers_at_ends(plan, profile, known, cluster)
     for number, stage in checked(enumerate(plan.stages), 1):
         rows = _rows(number, stage, stage.microbatch_size // stage.replicas, known, findings)
         if rows or stage.configurations:
             _check_state(number, stage, profile, known, findings)
         if rows:
             own = operations[number]
-            _check_operations(own, rows, _held_by_others(stage, known), plan.split_overhead_ns, findings)
+            again, overhead_ns = _held_by_others(stage, known), plan.split_overhead_ns
+            _check_operations(own, rows, again, overhead_ns, ends.get(number, (0, 0)), findings)
             for operation in own:
                 if operation.part_ns is not None:
                     _check_part(number, stage, operation, known, findings)
@@ -182,7 +184,7 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
                 samples,
                 stage.shards,
                 recompute=stage.recompute,
-                input_bytes=sum(_tensor_bytes(edge, samples) for edge in known.into.get(id_, ())),
+                input_bytes=sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ())),
                 recipe=known.recipe,
             )
             for id_ in stage.blocks
@@ -456,12 +458,19 @@ def _inside_ns(stage: Stage, profile: Profile, apart: set[str], known: _Known, c
 
 
 def _check_operations(
-    operations: Sequence[Operation], rows: Sequence[CostRow], again: int, split_overhead_ns: int, findings: Findings
+    operations: Sequence[Operation],
+    rows: Sequence[CostRow],
+    again: int,
+    split_overhead_ns: int,
+    ends: tuple[int | None, int | None],
+    findings: Findings,
 ) -> None:
     """Durations add up over the blocks; activations are taken by F (and I), and given back by B, or by I and W.
 
-    ``again`` bytes are of tensors that more than one block counts.
+    ``again`` bytes are of tensors that more than one block counts. ``ends`` are how long F gathers what leaves the
+    stage, and B or I the gradients of what came; None where that is not known.
     """
+    gathering = dict(zip((Role.FORWARD, Role.BACKWARD, Role.INPUT_GRAD), (*ends, ends[1]), strict=True))
     held = max(0, sum(row.activation_bytes for row in rows) - again)
     deferred = sum(row.weight_grad_bytes for row in rows)
     effects = {
@@ -478,8 +487,10 @@ def _check_operations(
             continue
         acquire, release = effects[operation.role]
         overhead = split_overhead_ns if operation.role in (Role.INPUT_GRAD, Role.WEIGHT_GRAD) else 0
+        gather = gathering.get(operation.role, 0)
+        whole = sum(duration or 0 for duration in durations) + overhead
         expected = {
-            "duration_ns": max(1, sum(duration or 0 for duration in durations) + overhead),
+            **({} if gather is None else {"duration_ns": max(1, whole + gather)}),
             "acquire_bytes": acquire,
             "release_bytes": release,
             "workspace_bytes": max(row.workspace_bytes for row in rows),
@@ -552,15 +563,59 @@ def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:
 
 
 def _held_by_others(stage: Stage, known: _Known) -> int:
-    """Bytes of tensors that blocks of the stage take after another block of it took them."""
+    """Bytes of tensors that blocks of the stage take after another block of it took them, whole or divided as it."""
     samples = stage.microbatch_size // stage.replicas
-    taken: set[tuple[str, str]] = set()
+    taken: set[tuple[str, str, bool]] = set()
     again = 0
     for edge in itertools.chain.from_iterable(known.into.get(block, ()) for block in stage.blocks):
         if edge.gradient and edge.tensor is not None:
-            again += _tensor_bytes(edge, samples) if (edge.source, edge.tensor) in taken else 0
-            taken.add((edge.source, edge.tensor))
+            held = (edge.source, edge.tensor, _is_divided(edge.target, stage, known))
+            again += _taken_bytes(edge, samples, stage, known) if held in taken else 0
+            taken.add(held)
     return again
+
+
+def _is_divided(block: str, stage: Stage, known: _Known) -> bool:
+    """Whether the devices of a stage divide what the block takes and gives along the sequence."""
+    return any(row.sequence_parallel and row.shards == stage.shards for row in known.blocks[block].costs)
+
+
+def _taken_bytes(edge: Edge, samples: int, stage: Stage, known: _Known) -> int:
+    """What each device of a stage has of what one of its blocks takes: a slice of each sample's sequence, or all."""
+    size = _tensor_bytes(edge, samples)
+    return size if edge.broadcast or not _is_divided(edge.target, stage, known) else math.ceil(size / stage.shards)
+
+
+def _gathers_at_ends(
+    plan: Plan, profile: Profile, known: _Known, cluster: Cluster | None
+) -> dict[int, tuple[int | None, int | None]]:
+    """[stage] how long F and B gather what crosses its ends, where its blocks divide it along the sequence.
+
+    Between stages tensors are whole on every device. The times are not known without the plan's cluster.
+    """
+    homes = {(stage.route, block): number for number, stage in enumerate(plan.stages) for block in stage.blocks}
+    crossing: dict[tuple[int, int], dict[object, Edge]] = defaultdict(dict)  # by stage and direction
+    for index, edge in enumerate(profile.edges):
+        key = index if edge.tensor is None else (edge.source, edge.tensor)
+        for route in range(plan.num_routes if not edge.broadcast else 0):
+            source, target = homes.get((route, edge.source)), homes.get((route, edge.target))
+            if source is None or target is None or source == target:
+                continue
+            if _is_divided(edge.source, plan.stages[source], known):
+                crossing[source, 0][key] = edge
+            if edge.gradient and _is_divided(edge.target, plan.stages[target], known):
+                crossing[target, 1][key] = edge
+    found: dict[int, list[int | None]] = defaultdict(lambda: [0, 0])
+    for (number, direction), edges in crossing.items():
+        stage = plan.stages[number]
+        samples = stage.microbatch_size // stage.replicas
+        replicas = [stage.devices[first : first + stage.shards] for first in range(0, len(stage.devices), stage.shards)]
+        times = [
+            max(all_gather_time(cluster, replica, _tensor_bytes(edge, samples)) for replica in replicas)
+            for edge in edges.values()
+        ]
+        found[number][direction] = sum(times) if _knows_links(plan, cluster) else None
+    return {number: (forth, back) for number, (forth, back) in found.items()}
 
 
 def _check_hops(

@@ -28,8 +28,8 @@ def block_costs(
     With a ``recipe`` by which parameters are cast when they are used, the workspace has their part of the copy.
 
     With ``recompute`` the block's own rows for it are used; without such rows they follow from the others:
-    F keeps only the inputs (``input_bytes`` for this micro-batch), B and I run the forward again first and need
-    what it holds as workspace.
+    F keeps only the inputs (``input_bytes`` of this micro-batch on each device), B and I run the forward again first
+    and need what it holds as workspace.
 
     Raises:
         UsageError: no rows for this shard count, or the size is outside the rows' range.
@@ -61,6 +61,11 @@ def _row_for(block: Block, microbatch_size: int, shards: int, *, recompute: bool
     return _between(below[-1], above[0], microbatch_size)
 
 
+def places_divided(block: Block, shards: int) -> int:
+    """Into how many slices of the sequence the devices that split a block divide what it takes and gives."""
+    return shards if any(row.sequence_parallel for row in block.costs if row.shards == shards) else 1
+
+
 _USUAL_SHARDS = (1, 2, 4, 8)
 
 
@@ -89,6 +94,7 @@ def _between(low: CostRow, high: CostRow, microbatch_size: int) -> CostRow:
         "microbatch_size": microbatch_size,
         "shards": low.shards,
         "recompute": low.recompute,
+        "sequence_parallel": low.sequence_parallel,
     }
     for name in (*_TIMES, *_SIZES):
         before, after = getattr(low, name), getattr(high, name)

@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from pipeplan.costs.blocks import StageCost, TiedShare, block_costs
-from pipeplan.costs.communication import transfer_time
+from pipeplan.costs.blocks import StageCost, TiedShare, block_costs, places_divided
+from pipeplan.costs.communication import all_gather_time, transfer_time
 from pipeplan.costs.recipes import state_of, step_bytes
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.zero import WHOLE, Zero, cuts
@@ -41,8 +41,8 @@ def stage_costs(
     """Costs of blocks that run one after another on each device of a group.
 
     Times, activations and parameters add up; a tensor that several of the blocks take and give a gradient for is held
-    once, and so are parameters that they share. Workspace is the largest, since only one block runs at a time.
-    Of what replicas divide by ``zero`` there is one part.
+    once (of blocks that divide it along the sequence, a slice), and so are parameters that they share. Workspace is the
+    largest, since only one block runs at a time. Of what replicas divide by ``zero`` there is one part.
 
     Raises:
         UsageError: a block has no costs for this micro-batch size or shard count.
@@ -100,14 +100,14 @@ def _summed(
     recompute: bool,
 ) -> StageCost:
     """Costs of the chosen blocks, with the edges ``into`` each block, what a device keeps of it, and what it shares."""
-    edges = [into.get(block.id, ()) for block in chosen]
+    edges = [[(edge, places_divided(block, shards)) for edge in into.get(block.id, ())] for block in chosen]
     rows = [
         block_costs(
             block,
             microbatch_size,
             shards,
             recompute=recompute,
-            input_bytes=sum(_edge_bytes(edge, microbatch_size) for edge in each),
+            input_bytes=sum(_edge_bytes(edge, microbatch_size, parts) for edge, parts in each),
             recipe=recipe,
         )
         for block, each in zip(chosen, edges, strict=True)
@@ -134,11 +134,20 @@ def _again(shared: Mapping[TiedShare, int]) -> MemoryBytes:
     return sum((each.state * (count - 1) for each, count in shared.items()), MemoryBytes())
 
 
-def _counted_again(edges: Iterable[Edge], microbatch_size: int) -> int:
-    """Bytes of inputs that several of the blocks these edges lead to count as held, beyond the first time."""
-    shared = [edge for edge in edges if edge.tensor is not None and edge.gradient]
-    size = sum(_edge_bytes(edge, microbatch_size) for edge in shared)
-    return size - sum(_edge_bytes(edge, microbatch_size) for edge in _distinct(shared))
+def _counted_again(edges: Iterable[tuple[Edge, int]], microbatch_size: int) -> int:
+    """Bytes of inputs that several of the blocks these edges lead to count as held, beyond the first time.
+
+    Edges are with the number of slices of which the block takes one.
+    """
+    shared: dict[int, list[Edge]] = defaultdict(list)
+    for edge, parts in edges:
+        if edge.tensor is not None and edge.gradient:
+            shared[parts].append(edge)
+
+    def size(edges: Iterable[Edge], parts: int) -> int:
+        return sum(_edge_bytes(edge, microbatch_size, parts) for edge in edges)
+
+    return sum(size(own, parts) - size(_distinct(own), parts) for parts, own in shared.items())
 
 
 def _distinct(edges: Iterable[Edge]) -> list[Edge]:
@@ -187,6 +196,7 @@ def build_workload(
     _require_one_size(placed, placement.num_routes)
     _require_alike(placed)
     costs = _costs_of(profile, placed, given or {})
+    costs = _with_whole_ends(profile, placed, costs, given or {}, placement.num_routes, cluster)
     stages, tied = _with_shared(profile, placed, costs, given or {}, cluster)
     operations = _operations(costs, split_backward, split_overhead_ns)
     operations = tuple(_with_parts(profile, stages[each.stage], each) for each in operations)
@@ -357,6 +367,48 @@ def _costs_of(profile: Profile, stages: Sequence[Stage], given: Mapping[int, Sta
         costs = group_costs(profile, blocks, samples, shards, recompute=recompute, zero=zero)
         found.update(zip(numbers, costs, strict=True))
     return [found[number] for number in range(len(stages))]
+
+
+def _with_whole_ends(
+    profile: Profile,
+    stages: Sequence[Stage],
+    costs: Sequence[StageCost],
+    given: Collection[int],
+    num_routes: int,
+    cluster: Cluster | None,
+) -> list[StageCost]:
+    """Costs with what it takes to make whole what leaves a stage whose blocks divide it along the sequence.
+
+    Tensors between stages are whole on every device: those that go on are gathered in F, and the gradients that go back
+    in B or I. What comes is cut, at no cost.
+    """
+    found = list(costs)
+    blocks = {block.id: block for block in profile.blocks}
+    crossing = _crossing(profile, stages) if any(stage.shards > 1 for stage in stages) and cluster is not None else {}
+    leaving: dict[tuple[int, str], list[Edge]] = defaultdict(list)
+    for (source, target), edges in crossing.items():
+        for edge in edges:
+            leaving[source, "F"] += [edge] if _is_divided(blocks[edge.source], stages[source]) else []
+            back = edge.gradient and _is_divided(blocks[edge.target], stages[target])
+            leaving[target, "B"] += [edge] if back else []
+    for (number, direction), edges in leaving.items():
+        stage, cost = stages[number], found[number]
+        if number in given or not edges:
+            continue
+        groups = [stage.devices[at : at + stage.shards] for at in range(0, len(stage.devices), stage.shards)]
+        samples = stage.microbatch_size // stage.replicas
+        sizes = [_edge_bytes(edge, samples) for edge in _distinct(edges) if not edge.broadcast]
+        more = sum(max(all_gather_time(cluster, group, size) for group in groups) for size in sizes)
+        if direction == "F":
+            found[number] = replace(cost, forward_ns=cost.forward_ns + more)
+        else:
+            split = None if cost.input_grad_ns is None else cost.input_grad_ns + more
+            found[number] = replace(cost, backward_ns=cost.backward_ns + more, input_grad_ns=split)
+    return found
+
+
+def _is_divided(block: Block, stage: Stage) -> bool:
+    return places_divided(block, stage.shards) > 1
 
 
 def _settled(placed: PlacedStage, microbatch_size: int, recompute: bool) -> Stage:
@@ -544,5 +596,6 @@ def _hop(sender: int, receiver: int, edges: Sequence[Edge], samples: int, cluste
     )
 
 
-def _edge_bytes(edge: Edge, microbatch_size: int) -> int:
-    return edge.bytes_per_sample * (1 if edge.broadcast else microbatch_size)
+def _edge_bytes(edge: Edge, microbatch_size: int, parts: int = 1) -> int:
+    """Of an edge's tensor, or of one of its slices; what is one for all samples is not cut."""
+    return edge.bytes_per_sample if edge.broadcast else -(-edge.bytes_per_sample * microbatch_size // parts)

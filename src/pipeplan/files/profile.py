@@ -34,12 +34,18 @@ class CostRow(FileModel):
     Times are of one run on each device of the group. A row has ``backward_ns``, or ``input_grad_ns`` and
     ``weight_grad_ns``, or all three. ``activation_bytes`` are held from the start of F to the end of B or I,
     ``weight_grad_bytes`` from the end of I to the end of W, ``workspace_bytes`` while an action runs.
+
+    With ``sequence_parallel`` the devices divide along the sequence what the block takes, keeps and gives outside of
+    its split products (Korthikanti et al. 2022, section 4.2.2).
     """
 
     microbatch_size: Annotated[Count, Field(description="samples in the micro-batch")]
     shards: Annotated[Count, Field(description="devices that split the block")] = 1
     configuration: Annotated[Name | None, Field(description="named way of splitting, where there are several")] = None
     recompute: Annotated[bool, Field(description="costs with activation checkpointing of this block")] = False
+    sequence_parallel: Annotated[
+        bool, Field(description="devices hold slices of the sequence outside of split products; only with shards")
+    ] = False
     forward_ns: Nanoseconds
     backward_ns: Nanoseconds | None = None
     input_grad_ns: Nanoseconds | None = None
@@ -62,7 +68,17 @@ class CostRow(FileModel):
             raise ValueError("input_grad_ns and weight_grad_ns come together or not at all")
         if self.backward_ns is None and self.input_grad_ns is None:
             raise ValueError("give backward_ns, or input_grad_ns and weight_grad_ns")
+        if self.sequence_parallel and self.shards == 1:
+            raise ValueError("sequence_parallel is of several shards, and shards is 1")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Rows without sequence parallelism stay as they were, and so do fingerprints of their profiles."""
+        found: dict[str, Any] = written(self)
+        if not self.sequence_parallel:
+            found.pop("sequence_parallel", None)
+        return found
 
     @property
     def whole_backward_ns(self) -> int:

@@ -282,7 +282,8 @@ def _block_columns(profile: Profile) -> list[Column]:
 
 def _case(row: CostRow) -> str:
     """What the row is for: samples, and shards, configuration and recomputation where it has them."""
-    shards = f"{row.shards} shards" if row.shards > 1 else ""
+    divided = ", sequence divided" if row.sequence_parallel else ""
+    shards = f"{row.shards} shards{divided}" if row.shards > 1 else ""
     recompute = "recompute" if row.recompute else ""
     return " ".join(filter(None, (str(row.microbatch_size), shards, row.configuration, recompute)))
 

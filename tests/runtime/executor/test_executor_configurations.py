@@ -239,6 +239,9 @@ def test_tensors_become_what_the_next_block_takes(devices: int, data: st.DataObj
             def sum(self, tensor: torch.Tensor) -> torch.Tensor:
                 return torch.stack(self.gather(tensor)).sum(0)
 
+            def scatter(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+                return torch.stack(self.exchange(pieces)).sum(0)
+
             def exchange(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 place = self.members.index(shards.index)
                 return [found[place] for found in self.gather(torch.stack(list(pieces)))]

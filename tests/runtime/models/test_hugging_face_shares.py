@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.huggingface import LoadedModel, load
-from pipeplan.runtime.models.huggingface.families import FAMILIES, share_of
+from pipeplan.runtime.models.huggingface.families import FAMILIES, places_of, share_of
+from pipeplan.runtime.parallel.places import Exchanges
+from pipeplan.runtime.parallel.sharding import Shards
 from runtime_support.hugging_face import (
     ALIKE,
     FURTHER,
@@ -31,6 +33,7 @@ from runtime_support.hugging_face import (
     text,
     whole,
 )
+from runtime_support.threads import together
 from support.marks import slow_but
 
 SPLIT = [*NAMES, *(name for name in FURTHER if FAMILIES[name].splits)]
@@ -71,6 +74,45 @@ def answer(name: str, module: Any, batch: Mapping[str, Tensor]) -> Tensor:
     if name == "clip":
         return torch.cat([made.text_embeds, made.image_embeds])
     return module.head(made.multimodal_embeddings) if name == "flava" else made.logits
+
+
+@slow_but("name", [name for name in SPLIT if FAMILIES[name].divides], lambda name: name in ("gpt2", "qwen2_moe"))
+def test_shares_that_divide_the_sequence_compute_the_same(name: str) -> None:
+    """Layers take and give slices of it, and logits are those of the whole model."""
+    found = whole(name)
+    batch = batch_for(found, 2)
+    lengths = set[int]()
+
+    def run(shards: Shards) -> Tensor:
+        share = share_of(found.module, found.ways, 2, shards.index)
+        places = places_of(share, found.ways, found.family.last)
+        places.hook(share, SEQUENCE, Exchanges(partial(shards.sliced, dimension=1), shards.joined, shards.scattered))
+        for layer in places.layers:
+            share.get_submodule(layer).register_forward_hook(
+                lambda _, __, made: lengths.add((made[0] if isinstance(made, tuple) else made).shape[1])
+            )
+        for key, way in found.ways.items():
+            owner = share.get_submodule(key.rpartition(".")[0])
+            if way == "words" and isinstance(owner, nn.Embedding):
+                look_up_own(owner, shards)
+        return no_grad(lambda module: answer(name, module, batch), share)
+
+    with eager_experts(found), torch.no_grad():
+        expected = answer(name, found.module, batch)
+        made = torch.cat(together(2, run), -1)
+    assert torch.allclose(made, expected, rtol=1e-9, atol=1e-9)
+    assert lengths == {SEQUENCE // 2}
+
+
+def look_up_own(table: nn.Embedding, shards: Shards) -> None:
+    """Words of others come with the sum."""
+    first, original = shards.index * -(-WORDS // shards.count), table.forward
+
+    def look_up(tokens: Tensor) -> Tensor:
+        mine = (tokens >= first) & (tokens < first + table.num_embeddings)
+        return shards.summed(original(torch.where(mine, tokens - first, 0)) * mine[..., None])
+
+    table.forward = look_up  # type: ignore[method-assign]  # only here
 
 
 class AllShares:
@@ -147,24 +189,34 @@ def test_one_device_needs_no_others() -> None:
 
 
 HIDDEN_BYTES = SEQUENCE * HIDDEN * 4
+WHOLE = [("all_reduce", "I", HIDDEN_BYTES)], [("all_reduce", "F", HIDDEN_BYTES)]
+"""What goes into split products, and comes from them, is whole on every device."""
+DIVIDED = (
+    [("all_gather", "F", HIDDEN_BYTES), ("reduce_scatter", "I", HIDDEN_BYTES), ("all_gather", "W", HIDDEN_BYTES)],
+    [("reduce_scatter", "F", HIDDEN_BYTES), ("all_gather", "I", HIDDEN_BYTES)],
+)
+"""It is divided along the sequence."""
 
 
 @slow_but("name", [each for each in UNLIKE if each not in TOWERS], lambda name: name in ("gpt2", "llama"))
 def test_collectives_of_half_layers(name: str) -> None:
-    reduced = {"F": HIDDEN_BYTES, "I": HIDDEN_BYTES}
+    divides = FAMILIES[name].divides
+    words = ("all_reduce", "F", SEQUENCE * 3 * 4)
+    entering, leaving = DIVIDED if divides else WHOLE
     for block in captured(name, "half", 2).blocks:
-        found = [(each.phase, each.bytes_per_sample) for each in block.collectives]
-        assert all(each.operation == "all_reduce" for each in block.collectives)
-        if block.operator == "layer" or (block.operator == "moe" and "shared_ffn" in block.dimensions):
-            assert sorted(found) == sorted(2 * [*reduced.items()])
+        found = sorted((each.operation, each.phase, each.bytes_per_sample) for each in block.collectives)
+        assert block.divided == divides
+        if block.operator == "layer" or (block.operator == "moe" and "shared_ffn" in block.dimensions and not divides):
+            assert found == sorted(2 * (entering + leaving))
         elif block.operator in ("attention", "ffn", "moe"):
-            assert sorted(found) == sorted(reduced.items())
+            assert found == sorted(entering + leaving)
         elif block.operator == "cross-attention":
-            assert sorted(found) == [("F", HIDDEN_BYTES), ("I", HIDDEN_BYTES), ("I", HIDDEN_BYTES)]
+            assert found == sorted(2 * entering + leaving)
         elif block.operator == "embedding" and block.samples:  # another looks up T5's position biases, of heads
-            assert found == [("F", HIDDEN_BYTES)]
+            assert found == sorted(leaving)
         elif block.operator == "head":
-            assert sorted(found) == [("F", SEQUENCE * 3 * 4), ("I", HIDDEN_BYTES)]
+            kept = [each for each in entering if each[1] != "W"] if FAMILIES[name].last else entering
+            assert found == sorted([words, *kept])
         else:
             assert not found
 
@@ -174,7 +226,7 @@ def test_collectives_do_not_depend_on_the_grain(name: str) -> None:
     sums = []
     for grain in ("layer", "half", "operator"):
         blocks = captured(name, grain, 2).blocks  # type: ignore[arg-type]  # a grain by its name
-        sums.append(Counter((each.phase, each.bytes_per_sample) for block in blocks for each in block.collectives))
+        sums.append(Counter(each for block in blocks for each in block.collectives))
     assert sums[0] == sums[1] == sums[2]
 
 

@@ -232,26 +232,46 @@ def test_blocks_split_over_devices_compute_the_same(name: str, count: int) -> No
 
 
 def require_equal_shares(model: Model, step: ShapedBlock, count: int) -> None:
-    """Outputs and the gradients of all inputs and parameters, which are put together from the shares."""
+    """Outputs and the gradients of all inputs and parameters, which are put together from the shares.
+
+    Shares that divide the sequence take and give slices of it, and have a part of each whole parameter's gradient.
+    """
     batch = model.mini_batch(3, 0, 0, dtype=torch.float64)
     inputs = [torch.randn(tensor.shape, dtype=torch.float64) for tensor in step.inputs]
-    given = (inputs, [batch[key] for key in step.spec.samples], torch.randn(step.outputs[0].shape, dtype=torch.float64))
+    samples = [batch[key] for key in step.spec.samples]
+    weight = torch.randn(step.outputs[0].shape, dtype=torch.float64)
     id_, split = step.spec.id, step.spec.split
     assert split is not None, id_
-    output, to_inputs, to_parameters = run_alone(model.build(id_, 1, dtype=torch.float64), *given)
+    divided = split.divides(count)
+    output, to_inputs, to_parameters = run_alone(model.build(id_, 1, dtype=torch.float64), inputs, samples, weight)
     ranks = tuple(range(count))
 
     def share(shards: Shards) -> Run:
-        return run_alone(model.build_share(Share(id_, shards.index, ranks), 1, shards, dtype=torch.float64), *given)
+        def own(whole: Tensor) -> Tensor:
+            return whole.chunk(count, 1)[shards.index] if divided and whole.ndim > 1 else whole
+
+        module = model.build_share(Share(id_, shards.index, ranks), 1, shards, dtype=torch.float64)
+        return run_alone(module, [own(each) for each in inputs], samples, own(weight))
 
     shares = together(count, share)
-    for made, returned, _ in shares:
+    for made, returned, _ in [side_by_side(shares)] if divided else shares:
         torch.testing.assert_close(made, output, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(returned, to_inputs, rtol=1e-10, atol=1e-10)
     for key, whole in to_parameters.items():
         parts = [found[key] for _, _, found in shares]
-        for part in [joined(split.cuts[key], parts)] if key in split.cuts else parts:
+        if key in split.cuts:
+            parts = [joined(split.cuts[key], parts)]
+        elif divided:
+            parts = [torch.stack(parts).sum(0)]
+        for part in parts:
             torch.testing.assert_close(part, whole, rtol=1e-10, atol=1e-10)
+
+
+def side_by_side(shares: list[Run]) -> Run:
+    """What shares that divide the sequence made, but for their parameters' gradients; a loss is whole on each."""
+    made = [each for each, _, _ in shares]
+    inputs = [torch.cat(each, 1) for each in zip(*(returned for _, returned, _ in shares), strict=True)]
+    return torch.cat(made, 1) if made[0].ndim > 1 else made[0], inputs, {}
 
 
 def run_alone(module: nn.Module, inputs: list[Tensor], samples: list[Tensor], weight: Tensor) -> Run:

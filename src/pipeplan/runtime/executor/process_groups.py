@@ -95,6 +95,10 @@ class RankGroup:
             dist.all_gather(found, own, group=self.group)
         return [found[place] for place in self._order]
 
+    def scatter(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The sum over the ranks of their pieces for this one, which is all that each is sent."""
+        return torch.stack(self.exchange(pieces)).sum(0)
+
     def exchange(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Give each rank its piece, and get theirs, in the order of their shares."""
         numbered = sorted(range(len(pieces)), key=self._order.__getitem__)  # the group's order of ranks

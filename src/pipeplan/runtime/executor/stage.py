@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,10 +84,16 @@ class _ForwardGraph:
 class _Values:
     """What the blocks of a stage have made of a replica's samples, in every layout that some block takes it in."""
 
-    def __init__(self, layouts: StageLayouts, num_samples: int, received: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        layouts: StageLayouts,
+        num_samples: int,
+        received: Mapping[str, Tensor],
+        entering: Mapping[str, TensorLayout],
+    ) -> None:
         self._layouts, self._num_samples = layouts, num_samples
-        self._found = {(name, WHOLE_TENSOR): tensor for name, tensor in received.items()}
-        self._given = dict.fromkeys(received, WHOLE_TENSOR)
+        self._given = {name: entering[name] for name in received}
+        self._found = {(name, self._given[name]): tensor for name, tensor in received.items()}
 
     def put(self, block: str, made: Tensor) -> None:
         """Keep a block's output; a loss is whole."""
@@ -146,9 +152,10 @@ class StageRunner:
         Raises StageError where a block fails, or makes what needs a gradient that the plan does not bring, and, as all
         methods, TransferError where ranks that split a block lost each other.
         """
-        returned = self._returned()
-        leaves = {name: _leaf(tensor, name in returned) for name, tensor in received.items()}
-        values = _Values(self.layouts, len(own), leaves)
+        returned, entering = self._returned(), self._entering(received)
+        kept = {name: self._kept(tensor, entering[name], len(own)) for name, tensor in received.items()}
+        leaves = {name: _leaf(tensor, name in returned) for name, tensor in kept.items()}
+        values = _Values(self.layouts, len(own), leaves, entering)
         for block in self.part.blocks:
             values.put(block, self._call(block, values, own, samples))
         outputs = {name: values.whole(name) for names in self.part.outputs.values() for name in names}
@@ -171,8 +178,26 @@ class StageRunner:
         roots = [root for own, held in helds.items() for root in _roots(held, gradients[own])]
         with stage_errors(f"backward of its blocks {_range(self.part.blocks)}"):
             self._differentiate(microbatch, roots)
-        returned = self._returned()
-        return {own: {name: _gradient(held.inputs[name]) for name in returned} for own, held in helds.items()}
+        returned = sorted(self._returned())  # in one order on all ranks, which gather slices
+        entering = self._entering(returned)
+        return {
+            own: {
+                name: self.layouts.converted(_gradient(held.inputs[name]), entering[name], WHOLE_TENSOR, len(own))
+                for name in returned
+            }
+            for own, held in helds.items()
+        }
+
+    def _entering(self, names: Iterable[str]) -> dict[str, TensorLayout]:
+        """How what the stage receives, by block, is kept for its own blocks."""
+        takers = {name: [b for b in self.part.blocks if name in dict(self.specs[b].inputs)] for name in names}
+        return {name: self.layouts.entering(blocks) for name, blocks in takers.items()}
+
+    def _kept(self, tensor: Tensor, layout: TensorLayout, num_samples: int) -> Tensor:
+        """What is kept of a tensor that has come: all, or a slice as a tensor of its own."""
+        if layout == WHOLE_TENSOR:
+            return tensor
+        return self.layouts.converted(tensor.detach(), WHOLE_TENSOR, layout, num_samples).contiguous()
 
     def weight_gradients(self, microbatch: int) -> None:
         """Work through what I left: the weight gradients of one micro-batch. Raises StageError."""

@@ -25,7 +25,7 @@ from pipeplan.runtime.executor.rank_program import StagePart
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.workload.kinds import Role, role_of
-from pipeplan.workload.mesh import PLACES, SAMPLES, MeshAxis
+from pipeplan.workload.mesh import PLACES, SAMPLES, SHARDS, MeshAxis
 
 Shape = tuple[int, ...]
 
@@ -219,22 +219,35 @@ def _nobody(axis: MeshAxis) -> Shards:
 class StageLayouts:
     """How the blocks of a stage take and give tensors on one rank; those that are not named, whole.
 
-    ``place`` is that of this rank among those that stand along an axis, with which it can exchange.
+    ``place`` is that of this rank among those that stand along an axis, with which it can exchange; ``divided`` are
+    blocks that take slices of the sequence of other blocks, but what they take of the mini-batch whole.
     """
 
     taken: Mapping[str, TensorLayout] = field(default_factory=dict)
     given: Mapping[str, TensorLayout] = field(default_factory=dict)
+    divided: frozenset[str] = frozenset()
     place: Callable[[MeshAxis], Shards] = _nobody
 
     @classmethod
     def of(cls, part: StagePart, model: Model, along: Callable[[tuple[int, ...]], Shards]) -> StageLayouts:
         """As the meshes of the stage's blocks say; ``along`` is the place of this rank in a line of ranks."""
-        taken, given = {}, {}
+        taken, given, divided = {}, {}, set[str]()
         for block, share, mesh in zip(part.blocks, part.shares, part.meshes, strict=True):
             samples, places = mesh.axis(SAMPLES), mesh.axis(PLACES)
+            if model.divides(share):
+                places = mesh.axis(SHARDS)
+                divided.add(block)
             takes, gives = (_ALONE if name is None else mesh.axis(name) for name in model.slices_of(share))
-            taken[block], given[block] = TensorLayout(samples, takes, places), TensorLayout(samples, gives, places)
-        return cls(taken, given, lambda axis: along(part.line(axis)))
+            taken[block] = TensorLayout(samples, takes, places)
+            is_loss = block in divided and model.block(block).loss  # which is the same on all of them
+            given[block] = TensorLayout(samples, gives, _ALONE if is_loss else places)
+        return cls(taken, given, frozenset(divided), lambda axis: along(part.line(axis)))
+
+    def entering(self, takers: Sequence[str]) -> TensorLayout:
+        """How a tensor that enters the stage is kept for these blocks: divided along the sequence if all take it so."""
+        found = {self.taken[block] if block in self.divided else WHOLE_TENSOR for block in takers}
+        (only,) = found if len(found) == 1 else (WHOLE_TENSOR,)
+        return only if only.samples.size == 1 else WHOLE_TENSOR
 
     def rows(self, block: str, own: Numbers) -> Numbers:
         """Those of a micro-batch's samples that this rank runs the block on."""
@@ -244,7 +257,8 @@ class StageLayouts:
     def sample(self, block: str, rows: Tensor) -> Tensor:
         """What a block takes of a tensor of the mini-batch, whose rows are this rank's; indices have no features."""
         layout = self.taken.get(block, WHOLE_TENSOR)
-        mine = self.place(layout.places).sliced(rows, 1) if layout.places.size > 1 else rows
+        divides = layout.places.size > 1 and block not in self.divided
+        mine = self.place(layout.places).sliced(rows, 1) if divides else rows
         return self.place(layout.features).sliced(mine) if rows.is_floating_point() else mine
 
     def summed(self, block: str, loss: Tensor) -> Tensor:

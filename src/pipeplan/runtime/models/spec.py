@@ -35,11 +35,11 @@ Output = str | tuple[str, int]
 class Collective:
     """What one device's share of a split block needs of the others: ``bytes_per_sample`` of the array it is about.
 
-    It follows F or I in ``phase``; B counts as I. All-gather and reduce-scatter count the whole array.
+    It is of F, I or W in ``phase``; B counts as the latter two. All-gather and reduce-scatter count the whole array.
     """
 
     operation: Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-    phase: Literal["F", "I"]
+    phase: Literal["F", "I", "W"]
     bytes_per_sample: int
 
 
@@ -54,8 +54,9 @@ class BlockSpec:
     ``shared`` (spread over all devices by some placements) go into the profile, as :attr:`described`. ``collectives``
     are of a block that is one device's share of a larger one. ``split`` says how a stage of several devices runs it;
     None if only whole. ``splits`` are other ways, by the name of an axis of a mesh; those of one ``build`` may be used
-    together. ``names`` are those of its parameters and kept buffers in the module it is of; without, ``ID.NAME``.
-    ``form`` is equal for blocks whose modules ``build`` makes alike, whatever the numbers in them; None if not known.
+    together. ``divided``: it is a share that takes and gives slices of the sequence. ``names`` are those of its parameters
+    and kept buffers in the module it is of; without, ``ID.NAME``. ``form`` is equal for blocks whose modules ``build``
+    makes alike, whatever the numbers in them; None if not known.
     """
 
     id: str
@@ -69,6 +70,7 @@ class BlockSpec:
     collectives: tuple[Collective, ...] = ()
     split: Split | None = None
     splits: Mapping[str, Split] = field(default_factory=dict)
+    divided: bool = False
     names: Mapping[str, str] | None = None
     form: Hashable = None
 
@@ -244,7 +246,7 @@ class Model:
             place = axis.place(share.index)
             if name in splits and parameter in splits[name].cuts:
                 slices.append(Slice(splits[name].cuts[parameter], axis.size, place))
-            else:
+            elif name not in splits or not splits[name].divides(axis.size):  # else gradients are of slices, and add up
                 copies, copy = copies * axis.size, copy * axis.size + place
         return ParameterPart(tuple(slices), copies, copy)
 
@@ -254,6 +256,11 @@ class Model:
         taken = [name for name, split in splits.items() if split.takes]
         given = [name for name, split in splits.items() if split.gives]
         return next(iter(taken), None), next(iter(given), None)
+
+    def divides(self, share: Share) -> bool:
+        """Whether a share takes and gives slices of the sequence, along the axis of shards."""
+        split = self._splits_of(share).get(SHARDS)
+        return split is not None and split.divides(share.mesh.size_of(SHARDS))
 
     def _splits_of(self, share: Share) -> dict[str, Split]:
         """How a block is split along each axis of its share's mesh that splits it. Raises UsageError."""

@@ -29,22 +29,26 @@ def hidden_of(shards: Shards) -> Shards:
 class RowLinear(nn.Module):
     """A linear layer split by its inputs: [..., inputs of this device] to [..., outputs], summed over the devices.
 
-    The weight [outputs, inputs of this device] is cut along dimension 1; the bias is whole.
+    The weight [outputs, inputs of this device] is cut along dimension 1; the bias is whole. With ``divided`` each
+    device gets its slice of the sum, along the second dimension.
     """
 
     bias: nn.Parameter | None
 
-    def __init__(self, inputs: int, outputs: int, shards: Shards = WHOLE, *, bias: bool = True) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, shards: Shards = WHOLE, *, bias: bool = True, divided: bool = False
+    ) -> None:
         super().__init__()
         made = nn.Linear(shards.own(inputs), outputs, bias=bias)
-        self.shards, self.weight = shards, made.weight
+        self.shards, self.weight, self.divided = shards, made.weight, divided
         self.register_parameter("bias", made.bias)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., inputs of this device] to [..., outputs]."""
         if self.shards.count == 1:
             return linear(input, self.weight, self.bias)
-        result = self.shards.summed(linear(input, self.weight))
+        part = linear(input, self.weight)
+        result = self.shards.scattered(part) if self.divided else self.shards.summed(part)
         return result if self.bias is None else result + self.bias
 
     @property
@@ -79,12 +83,15 @@ class Tile(RowLinear):
 class WordEmbedding(nn.Module):
     """A table of words split by its rows, and by its width along the axis ``hidden``: indices [...] to [..., width].
 
-    The weight [words of this device, width of this device] is ``Cut(0, even=False)``, and ``Cut(1)``.
+    The weight [words of this device, width of this device] is ``Cut(0, even=False)``, and ``Cut(1)``. With ``divided``
+    each device gets the width of its slice of the indices, along the second dimension.
     """
 
-    def __init__(self, words: int, width: int, shards: Shards = WHOLE, *, std: float = 0.02) -> None:
+    def __init__(
+        self, words: int, width: int, shards: Shards = WHOLE, *, std: float = 0.02, divided: bool = False
+    ) -> None:
         super().__init__()
-        self.shards, (self.begin, self.end) = shards, shards.range(words)
+        self.shards, self.divided, (self.begin, self.end) = shards, divided, shards.range(words)
         self.weight = nn.Parameter(torch.empty(self.end - self.begin, width // hidden_of(shards).count))
         nn.init.normal_(self.weight, std=std)
 
@@ -94,7 +101,8 @@ class WordEmbedding(nn.Module):
             return embedding(indices, self.weight)
         elsewhere = (indices < self.begin) | (indices >= self.end)
         found = embedding((indices - self.begin).masked_fill(elsewhere, 0), self.weight)
-        return self.shards.summed(found.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        part = found.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        return self.shards.scattered(part) if self.divided else self.shards.summed(part)
 
     @property
     def deferred_weights(self) -> tuple[Tensor, ...]:
@@ -111,7 +119,7 @@ def cross_entropy(
     exponentials, and the target's logit.
 
     Args:
-        logits: [..., words of this device], made of what comes from ``shards.shared``.
+        logits: [..., words of this device], made of what comes from ``shards.shared`` or ``shards.joined``.
         targets: [...] indices of words; where they are ``ignore_index`` the loss is 0.
         words: of all devices.
         shards: this device's place.

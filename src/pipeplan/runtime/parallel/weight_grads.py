@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pipeplan.runtime.parallel.sharding import kept_for
+
 
 class WeightGradQueue:
     """Collects the weight gradients of the backward that runs while it, and no other, is active."""
@@ -108,14 +110,16 @@ def warn_if_compiled(queue: WeightGradQueue, module: nn.Module, name: str) -> No
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """As ``F.linear``, with weight [out, in] and bias gradients that can be deferred."""
-    return F.linear(input, weight, bias) if torch.compiler.is_compiling() else _linear(input, weight, bias, False)
+    if torch.compiler.is_compiling():
+        return F.linear(input, weight, bias)
+    return _linear(input, weight, bias, False, *_kept(input))
 
 
 def addmm(bias: Tensor | None, input: Tensor, weight: Tensor) -> Tensor:
     """``input @ weight + bias`` with weight [in, out] and bias gradients that can be deferred."""
     if torch.compiler.is_compiling():
         return F.linear(input, weight.t(), bias)
-    return _linear(input, weight, bias, True)
+    return _linear(input, weight, bias, True, *_kept(input))
 
 
 def embedding(indices: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
@@ -151,13 +155,25 @@ def is_plain_embedding(embedding: nn.Embedding) -> bool:
 
 
 class _LinearFunction(torch.autograd.Function):
-    """y = x W^T + b, or x W + b if ``transposed``; saves x only for the gradient of W, and W only for that of x."""
+    """y = x W^T + b, or x W + b if ``transposed``; saves x only for the gradient of W, and W only for that of x.
+
+    With ``kept``, of which ``whole`` makes x again, it saves that in place of x.
+    """
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        transposed: bool,
+        kept: Tensor | None,
+        whole: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         needs_input, needs_weight, *_ = ctx.needs_input_grad
-        ctx.transposed = transposed
-        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+        ctx.transposed, ctx.whole = transposed, whole
+        saved = input if kept is None else kept
+        ctx.save_for_backward(saved if needs_weight else None, weight if needs_input else None)
         ctx.parameters = (weight, bias)
         ctx.input_dtype = input.dtype
         return F.linear(input, weight.t() if transposed else weight, bias)
@@ -168,14 +184,16 @@ class _LinearFunction(torch.autograd.Function):
         input, saved_weight = ctx.saved_tensors
         weight, bias = ctx.parameters
         transposed: bool = ctx.transposed  # what waits must not hold on to ctx, which has the graph
-        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        whole: Callable[[Tensor], Tensor] = ctx.whole
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         input_grad = None
         if needs_input:  # under autocast the gradient has another type than input and weight
             factor = saved_weight.t() if transposed else saved_weight
             input_grad = (gradient @ factor.to(gradient.dtype)).to(ctx.input_dtype)
 
         def weight_grad() -> Tensor:
-            pair = (gradient, input) if transposed else (input, gradient)
+            taken = whole(input)
+            pair = (gradient, taken) if transposed else (taken, gradient)
             return _weight_grad(*pair).to(weight.dtype)
 
         def bias_grad() -> Tensor:
@@ -183,7 +201,8 @@ class _LinearFunction(torch.autograd.Function):
 
         queue = WeightGradQueue.active()
         if queue is None or not weight.is_leaf or (bias is not None and not bias.is_leaf):
-            return input_grad, weight_grad() if needs_weight else None, bias_grad() if needs_bias else None, None
+            found = weight_grad() if needs_weight else None, bias_grad() if needs_bias else None
+            return input_grad, *found, None, None, None
 
         def work() -> None:
             if needs_weight:
@@ -195,7 +214,7 @@ class _LinearFunction(torch.autograd.Function):
             input = input.detach()  # with its graph it would keep the gradient of the stage's input, too
         if needs_weight or needs_bias:
             queue.put(work, (input, gradient) if needs_weight else (gradient,))
-        return input_grad, None, None, None
+        return input_grad, None, None, None, None, None
 
 
 class _EmbeddingFunction(torch.autograd.Function):
@@ -239,6 +258,23 @@ def _weight_grad(input: Tensor, gradient: Tensor) -> Tensor:
 
 def _bias_grad(gradient: Tensor) -> Tensor:
     return gradient.reshape(-1, gradient.shape[-1]).sum(0)
+
+
+def _kept(input: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
+    """What to keep in place of an input, and what makes that of it again."""
+    found = kept_for(input)
+    if found is not None:
+        return found.share, found.gather
+    shown = input._base
+    found = kept_for(shown) if shown is not None and shown.numel() == input.numel() else None
+    if found is None or not input.is_contiguous():
+        return None, _same
+    gather, shape = found.gather, input.shape
+    return found.share, lambda share: gather(share).view(shape)
+
+
+def _same(input: Tensor) -> Tensor:
+    return input
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:

@@ -307,7 +307,8 @@ def profile_of_kinds(
     for split in splits:
         for block in split.graph.blocks:
             for row in of_kind[kinds[block.likeness]]:
-                own = row.model_copy(update={"shards": split.shards})
+                update = {"shards": split.shards, "sequence_parallel": block.spec.divided}
+                own = row.model_copy(update=update)
                 costs[block.spec.id].append(_with_collectives(own, block.spec.collectives, price))
     by_block = {id_: sorted(own, key=lambda row: row.key) for id_, own in costs.items()}
     return profile_of(model, unsplit, by_block, source, recipe, step_bytes_per_s)
@@ -346,15 +347,17 @@ def priced_by(prices: Prices | None, dtype: torch.dtype) -> Price:
 
 
 def _with_collectives(row: CostRow, collectives: Sequence[Collective], price: Price) -> CostRow:
-    """The row with the time that its collectives take after F, and after I or B."""
-    forward, backward = (
+    """The row with the time that its collectives take in F, in I and in W; in B those of both."""
+    forward, input_grad, weight_grad = (
         sum(price(each, row.microbatch_size, row.shards) for each in collectives if each.phase == phase)
-        for phase in ("F", "I")
+        for phase in ("F", "I", "W")
     )
+    again = forward * row.recompute
     times = {
         "forward_ns": row.forward_ns + forward,
-        "backward_ns": (row.backward_ns or 0) + backward + forward * row.recompute,
-        "input_grad_ns": (row.input_grad_ns or 0) + backward + forward * row.recompute,
+        "backward_ns": (row.backward_ns or 0) + input_grad + weight_grad + again,
+        "input_grad_ns": (row.input_grad_ns or 0) + input_grad + again,
+        "weight_grad_ns": (row.weight_grad_ns or 0) + weight_grad,
     }
     return row.model_copy(update=times)
 

@@ -19,6 +19,7 @@ from torch.fx.node import map_aggregate
 
 from pipeplan.runtime.models.capture.functionalize import DTYPE, LEAST, WIDER, Marker, OpNode, SampleCount, leaves_of
 from pipeplan.runtime.models.capture.grouping import OpGroup, crossing_of
+from pipeplan.runtime.parallel.places import joined_alone, scattered_alone
 from pipeplan.runtime.parallel.weight_grads import addmm, embedding, linear
 
 _INITIAL_STD = 0.02
@@ -302,7 +303,9 @@ class _BlockModuleGraph:
             if source not in self.known:
                 self.known[source] = self.graph.get_attr(self.writer.attribute(source))
         arguments, keywords = map_aggregate(op.arguments, self._value), map_aggregate(op.keywords, self._value)
-        self.known[op] = self.graph.call_function(_deferring(op) or op.target, arguments, keywords)
+        self.known[op] = self.graph.call_function(
+            _EXCHANGES.get(op.operator) or _deferring(op) or op.target, arguments, keywords
+        )
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, OpNode):
@@ -333,6 +336,9 @@ def _times(samples: int, factor: int) -> int:
 
 def _least(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).min)
+
+
+_EXCHANGES = {"join_places": joined_alone, "scatter_places": scattered_alone}
 
 
 def _deferring(op: OpNode) -> Callable[..., Tensor] | None:

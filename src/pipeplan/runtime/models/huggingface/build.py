@@ -34,11 +34,15 @@ from pipeplan.runtime.models.huggingface.families import (
     ModelFamily,
     even_widths,
     family_of,
+    joined_in,
+    places_of,
+    scattered_in,
     share_of,
     split_weights,
     widths_of,
 )
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model, shards_named, unsplittable
+from pipeplan.runtime.parallel.places import Exchanges
 from pipeplan.runtime.parallel.sharding import require_even
 
 Description = tuple[str, dict[str, Any], bool]
@@ -131,6 +135,7 @@ class LoadedModel:
         sequence: tokens per text.
         ways: how each parameter is split, by its name: "colwise", "packed_colwise", "rowwise" or "words".
         devices: that share the whole.
+        divided: whether they divide the sequence outside of split products.
     """
 
     name: str
@@ -140,6 +145,7 @@ class LoadedModel:
     sequence: int
     ways: Mapping[str, str]
     devices: int = 1
+    divided: bool = False
 
     @property
     def contents(self) -> Contents:
@@ -166,7 +172,12 @@ class LoadedModel:
     def sharded(self, num_devices: int) -> LoadedModel:
         """One device's share, by their number. Raises UsageError if it cannot be split so."""
         require_even(_counts(self.config) | even_widths(self.module, self.ways), num_devices)
-        return replace(self, module=share_of(self.module, self.ways, num_devices), devices=num_devices)
+        share = share_of(self.module, self.ways, num_devices)
+        divided = self.family.divides and num_devices > 1 and self.sequence % num_devices == 0
+        if divided:
+            places = places_of(share, self.ways, self.family.last)
+            places.hook(share, self.sequence, Exchanges.traced(num_devices))
+        return replace(self, module=share, devices=num_devices, divided=divided)
 
 
 def load(
@@ -403,6 +414,9 @@ def collectives_of(model: Model, share: LoadedModel) -> Model:
     Sums over devices follow every layer that is split by its inputs, and the lookup in a table of words, in F; and the
     input gradient of all layers that are split by outputs and take the same input, in I, in the first block that has
     one of them. The head sums three float32 numbers per word in F. Bytes are those of float32 elements.
+
+    Where devices divide the sequence, each sum is scattered, and its gradient gathered; what enters split products is
+    gathered, in W, too, and its gradient scattered (Korthikanti et al. 2022, section 4.2.2).
     """
     seen = set[str]()
     return replace(model, blocks=tuple(_with_collectives(block, share, seen) for block in model.blocks))
@@ -414,14 +428,16 @@ def _with_collectives(block: BlockSpec, share: LoadedModel, seen: set[str]) -> B
         way = share.ways.get(name)
         if way is not None and not name.endswith("bias"):
             found += _of_weight(name, way, block, share, seen)
-    return replace(block, collectives=tuple(found))
+    return replace(block, collectives=tuple(found), divided=share.divided)
 
 
 def _of_weight(name: str, way: str, block: BlockSpec, share: LoadedModel, seen: set[str]) -> Iterator[Collective]:
     tokens = _tokens(name, share.family.tokens(share.config, share.sequence))
     inputs, outputs = widths_of(share.module, name)
     hidden = share.module.get_parameter(name).shape[-1]  # of a table, whichever of two tied ones it is named after
-    if way in ROWS:
+    if share.divided:
+        yield from _of_places(name, way, block, share, seen, _ELEMENT_BYTES * tokens)
+    elif way in ROWS:
         yield Collective("all_reduce", "F", tokens * outputs * _ELEMENT_BYTES)
     elif way == WORDS and block.operator == "embedding":
         yield Collective("all_reduce", "F", tokens * hidden * _ELEMENT_BYTES)
@@ -431,6 +447,30 @@ def _of_weight(name: str, way: str, block: BlockSpec, share: LoadedModel, seen: 
     elif way in COLUMNS and not _is_table(share.module, name) and (taker := _taker(name)) not in seen:
         seen.add(taker)
         yield Collective("all_reduce", "I", tokens * inputs * _ELEMENT_BYTES)
+
+
+def _of_places(
+    name: str, way: str, block: BlockSpec, share: LoadedModel, seen: set[str], column_bytes: int
+) -> Iterator[Collective]:
+    """The same where the sequence is divided; ``column_bytes`` are those of a number of every word."""
+    inputs, outputs = widths_of(share.module, name)
+    joined, scattered, again = joined_in(share.module, name, way), scattered_in(share.module, name, way), True
+    if way == WORDS:  # a tied head has the name of the embedding
+        is_table = block.operator == "embedding"
+        joined, scattered = ("", "table") if is_table else ("head", "")
+        inputs = outputs = share.module.get_parameter(name).shape[-1]
+        again = not share.family.last  # else the head keeps what was joined before it
+        if not is_table:
+            yield Collective("all_reduce", "F", _LOSS_NUMBERS * column_bytes)
+    if joined and joined not in seen:
+        yield Collective("all_gather", "F", column_bytes * inputs)
+        yield Collective("reduce_scatter", "I", column_bytes * inputs)
+        if again:
+            yield Collective("all_gather", "W", column_bytes * inputs)
+    if scattered and f"{scattered}()" not in seen:
+        yield Collective("reduce_scatter", "F", column_bytes * outputs)
+        yield Collective("all_gather", "I", column_bytes * outputs)
+    seen.update((joined, f"{scattered}()"))
 
 
 def _taker(name: str) -> str:

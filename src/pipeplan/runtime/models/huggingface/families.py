@@ -41,6 +41,7 @@ from pipeplan.runtime.models.huggingface.adapters import (
     spoken,
     translated,
 )
+from pipeplan.runtime.parallel.places import DividedPlaces
 from pipeplan.runtime.parallel.sharding import Cut
 
 _LONGEST = 1024
@@ -65,7 +66,8 @@ class ModelFamily:
     returns a loss. ``longest`` is the sequence without ``--sequence``, if ``maximum(config)`` (None: any length) is
     not smaller. ``contents(config, vocabulary, sequence)`` says what its samples are, ``words(config)`` how large the
     vocabulary is. ``plan`` has patterns of module or parameter names inside the wrapper, ``*`` for one part of a name,
-    with the way each is split; None: the configuration's own ``base_model_tp_plan``.
+    with the way each is split; None: the configuration's own ``base_model_tp_plan``. Where it ``divides``, shares have
+    slices of the sequence outside of split products, up to what ``last`` gives, or without it up to the vocabulary.
     ``vocabulary`` are the names of what has a row for each word. ``tokens(config, sequence)`` has the positions per
     sample by the beginning of parameters' names. ``splits`` is False where nothing says how devices split all of it.
     ``arguments`` are read by the model though its configuration does not declare them, and ``attention`` is the one of
@@ -83,6 +85,8 @@ class ModelFamily:
     vocabulary: tuple[str, ...] = ("model.model.embed_tokens", "model.lm_head")
     tokens: Callable[[Any, int], Mapping[str, int]] = lambda _, sequence: {"": sequence}
     splits: bool = True
+    divides: bool = True
+    last: str = ""
     arguments: tuple[str, ...] = ()
     attention: str = ATTENTION
 
@@ -262,6 +266,7 @@ def _t5(config: str, model: str) -> ModelFamily:
         maximum=lambda _: None,
         contents=_translated,
         plan=_t5_like(),
+        divides=False,
         vocabulary=("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "model.lm_head"),
     )
 
@@ -285,7 +290,11 @@ def _llama4_image(config: Any) -> int:
 
 FAMILIES: dict[str, ModelFamily] = {
     "gpt2": ModelFamily(
-        "GPT2Config", "GPT2LMHeadModel", plan=_GPT2, vocabulary=("model.transformer.wte", "model.lm_head")
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        plan=_GPT2,
+        vocabulary=("model.transformer.wte", "model.lm_head"),
+        last="model.transformer.ln_f",
     ),
     "llama": ModelFamily("LlamaConfig", "LlamaForCausalLM"),
     "qwen2": ModelFamily("Qwen2Config", "Qwen2ForCausalLM"),
@@ -315,7 +324,11 @@ FAMILIES: dict[str, ModelFamily] = {
         vocabulary=("model.gpt_neox.embed_in", "model.lm_head", "model.embed_out"),
     ),
     "opt": ModelFamily(
-        "OPTConfig", "OPTForCausalLM", plan=_OPT, vocabulary=("model.model.decoder.embed_tokens", "model.lm_head")
+        "OPTConfig",
+        "OPTForCausalLM",
+        plan=_OPT,
+        vocabulary=("model.model.decoder.embed_tokens", "model.lm_head"),
+        divides=False,  # its layers forget where a sample's words end
     ),
     "falcon": ModelFamily("FalconConfig", "FalconForCausalLM", module=_falcon, splits=False, attention="sdpa"),
     "llama4": _seeing("Llama4Config", "Llama4ForConditionalGeneration", _llama4_image, "image_token_index"),
@@ -361,6 +374,7 @@ FAMILIES: dict[str, ModelFamily] = {
         contents=_paired,
         words=attrgetter("text_config.vocab_size"),
         plan=_clip(),
+        divides=False,
         vocabulary=("model.text_model.embeddings.token_embedding",),
         tokens=lambda config, sequence: {"model.vision_model": _patches(config.vision_config), "": sequence},
     ),
@@ -373,6 +387,7 @@ FAMILIES: dict[str, ModelFamily] = {
         contents=_captioned,
         words=attrgetter("text_config.vocab_size"),
         plan=_flava(),
+        divides=False,
         vocabulary=("model.text_model.embeddings.word_embeddings", "head.decoder"),
         tokens=_fused_tokens,
     ),
@@ -412,6 +427,51 @@ def split_weights(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
             if way in (*COLUMNS, *ROWS, WORDS) and matcher.fullmatch(name) and not _is_whole(name, way):
                 found[name] = way
     return found
+
+
+def places_of(module: nn.Module, ways: Mapping[str, str], last: str = "") -> DividedPlaces:
+    """Where a share of the module divides the sequence, as :class:`ModelFamily` has it."""
+    layers = {layer: None for name in ways if (layer := _layer(module, name))}
+    joins = {path: None for name, way in ways.items() if (path := joined_in(module, name, way, last))}
+    scatters = {path: None for name, way in ways.items() if (path := scattered_in(module, name, way))}
+    return DividedPlaces(tuple(layers), tuple(joins), tuple(scatters), last)
+
+
+def joined_in(module: nn.Module, name: str, way: str, last: str = "") -> str:
+    """The module whose input is joined for a split weight: its owner's, or a layer's part with experts; else empty."""
+    path, owner = _owner(name)
+    if way == WORDS:
+        return "" if last or isinstance(module.get_submodule(path), nn.Embedding) else path
+    if way not in COLUMNS:
+        return ""
+    return _part_with_experts(module, name) or (path if owner == _layer(module, name) else owner)
+
+
+def scattered_in(module: nn.Module, name: str, way: str) -> str:
+    """The module whose output is scattered for a split weight; empty if it makes no parts of a sum."""
+    return (_part_with_experts(module, name) or _owner(name)[0]) if way in ROWS else ""
+
+
+def _owner(name: str) -> tuple[str, str]:
+    """The module with a weight or bias, and the one around it; for other parameters the module twice."""
+    path, _, last = name.rpartition(".")
+    return (path, path.rpartition(".")[0]) if last in ("weight", "bias") else (path, path)
+
+
+def _layer(module: nn.Module, name: str) -> str:
+    """The element of the outermost list that has a parameter; empty if none does."""
+    parts = name.split(".")
+    for length in range(1, len(parts)):
+        if isinstance(module.get_submodule(".".join(parts[:length])), nn.ModuleList):
+            return ".".join(parts[: length + 1])
+    return ""
+
+
+def _part_with_experts(module: nn.Module, name: str) -> str:
+    """The part of a layer with experts that has a parameter, which sums them with what all words take; else empty."""
+    layer = _layer(module, name)
+    part = f"{layer}.{name.removeprefix(f'{layer}.').partition('.')[0]}"
+    return part if layer and hasattr(module.get_submodule(part), "experts") else ""
 
 
 def _is_whole(name: str, way: str) -> bool:

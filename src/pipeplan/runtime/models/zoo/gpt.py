@@ -246,7 +246,7 @@ class GPTSize(ZooSize):
     @property
     def stack(self) -> LayerStack:
         """Its layers."""
-        return LayerStack(self.layers, self.hidden, self.heads, self.sequence, causal=True)
+        return LayerStack(self.layers, self.hidden, self.heads, self.sequence, causal=True, divided=True)
 
     def model(self, name: str) -> Model:
         """The model of this size; of one by operators nothing is known of shares."""
@@ -277,13 +277,14 @@ class TokenEmbedding(nn.Module):
 
     def __init__(self, size: GPTSize, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.token = WordEmbedding(size.vocabulary, size.hidden, shards)
+        self.places = shards if size.stack.divides(shards) else WHOLE
+        self.token = WordEmbedding(size.vocabulary, size.hidden, shards, divided=self.places.count > 1)
         self.position = nn.Embedding(size.positions, size.hidden // hidden_of(shards).count)
         nn.init.normal_(self.position.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[samples, sequence] to [samples, sequence, hidden], or this device's part of hidden."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        """[samples, sequence] to [samples, sequence, hidden], or this device's part of sequence and hidden."""
+        positions = torch.arange(*self.places.range(tokens.shape[1]), device=tokens.device)
         result: Tensor = self.token(tokens) + self.position(positions)
         return result
 

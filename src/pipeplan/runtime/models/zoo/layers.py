@@ -2,15 +2,16 @@
 
 Half a transformer layer is a block, with its norm before it: pre-LayerNorm, GELU with the tanh approximation, no
 dropout. As in Megatron-LM (Shoeybi et al. 2019) heads, and the width between the two layers of the perceptron, are
-split over devices: layers by their outputs or by their inputs, tables and the loss by words. Norms, and what travels
-between blocks, are whole on every device.
+split over devices: layers by their outputs or by their inputs, tables and the loss by words. Norms, residuals and what
+travels between blocks are divided along the sequence (Korthikanti et al. 2022) where a stack's ``divided`` says so and
+devices can have equal slices, else whole on every device.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, TypeVar
@@ -64,12 +65,28 @@ def replicated(build: Callable[[], nn.Module]) -> Split:
     return Split(lambda shards: build())
 
 
-def exchanged(
-    shards: Shards, *arrays: tuple[Literal["all_reduce", "all_gather"], Literal["F", "I"], int]
-) -> tuple[Collective, ...]:
-    """Collectives after F or I, each about an array with its numbers per sample; none where nothing is split."""
+_Array = tuple[Literal["all_reduce", "all_gather", "reduce_scatter"], Literal["F", "I", "W"], int]
+
+
+def exchanged(shards: Shards, *arrays: _Array) -> tuple[Collective, ...]:
+    """Collectives of F, I or W, each about an array with its numbers per sample; none where nothing is split."""
     found = (Collective(operation, phase, _FLOAT32_BYTES * numbers) for operation, phase, numbers in arrays)
     return tuple(found) if shards.count > 1 else ()
+
+
+def entering(stack: LayerStack, shards: Shards) -> tuple[_Array, ...]:
+    """What devices exchange about an array of the stack that goes into split work; for W slices are gathered again."""
+    numbers = stack.numbers
+    if not stack.divides(shards):
+        return (("all_reduce", "I", numbers),)
+    return ("all_gather", "F", numbers), ("reduce_scatter", "I", numbers), ("all_gather", "W", numbers)
+
+
+def leaving(stack: LayerStack, shards: Shards) -> tuple[_Array, ...]:
+    """What devices exchange about an array of the stack that they have made parts of."""
+    if not stack.divides(shards):
+        return (("all_reduce", "F", stack.numbers),)
+    return ("reduce_scatter", "F", stack.numbers), ("all_gather", "I", stack.numbers)
 
 
 def loss_exchange(shards: Shards, rows: int) -> tuple[Literal["all_gather"], Literal["F"], int]:
@@ -90,7 +107,11 @@ _LONGEST_WAVE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class LayerStack:
-    """Equal transformer layers on ``sequence`` tokens. ``biased``: norms and linear layers with biases, else none."""
+    """Equal transformer layers on ``sequence`` tokens.
+
+    ``biased``: norms and linear layers with biases, else none. ``divided``: devices that split a block divide the
+    sequence where nothing else is split.
+    """
 
     layers: int
     hidden: int
@@ -98,6 +119,15 @@ class LayerStack:
     sequence: int
     causal: bool = False
     biased: bool = True
+    divided: bool = False
+
+    def divides(self, shards: Shards) -> bool:
+        """Whether these devices do."""
+        return self.divided and shards.count > 1 and self.sequence % shards.count == 0
+
+    def split(self, build: Callable[[Shards], nn.Module], cuts: Mapping[str, Cut] | None = None) -> Split:
+        """How a block of the stack is split."""
+        return Split(build, cuts or {}, sequence=self.sequence if self.divided else 0)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -125,19 +155,18 @@ class SelfAttention(nn.Module):
 
     def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.causal, self.shards = stack.causal, shards
+        self.causal, self.shards, self.divided = stack.causal, shards, stack.divides(shards)
         self.heads = stack.heads_of(shards)
         self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
         self.qkv = linear(stack.hidden, 3 * stack.hidden // shards.count, biased=stack.biased)
         self.project = row_linear(stack.hidden, stack, shards)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[samples, sequence, hidden] to the same."""
-        samples, sequence, _ = x.shape
-        qkv = self.qkv(self.shards.shared(self.norm(x))).view(samples, sequence, 3, self.heads, -1)
+        """[samples, sequence, hidden] to the same, or this device's slice of the sequence to the same."""
+        qkv = self.qkv(into_split(self.norm(x), self.shards, self.divided)).unflatten(-1, (3, self.heads, -1))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
-        result: Tensor = x + self.project(mixed.transpose(1, 2).reshape(samples, sequence, -1))
+        result: Tensor = x + self.project(mixed.transpose(1, 2).flatten(2))
         return result
 
     @staticmethod
@@ -151,14 +180,14 @@ class FeedForward(nn.Module):
 
     def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.shards = shards
+        self.shards, self.divided = shards, stack.divides(shards)
         self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
         self.expand = linear(stack.hidden, shards.own(4 * stack.hidden), biased=stack.biased)
         self.project = row_linear(4 * stack.hidden, stack, shards)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[samples, sequence, hidden] to the same."""
-        wide = self.expand(self.shards.shared(self.norm(x)))
+        """[samples, sequence, hidden] to the same, or this device's slice of the sequence to the same."""
+        wide = self.expand(into_split(self.norm(x), self.shards, self.divided))
         result: Tensor = x + self.project(F.gelu(wide, approximate="tanh"))
         return result
 
@@ -195,8 +224,9 @@ def layers(
                 (blocks[-1].id,) if blocks else tuple(sources),
                 dimensions=stack.sizes | split,
                 shared=shared,
-                collectives=exchanged(shards, ("all_reduce", "F", stack.numbers), ("all_reduce", "I", stack.numbers)),
-                split=Split(partial(half, stack), half.cuts(stack)),
+                collectives=exchanged(shards, *leaving(stack, shards), *entering(stack, shards)),
+                split=stack.split(partial(half, stack), half.cuts(stack)),
+                divided=stack.divides(shards),
             )
             blocks.append(block)
     return blocks
@@ -224,7 +254,13 @@ def positions_of(sequence: int, hidden: int) -> Tensor:
 
 def row_linear(inputs: int, stack: LayerStack, shards: Shards) -> RowLinear:
     """The last layer of a half, split by its inputs."""
-    return small(RowLinear(inputs, stack.hidden, shards, bias=stack.biased), stack.last_std)
+    layer = RowLinear(inputs, stack.hidden, shards, bias=stack.biased, divided=stack.divides(shards))
+    return small(layer, stack.last_std)
+
+
+def into_split(tensor: Tensor, shards: Shards, divided: bool) -> Tensor:
+    """What enters split work: of ``divided`` slices of the sequence all of it, of what is whole the same."""
+    return shards.joined(tensor) if divided else shards.shared(tensor)
 
 
 class ClassHead(nn.Module):
@@ -234,14 +270,14 @@ class ClassHead(nn.Module):
         self, stack: LayerStack, classes: int, shards: Shards = WHOLE, *, biased: bool = False, first: bool = False
     ) -> None:
         super().__init__()
-        self.classes, self.shards, self.first = classes, shards, first
+        self.classes, self.shards, self.first, self.divided = classes, shards, first, stack.divides(shards)
         self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
         self.output = linear(stack.hidden, shards.own(classes), biased=biased)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        """[samples, sequence, hidden] and targets [samples, sequence], or [samples], to a scalar."""
+        """[samples, sequence or a slice of it, hidden] and targets [samples, sequence], or [samples], to a scalar."""
         normed = self.norm(x)
-        logits = self.output(self.shards.shared(normed[:, 0] if self.first else normed))
+        logits = self.output(into_split(normed[:, 0] if self.first else normed, self.shards, self.divided))
         return summed_loss(logits, targets, self.classes, self.shards)
 
 
@@ -264,8 +300,9 @@ def word_embedding(
         samples=(sample,),
         dimensions=stack.sizes | {"vocabulary": shards.own(vocabulary)},
         shared=shared,
-        collectives=exchanged(shards, ("all_reduce", "F", stack.numbers)),
-        split=Split(build, {"token.weight": WORDS}),
+        collectives=exchanged(shards, *leaving(stack, shards)),
+        split=stack.split(build, {"token.weight": WORDS}),
+        divided=stack.divides(shards),
         splits={HIDDEN: Split(build, {f"{table}.weight": Cut(1) for table in tables}, gives=True)},
     )
 
@@ -282,8 +319,9 @@ def word_head(source: str, stack: LayerStack, vocabulary: int, shards: Shards, *
         loss=True,
         dimensions=stack.sizes | {"vocabulary": shards.own(vocabulary)},
         shared=shared,
-        collectives=exchanged(shards, loss_exchange(shards, stack.sequence), ("all_reduce", "I", stack.numbers)),
-        split=Split(build, {"output.weight": WORDS}),
+        collectives=exchanged(shards, loss_exchange(shards, stack.sequence), *entering(stack, shards)),
+        split=stack.split(build, {"output.weight": WORDS}),
+        divided=stack.divides(shards),
     )
 
 
