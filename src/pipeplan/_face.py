@@ -167,6 +167,7 @@ def search(
     placement: Placement | Path = "auto",
     chunks: int | None = None,
     replicas: int | None = None,
+    tp: int | Literal["auto"] = "auto",
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
     recompute: bool | Literal["auto", "all", "none"] = "auto",
@@ -205,6 +206,8 @@ def search(
             :class:`Placement`, or the path of its file.
         chunks: virtual stages: stages per device, where the strategy has several.
         replicas: data-parallel size: copies of the whole pipeline; by default searched.
+        tp: tensor-parallel size: devices that split every block, for which the profile must have costs; by default
+            searched.
         shard_shared: whether shared blocks are split over all devices of the pipeline.
         slices: leading micro-batches whose warm-up forwards run in two halves.
         recompute: activation checkpointing of all stages (True, ``"all"``), of none (False, ``"none"``), or searched.
@@ -272,6 +275,7 @@ def tune(
     placement: Placement | Path = "auto",
     chunks: int | None = None,
     replicas: int | None = None,
+    tp: int | Literal["auto"] = "auto",
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
     recompute: bool | Literal["auto", "all", "none"] = "auto",
@@ -330,6 +334,7 @@ def compare(
     placement: Placement | Path = "auto",
     chunks: int | None = None,
     replicas: int | None = None,
+    tp: int | Literal["auto"] = "auto",
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
     recompute: bool | Literal["auto", "all", "none"] = "auto",

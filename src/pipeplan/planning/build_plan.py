@@ -150,6 +150,7 @@ def _provenance(request: Request, candidate: PlacementCandidate, workload: Workl
             "split_overhead_ns": request.split_overhead_ns,
             "recompute": request.recompute,
             "replicas": request.replicas,
+            **({} if request.shards is None else {"shards": request.shards}),
             "spread": request.spread,
             "num_parted": request.num_parted,
             "time_limit_s": request.time_limit,

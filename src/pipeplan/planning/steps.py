@@ -530,7 +530,9 @@ def search_plan(
     chosen = None if isinstance(request.placement, Placement) else search.partition_seconds
     refuted = sum(trial.hopeless(best) for trial in search.trials if trial is not best)
     counts = CandidateCounts(
-        search.looked_at, search.refuted + refuted, search.unfinished + sum(1 for _ in search.open)
+        search.looked_at,
+        search.refuted + refuted,
+        search.unfinished + sum(not search.refutes(propose) for propose in search.open),
     )
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
     notes = [*search.notes, *(note for trial in search.trials for note in trial.notes)]
