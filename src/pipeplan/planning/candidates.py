@@ -62,7 +62,7 @@ Proposal = Callable[[], CandidateOrError | None]
 class CandidateStep(SearchStep, ABC):
     """Placements other than chains. Where it is tried stages may be of any form."""
 
-    when = "--placement auto, without --slices, --shard-shared and --replicas"
+    when = "--placement auto, without --slices, --shard-shared, --replicas and --tp above 1"
 
     @abstractmethod
     def candidates(self, request: Request) -> Iterator[Proposal]:
@@ -126,16 +126,17 @@ class BoundedProposal:
 
 
 def open_shards(request: Request) -> tuple[int, ...]:
-    """How many devices may split each block of a chain: those for which all blocks have costs.
+    """How many devices may split each block of a chain: those of a node for which all blocks have costs.
 
-    One where a strategy is asked for and nothing is said, as with replicas.
+    The costs have the time of the devices' messages, which is that inside a node. One where a strategy is asked for and
+    nothing is said, as with replicas.
     """
     if request.shards is not None:
         return (request.shards,)
     if request.placement != "auto" or request.spread:
         return (1,)
     common = set.intersection(*({row.shards for row in block.costs} for block in request.profile.blocks))
-    return tuple(sorted(count for count in common if count <= request.num_devices)) or (1,)
+    return tuple(sorted(count for count in common if count <= min(request.unit, request.num_devices))) or (1,)
 
 
 def uniform_choices(request: Request) -> list[BoundedChoice]:

@@ -322,6 +322,12 @@ class Request:
         return min((limit for limit in self.memory if limit is not None), default=None)
 
     @property
+    def unit(self) -> int:
+        """Devices of a node: those that the innermost links join; all where there is one kind of links."""
+        levels = () if self.cluster is None else self.cluster.levels
+        return levels[0].group_size if len(levels) > 1 else self.num_devices
+
+    @property
     def by_devices(self) -> list[Request]:
         """The same for each of the ``device_counts``."""
         return [replace(self, num_devices=count) for count in self.device_counts or (self.num_devices,)]
@@ -419,6 +425,11 @@ def _request_notes(request: Request) -> Iterator[str]:
             yield other
     if request.num_devices == 1:
         return
+    if (request.shards or 1) > request.unit:
+        yield (
+            f"{request.shards} devices that split a block are in several nodes of {request.unit}, but the profile has "
+            "the time of their messages as it was made: inside a node, unless profile was given this --cluster"
+        )
     timed = sum(edge.transfer_ns is not None for edge in edges)
     if cluster is None:
         apart = sum(bool(edge.transfer_ns) for edge in edges)

@@ -393,7 +393,7 @@ class LookAtCandidates(PlanStep):
         """Only known schedules, unless the candidate cannot be better, or must be searched in any case."""
         request, slicing, best = search.request, named(search.steps, SliceForwards), search.best
         try:
-            if best is not None and Trial.of(replace(request, cluster=None), candidate).worse(best):
+            if best is not None and self._refuted(replace(request, cluster=None), candidate, best, slicing):
                 search.looked_at += 1
                 search.refuted += 1
                 return  # wherever its devices are
@@ -418,6 +418,15 @@ class LookAtCandidates(PlanStep):
             slicing.at_once(request, trial)
         search.budget.charge(SECONDS_PER_LOOK * sum(map(ShorterRun().actions, trial.ways)))
         search.report(trial)
+
+    def _refuted(
+        self, request: Request, candidate: PlacementCandidate, best: Trial, slicing: SliceForwards | None
+    ) -> bool:
+        """Whether every schedule is longer than the best, also with what forwards in parts may make of it."""
+        trial = Trial.of(request, candidate)
+        if slicing is not None and trial.worse(best):
+            slicing.expect(request, trial)
+        return trial.worse(best)
 
 
 @dataclass(frozen=True)

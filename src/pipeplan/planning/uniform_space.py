@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
@@ -73,12 +73,21 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
     if not known:
         return []
     table = _Table.of(request, *map(list, zip(*known, strict=True)))
-    order = np.lexsort((table.usual, ~table.fits))
+    order = np.lexsort((table.usual, _fewer([choice for choice, _ in known]), ~table.fits))
     return [
         BoundedChoice(known[row][0], int(table.least[row]), float(table.usual[row]), float(table.needs[row]))
         for row in order.tolist()
         if table.possible[row]
     ]
+
+
+def _fewer(choices: Sequence[Choice]) -> list[bool]:
+    """[choice] whether the same with more positions is another of them: that is seldom longer, and looked at first."""
+    most: dict[Choice, int] = {}
+    for each in choices:
+        like = replace(each, positions=None)
+        most[like] = max(most.get(like, 0), each.positions or 0)
+    return [(each.positions or 0) < most[replace(each, positions=None)] for each in choices]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,22 +285,23 @@ class _Table:
         limits = [limit for limit in request.memory if limit is not None]
         limit = float(max(limits)) if len(limits) == len(request.memory) else math.inf
 
-        alike = {id(each): each for each in sums}
-        stages = longest_stages([each.sums_ns for each in alike.values()], int(p.max()))
-        rows = {own: row for row, own in enumerate(alike)}
-        longest = column(stages[rows[id(own)], (x.positions or 1) - 1] for x, own in zip(choices, sums, strict=True))
+        alike = {id(each): (row, each) for row, each in enumerate({id(each): each for each in sums}.values())}
+        longest = longest_stages([each.sums_ns for _, each in alike.values()], int((p * per_position).max()))
+        rows = np.array([alike[id(each)][0] for each in sums])
+        evenest = longest[rows, (p * per_position).astype(np.int64) - 1].astype(np.float64)
+        one_each = (per_position == 1) & (routes == 1)
 
         least = np.maximum(np.maximum(m * work / p, m * most / routes), way)
-        least = np.maximum(least, np.where((per_position == 1) & (routes == 1), m * longest, 0.0))
+        least = np.maximum(least, np.where(one_each, m * evenest, 0.0))
         share = np.minimum(1.0, summed("share"))
-        one_each = (per_position == 1) & (routes == 1) & (share > 0)
-        safe = np.where(one_each, share, 1.0)
+        waits = one_each & (share > 0)
+        safe = np.where(waits, share, 1.0)
         waited = safe * work / -np.expm1(p * np.log1p(-np.minimum(safe / m, 1 - 1e-12)))
-        least = np.maximum(least, np.where(one_each, waited, 0.0))
+        least = np.maximum(least, np.where(waits, waited, 0.0))
         room = p * limit - static
         least = np.maximum(least, m * summed("area") / np.maximum(room, 1.0))
 
-        busiest = np.where((per_position == 1) & (routes == 1), longest, np.maximum(work / p, most / routes))
+        busiest = np.maximum(per_position * evenest, work / p)
         flight = np.minimum(m, p * (1 + (per_position > 1) * (p - 1) / (p * per_position)))
         needs = routes * static / p + flight * held / p + workspace
         sums_ns = column(_sum_ns(request, each, own) for each, own in zip(choices, sums, strict=True))
