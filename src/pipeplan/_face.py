@@ -168,6 +168,7 @@ def search(
     placement: Placement | Path = "auto",
     chunks: int | None = None,
     replicas: int | None = None,
+    tp: int | Literal["auto"] = "auto",
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
@@ -208,6 +209,8 @@ def search(
             :class:`Placement`, or the path of its file.
         chunks: virtual stages: stages per device, where the strategy has several.
         replicas: data-parallel size: copies of the whole pipeline; by default searched.
+        tp: tensor-parallel size: devices that split every block, for which the profile must have costs; by default
+            searched.
         zero: what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, or
             ``"auto"``; by default 0, and ``"auto"`` where nothing fits.
         zero_group: neighbouring replicas that share one copy of what is divided; by default all.
@@ -278,6 +281,7 @@ def tune(
     placement: Placement | Path = "auto",
     chunks: int | None = None,
     replicas: int | None = None,
+    tp: int | Literal["auto"] = "auto",
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
@@ -338,6 +342,7 @@ def compare(
     placement: Placement | Path = "auto",
     chunks: int | None = None,
     replicas: int | None = None,
+    tp: int | Literal["auto"] = "auto",
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",

@@ -408,7 +408,7 @@ def _model(given: Mapping[str, Any], tell: Callable[[str], None], *, meta: bool 
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
         tell(
             f"blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that run come "
-            "from search --shard-shared no"
+            "from search --tp 1 --shard-shared no"
         )
     return model
 

@@ -284,6 +284,13 @@ _OPTIONS = (
     ),
     *_ZERO,
     click.option(
+        *("--tp", "--tensor-parallel", "shards"),
+        type=AutoOr(1, _MOST),
+        default="auto",
+        metavar="auto|N",
+        help="Tensor-parallel size: devices that split every block, for which the profile must have costs.",
+    ),
+    click.option(
         *("--shard-shared", "spread"),
         cls=RenamedOption,
         was=("--spread",),
@@ -366,6 +373,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         unroll=_number(flags["unroll"]),
         split_overhead_ns=flags["split_overhead"],
         recompute=_RECOMPUTE[flags["recompute"]],
+        shards=_number(flags["shards"]),
         spread=_YES_NO[flags["spread"]],
         time_limit=flags["time_limit"] / 1e9,
     )

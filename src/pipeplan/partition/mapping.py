@@ -182,6 +182,21 @@ def _ends(cluster: Cluster) -> list[int]:
 
 Devices = tuple[int, ...]
 
+
+def neighbours(cluster: Cluster | None, num_devices: int, size: int) -> list[Devices]:
+    """Groups of ``size`` devices, as many as there are, each inside the smallest unit of a cluster that can hold it.
+
+    Devices that are left over in a unit are in none: groups of 3 in nodes of 8 leave two of each node idle.
+    """
+    sizes = [level.group_size for level in cluster.levels] if cluster is not None else []
+    unit = next((each for each in sizes if each >= size), num_devices)
+    return [
+        tuple(range(first, first + size))
+        for begin in range(0, num_devices, unit)
+        for first in range(begin, min(begin + unit, num_devices) - size + 1, size)
+    ]
+
+
 Way = Callable[[Sequence[int], Sequence[int]], list[Devices]]
 """(sizes of groups, free devices) -> the devices of each group, both in order."""
 

@@ -45,6 +45,7 @@ def place(
     replicas: int = 1,
     zero: Zero = WHOLE,
     spread: bool = False,
+    wide: Sequence[tuple[int, ...]] = (),
     cut: Cut | None = None,
 ) -> Placement:
     """Cut the profile's chain into balanced stages and put them on devices.
@@ -56,22 +57,24 @@ def place(
 
     ``replicas`` neighbouring devices run each stage and share the ``microbatch_size`` samples of its micro-batches;
     they divide what they keep by ``zero``. With ``spread`` every shared block is a stage of its own on each route,
-    split over all devices of a pipeline, which are then neighbours (Tessel's M and NN shapes). ``cut`` cuts the chain
-    otherwise.
+    split over all devices of a pipeline, which are then neighbours (Tessel's M and NN shapes). ``wide`` are groups of
+    equally many devices, each of which stands for one device: it splits every block (tensor parallelism); the devices
+    of none are left idle. ``cut`` cuts the chain otherwise.
 
     Raises:
         UsageError: an unknown strategy, devices, chunks or replicas that do not apply, or fewer blocks than stages.
         InfeasibleError: some device cannot hold what it must.
     """
-    routes = _routes(strategy, num_devices, chunks, replicas)
-    positions = num_devices // replicas
+    units = wide or [(device,) for device in range(num_devices)]
+    routes = _routes(strategy, len(units), chunks, replicas)
+    positions, shards = len(units) // replicas, len(units[0])
     shared = _spread(profile, positions) if spread else ()
     order = [block for block in profile.topological_order() if block not in shared]
-    _require_blocks(profile, strategy, num_devices, replicas, order, routes)
-    pricing = Pricing(microbatch_size // replicas, recompute, zero=zero)
+    _require_blocks(profile, strategy, len(units), replicas, order, routes)
+    pricing = Pricing(microbatch_size // replicas, recompute, shards, zero)
     costs = pricing.costs(profile, order)
     everywhere = pricing._replace(shards=positions).costs(profile, shared * len(routes))
-    groups = _groups(positions, replicas, strided=bool(shared))
+    groups = _groups(positions, replicas, units, strided=bool(shared))
     limits = _limits(memory_bytes or [None] * num_devices, groups, everywhere)
     chain = Chain.of(costs, routes[0], [None if limit is None else limit // len(routes) for limit in limits])
     allowed = _not_around(profile, order, shared)
@@ -88,6 +91,7 @@ def place(
         PlacedStage(
             blocks=tuple(order[begin:end]),
             devices=groups[position],
+            shards=shards,
             replicas=replicas,
             route=route,
             **zero.keys(replicas),
@@ -154,11 +158,13 @@ def can_spread(profile: Profile, shards: int) -> bool:
     return shards > 1 and bool(shared) and all(shards in {row.shards for row in block.costs} for block in shared)
 
 
-def _groups(positions: int, replicas: int, *, strided: bool) -> list[tuple[int, ...]]:
-    """[position] its devices: neighbours, or, ``strided``, one of each copy of the pipeline."""
+def _groups(positions: int, replicas: int, units: Sequence[tuple[int, ...]], *, strided: bool) -> list[tuple[int, ...]]:
+    """[position] its devices: those of neighbouring units, or, ``strided``, of one in each copy of the pipeline."""
     if strided:
-        return [tuple(range(position, positions * replicas, positions)) for position in range(positions)]
-    return [tuple(range(position * replicas, (position + 1) * replicas)) for position in range(positions)]
+        own = [range(position, positions * replicas, positions) for position in range(positions)]
+    else:
+        own = [range(position * replicas, (position + 1) * replicas) for position in range(positions)]
+    return [tuple(device for unit in each for device in units[unit]) for each in own]
 
 
 def undivided(num_devices: int, replicas: int) -> UsageError:

@@ -144,19 +144,21 @@ class PartitionProblem:
         memory_bytes: int | None = None,
         recompute: Sequence[bool] = (False,),
         replicas: int | None = None,
+        shards: int = 1,
         zero: Callable[[int], Zero | None] = lambda replicas: WHOLE,
         all_reduce: AllReduce = free,
     ) -> PartitionProblem:
         """The question about a profile; by default micro-batch sizes are the powers of two that divide the mini-batch.
 
-        ``recompute`` lists the choices that every stage has; ``replicas`` is their number for all stages. ``zero`` is
-        what so many replicas divide of what they keep, None where there cannot be so many.
+        ``recompute`` lists the choices that every stage has; ``replicas`` is their number for all stages. Each of the
+        devices stands for ``shards`` that split every block. ``zero`` is what so many replicas divide of what they
+        keep, None where there cannot be so many.
 
         Raises:
             UsageError: sizes of which one does not divide the next, or the mini-batch; or none that the profile has
                 costs for on any number of these devices.
         """
-        pairs = _pairs(profile, num_devices, _checked_sizes(microbatch_sizes, mini_batch), replicas, mini_batch)
+        pairs = _pairs(profile, num_devices, _checked_sizes(microbatch_sizes, mini_batch), replicas, mini_batch, shards)
         divided = [(size, count, each) for size, count in pairs if (each := zero(count)) is not None]
         if not divided:
             raise UsageError(
@@ -164,10 +166,10 @@ class PartitionProblem:
                 "leave it out, or choose a larger --microbatch-size"
             )
         priced = sorted({(size // count, each) for size, count, each in divided})
-        rows = tuple(Pricing(samples, again, 1, each) for again in recompute for samples, each in priced)
+        rows = tuple(Pricing(samples, again, shards, each) for again in recompute for samples, each in priced)
         place = {row: index for index, row in enumerate(rows)}
         ways = tuple(
-            Way(size, count, place[Pricing(size // count, again, 1, each)], again, 1, each)
+            Way(size, count, place[Pricing(size // count, again, shards, each)], again, 1, each)
             for again in recompute
             for size, count, each in divided
         )
@@ -279,16 +281,17 @@ def least_enough(fits: Callable[[int], bool], too_little: int) -> int | None:
 
 
 def _pairs(
-    profile: Profile, num_devices: int, sizes: Sequence[int], replicas: int | None, mini_batch: int
+    profile: Profile, num_devices: int, sizes: Sequence[int], replicas: int | None, mini_batch: int, shards: int
 ) -> list[tuple[int, int]]:
     """(micro-batch size, replicas) for which every block has costs."""
     if num_devices < 1:
         raise UsageError(f"no stage of {profile.name!r} can run on {num_devices} devices; give more --devices")
-    known = [{row.microbatch_size for row in block.costs if row.shards == 1} for block in profile.blocks]
+    known = [{row.microbatch_size for row in block.costs if row.shards == shards} for block in profile.blocks]
     missing = next((block.id for block, each in zip(profile.blocks, known, strict=True) if not each), None)
     if missing is not None:
         raise UsageError(
-            f"block {missing!r} of {profile.name!r} has no costs on a single device (shards 1), which stages that "
+            f"block {missing!r} of {profile.name!r} has no costs "
+            f"{'on a single device (shards 1)' if shards == 1 else f'for {shards} shards'}, which stages that "
             "split samples need; add such rows, or give a placement with shards"
         )
     low, high = max(map(min, known)), min(map(max, known))

@@ -47,9 +47,9 @@ def _any_plan(request: Request) -> int:
 def _possible(request: Request, block: Block, recomputes: Sequence[bool]) -> Iterator[CostRow]:
     """A block's costs for every share of a micro-batch that a device may have, which divides what it is a share of."""
     whole = request.batch.mini_batch if request.sizes else request.batch.microbatch_size
-    for shards in sorted({row.shards for row in block.costs}):
+    for shards in sorted({row.shards for row in block.costs}) if request.shards is None else (request.shards,):
         sizes = [row.microbatch_size for row in block.costs if row.shards == shards]
-        for size in range(min(sizes), min(max(sizes), whole) + 1):
+        for size in range(min(sizes, default=1), min(max(sizes, default=0), whole) + 1):
             if whole % size == 0:
                 yield from _costs(block, size, shards, recomputes)
 
@@ -65,7 +65,7 @@ def _costs(block: Block, size: int, shards: int, recomputes: Sequence[bool]) -> 
 def _of_choice(request: Request, choice: Choice) -> int | None:
     """Least iteration in ns of a strategy's plans with some replicas, size and recomputation; None: there are none."""
     profile, size = request.profile, choice.batch.microbatch_size // choice.replicas
-    positions, count = request.num_devices // choice.replicas, choice.batch.num_microbatches
+    positions, count = request.num_devices // (choice.replicas * choice.shards), choice.batch.num_microbatches
     splits = _may_split(request)
     parts = (1, 2) if request.num_parted != 0 and size % 2 == 0 else (1,)  # forwards may run in halves
     if positions < 1:
@@ -78,7 +78,7 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
         if 1 not in times:
             return None
         alone[block.id] = min(times.values())
-        work += min(part * ns for part, ns in times.items()) * shards
+        work += min(part * ns for part, ns in times.items()) * shards // choice.shards
     way = _longest_way(profile, alone)
     bound = max(way, -(-work * count // positions))
     if choice.strategy == "one-to-one" and not choice.spread and request.num_parted == 0:

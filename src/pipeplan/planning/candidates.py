@@ -13,7 +13,7 @@ from typing import Any
 from pipeplan.costs import StageCost
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.communication import all_reduce_time
-from pipeplan.costs.zero import WHOLE, Zero
+from pipeplan.costs.zero import WHOLE
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, PlacedStage, Placement, Profile
 from pipeplan.partition.baselines import dapple, pipedream, piper
@@ -21,10 +21,12 @@ from pipeplan.partition.chain.autopipe import autopipe
 from pipeplan.partition.chain.costs import Chain
 from pipeplan.partition.chain.rebalance import PER_DEVICE, even
 from pipeplan.partition.graph.search import graphpipe
+from pipeplan.partition.mapping import neighbours
 from pipeplan.partition.placement import Cut, can_spread, place, place_submodules, undivided
 from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, free
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
+from pipeplan.planning.uniform_space import BoundedChoice, Choice, best_first, chunks_of
 from pipeplan.schedule.state import SearchStep
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
@@ -61,7 +63,7 @@ Proposal = Callable[[], CandidateOrError | None]
 class CandidateStep(SearchStep, ABC):
     """Placements other than chains. Where it is tried stages may be of any form."""
 
-    when = "--placement auto, without --slices, --shard-shared and --replicas"
+    when = "--placement auto, without --slices, --shard-shared, --replicas and --tp above 1"
 
     @abstractmethod
     def candidates(self, request: Request) -> Iterator[Proposal]:
@@ -80,7 +82,8 @@ def candidates(request: Request, steps: Sequence[SearchStep], chains_between: in
     chains = _chains(request)
     if _any_stages(request):
         found = chain.from_iterable(step.candidates(request) for step in steps if isinstance(step, CandidateStep))
-        yield from islice(found, 1)
+        if open_shards(request) == (1,):
+            yield from islice(found, 1)
         for graph in found:
             yield from islice(chains, chains_between)
             yield graph
@@ -125,55 +128,122 @@ def _as_is(candidate: CandidateOrError) -> CandidateOrError:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
-    """A strategy for chains and everything it leaves open."""
+class BoundedProposal:
+    """A proposal of which it is known, before it is made, ns that no iteration of it is below."""
 
-    strategy: str
-    replicas: int
-    batch: Batch
-    recompute: bool
-    spread: bool
-    zero: Zero = WHOLE
+    propose: Proposal
+    least_ns: int
+
+    def __call__(self) -> CandidateOrError | None:
+        """Make it."""
+        return self.propose()
+
+
+def open_shards(request: Request) -> tuple[int, ...]:
+    """How many devices may split each block of a chain: those of a node for which all blocks have costs.
+
+    The costs have the time of the devices' messages, which is that inside a node. One where a strategy is asked for and
+    nothing is said, as with replicas.
+    """
+    if request.shards is not None:
+        return (request.shards,)
+    if request.placement != "auto" or request.spread:
+        return (1,)
+    common = set.intersection(*({row.shards for row in block.costs} for block in request.profile.blocks))
+    return tuple(sorted(count for count in common if count <= min(request.unit, request.num_devices))) or (1,)
+
+
+def uniform_choices(request: Request) -> list[BoundedChoice]:
+    """Chains whose blocks may be split, best first: all uniform choices that may fit, on all devices or on some.
+
+    None where only whole blocks are open: then there are fewer choices, each on all devices.
+    """
+    if open_shards(request) == (1,) or isinstance(request.placement, Placement) or request.placement == SUBMODULES:
+        return []
+    return best_first(request, [each for shards in open_shards(request) for each in _uniform(request, shards)])
+
+
+def _uniform(request: Request, shards: int) -> Iterator[Choice]:
+    """With so many shards: every number of replicas and of positions, strategy, size and recomputation."""
+    units, blocks = len(neighbours(request.cluster, request.num_devices, shards)), len(request.profile.blocks)
+    every = range(1, units + 1) if request.placement == "auto" else (1,)
+    for replicas in checked(every if request.replicas is None else (request.replicas,), 1):
+        zero = request.sharing(replicas)
+        batches = [] if zero is None else list(_batches(request, replicas, False, shards))
+        for batch, strategy in product(batches, _strategies(request)):
+            how = STRATEGIES[strategy]
+            if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
+                continue
+            most = min(units // replicas, blocks // chunks_of(request, how))
+            for positions, recompute in product(range(1, most + 1), request.recomputes):
+                if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
+                    yield Choice(strategy, replicas, batch, recompute, False, shards, positions, zero or WHOLE)
 
 
 def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
     """Chains cut evenly by time that should fit with what 1F1B has in flight: the quickest to plan.
 
-    Those with fewest stages, each on as many replicas, come first, then those that recompute; their micro-batches are
-    as small as may be. Each takes a time linear in blocks and devices.
+    Where blocks may be split, those come first that usually take least time. Else those with fewest stages, each on as
+    many replicas, then those that recompute; their micro-batches are as small as may be. Each takes a time linear in
+    blocks and devices.
     """
     order = request.profile.topological_order()
-    for recompute in request.recomputes:
-        known: dict[Pricing, list[StageCost]] = {}
-        for replicas in sorted(_replicas(request), reverse=True):
-            batch = next(_batches(request, replicas, False), None)
-            count, zero = request.num_devices // replicas, request.sharing(replicas)
-            if batch is None or zero is None or request.num_devices % replicas or count > len(order):
-                continue
-            pricing = Pricing(batch.microbatch_size // replicas, recompute, zero=zero)
-            if pricing not in known:
-                known[pricing] = pricing.costs(request.profile, order)
-            chain, begins, fit = _even(request, known[pricing], replicas, batch)
-            if fit:
-                groups = [range(replicas * place, replicas * (place + 1)) for place in range(count)]
-                stages = tuple(
-                    PlacedStage(blocks=order[begin:end], devices=tuple(group), replicas=replicas, **zero.keys(replicas))
-                    for (begin, end), group in zip(chain.ranges(begins), groups, strict=True)
+    known: dict[Pricing, list[StageCost]] = {}
+    for choice in _plain(request):
+        if choice.pricing not in known:
+            known[choice.pricing] = choice.pricing.costs(request.profile, order)
+        groups = _groups(request, choice)
+        chain, begins, fit = _even(request, known[choice.pricing], groups, choice.batch)
+        if fit:
+            stages = tuple(
+                PlacedStage(
+                    blocks=order[begin:end],
+                    devices=group,
+                    shards=choice.shards,
+                    replicas=choice.replicas,
+                    **choice.zero.keys(choice.replicas),
                 )
-                placement = Placement(strategy="one-to-one", num_devices=request.num_devices, stages=stages)
-                yield PlacementCandidate(placement, batch, recompute, "even")
+                for (begin, end), group in zip(chain.ranges(begins), groups, strict=True)
+            )
+            placement = Placement(strategy="one-to-one", num_devices=request.num_devices, stages=stages)
+            yield PlacementCandidate(placement, choice.batch, choice.recompute, "even")
+
+
+def _plain(request: Request) -> Iterator[Choice]:
+    """One stage for each group of devices: the choices of :func:`even_cuts`."""
+    uniform = [each.choice for each in uniform_choices(request) if each.choice.strategy == "one-to-one"]
+    if uniform:
+        yield from uniform
+        return
+    for recompute, replicas in product(request.recomputes, sorted(_replicas(request), reverse=True)):
+        batch = next(_batches(request, replicas, False), None)
+        count, zero = request.num_devices // replicas, request.sharing(replicas)
+        if batch is None or zero is None or request.num_devices % replicas or count > len(request.profile.blocks):
+            continue
+        yield Choice("one-to-one", replicas, batch, recompute, False, zero=zero)
+
+
+def _wide(request: Request, choice: Choice) -> list[tuple[int, ...]]:
+    """Groups of devices that split each block, as many as the choice has stages and replicas for."""
+    units = neighbours(request.cluster, request.num_devices, choice.shards)
+    return units if choice.positions is None else units[: choice.positions * choice.replicas]
+
+
+def _groups(request: Request, choice: Choice) -> list[tuple[int, ...]]:
+    """[position] its devices, replica after replica."""
+    units, each = _wide(request, choice), choice.replicas
+    return [tuple(chain.from_iterable(units[at : at + each])) for at in range(0, len(units) - each + 1, each)]
 
 
 def _even(
-    request: Request, costs: Sequence[StageCost], replicas: int, batch: Batch
+    request: Request, costs: Sequence[StageCost], groups: Sequence[Sequence[int]], batch: Batch
 ) -> tuple[Chain, tuple[int, ...], bool]:
-    """A chain of blocks with these costs on so many replicas, its even cut, and whether that fits with 1F1B."""
-    count = min(request.num_devices // replicas, len(costs))
-    groups = [request.memory[replicas * place : replicas * (place + 1)] for place in range(count)]
-    limits = [min((limit for limit in group if limit is not None), default=None) for group in groups]
-    chain = Chain.of(costs, range(count), limits)
+    """A chain of blocks with these costs on groups of devices, its even cut, and whether that fits with 1F1B."""
+    known = [[request.memory[device] for device in group] for group in groups[: len(costs)]]
+    limits = [min((limit for limit in own if limit is not None), default=None) for own in known]
+    chain = Chain.of(costs, range(len(known)), limits)
     begins = even(chain)
-    fit = all(_fits_in_flight(chain, place, begins, batch.num_microbatches) for place in checked(range(count)))
+    fit = all(_fits_in_flight(chain, place, begins, batch.num_microbatches) for place in checked(range(len(known))))
     return chain, begins, fit
 
 
@@ -193,7 +263,7 @@ def _best_size_first(request: Request, choices: Sequence[Choice]) -> list[Choice
             costs = pricing.costs(request.profile, order)
         except UsageError:  # blocks are split where they stand
             return list(choices)
-        chain, begins, fit = _even(request, costs, replicas, batch)
+        chain, begins, fit = _even(request, costs, _groups(request, choices[0]), batch)
         found = not fit, chain.times[-1] + (batch.num_microbatches - 1) * chain.longest(begins)
         worth[batch] = min(found, worth.get(batch, found))
     return sorted(choices, key=lambda choice: worth[choice.batch])
@@ -226,7 +296,7 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
             for recompute, strategy in product(request.recomputes, _strategies(request)):
                 for spread, possible in batches.items():
                     if batch in possible:
-                        yield Choice(strategy, replicas, batch, recompute, spread, zero)
+                        yield Choice(strategy, replicas, batch, recompute, spread, request.shards or 1, zero=zero)
 
 
 def _strategies(request: Request) -> Iterable[str]:
@@ -242,19 +312,30 @@ def _any_stages(request: Request) -> bool:
     Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
     """
     any_form = request.placement == "auto" and not request.num_parted and not request.spread
-    return any_form and request.replicas is None
+    return any_form and request.replicas is None and request.shards in (None, 1)
 
 
 def _chains(request: Request) -> Iterator[Proposal]:
     """Every choice with the balanced cut, and with AutoPipe's where that is for: one stage per device."""
+    uniform = uniform_choices(request)
+    for each in uniform:
+        yield BoundedProposal(partial(_tried, _chain, request, each.choice, "balanced", None), each.least_ns)
+        if _is_for_autopipe(request, each.choice):
+            yield BoundedProposal(partial(_autopipe, request, each.choice), each.least_ns)
+    if uniform:
+        return
     for _, alike in groupby(_choices(request), lambda choice: choice.replicas if isinstance(choice, Choice) else None):
         choices = list(alike)
         yield from (partial(_as_is, choice) for choice in choices if isinstance(choice, UsageError))
         for choice in _best_size_first(request, [choice for choice in choices if isinstance(choice, Choice)]):
             yield partial(_tried, _chain, request, choice, "balanced", None)
-            stages = request.num_devices // choice.replicas
-            if choice.strategy == "one-to-one" and not choice.spread and 1 < stages <= len(request.profile.blocks):
+            if _is_for_autopipe(request, choice):
                 yield partial(_autopipe, request, choice)
+
+
+def _is_for_autopipe(request: Request, choice: Choice) -> bool:
+    stages = choice.positions or request.num_devices // choice.replicas
+    return choice.strategy == "one-to-one" and not choice.spread and 1 < stages <= len(request.profile.blocks)
 
 
 def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> PlacementCandidate:
@@ -277,7 +358,7 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
             f"--microbatches {batch.num_microbatches + 1}"
         )
     else:
-        how |= {"chunks": request.chunks, "spread": choice.spread}
+        how |= {"chunks": request.chunks, "spread": choice.spread, "wide": _wide(request, choice)}
         placement = place(request.profile, strategy, request.num_devices, **how)
     return PlacementCandidate(placement, batch, choice.recompute, source, _is_fallback(request, choice.recompute))
 
@@ -302,9 +383,9 @@ def _replicas(request: Request) -> Sequence[int]:
     return list(dict.fromkeys(in_turn))
 
 
-def _batches(request: Request, replicas: int, spread: bool) -> Iterator[Batch]:
+def _batches(request: Request, replicas: int, spread: bool, shards: int | None = None) -> Iterator[Batch]:
     """Micro-batches that replicas can share, of sizes per replica that all blocks were profiled around."""
-    low, high = _profiled(request, replicas, spread)
+    low, high = _profiled(request, replicas, spread, shards)
     mini_batch, unit = request.batch.mini_batch, replicas * (2 if request.num_parted else 1)
     for size in _sizes(request, replicas):
         if mini_batch % size == 0 and size % unit == 0 and low <= size // replicas <= high:
@@ -320,7 +401,7 @@ def _no_size(request: Request, replicas: int, spread: bool) -> UsageError:
     low, high = _profiled(request, replicas, spread)
     if low > high:
         return _no_costs(request, replicas, spread)
-    if request.placement != "auto" and request.num_devices % replicas:  # whatever the size
+    if request.placement != "auto" and request.num_devices % (replicas * (request.shards or 1)):  # whatever the size
         return undivided(request.num_devices, replicas)
     return UsageError(
         f"no micro-batch size of {', '.join(map(str, _sizes(request, replicas)))} suits "
@@ -358,18 +439,19 @@ def _other_sizes(request: Request, replicas: int, low: int, high: int, spread: b
         yield f"choose --replicas of {', '.join(fitting)}"
 
 
-def _profiled(request: Request, replicas: int, spread: bool) -> tuple[int, int]:
+def _profiled(request: Request, replicas: int, spread: bool, shards: int | None = None) -> tuple[int, int]:
     """The least and most samples on a device that every block has costs for, as it stands; none: (1, 0)."""
+    ways = [shards or shards_of(request, replicas, spread, block) for block in request.profile.blocks]
     sizes = [
-        [row.microbatch_size for row in block.costs if row.shards == shards_of(request, replicas, spread, block)]
-        for block in request.profile.blocks
+        [row.microbatch_size for row in block.costs if row.shards == way]
+        for block, way in zip(request.profile.blocks, ways, strict=True)
     ]
     return (max(map(min, sizes)), min(map(max, sizes))) if all(sizes) else (1, 0)
 
 
 def shards_of(request: Request, replicas: int, spread: bool, block: Block) -> int:
-    """Over how many devices strategies split a block."""
-    return request.num_devices // replicas if spread and block.shared else 1
+    """Over how many devices strategies split a block, where that is not open."""
+    return request.num_devices // replicas if spread and block.shared else request.shards or 1
 
 
 def _or(remedy: str | None) -> str:
@@ -398,13 +480,18 @@ def _spreads(request: Request, replicas: int) -> Sequence[bool]:
     wanted = request.spread
     if wanted is not None:
         return (wanted,)
+    if request.shards not in (None, 1):
+        return (False,)
     possible = can_spread(request.profile, request.num_devices // replicas)
     return (False, True) if possible else (False,)
 
 
 def _autopipe(request: Request, choice: Choice) -> CandidateOrError | None:
     try:
-        problem = _problem(request, [choice.batch.microbatch_size], (choice.recompute,), replicas=choice.replicas)
+        sizes = [choice.batch.microbatch_size]
+        units = len(_wide(request, choice))
+        alone = {"replicas": choice.replicas, "shards": choice.shards, "devices": units}
+        problem = _problem(request, sizes, (choice.recompute,), **alone)
         placement = next(autopipe(replace(problem, all_reduce=free))).placement
     except (InfeasibleError, UsageError):
         return None
@@ -413,20 +500,31 @@ def _autopipe(request: Request, choice: Choice) -> CandidateOrError | None:
 
 
 def _problem(
-    request: Request, sizes: Sequence[int], recompute: Sequence[bool], *, chunks: int = 1, replicas: int | None = None
+    request: Request,
+    sizes: Sequence[int],
+    recompute: Sequence[bool],
+    *,
+    chunks: int = 1,
+    replicas: int | None = None,
+    shards: int = 1,
+    devices: int | None = None,
 ) -> PartitionProblem:
-    """The question for partitioners that give every stage devices of its own, or one of the ``chunks`` of them."""
+    """The question for partitioners that give every stage devices of its own, or one of the ``chunks`` of them.
+
+    Each of the ``devices``, by default all, stands for ``shards`` of them.
+    """
     memory = request.least_memory
     return PartitionProblem.of(
         request.profile,
-        request.num_devices * chunks,
+        (devices or request.num_devices) * chunks,
         request.batch.mini_batch,
         microbatch_sizes=sizes,
         memory_bytes=None if memory is None else memory // chunks,
         recompute=recompute,
         replicas=replicas,
         zero=request.sharing,
-        all_reduce=lambda size, count: all_reduce_time(request.cluster, range(count), size),
+        shards=shards,
+        all_reduce=lambda size, count: all_reduce_time(request.cluster, range(0, count * shards, shards), size),
     )
 
 

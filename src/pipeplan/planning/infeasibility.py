@@ -18,14 +18,22 @@ from pipeplan.errors import (
 )
 from pipeplan.files import Placement
 from pipeplan.partition.chain.rebalance import least_short
-from pipeplan.planning.candidates import CandidateOrError, Choice, PlacementCandidate, StageGraphs, grid, placed
+from pipeplan.planning.candidates import (
+    CandidateOrError,
+    Choice,
+    PlacementCandidate,
+    StageGraphs,
+    grid,
+    placed,
+    uniform_choices,
+)
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import SEARCHING
 from pipeplan.schedule.state import Schedule
 from pipeplan.time_limit import Limit, TimeUpError
-from pipeplan.units import format_bytes, rounded_up
+from pipeplan.units import MAX_BYTES, format_bytes, rounded_up
 from pipeplan.workload.memory import peak_memory
 
 
@@ -261,8 +269,10 @@ def _points(request: Request) -> list[Choice | PlacementCandidate]:
 
     There may not be time for all, and what needs more than is known to do is refuted by one question.
     """
+    uniform = sorted(uniform_choices(request.within(MAX_BYTES)), key=lambda each: each.usual_bytes)
     points = [point for point in grid(request) if not isinstance(point, UsageError)]
-    return sorted(points, key=lambda point: (not point.recompute, point.batch.microbatch_size))
+    points.sort(key=lambda point: (not point.recompute, point.batch.microbatch_size))
+    return [*(each.choice for each in uniform), *points]
 
 
 def _text(request: Request, limit: int, least: _Least) -> str:

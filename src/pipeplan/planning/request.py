@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from pipeplan.costs import can_split
+from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions
 from pipeplan.costs.recipes import computing_dtype
@@ -132,9 +134,9 @@ class Request:
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
     and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
-    and AUTO where nothing fits. ``zero_group`` is how many of them have one copy of that, None all. ``spread`` is
-    whether shared blocks stand on all devices, ``num_parted`` how many leading micro-batches run their warmup forwards
-    in two parts. ``time_limit`` is in seconds: by the clock, or
+    and AUTO where nothing fits. ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how
+    many devices split each block of a chain, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how
+    many leading micro-batches run their warmup forwards in two parts. ``time_limit`` is in seconds: by the clock, or
     ``deterministic`` by work that takes about as long.
 
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
@@ -163,6 +165,7 @@ class Request:
     replicas: int | None = None
     zero: int | Literal["auto"] | None = None
     zero_group: int | None = None
+    shards: int | None = None
     spread: bool | None = None
     num_parted: int | None = None
     time_limit: float = 30.0
@@ -282,6 +285,10 @@ class Request:
         fixed = microbatch_size is not None or num_microbatches is not None
         if chunks is None and rules is not None and chosen == rules.placement:
             chunks = rules.chunks
+        if others.get("shards") is not None:
+            _require_shards(
+                profile, chosen, num_devices, others["shards"], others.get("replicas"), others.get("spread")
+            )
         return cls(
             profile,
             num_devices,
@@ -356,6 +363,12 @@ class Request:
         return min((limit for limit in self.memory if limit is not None), default=None)
 
     @property
+    def unit(self) -> int:
+        """Devices of a node: those that the innermost links join; all where there is one kind of links."""
+        levels = () if self.cluster is None else self.cluster.levels
+        return levels[0].group_size if len(levels) > 1 else self.num_devices
+
+    @property
     def by_devices(self) -> list[Request]:
         """The same for each of the ``device_counts``."""
         return [replace(self, num_devices=count) for count in self.device_counts or (self.num_devices,)]
@@ -366,6 +379,60 @@ class Request:
         if self.recompute is not None:
             return (self.recompute,)
         return (False,) if self.least_memory is None else (False, True)
+
+
+def _require_shards(
+    profile: Profile,
+    placement: Placement | str,
+    num_devices: int,
+    shards: int,
+    replicas: int | None,
+    spread: bool | None,
+) -> None:
+    """That every block can be split over so many devices. Raises UsageError, which says over how many it can."""
+    if shards == 1:
+        return
+    flag = f"--tp {shards}"
+    if isinstance(placement, Placement) or placement == SUBMODULES:
+        own = "the rules, which place submodules," if placement == SUBMODULES else "the placement"
+        raise UsageError(
+            f"{flag} would do nothing: {own} of profile {profile.name!r} say how many devices split each stage; "
+            "leave --tp out, or choose --placement all or a strategy"
+        )
+    if spread:
+        raise UsageError(
+            f"{flag} has each stage's devices split its blocks, --shard-shared yes all devices the shared ones; "
+            "leave one of them out"
+        )
+    known = {block.id: {row.shards for row in block.costs} for block in profile.blocks}
+    common = sorted(set.intersection(*known.values()))
+    without = next((name for name, own in known.items() if shards not in own), None)
+    if without is not None:
+        raise UsageError(
+            f"{flag}: block {without!r} of profile {profile.name!r} has costs for "
+            f"{_listed(sorted(known[without]))} shards, not for {shards}; " + _other_shards(profile, common, shards)
+        )
+    used = shards * (replicas or 1)
+    if num_devices % used:
+        fitting = [count for count in common if num_devices % (count * (replicas or 1)) == 0]
+        also = f" x --replicas {replicas}" if replicas else ""
+        more = -(-num_devices // used) * used
+        other = f"choose --tp {_listed(fitting)}, or --devices {more}" if fitting else f"choose --devices {more}"
+        raise UsageError(f"{flag}{also} does not divide {num_devices} devices; {other}")
+
+
+def _other_shards(profile: Profile, common: Sequence[int], shards: int) -> str:
+    """What to do where blocks have no costs for so many shards."""
+    remedy = splitting_remedy(profile, [shards])
+    if remedy is None:
+        heads = math.gcd(*(block.dimensions["heads"] for block in profile.blocks if "heads" in block.dimensions))
+        able = _listed([count for count in range(1, heads + 1) if heads % count == 0])
+        remedy = f"profile with --shards of {able}: blocks have {heads} heads, which {shards} devices cannot share"
+    return f"choose --tp {_listed(common)}, or {remedy}" if common else remedy
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts))
 
 
 def input_notes(request: Request) -> Iterator[str]:
@@ -399,6 +466,11 @@ def _request_notes(request: Request) -> Iterator[str]:
             yield other
     if request.num_devices == 1:
         return
+    if (request.shards or 1) > request.unit:
+        yield (
+            f"{request.shards} devices that split a block are in several nodes of {request.unit}, but the profile has "
+            "the time of their messages as it was made: inside a node, unless profile was given this --cluster"
+        )
     timed = sum(edge.transfer_ns is not None for edge in edges)
     if cluster is None:
         apart = sum(bool(edge.transfer_ns) for edge in edges)

@@ -394,7 +394,7 @@ class LookAtCandidates(PlanStep):
         """Only known schedules, unless the candidate cannot be better, or must be searched in any case."""
         request, slicing, best = search.request, named(search.steps, SliceForwards), search.best
         try:
-            if best is not None and Trial.of(replace(request, cluster=None), candidate).worse(best):
+            if best is not None and self._refuted(replace(request, cluster=None), candidate, best, slicing):
                 search.looked_at += 1
                 search.refuted += 1
                 return  # wherever its devices are
@@ -419,6 +419,15 @@ class LookAtCandidates(PlanStep):
             slicing.at_once(request, trial)
         search.budget.charge(SECONDS_PER_LOOK * sum(map(ShorterRun().actions, trial.ways)))
         search.report(trial)
+
+    def _refuted(
+        self, request: Request, candidate: PlacementCandidate, best: Trial, slicing: SliceForwards | None
+    ) -> bool:
+        """Whether every schedule is longer than the best, also with what forwards in parts may make of it."""
+        trial = Trial.of(request, candidate)
+        if slicing is not None and trial.worse(best):
+            slicing.expect(request, trial)
+        return trial.worse(best)
 
 
 @dataclass(frozen=True)
@@ -531,7 +540,9 @@ def search_plan(
     chosen = None if isinstance(request.placement, Placement) else search.partition_seconds
     refuted = sum(trial.hopeless(best) for trial in search.trials if trial is not best)
     counts = CandidateCounts(
-        search.looked_at, search.refuted + refuted, search.unfinished + sum(1 for _ in search.open)
+        search.looked_at,
+        search.refuted + refuted,
+        search.unfinished + sum(not search.refutes(propose) for propose in search.open),
     )
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
     notes = [*search.notes, *(note for trial in search.trials for note in trial.notes)]

@@ -21,7 +21,7 @@ from pipeplan.files import Placement, Plan
 from pipeplan.partition.mapping import mapped
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.bounds import request_bound
-from pipeplan.planning.candidates import PlacementCandidate, Proposal
+from pipeplan.planning.candidates import BoundedProposal, PlacementCandidate, Proposal
 from pipeplan.planning.request import Request
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import with_instructions
@@ -39,12 +39,13 @@ from pipeplan.workload.workload import Workload
 def may_move(request: Request, candidate: PlacementCandidate) -> bool:
     """Whether other devices may be nearer: not where the placement was given, or all are equally near.
 
-    Devices that split blocks stay neighbours, as their collectives are priced.
+    Devices that split blocks stay neighbours, as their collectives are priced; stages on all devices have no choice.
     """
-    cluster = request.cluster
+    cluster, stages = request.cluster, candidate.placement.stages
     if cluster is None or len(cluster.levels) < 2 or isinstance(request.placement, Placement):
         return False
-    return not any(stage.shards > 1 and stage.replicas > 1 for stage in candidate.placement.stages)
+    everywhere = candidate.placement.num_devices
+    return not any(stage.shards > 1 and (stage.replicas > 1 or stage.shards < everywhere) for stage in stages)
 
 
 def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCandidate | None:
@@ -447,6 +448,10 @@ class PlanSearch:
         """The next candidate; None where there is none, it was seen before, or that were all."""
         begun = self.budget.elapsed
         propose = next(self.open, None)
+        if propose is not None and self.refutes(propose):
+            self.looked_at += 1
+            self.refuted += 1
+            return None
         candidate = None if propose is None else propose()
         self.partition_seconds += self.budget.elapsed - begun
         if propose is None:
@@ -461,6 +466,11 @@ class PlanSearch:
             self.others.pop(candidate.key, None)
             return candidate
         return None
+
+    def refutes(self, propose: Proposal) -> bool:
+        """Whether it is known of a proposal, before it is made, that every iteration of it is longer than the best."""
+        value = None if self.best is None else self.best.value_ns
+        return isinstance(propose, BoundedProposal) and value is not None and propose.least_ns > value
 
     def _leave(self, candidate: PlacementCandidate) -> None:
         """A fallback that is not tried where there is something else: what it could be at best is known."""

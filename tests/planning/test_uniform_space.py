@@ -1,0 +1,208 @@
+"""Tensor, data and pipeline parallel sizes together: what is chosen, the bound over all, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from builders.profiles import joined, stage_per_block
+from builders.requests import request_of
+from pipeplan.costs import stage_costs
+from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.files import Block, Cluster, CostRow, Profile
+from pipeplan.partition.chain.autopipe import timeline
+from pipeplan.partition.chain.costs import StageTimes
+from pipeplan.partition.chain.kernel import balanced_split
+from pipeplan.partition.chain.rebalance import even
+from pipeplan.partition.mapping import neighbours
+from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.candidates import PlacementCandidate, open_shards, placed, uniform_choices
+from pipeplan.planning.request import Batch, Request, input_notes
+from pipeplan.planning.steps import STEPS, search_plan, without
+from pipeplan.planning.trials import Trial
+from pipeplan.planning.uniform_space import longest_stages
+
+QUICK: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
+SIZES, SHARDS, MINI_BATCH = (1, 2), (1, 2), 8
+UNIFORM = without({"stage graphs", "published planners", "slice forwards"}, STEPS)
+
+
+@st.composite
+def chains(draw: st.DrawFn, most: int = 6) -> Profile:
+    """Two to six blocks with costs for one and two shards and samples; half of a block takes more than half as long."""
+
+    def block(index: int) -> Block:
+        rows = []
+        alone = draw(st.integers(2, 30)), draw(st.integers(2, 60)), draw(st.integers(1, 40))
+        for size, shards in itertools.product(SIZES, SHARDS):
+            forward, backward, held = (part * size // shards + draw(st.integers(0, 2)) for part in alone)
+            row = {"microbatch_size": size, "shards": shards, "activation_bytes": held}
+            rows.append(CostRow(**row, forward_ns=forward + 1, backward_ns=backward + 1))
+        return Block(id=f"b{index}", operator="layer", parameter_bytes=draw(st.integers(0, 20)), costs=tuple(rows))
+
+    return joined([block(index) for index in range(draw(st.integers(2, most)))])
+
+
+def iterations(profile: Profile, num_devices: int, memory: int | None) -> Iterator[int]:
+    """1F1B on every cut, for every uniform (shards, replicas, stages, micro-batch size): where it fits, its ns."""
+    ids = [block.id for block in profile.blocks]
+    for shards, samples, replicas in itertools.product(SHARDS, SIZES, range(1, num_devices + 1)):
+        if MINI_BATCH % (samples * replicas) == 0:
+            count = MINI_BATCH // (samples * replicas)
+            for stages in range(1, min(len(ids), num_devices // (shards * replicas)) + 1):
+                for cuts in itertools.combinations(range(1, len(ids)), stages - 1):
+                    ends = [0, *cuts, len(ids)]
+                    costs = [stage_costs(profile, ids[a:b], samples, shards) for a, b in itertools.pairwise(ends)]
+                    held = [cost.memory_bytes(min(count, stages - place)) for place, cost in enumerate(costs)]
+                    if memory is None or max(held) <= memory:
+                        times = StageTimes(
+                            tuple(cost.forward_ns for cost in costs), tuple(cost.backward_ns for cost in costs)
+                        )
+                        yield timeline(times, count).iteration_ns
+
+
+def asked(profile: Profile, num_devices: int, memory: int | None = None, **others: Any) -> Request:
+    fixed = {"scheduler": "1f1b", "num_parted": 0, "split_backward": False, "recompute": False}
+    quick = {"time_limit": 1.0, "deterministic": True, "sizes": SIZES, "memory_bytes": memory}
+    return request_of(profile, "auto", Batch(MINI_BATCH, 1), num_devices, **(fixed | quick | others))
+
+
+def best_of_search(profile: Profile, num_devices: int, memory: int | None) -> None:
+    """It equals the best of all, and no bound is above it."""
+    best = min(iterations(profile, num_devices, memory), default=None)
+    if best is None:
+        return
+    request = asked(profile, num_devices, memory)
+    found = search_plan(request, steps=UNIFORM)
+    assert found.plan.predicted.iteration_ns == best
+    assert found.lower_bound_ns <= best
+    assert request_bound(request) <= best
+    assert min(each.least_ns for each in uniform_choices(request)) <= best
+
+
+@settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
+@given(chains(4), st.integers(2, 5), st.one_of(st.none(), st.integers(60, 300)))
+def test_search_finds_the_best_of_all_uniform_layouts(profile: Profile, num_devices: int, memory: int | None) -> None:
+    """Every size of tensor, data and pipeline parallelism, micro-batch and cut, by brute force."""
+    best_of_search(profile, num_devices, memory)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
+@given(chains(6), st.integers(2, 8), st.one_of(st.none(), st.integers(60, 300)))
+def test_search_finds_the_best_of_more_layouts(profile: Profile, num_devices: int, memory: int | None) -> None:
+    """The same of up to six blocks on up to eight devices."""
+    best_of_search(profile, num_devices, memory)
+
+
+@settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
+@given(chains(3), st.integers(2, 4), st.booleans(), st.sampled_from([None, 80, 150]))
+def test_no_candidate_is_below_its_bound(
+    profile: Profile, num_devices: int, recompute: bool, memory: int | None
+) -> None:
+    """Whatever its cut, and the schedule that is best for it, as far as its work and dependencies say."""
+    request = asked(profile, num_devices, memory, scheduler="auto", recompute=recompute, num_parted=None)
+    bounds = {each.choice: each.least_ns for each in uniform_choices(request)}
+    for choice, least_ns in bounds.items():
+        for cut in (None, even):
+            candidate = placed(request, choice, cut)
+            if isinstance(candidate, PlacementCandidate):
+                trial = Trial.of(request, candidate)
+                trial.look()
+                assert trial.value_ns is None or least_ns <= trial.value_ns
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 30), min_size=6, max_size=6), min_size=1, max_size=3))
+def test_longest_stages_are_those_of_the_evenest_cut(chains: list[list[int]]) -> None:
+    found = longest_stages([np.array([0, *itertools.accumulate(times)]) for times in chains], 6)
+    for own, times in zip(found.tolist(), chains, strict=True):
+        for count, longest in enumerate(own, 1):
+            begins = balanced_split(times, count)
+            assert begins is not None
+            assert longest == max(sum(times[a:b]) for a, b in itertools.pairwise((*begins, len(times))))
+
+
+SPLIT = joined(
+    [
+        Block(
+            id=f"b{index}",
+            operator="attention",
+            dimensions={"heads": 28},
+            costs=tuple(
+                CostRow(microbatch_size=1, shards=shards, forward_ns=100 // shards, backward_ns=200 // shards)
+                for shards in (1, 2, 4)
+            ),
+        )
+        for index in range(4)
+    ]
+)
+
+
+def test_groups_of_devices_stay_inside_nodes() -> None:
+    """Three in nodes of eight leave two devices idle, and no group is taken apart where devices are chosen."""
+    cluster = Cluster.of("two-nodes", 16, levels=[("node", 8, "3us", "300GB"), ("net", 16, "10us", "25GB")])
+    assert neighbours(cluster, 16, 3) == [(0, 1, 2), (3, 4, 5), (8, 9, 10), (11, 12, 13)]
+    assert neighbours(cluster, 16, 16) == [tuple(range(16))]
+    assert neighbours(None, 5, 2) == [(0, 1), (2, 3)]
+    found = search_plan(Request.of(SPLIT, cluster=cluster, mini_batch=8, shards=4, replicas=1, **QUICK))
+    assert {stage.shards for stage in found.plan.stages} == {4}
+    assert all(stage.devices[0] // 8 == stage.devices[-1] // 8 for stage in found.plan.stages)
+    assert all(stage.devices == tuple(range(stage.devices[0], stage.devices[0] + 4)) for stage in found.plan.stages)
+
+
+def test_blocks_are_split_where_that_is_quicker_or_asked_for() -> None:
+    """One sample at a time on four devices: a pipeline of it waits, four devices for each block do not."""
+    found = search_plan(Request.of(SPLIT, devices=4, mini_batch=1, **QUICK))
+    assert [(stage.shards, stage.replicas) for stage in found.plan.stages] == [(4, 1)]
+    assert found.plan.predicted.iteration_ns == found.lower_bound_ns == 300
+    alone = search_plan(Request.of(SPLIT, devices=4, mini_batch=1, shards=1, **QUICK))
+    assert alone.plan.predicted.iteration_ns == alone.lower_bound_ns == 1200
+    strategy = search_plan(Request.of(SPLIT, devices=4, mini_batch=8, placement="one-to-one", **QUICK))
+    assert {stage.shards for stage in strategy.plan.stages} == {1}, "as with replicas, only what is asked for"
+    asked_for = search_plan(Request.of(SPLIT, devices=4, mini_batch=8, placement="circular", shards=2, **QUICK))
+    assert {stage.shards for stage in asked_for.plan.stages} == {2}
+    assert asked_for.lower_bound_ns <= asked_for.plan.predicted.iteration_ns
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"shards": 8}, "choose --tp 1, 2, 4, or profile with --shards of 1, 2, 4, 7, 14, 28: blocks have 28 heads"),
+        ({"shards": 7}, "choose --tp 1, 2, 4, or profile with --shards 7"),
+        ({"devices": 6, "shards": 4}, "does not divide 6 devices; choose --tp 1, 2, or --devices 8"),
+        ({"shards": 2, "replicas": 8}, "--tp 2 x --replicas 8 does not divide 8 devices; choose --tp 1, or"),
+        ({"shards": 2, "spread": True}, "leave one of them out"),
+        ({"devices": None, "shards": 2, "placement": stage_per_block(SPLIT)}, "--tp 2 would do nothing: the placement"),
+    ],
+)
+def test_refusals_say_what_would_do(said: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        Request.of(SPLIT, **({"devices": 8, "mini_batch": 8} | said))
+
+
+def test_a_group_beyond_a_node_is_noted() -> None:
+    """The profile has the time of its messages inside a node."""
+    cluster = Cluster.of("pairs", 4, levels=[("pair", 2, "3us", "300GB"), ("net", 4, "10us", "25GB")])
+    open_ = Request.of(SPLIT, cluster=cluster, mini_batch=4)
+    assert open_shards(open_) == (1, 2)
+    fixed = Request.of(SPLIT, cluster=cluster, mini_batch=4, shards=4)
+    assert any("several nodes of 2" in note for note in input_notes(fixed))
+    assert not any("several nodes" in note for note in input_notes(open_))
+
+
+def test_what_does_not_fit_is_explained_with_split_blocks() -> None:
+    """State of 4 x 100 bytes: two devices that split each block need half of what each stage of two would."""
+    blocks = [block.model_copy(update={"parameter_bytes": 100}) for block in SPLIT.blocks[:1]]
+    request = Request.of(joined(blocks), devices=4, mini_batch=4, memory_bytes=10, **QUICK)
+    with pytest.raises(InfeasibleError) as caught:
+        search_plan(request)
+    assert caught.value.enough_bytes is not None
+    assert caught.value.enough_bytes <= 60, "a quarter of the block's state, not all of it"
