@@ -145,7 +145,7 @@ FOLDER = "versions"
 Form = dict[str, Any]
 
 SAID_ONLY = "written_where_said"
-"""Marks a key that files leave out where it has its default, and canonical texts too: one that came within a version."""
+"""Marks a key that files and canonical texts leave out where it has its default: one that came within a version."""
 
 _Place = tuple[str | int, ...]
 

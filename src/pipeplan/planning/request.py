@@ -176,7 +176,6 @@ class Request:
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
         if self.reserve_bytes:
             self._require_reserve(self.reserve_bytes)
-        self._require_sharing()
         if isinstance(self.placement, Placement):
             object.__setattr__(self, "placement", self.placement.whole)
         if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
@@ -199,8 +198,12 @@ class Request:
                 "lower it, or raise --memory"
             )
 
-    def _require_sharing(self) -> None:
-        """What ``zero`` and ``zero_group`` say can be done by some replicas."""
+    def require_sharing(self) -> None:
+        """Require that some replicas can do what ``zero`` and ``zero_group`` say.
+
+        Raises:
+            UsageError: there can be no replicas, or none whose number ``zero_group`` divides; a level that is not there.
+        """
         zero, group = self.zero, self.zero_group
         if group is not None and zero in (None, 0):
             raise UsageError(
@@ -282,7 +285,7 @@ class Request:
         fixed = microbatch_size is not None or num_microbatches is not None
         if chunks is None and rules is not None and chosen == rules.placement:
             chunks = rules.chunks
-        return cls(
+        made = cls(
             profile,
             num_devices,
             batch,
@@ -295,6 +298,8 @@ class Request:
             samples_assumed=mini_batch is None and num_microbatches is None,
             **(_as_defined(profile, scheduler, rules) | others),
         )
+        made.require_sharing()
+        return made
 
     @property
     def tunes(self) -> bool:
