@@ -29,6 +29,7 @@ from pipeplan.files import (
     CostRow,
     DeviceKind,
     LinkLevel,
+    MeasuredCurve,
     PlacedStage,
     Placement,
     Plan,
@@ -309,6 +310,17 @@ def test_search_chooses_replicas_that_fit_divided() -> None:
     assert {stage.zero for stage in divided.stages if stage.replicas > 1} == {1}
     grouped = search_plan(asked(**words, zero=1, zero_group=2)).plan
     assert {stage.sharers for stage in grouped.stages if stage.replicas > 1} == {2}
+
+
+def test_auto_keeps_state_whole_where_measured_links_make_that_quicker() -> None:
+    slow = MeasuredCurve(operation="reduce_scatter", level="wire", num_devices=4, points=((1, 10**6),))
+    cluster = cluster_of(4).model_copy(update={"measured": (slow,)})
+    roomy, tight = (
+        search_plan(asked(memory_bytes=memory, replicas=4, zero="auto", cluster=cluster)).plan
+        for memory in (40_000, 20_000)
+    )
+    assert [stage.zero for stage in (*roomy.stages, *tight.stages)] == [0, 1]
+    assert roomy.predicted.iteration_ns < tight.predicted.iteration_ns - 900_000
 
 
 @pytest.mark.parametrize(

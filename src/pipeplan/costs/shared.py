@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeplan.costs.blocks import held_part
 from pipeplan.costs.communication import all_reduce_time
@@ -218,7 +218,7 @@ def with_syncs(
 
 def _exchanges(
     stage: Stage, sharing: Sequence[Stage], size: int, recipe: Recipe, cluster: Cluster | None
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Ns to sum gradients of a stage over its replicas, and over the other routes' stages with some of its blocks.
 
     Each shard sums its part with the shards that hold the same.

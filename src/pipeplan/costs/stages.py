@@ -70,7 +70,9 @@ def group_costs(
         into[edge.target].append(edge)
     recipe, cut = profile.recipe, cuts(profile.recipe, zero, shards)
     groups = list(groups)
-    kept = {id_: state_of(by_id[id_], recipe).share(cut) for id_ in dict.fromkeys(chain.from_iterable(groups))}
+    kept = {
+        id_: state_of(by_id[id_], recipe).share(cut) for id_ in checked(dict.fromkeys(chain.from_iterable(groups)), 64)
+    }
     tied = _tied_in(profile, shards, cut)
     return [
         _summed([by_id[id_] for id_ in blocks], into, kept, tied, recipe, microbatch_size, shards, recompute=recompute)

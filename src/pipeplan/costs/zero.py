@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipeplan.costs.communication import Exchange, time_of_groups
 from pipeplan.costs.recipes import bytes_per_parameter, copy_held
@@ -34,14 +34,14 @@ class Zero(NamedTuple):
         group = stage.zero_group or stage.replicas
         return cls(stage.zero, group) if stage.zero and group > 1 else WHOLE
 
-    def keys(self, replicas: int) -> dict[str, int]:
+    def keys(self, replicas: int) -> dict[str, Any]:
         """What a stage with so many replicas says of it: nothing where it is not divided."""
         if self == WHOLE or replicas == 1:
             return {}
         return {"zero": self.level} | ({"zero_group": self.group} if self.group < replicas else {})
 
 
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 """Asks for whatever level is better."""
 
 WHOLE = Zero()

@@ -277,6 +277,7 @@ def frontier_request(
         splitting=splitting,
         samples_assumed=mini_batch is None,
     )
+    request.require_sharing()
     if mode == "min-devices" and all(each.least_memory is None for each in request.by_devices):
         raise UsageError("--mode min-devices: without a memory limit one device is enough; say --memory of each device")
     return request

@@ -138,8 +138,13 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
     with suppress(PipeplanError):
         placed = result.plan.placed.whole
         placed = sharing(replace(request, placement=placed, chunks=None, zero=AUTO), placed)
-        how = {"num_microbatches": result.plan.num_microbatches, "microbatch_size": result.plan.microbatch_size}
-        divided = build_workload(request.profile, placed, cluster=request.cluster, **how)
+        divided = build_workload(
+            request.profile,
+            placed,
+            num_microbatches=result.plan.num_microbatches,
+            microbatch_size=result.plan.microbatch_size,
+            cluster=request.cluster,
+        )
         before, after = (each.static_bytes(_fullest(simulation)) for each in (workload, divided))
         if before > after:
             brings = f"the fullest device keeps {format_bytes(after)} instead of {format_bytes(before)} of state"

@@ -179,7 +179,6 @@ class Request:
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
         if self.reserve_bytes:
             self._require_reserve(self.reserve_bytes)
-        self._require_sharing()
         if isinstance(self.placement, Placement):
             object.__setattr__(self, "placement", self.placement.whole)
         if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
@@ -202,8 +201,12 @@ class Request:
                 "lower it, or raise --memory"
             )
 
-    def _require_sharing(self) -> None:
-        """What ``zero`` and ``zero_group`` say can be done by some replicas."""
+    def require_sharing(self) -> None:
+        """Require that some replicas can do what ``zero`` and ``zero_group`` say.
+
+        Raises:
+            UsageError: there can be no replicas, or none whose number ``zero_group`` divides; a level that is not there.
+        """
         zero, group = self.zero, self.zero_group
         if group is not None and zero in (None, 0):
             raise UsageError(
@@ -289,7 +292,7 @@ class Request:
             _require_shards(
                 profile, chosen, num_devices, others["shards"], others.get("replicas"), others.get("spread")
             )
-        return cls(
+        made = cls(
             profile,
             num_devices,
             batch,
@@ -302,6 +305,8 @@ class Request:
             samples_assumed=mini_batch is None and num_microbatches is None,
             **(_as_defined(profile, scheduler, rules) | others),
         )
+        made.require_sharing()
+        return made
 
     @property
     def tunes(self) -> bool:
