@@ -54,9 +54,9 @@ class BlockSpec:
     ``shared`` (spread over all devices by some placements) go into the profile, as :attr:`described`. ``collectives``
     are of a block that is one device's share of a larger one. ``split`` says how a stage of several devices runs it;
     None if only whole. ``splits`` are other ways, by the name of an axis of a mesh; those of one ``build`` may be used
-    together. ``divided``: it is a share that takes and gives slices of the sequence. ``names`` are those of its parameters
-    and kept buffers in the module it is of; without, ``ID.NAME``. ``form`` is equal for blocks whose modules ``build``
-    makes alike, whatever the numbers in them; None if not known.
+    together. ``divided``: it is a share that takes and gives slices of the sequence. ``names`` are those of its
+    parameters and kept buffers in the module it is of; without, ``ID.NAME``. ``form`` is equal for blocks whose modules
+    ``build`` makes alike, whatever the numbers in them; None if not known.
     """
 
     id: str
