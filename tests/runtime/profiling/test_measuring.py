@@ -372,9 +372,10 @@ def test_shares_add_up_to_the_work() -> None:
     assert matrix_flops(model) == 4 * matrix_flops(split(model, 4))
 
 
-def test_edges_of_a_share_are_those_of_the_whole() -> None:
+def test_edges_of_a_share_are_slices_of_those_of_the_whole() -> None:
     model = load_model("gpt2-tiny")
-    assert block_graph_of(split(model, 2), torch.float32).edges == block_graph_of(model, torch.float32).edges
+    whole, share = (block_graph_of(each, torch.float32).edges for each in (model, split(model, 2)))
+    assert [edge.model_copy(update={"bytes_per_sample": 2 * edge.bytes_per_sample}) for edge in share] == list(whole)
     assert [block.id for block in split(model, 2).blocks] == [block.id for block in model.blocks]
 
 
@@ -469,7 +470,10 @@ def test_all_cases_in_short_formats(dtype: torch.dtype) -> None:
             (2, True),
         }
     assert row_of(found, "layer0.ffn").activation_bytes >= 10 * wide
-    assert row_of(found, "layer0.ffn", shards=2).weight_grad_bytes == (1 + 2 + 2 + 1) * wide
+    half = row_of(found, "layer0.ffn", shards=2)
+    assert half.sequence_parallel
+    assert not row_of(found, "layer0.ffn").sequence_parallel
+    assert half.weight_grad_bytes == (0.5 + 2 + 2 + 1) * wide, "of the input a slice, of the output's gradient all"
     assert row_of(found, "layer0.attention", recompute=True).activation_bytes == wide
 
 

@@ -431,7 +431,7 @@ def split_weights(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 
 def places_of(module: nn.Module, ways: Mapping[str, str], last: str = "") -> DividedPlaces:
     """Where a share of the module divides the sequence, as :class:`ModelFamily` has it."""
-    layers = {layer: None for name in ways if (layer := _layer(module, name))}
+    layers = {layer: None for name in ways if (layer := _layer(name))}
     joins = {path: None for name, way in ways.items() if (path := joined_in(module, name, way, last))}
     scatters = {path: None for name, way in ways.items() if (path := scattered_in(module, name, way))}
     return DividedPlaces(tuple(layers), tuple(joins), tuple(scatters), last)
@@ -444,7 +444,7 @@ def joined_in(module: nn.Module, name: str, way: str, last: str = "") -> str:
         return "" if last or isinstance(module.get_submodule(path), nn.Embedding) else path
     if way not in COLUMNS:
         return ""
-    return _part_with_experts(module, name) or (path if owner == _layer(module, name) else owner)
+    return _part_with_experts(module, name) or (path if owner == _layer(name) else owner)
 
 
 def scattered_in(module: nn.Module, name: str, way: str) -> str:
@@ -458,18 +458,16 @@ def _owner(name: str) -> tuple[str, str]:
     return (path, path.rpartition(".")[0]) if last in ("weight", "bias") else (path, path)
 
 
-def _layer(module: nn.Module, name: str) -> str:
+def _layer(name: str) -> str:
     """The element of the outermost list that has a parameter; empty if none does."""
     parts = name.split(".")
-    for length in range(1, len(parts)):
-        if isinstance(module.get_submodule(".".join(parts[:length])), nn.ModuleList):
-            return ".".join(parts[: length + 1])
-    return ""
+    place = next((place for place, part in enumerate(parts) if part.isdecimal()), -1)
+    return ".".join(parts[: place + 1])
 
 
 def _part_with_experts(module: nn.Module, name: str) -> str:
     """The part of a layer with experts that has a parameter, which sums them with what all words take; else empty."""
-    layer = _layer(module, name)
+    layer = _layer(name)
     part = f"{layer}.{name.removeprefix(f'{layer}.').partition('.')[0]}"
     return part if layer and hasattr(module.get_submodule(part), "experts") else ""
 
