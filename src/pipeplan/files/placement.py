@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from pipeplan.files.base import CurrentVersion, File, FileModel, current_version
-from pipeplan.workload.elements import Count, DeviceCount, Index, Items, Name, mesh_of
+from pipeplan.workload.elements import (
+    Count,
+    DeviceCount,
+    Index,
+    Items,
+    Name,
+    Recompute,
+    mesh_of,
+    recompute_problem,
+)
 from pipeplan.workload.mesh import SAMPLES
 
 
@@ -38,7 +47,13 @@ class PlacedStage(FileModel):
     microbatch_size: Annotated[
         Count | None, Field(description="samples in one micro-batch of this stage, if not the plan's")
     ] = None
-    recompute: Annotated[bool | None, Field(description="of this stage, if it is not as in all others")] = None
+    recompute: Annotated[
+        Recompute | None,
+        Field(
+            description="of this stage, if it is not as in all others; selective: the attention cores of its blocks; "
+            "a list: of each block in order"
+        ),
+    ] = None
     route: Annotated[Index, Field(description="of the placement's routes, the one this stage is on")] = 0
     num_parted: Annotated[Index, Field(description="leading micro-batches whose forward runs in two parts")] = 0
     configurations: Annotated[
@@ -59,6 +74,8 @@ class PlacedStage(FileModel):
         samples = 0 if size is None else size // self.replicas  # without a size of its own it is not known yet
         if problem := configuration_problem(self.configurations, len(self.blocks), self.shards, samples):
             raise ValueError(f"configurations {problem}")
+        if problem := recompute_problem(self.recompute, len(self.blocks)):
+            raise ValueError(f"recompute {problem}")
         return self
 
 

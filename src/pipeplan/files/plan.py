@@ -39,6 +39,7 @@ from pipeplan.workload.elements import (
     Stage,
     Text,
     TiedState,
+    recompute_problem,
     slots_of,
 )
 from pipeplan.workload.kinds import MASTER, PARAMETERS, Role
@@ -183,6 +184,8 @@ class Plan(File):
             raise ValueError(f"stages[{number}].devices name a device twice")
         if stage.shards * stage.replicas != len(stage.devices):
             raise ValueError(f"stages[{number}]: shards x replicas must equal its {len(stage.devices)} devices")
+        if problem := recompute_problem(stage.recompute, len(stage.blocks)):
+            raise ValueError(f"stages[{number}].recompute {problem}")
         if stage.route >= self.num_routes:
             raise ValueError(f"stages[{number}] is on route {stage.route}, but the plan has {self.num_routes}")
         if self.mini_batch % (stage.microbatch_size * self.num_routes):

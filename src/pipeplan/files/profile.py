@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.files.placement import Placement
@@ -34,6 +34,10 @@ class CostRow(FileModel):
     Times are of one run on each device of the group. A row has ``backward_ns``, or ``input_grad_ns`` and
     ``weight_grad_ns``, or all three. ``activation_bytes`` are held from the start of F to the end of B or I,
     ``weight_grad_bytes`` from the end of I to the end of W, ``workspace_bytes`` while an action runs.
+
+    A block with attention may say what it comes to where backward computes the attention core again (scores, softmax
+    and their mixture; Korthikanti et al. 2022, section 5): B or I takes ``selective_ns`` longer, and
+    ``selective_activation_bytes`` are held instead of ``activation_bytes``.
     """
 
     microbatch_size: Annotated[Count, Field(description="samples in the micro-batch")]
@@ -47,6 +51,12 @@ class CostRow(FileModel):
     activation_bytes: Bytes = 0
     weight_grad_bytes: Bytes = 0
     workspace_bytes: Bytes = 0
+    selective_ns: Annotated[
+        Nanoseconds | None, Field(description="more backward where the attention core is recomputed; null: it has none")
+    ] = None
+    selective_activation_bytes: Annotated[
+        Bytes | None, Field(description="held between forward and backward where the attention core is recomputed")
+    ] = None
     repeats: Annotated[Index, Field(description="timed runs that each median is of; 0 if not measured")] = 0
     spread: Annotated[
         dict[
@@ -62,7 +72,23 @@ class CostRow(FileModel):
             raise ValueError("input_grad_ns and weight_grad_ns come together or not at all")
         if self.backward_ns is None and self.input_grad_ns is None:
             raise ValueError("give backward_ns, or input_grad_ns and weight_grad_ns")
+        if (self.selective_ns is None) != (self.selective_activation_bytes is None):
+            raise ValueError("selective_ns and selective_activation_bytes come together or not at all")
+        if self.selective_activation_bytes is not None and self.selective_activation_bytes > self.activation_bytes:
+            raise ValueError(
+                f"selective_activation_bytes {self.selective_activation_bytes} are more than the activation_bytes "
+                f"{self.activation_bytes} that are held where nothing is recomputed"
+            )
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Rows that say nothing of an attention core stay as they were, and so do fingerprints of their profiles."""
+        found: dict[str, Any] = written(self)
+        if self.selective_ns is None:
+            found.pop("selective_ns", None)
+            found.pop("selective_activation_bytes", None)
+        return found
 
     @property
     def whole_backward_ns(self) -> int:
