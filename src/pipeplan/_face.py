@@ -169,7 +169,7 @@ def search(
     replicas: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
-    recompute: bool | Literal["auto", "all", "none"] = "auto",
+    recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
@@ -207,7 +207,8 @@ def search(
         replicas: data-parallel size: copies of the whole pipeline; by default searched.
         shard_shared: whether shared blocks are split over all devices of the pipeline.
         slices: leading micro-batches whose warm-up forwards run in two halves.
-        recompute: activation checkpointing of all stages (True, ``"all"``), of none (False, ``"none"``), or searched.
+        recompute: activation checkpointing of all blocks (True, ``"all"``), of none (False, ``"none"``), of attention
+            cores (``"selective"``), or searched.
         unroll: micro-batches per repetend, from 1 to 64.
         split_backward: whether input and weight gradients run separately.
         split_overhead: extra time of each input and weight gradient for being launched separately, as ``"20us"`` or in
@@ -274,7 +275,7 @@ def tune(
     replicas: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
-    recompute: bool | Literal["auto", "all", "none"] = "auto",
+    recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
@@ -332,7 +333,7 @@ def compare(
     replicas: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
-    recompute: bool | Literal["auto", "all", "none"] = "auto",
+    recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,

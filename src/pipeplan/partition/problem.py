@@ -27,6 +27,7 @@ from pipeplan.partition.chain.costs import ChainCosts, Repeat
 from pipeplan.partition.series_parallel import topological_order
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
+from pipeplan.workload.elements import Recompute
 
 AllReduce = Callable[[int, int], int]
 """(bytes, replicas) -> ns; not less for more bytes."""
@@ -41,7 +42,7 @@ class Pricing(NamedTuple):
     """What costs are for: samples on one replica, whether activations are computed again, devices of a replica."""
 
     samples: int
-    recompute: bool = False
+    recompute: Recompute = False
     shards: int = 1
 
     def costs(self, profile: Profile, blocks: Iterable[str]) -> list[StageCost]:
@@ -59,7 +60,7 @@ class Way(NamedTuple):
     microbatch_size: int
     replicas: int
     row: int = 0
-    recompute: bool = False
+    recompute: Recompute = False
     shards: int = 1
 
     @property
@@ -133,7 +134,7 @@ class PartitionProblem:
         *,
         microbatch_sizes: Sequence[int] | None = None,
         memory_bytes: int | None = None,
-        recompute: Sequence[bool] = (False,),
+        recompute: Sequence[Recompute] = (False,),
         replicas: int | None = None,
         all_reduce: AllReduce = free,
     ) -> PartitionProblem:
