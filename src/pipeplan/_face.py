@@ -173,7 +173,7 @@ def search(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
-    recompute: bool | Literal["auto", "all", "none"] = "auto",
+    recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
@@ -216,7 +216,8 @@ def search(
         zero_group: neighbouring replicas that share one copy of what is divided; by default all.
         shard_shared: whether shared blocks are split over all devices of the pipeline.
         slices: leading micro-batches whose warm-up forwards run in two halves.
-        recompute: activation checkpointing of all stages (True, ``"all"``), of none (False, ``"none"``), or searched.
+        recompute: activation checkpointing of all blocks (True, ``"all"``), of none (False, ``"none"``), of attention
+            cores (``"selective"``), or searched.
         unroll: micro-batches per repetend, from 1 to 64.
         split_backward: whether input and weight gradients run separately.
         split_overhead: extra time of each input and weight gradient for being launched separately, as ``"20us"`` or in
@@ -286,7 +287,7 @@ def tune(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
-    recompute: bool | Literal["auto", "all", "none"] = "auto",
+    recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
@@ -347,7 +348,7 @@ def compare(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
-    recompute: bool | Literal["auto", "all", "none"] = "auto",
+    recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,

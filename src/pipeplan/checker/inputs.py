@@ -183,11 +183,11 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
                 _of_configuration(known.blocks[id_], stage.configuration),
                 samples,
                 stage.shards,
-                recompute=stage.recompute,
+                recompute=again,
                 input_bytes=sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ())),
                 recipe=known.recipe,
             )
-            for id_ in stage.blocks
+            for id_, again in zip(stage.blocks, stage.again, strict=True)
         ]
     except UsageError as error:
         findings.add("profile", f"stages[{number}]", str(error))

@@ -78,7 +78,7 @@ class OneOf(click.Choice[str]):
 class Switch(OneOf):
     """What may be left open: some names, of which two mean yes and no, as True and False do in Python."""
 
-    def __init__(self, meanings: Mapping[str, bool | None]) -> None:
+    def __init__(self, meanings: Mapping[str, bool | str | None]) -> None:
         super().__init__(list(meanings))
         self.meanings = meanings
 
@@ -187,7 +187,7 @@ def granularity(text: str) -> Callable[[_Command], _Command]:
 
 
 _YES_NO = {"auto": None, "yes": True, "no": False}
-_RECOMPUTE = {"auto": None, "all": True, "none": False}
+_RECOMPUTE: dict[str, bool | str | None] = {"auto": None, "none": False, "selective": "selective", "all": True}
 
 _RECIPE = (
     click.option(
@@ -309,7 +309,7 @@ _OPTIONS = (
         "--recompute",
         type=Switch(_RECOMPUTE),
         default="auto",
-        help="Activation checkpointing: for stages that need it, for all or for none.",
+        help="Activation checkpointing: of blocks that need it, of none, of attention cores, or of all.",
     ),
     click.option("--unroll", type=AutoOr(1, 64), default="auto", metavar="auto|U", help="Micro-batches per repetend."),
     click.option(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from pipeplan.costs.recipes import running_bytes
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile, Recipe
+from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 from pipeplan.workload.mesh import HeldPart, Mesh
 
@@ -19,7 +20,7 @@ def block_costs(
     microbatch_size: int,
     shards: int = 1,
     *,
-    recompute: bool = False,
+    recompute: Again = False,
     input_bytes: int = 0,
     recipe: Recipe | None = None,
 ) -> CostRow:
@@ -27,9 +28,10 @@ def block_costs(
 
     With a ``recipe`` by which parameters are cast when they are used, the workspace has their part of the copy.
 
-    With ``recompute`` the block's own rows for it are used; without such rows they follow from the others:
+    With ``recompute`` true the block's own rows for it are used; without such rows they follow from the others:
     F keeps only the inputs (``input_bytes`` of this micro-batch on each device), B and I run the forward again first
-    and need what it holds as workspace.
+    and need what it holds as workspace. Where it is ``"selective"`` they run only the attention core again, as the row
+    says; a row that says nothing of one stays as it is.
 
     Raises:
         UsageError: no rows for this shard count, or the size is outside the rows' range.
@@ -39,7 +41,9 @@ def block_costs(
     return row.model_copy(update={"workspace_bytes": row.workspace_bytes - (-running // shards)}) if running else row
 
 
-def _row_for(block: Block, microbatch_size: int, shards: int, *, recompute: bool, input_bytes: int) -> CostRow:
+def _row_for(block: Block, microbatch_size: int, shards: int, *, recompute: Again, input_bytes: int) -> CostRow:
+    if recompute == "selective":
+        return _core_recomputed(_row_for(block, microbatch_size, shards, recompute=False, input_bytes=0))
     rows = sorted(
         (row for row in block.costs if row.shards == shards and row.recompute == recompute and not row.configuration),
         key=lambda row: row.microbatch_size,
@@ -82,8 +86,8 @@ def splitting_remedy(profile: Profile, shards: Sequence[int] = ()) -> str | None
     return f"profile with --shards {','.join(map(str, fitting))}, which is refused at once where blocks cannot be split"
 
 
-_TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
-_SIZES = ("activation_bytes", "weight_grad_bytes", "workspace_bytes")
+_TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns", "selective_ns")
+_SIZES = ("activation_bytes", "weight_grad_bytes", "workspace_bytes", "selective_activation_bytes")
 
 
 def _between(low: CostRow, high: CostRow, microbatch_size: int) -> CostRow:
@@ -104,19 +108,26 @@ def _between(low: CostRow, high: CostRow, microbatch_size: int) -> CostRow:
 
 
 def _recomputed(row: CostRow, input_bytes: int) -> CostRow:
-    again = {
-        field: getattr(row, field) + row.forward_ns
+    held = min(input_bytes, row.activation_bytes)
+    return _again(row, row.forward_ns, held, row.activation_bytes).model_copy(update={"recompute": True})
+
+
+def _core_recomputed(row: CostRow) -> CostRow:
+    if row.selective_ns is None or row.selective_activation_bytes is None:
+        return row
+    return _again(
+        row, row.selective_ns, row.selective_activation_bytes, row.activation_bytes - row.selective_activation_bytes
+    )
+
+
+def _again(row: CostRow, time_ns: int, held: int, made: int) -> CostRow:
+    """The row where backward first runs something again for so long, which makes so many bytes."""
+    longer = {
+        field: getattr(row, field) + time_ns
         for field in ("backward_ns", "input_grad_ns")
         if getattr(row, field) is not None
     }
-    return row.model_copy(
-        update={
-            **again,
-            "recompute": True,
-            "activation_bytes": min(input_bytes, row.activation_bytes),
-            "workspace_bytes": row.workspace_bytes + row.activation_bytes,
-        }
-    )
+    return row.model_copy(update={**longer, "activation_bytes": held, "workspace_bytes": row.workspace_bytes + made})
 
 
 # Stages ---------------------------------------------------------------------------------------------------------------

@@ -230,8 +230,11 @@ def other_device(device: str, cluster: Cluster, num_devices: int | None = None) 
 Phase = Literal["forward_ns", "input_grad_ns", "weight_grad_ns"]
 PHASES: tuple[Phase, ...] = ("forward_ns", "input_grad_ns", "weight_grad_ns")
 
-Work = Mapping[Phase, Sequence[Kernel]]
-"""The kernels of F, I and W of a block for one micro-batch."""
+Core = Literal["selective_ns"]
+CORE: Core = "selective_ns"
+
+Work = Mapping[Phase | Core, Sequence[Kernel]]
+"""The kernels of F, I and W of a block for one micro-batch, and of F those of its attention core, if it has one."""
 
 Likeness = tuple[str, tuple[tuple[str, int], ...], tuple[int, int, int]]
 """Operator, dimensions and parameters: equal for blocks that cost the same."""
@@ -319,6 +322,8 @@ class Calibration:
         times: dict[str, int] = {
             phase: round(self.time_ns(block, phase, row.microbatch_size, work[phase])) for phase in PHASES
         }
+        if CORE in work:
+            times[CORE] = round(self.time_ns(block, "forward_ns", row.microbatch_size, work[CORE]))
         backward = (times["input_grad_ns"] + times["weight_grad_ns"]) * self.together.get(block.operator, 1.0)
         return row.model_copy(update={**times, "backward_ns": round(backward)})
 

@@ -18,7 +18,18 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Recipe
 from pipeplan.time_limit import checked
 from pipeplan.units import MAX_BYTES, MAX_NS, MAX_TOTAL, require_sum
-from pipeplan.workload.elements import MAX_COUNT, Dependency, Device, Hop, Operation, Stage, TiedState, slots_of
+from pipeplan.workload.elements import (
+    MAX_COUNT,
+    Dependency,
+    Device,
+    Hop,
+    Operation,
+    Recompute,
+    Stage,
+    TiedState,
+    again_of,
+    slots_of,
+)
 from pipeplan.workload.kinds import BACKWARD_ROLES, STATE_KINDS, MemoryBytes, MemoryKind, Role
 from pipeplan.workload.samples import carried
 from pipeplan.workload.workload import Workload
@@ -35,7 +46,7 @@ def stage_costs(
     microbatch_size: int,
     shards: int = 1,
     *,
-    recompute: bool = False,
+    recompute: Recompute = False,
     zero: Zero = WHOLE,
 ) -> StageCost:
     """Costs of blocks that run one after another on each device of a group.
@@ -56,7 +67,7 @@ def group_costs(
     microbatch_size: int,
     shards: int = 1,
     *,
-    recompute: bool = False,
+    recompute: Recompute = False,
     zero: Zero = WHOLE,
 ) -> list[StageCost]:
     """:func:`stage_costs` of every group of blocks: the profile is looked through once for all.
@@ -99,7 +110,7 @@ def _summed(
     microbatch_size: int,
     shards: int,
     *,
-    recompute: bool,
+    recompute: Recompute,
 ) -> StageCost:
     """Costs of the chosen blocks, with the edges ``into`` each block, what a device keeps of it, and what it shares."""
     edges = [[(edge, places_divided(block, shards)) for edge in into.get(block.id, ())] for block in chosen]
@@ -108,11 +119,11 @@ def _summed(
             block,
             microbatch_size,
             shards,
-            recompute=recompute,
+            recompute=again,
             input_bytes=sum(_edge_bytes(edge, microbatch_size, parts) for edge, parts in each),
             recipe=recipe,
         )
-        for block, each in zip(chosen, edges, strict=True)
+        for block, each, again in zip(chosen, edges, again_of(recompute, len(chosen)), strict=True)
     ]
     split = all(row.input_grad_ns is not None for row in rows)
     shared = Counter(each for block in chosen for each in tied.get(block.id, ()))
@@ -168,7 +179,7 @@ def build_workload(
     microbatch_size: int,
     split_backward: bool = False,
     split_overhead_ns: int = 0,
-    recompute: bool = False,
+    recompute: Recompute = False,
     cluster: Cluster | None = None,
     memory_bytes: Sequence[int | None] | None = None,
     reserve_bytes: Sequence[int] | None = None,
@@ -354,7 +365,7 @@ def _split_ns(row: CostRow) -> int:
 
 def _costs_of(profile: Profile, stages: Sequence[Stage], given: Mapping[int, StageCost]) -> list[StageCost]:
     """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
-    found, alike = dict(given), defaultdict[tuple[int, int, bool, Zero], list[int]](list)
+    found, alike = dict(given), defaultdict[tuple[int, int, Recompute, Zero], list[int]](list)
     for number, stage in enumerate(stages):
         if number in given:
             continue
@@ -413,7 +424,7 @@ def _is_divided(block: Block, stage: Stage) -> bool:
     return places_divided(block, stage.shards) > 1
 
 
-def _settled(placed: PlacedStage, microbatch_size: int, recompute: bool) -> Stage:
+def _settled(placed: PlacedStage, microbatch_size: int, recompute: Recompute) -> Stage:
     """A stage as placed, with what it does not say itself; what it keeps comes later."""
     said: dict[str, Any] = {name: getattr(placed, name) for name in PlacedStage.model_fields}
     own = {name: value for name, value in said.items() if value is not None}

@@ -16,8 +16,10 @@ from pipeplan.workload.elements import (
     Index,
     Items,
     Name,
+    Recompute,
     ZeroLevel,
     mesh_of,
+    recompute_problem,
     sharing_problem,
 )
 from pipeplan.workload.mesh import SAMPLES
@@ -49,7 +51,13 @@ class PlacedStage(FileModel):
     microbatch_size: Annotated[
         Count | None, Field(description="samples in one micro-batch of this stage, if not the plan's")
     ] = None
-    recompute: Annotated[bool | None, Field(description="of this stage, if it is not as in all others")] = None
+    recompute: Annotated[
+        Recompute | None,
+        Field(
+            description="of this stage, if it is not as in all others; selective: the attention cores of its blocks; "
+            "a list: of each block in order"
+        ),
+    ] = None
     route: Annotated[Index, Field(description="of the placement's routes, the one this stage is on")] = 0
     num_parted: Annotated[Index, Field(description="leading micro-batches whose forward runs in two parts")] = 0
     configurations: Annotated[
@@ -80,6 +88,8 @@ class PlacedStage(FileModel):
             raise ValueError(problem)
         if problem := configuration_problem(self.configurations, len(self.blocks), self.shards, samples):
             raise ValueError(f"configurations {problem}")
+        if problem := recompute_problem(self.recompute, len(self.blocks)):
+            raise ValueError(f"recompute {problem}")
         return self
 
 

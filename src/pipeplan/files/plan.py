@@ -40,6 +40,7 @@ from pipeplan.workload.elements import (
     Stage,
     Text,
     TiedState,
+    recompute_problem,
     sharing_problem,
     slots_of,
 )
@@ -212,6 +213,8 @@ class Plan(File):
             raise ValueError(f"stages[{number}]: shards x replicas must equal its {len(stage.devices)} devices")
         if problem := sharing_problem(stage.zero, stage.zero_group, stage.replicas):
             raise ValueError(f"stages[{number}]: {problem}")
+        if problem := recompute_problem(stage.recompute, len(stage.blocks)):
+            raise ValueError(f"stages[{number}].recompute {problem}")
         if stage.route >= self.num_routes:
             raise ValueError(f"stages[{number}] is on route {stage.route}, but the plan has {self.num_routes}")
         if self.mini_batch % (stage.microbatch_size * self.num_routes):

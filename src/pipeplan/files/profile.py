@@ -37,6 +37,10 @@ class CostRow(FileModel):
 
     With ``sequence_parallel`` the devices divide along the sequence what the block takes, keeps and gives outside of
     its split products (Korthikanti et al. 2022, section 4.2.2).
+
+    A block with attention may say what it comes to where backward computes the attention core again (scores, softmax
+    and their mixture; Korthikanti et al. 2022, section 5): B or I takes ``selective_ns`` longer, and
+    ``selective_activation_bytes`` are held instead of ``activation_bytes``.
     """
 
     microbatch_size: Annotated[Count, Field(description="samples in the micro-batch")]
@@ -53,6 +57,12 @@ class CostRow(FileModel):
     activation_bytes: Bytes = 0
     weight_grad_bytes: Bytes = 0
     workspace_bytes: Bytes = 0
+    selective_ns: Annotated[
+        Nanoseconds | None, Field(description="more backward where the attention core is recomputed; null: it has none")
+    ] = None
+    selective_activation_bytes: Annotated[
+        Bytes | None, Field(description="held between forward and backward where the attention core is recomputed")
+    ] = None
     repeats: Annotated[Index, Field(description="timed runs that each median is of; 0 if not measured")] = 0
     spread: Annotated[
         dict[
@@ -70,14 +80,24 @@ class CostRow(FileModel):
             raise ValueError("give backward_ns, or input_grad_ns and weight_grad_ns")
         if self.sequence_parallel and self.shards == 1:
             raise ValueError("sequence_parallel is of several shards, and shards is 1")
+        if (self.selective_ns is None) != (self.selective_activation_bytes is None):
+            raise ValueError("selective_ns and selective_activation_bytes come together or not at all")
+        if self.selective_activation_bytes is not None and self.selective_activation_bytes > self.activation_bytes:
+            raise ValueError(
+                f"selective_activation_bytes {self.selective_activation_bytes} are more than the activation_bytes "
+                f"{self.activation_bytes} that are held where nothing is recomputed"
+            )
         return self
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Rows without sequence parallelism stay as they were, and so do fingerprints of their profiles."""
+        """Rows without sequence parallelism or an attention core stay as they were, and so do their fingerprints."""
         found: dict[str, Any] = written(self)
         if not self.sequence_parallel:
             found.pop("sequence_parallel", None)
+        if self.selective_ns is None:
+            found.pop("selective_ns", None)
+            found.pop("selective_activation_bytes", None)
         return found
 
     @property

@@ -110,11 +110,10 @@ class StageTable:
         """Those of blocks in this order."""
         return cls.of(problem, ways, problem.chain(order), *np.triu_indices(len(order) + 1, 1))
 
-    def fitting(self, num_microbatches: int, later: int) -> Mask:
-        """[way, stage] whether it fits with ``later`` stages after it; no more than all micro-batches are ever in
-        flight."""
-        fits: Mask = self.most >= min(num_microbatches, later + 1)
-        return fits
+    def within(self, num_microbatches: int, later: int) -> Array:
+        """[way, stage] its time, ``UNLIMITED`` where it does not fit with ``later`` stages after it; no more than all
+        micro-batches are ever in flight."""
+        return np.where(self.most >= min(num_microbatches, later + 1), self.times, UNLIMITED)
 
 
 def _waits(problem: PartitionProblem, ways: Sequence[Way], sizes: Array) -> Array:
@@ -138,7 +137,7 @@ def least_bottleneck(problem: PartitionProblem, stages: StageTable) -> tuple[int
     else:
         count, layers = problem.mini_batch // stages.ways[0].microbatch_size, [start]
         for later in checked(range(min(devices, last)), 1):
-            times = np.where(stages.fitting(count, later), stages.times, UNLIMITED)
+            times = stages.within(count, later)
             layers.append(programme.extended(layers[-1], _price(stages, times), candidates))
         best = min(range(1, len(layers)), key=lambda number: int(layers[number].values[devices, last]))
         layers = layers[1 : best + 1]

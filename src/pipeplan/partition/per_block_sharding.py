@@ -23,6 +23,7 @@ from pipeplan.sharding.graph import CostGraph, CostTie, Strategy, undominated
 from pipeplan.sharding.operator_kinds import is_profiled
 from pipeplan.sharding.table import IntArray, Weights
 from pipeplan.sharding.tracking import Tracked, track
+from pipeplan.workload.elements import Recompute
 
 _WEIGHTINGS = 24
 """Weightings of memory against time at most by which runs are bounded."""
@@ -108,14 +109,14 @@ class GroupSplits:
     _known: dict[tuple[int, int, int], tuple[BlockSplits, ...]] = field(default_factory=dict)
 
     def of(
-        self, num_devices: int, microbatch_size: int, num_microbatches: int, recompute: Sequence[bool]
+        self, num_devices: int, microbatch_size: int, num_microbatches: int, recompute: Sequence[Recompute]
     ) -> list[BlockSplits]:
-        """As :meth:`BlockSplits.of`, recomputing or not; none where there are none."""
+        """As :meth:`BlockSplits.of`, recomputing all or nothing; none where there are none."""
         key = num_devices, microbatch_size, num_microbatches
         if key not in self._known:
             plain = BlockSplits.of(self.profile, self.cluster, *key)
             self._known[key] = () if plain is None else (plain, plain.recomputing())
-        return [self._known[key][again] for again in recompute if self._known[key]]
+        return [self._known[key][again] for again in recompute if isinstance(again, bool) and self._known[key]]
 
 
 @dataclass(slots=True)

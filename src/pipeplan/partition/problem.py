@@ -28,6 +28,7 @@ from pipeplan.partition.chain.costs import ChainCosts, Repeat
 from pipeplan.partition.series_parallel import topological_order
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
+from pipeplan.workload.elements import Recompute
 
 AllReduce = Callable[[int, int], int]
 """(bytes, replicas) -> ns; not less for more bytes."""
@@ -45,7 +46,7 @@ class Pricing(NamedTuple):
     """
 
     samples: int
-    recompute: bool = False
+    recompute: Recompute = False
     shards: int = 1
     zero: Zero = WHOLE
 
@@ -66,7 +67,7 @@ class Way(NamedTuple):
     microbatch_size: int
     replicas: int
     row: int = 0
-    recompute: bool = False
+    recompute: Recompute = False
     shards: int = 1
     zero: Zero = WHOLE
 
@@ -142,7 +143,7 @@ class PartitionProblem:
         *,
         microbatch_sizes: Sequence[int] | None = None,
         memory_bytes: int | None = None,
-        recompute: Sequence[bool] = (False,),
+        recompute: Sequence[Recompute] = (False,),
         replicas: int | None = None,
         shards: int = 1,
         zero: Callable[[int], Zero | None] = lambda replicas: WHOLE,

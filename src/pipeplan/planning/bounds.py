@@ -18,6 +18,7 @@ from pipeplan.graphs import longest_paths, topological_order
 from pipeplan.planning.candidates import Choice, shards_of, strategy_choices
 from pipeplan.planning.request import Request
 from pipeplan.time_limit import checked
+from pipeplan.workload.elements import Again
 
 
 def request_bound(request: Request) -> int:
@@ -44,7 +45,7 @@ def _any_plan(request: Request) -> int:
     return max(1, math.ceil(work), _longest_way(profile, alone))
 
 
-def _possible(request: Request, block: Block, recomputes: Sequence[bool]) -> Iterator[CostRow]:
+def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> Iterator[CostRow]:
     """A block's costs for every share of a micro-batch that a device may have, which divides what it is a share of."""
     whole = request.batch.mini_batch if request.sizes else request.batch.microbatch_size
     for shards in sorted({row.shards for row in block.costs}) if request.shards is None else (request.shards,):
@@ -54,7 +55,7 @@ def _possible(request: Request, block: Block, recomputes: Sequence[bool]) -> Ite
                 yield from _costs(block, size, shards, recomputes)
 
 
-def _costs(block: Block, size: int, shards: int, recomputes: Sequence[bool]) -> Iterator[CostRow]:
+def _costs(block: Block, size: int, shards: int, recomputes: Sequence[Again]) -> Iterator[CostRow]:
     for recompute in recomputes:
         try:
             yield block_costs(block, size, shards, recompute=recompute)

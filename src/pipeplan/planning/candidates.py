@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate, chain, groupby, islice, product
 from typing import Any
 
-from pipeplan.costs import StageCost
+from pipeplan.costs import StageCost, stage_costs
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.costs.zero import WHOLE
@@ -24,12 +24,14 @@ from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.mapping import neighbours
 from pipeplan.partition.placement import Cut, can_spread, place, place_submodules, undivided
 from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, free
+from pipeplan.partition.recomputation import kept_whole, levels_of, recomputing
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.planning.uniform_space import BoundedChoice, Choice, best_first, chunks_of
 from pipeplan.schedule.state import SearchStep
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
+from pipeplan.workload.elements import Again, Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class PlacementCandidate:
 
     placement: Placement
     batch: Batch
-    recompute: bool
+    recompute: Again
     source: str
     fallback: bool = False
     given: Mapping[int, StageCost] | None = None
@@ -363,9 +365,9 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
     return PlacementCandidate(placement, batch, choice.recompute, source, _is_fallback(request, choice.recompute))
 
 
-def _is_fallback(request: Request, recompute: bool) -> bool:
+def _is_fallback(request: Request, recompute: Again) -> bool:
     """Recomputing on stages that were given, where it was not asked for; otherwise it is a choice like others."""
-    return recompute and request.recompute is None and isinstance(request.placement, Placement)
+    return bool(recompute) and request.recompute is None and isinstance(request.placement, Placement)
 
 
 def _replicas(request: Request) -> Sequence[int]:
@@ -502,7 +504,7 @@ def _autopipe(request: Request, choice: Choice) -> CandidateOrError | None:
 def _problem(
     request: Request,
     sizes: Sequence[int],
-    recompute: Sequence[bool],
+    recompute: Sequence[Recompute],
     *,
     chunks: int = 1,
     replicas: int | None = None,
@@ -573,6 +575,68 @@ class StageGraphs(CandidateStep):
         size = max(stage.microbatch_size or 0 for stage in placement.stages)
         batch = Batch(request.batch.mini_batch // size, size)
         return PlacementCandidate(_around(placement, request.num_devices), batch, False, "GraphPipe")
+
+
+@dataclass(frozen=True)
+class RecomputedBlocks(CandidateStep):
+    """Chains whose stages each recompute of their blocks what they must, for every size.
+
+    Stages have replicas of their own, or all as many. Those come first that are the shortest by 1F1B; finding these may
+    take a ``share`` of the time, and at least ``seconds``. Up to ``most`` blocks times devices, and ``blocks`` blocks,
+    beyond which they take too long.
+    """
+
+    share: float = 0.2
+    seconds: float = 1.0
+    most: int = 20_000
+    blocks: int = 250
+    name = "recomputed blocks"
+    of = "the limit"
+    when = (
+        f"{CandidateStep.when}; memory is limited, recomputation is open; at most {{most}} blocks x devices, "
+        "{blocks} blocks"
+    )
+
+    def candidates(self, request: Request) -> Iterator[Proposal]:
+        count = len(request.profile.blocks)
+        if request.recompute is not None or request.least_memory is None or not _any_stages(request):
+            return
+        if request.num_devices * count > self.most or count > self.blocks:
+            return
+        yield from (partial(_as_is, candidate) for candidate in self._shortest_first(request))
+        for replicas in _replicas(request):
+            for size in open_sizes(request):
+                if size % replicas == 0:
+                    yield partial(_tried, lambda *asked: _recomputed_blocks(*asked)[1], request, size, replicas)
+
+    def _shortest_first(self, request: Request) -> list[CandidateOrError]:
+        found: list[tuple[int, PlacementCandidate]] = []
+        limit = Limit(math.inf if request.deterministic else max(self.seconds, self.share * request.time_limit))
+        why: CandidateOrError = SearchTimeoutError("partitioning took all the time it had; raise --time-limit")
+        try:
+            with limit.enforced():
+                found.extend(_recomputed_blocks(request, size, None) for size in open_sizes(request))  # ever more bytes
+        except TimeUpError as up:
+            if up.limit is not limit:
+                raise
+        except (InfeasibleError, UsageError) as error:
+            why = error
+        return [candidate for _, candidate in sorted(found, key=lambda each: each[0])] or [why]
+
+
+def _recomputed_blocks(request: Request, size: int, replicas: int | None) -> tuple[int, PlacementCandidate]:
+    """The chain with the fastest slowest stage, and how long 1F1B takes with it, in ns."""
+    problem = _problem(request, [size], levels_of(request.profile), replicas=replicas)
+    partition = next(recomputing(problem, kept_whole(request.profile)))
+    stages = partition.placement.stages
+    batch = Batch(request.batch.mini_batch // size, size)
+    costs = [
+        stage_costs(request.profile, each.blocks, size // each.replicas, recompute=each.recompute or False)
+        for each in stages
+    ]
+    filling = sum(cost.compute_ns for cost in costs) - max(cost.compute_ns for cost in costs)
+    candidate = PlacementCandidate(partition.placement, batch, False, "recomputed blocks")
+    return partition.value_ns + filling, candidate
 
 
 def _branches(profile: Profile) -> bool:

@@ -29,6 +29,7 @@ from pipeplan.simulator.metrics import rates
 from pipeplan.time_limit import Limit
 from pipeplan.units import MAX_BYTES
 from pipeplan.workload.bounds import weak_iteration_bound
+from pipeplan.workload.elements import Again
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -55,7 +56,7 @@ class ComparisonRow:
     num_microbatches: int
     microbatch_size: int
     split_backward: bool
-    recompute: bool
+    recompute: Again
     replicas: int
     samples_per_replica: tuple[int, int]
     fits: bool
@@ -307,7 +308,7 @@ class _RowsSoFar:
         Those are timed until the limit is over, or half of what is left for the other placements.
         """
         plan, memory = result.plan, self._request.memory
-        recompute = any(stage.recompute for stage in plan.stages)
+        recompute = any(stage.recomputes for stage in plan.stages)
         ours = _ours(result, recompute, memory)
         if ours.fits:
             self._best_ns = min(ours.iteration_ns, ours.iteration_ns if self._best_ns is None else self._best_ns)
@@ -380,7 +381,7 @@ def _rank(row: ComparisonRow) -> tuple[bool, int, bool, int]:
     return not row.fits, row.iteration_ns, not row.is_ours, max(row.peak_memory_bytes)
 
 
-def _ours(result: Result, recompute: bool, memory: Sequence[int | None]) -> ComparisonRow:
+def _ours(result: Result, recompute: Again, memory: Sequence[int | None]) -> ComparisonRow:
     plan, predicted = result.plan, result.plan.predicted
     over = overflow(result.schedule.graph, result.schedule.orders, memory, result.schedule.loop)
     return ComparisonRow(
@@ -477,7 +478,7 @@ class _Timing:
         return [OneMicrobatch.of(workload, require_room=False) for workload in workloads(request, candidate)]
 
     def _timed(
-        self, name: str, problems: Sequence[OneMicrobatch], recompute: bool, bound_ns: int
+        self, name: str, problems: Sequence[OneMicrobatch], recompute: Again, bound_ns: int
     ) -> list[ComparisonRow]:
         """The rows of a schedule, or the reason why there is none."""
         rules, rows = (None if name in CLASSIC else self.rules), list[ComparisonRow]()
@@ -522,7 +523,7 @@ def _classic(
     name: str,
     classic: Classic,
     problems: Sequence[OneMicrobatch],
-    recompute: bool,
+    recompute: Again,
     bound_ns: int,
     memory: Sequence[int | None],
 ) -> tuple[list[ComparisonRow], str]:
@@ -563,7 +564,7 @@ def _row(
     name: str,
     classic: Classic,
     problem: OneMicrobatch,
-    recompute: bool,
+    recompute: Again,
     bound_ns: int,
     memory: Sequence[int | None],
 ) -> ComparisonRow | None:

@@ -539,7 +539,7 @@ def _stage_words(stage: Stage) -> str:
     else:
         counts = [(stage.replicas, "replicas"), (stage.shards, "shards")]
         found = " x ".join(f"{count} {what}" for count, what in counts if count > 1) or "1 device"
-    return f"{found}, recomputed" if stage.recompute else found
+    return f"{found}, {stage.recomputed}" if stage.recomputes else found
 
 
 def _ways(workload: Workload) -> dict[str, str]:

@@ -106,7 +106,7 @@ def _more_microbatches(request: Request, result: Result, simulation: Simulation)
 
 
 def _less_recomputation(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    count, limit = sum(stage.recompute for stage in simulation.workload.stages), request.least_memory
+    count, limit = sum(stage.recomputes for stage in simulation.workload.stages), request.least_memory
     profile = _path(request.profile)
     if not count or request.recompute is not None or limit is None or profile is None:
         return

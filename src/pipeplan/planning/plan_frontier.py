@@ -34,6 +34,7 @@ from pipeplan.schedule.state import Progress, Schedule
 from pipeplan.sharding.details import split_blocks
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
+from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import WORKSPACE
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.workload import Workload
@@ -106,7 +107,7 @@ def _of_size(request: Request, splits: GroupSplits, size: int, steps: Sequence[f
             yield from _limited(request, stages, batch, step)
 
 
-def _recomputes(request: Request) -> Sequence[bool]:
+def _recomputes(request: Request) -> Sequence[Again]:
     return (False, True) if request.recompute is None else (request.recompute,)
 
 

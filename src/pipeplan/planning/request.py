@@ -23,6 +23,7 @@ from pipeplan.errors import PipeplanError, UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
 from pipeplan.partition.chain.rebalance import PER_DEVICE
 from pipeplan.partition.placement import Submodule, follows
+from pipeplan.partition.recomputation import levels_of
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.rules import Rules, SubmoduleRules
@@ -30,6 +31,7 @@ from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatc
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
 from pipeplan.units import MAX_BYTES, format_bytes, format_ns
+from pipeplan.workload.elements import Again
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ class Request:
     unroll: int | None = None
     split_backward: bool | None = None
     split_overhead_ns: int = 0
-    recompute: bool | None = None
+    recompute: Again | None = None
     replicas: int | None = None
     zero: int | Literal["auto"] | None = None
     zero_group: int | None = None
@@ -179,6 +181,11 @@ class Request:
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
         if self.reserve_bytes:
             self._require_reserve(self.reserve_bytes)
+        if self.recompute == "selective" and "selective" not in levels_of(self.profile):
+            raise UsageError(
+                f"--recompute selective: no block of profile {self.profile.name!r} says what its attention core takes "
+                "(selective_ns); profile the model with --estimate, or give --recompute auto, none or all"
+            )
         if isinstance(self.placement, Placement):
             object.__setattr__(self, "placement", self.placement.whole)
         if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
@@ -379,7 +386,7 @@ class Request:
         return [replace(self, num_devices=count) for count in self.device_counts or (self.num_devices,)]
 
     @property
-    def recomputes(self) -> Sequence[bool]:
+    def recomputes(self) -> Sequence[Again]:
         """Recomputation choices for all stages alike; it never helps where memory has no limit."""
         if self.recompute is not None:
             return (self.recompute,)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
@@ -21,10 +21,12 @@ from pipeplan.costs.zero import AUTO
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.partition.chain.rebalance import even
+from pipeplan.partition.recomputation import choices_of
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
 from pipeplan.planning.candidates import (
     PlacementCandidate,
     PublishedPlanners,
+    RecomputedBlocks,
     StageGraphs,
     candidates,
     even_cuts,
@@ -52,6 +54,7 @@ from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded, time_is_up
 from pipeplan.units import format_ns
 from pipeplan.workload.bounds import weak_iteration_bound
+from pipeplan.workload.elements import Recompute
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
 from pipeplan.workload.steady_state.loop import LoopedOrders, looped
@@ -61,7 +64,7 @@ from pipeplan.workload.workload import Workload
 
 @dataclass(frozen=True)
 class EaseRecomputation(PlanStep):
-    """Stages of the best ``finalists`` that need not recompute after all."""
+    """Blocks of stages of the best ``finalists`` that need not be recomputed after all."""
 
     finalists: int = 3
     name = "ease recomputation"
@@ -76,20 +79,20 @@ class EaseRecomputation(PlanStep):
 
 
 def _ease(request: Request, trial: Trial, budget: Budget, progress: Progress | None) -> None:
-    """Let stages keep their activations one after another, as far as the same orders still fit: longest first.
+    """Let stages recompute less, one after another, as far as the same orders still fit: longest first.
 
-    What known schedules, and a search in the time that is left, make of the eased stages counts too.
+    Of all choices of a stage's blocks the quickest is taken that fits (:mod:`pipeplan.partition.recomputation`). What
+    known schedules, and a search in the time that is left, make of the eased stages counts too.
     """
     assert trial.best is not None  # it is a finalist
     stages, work = trial.best.workload.stages, trial.best.workload.work_of_stages
     eased = False
-    for index in sorted((i for i, stage in enumerate(stages) if stage.recompute), key=lambda i: -work[i]):
-        placement = _changed(trial.candidate.placement, {index: {"recompute": False}})
-        schedule = _retimed(request, trial, placement, "")
-        if schedule is not None and iteration_of(schedule) <= iteration_of(trial.best):
-            trial.candidate = replace(trial.candidate, placement=placement)
-            trial.best, trial.bounds = schedule, [schedule.bound_ns]
-            eased = True
+    for index in sorted((i for i, stage in enumerate(stages) if stage.recomputes), key=lambda i: -work[i]):
+        for placement, schedule in _eased(request, trial, index, budget):
+            if schedule is not None and iteration_of(schedule) <= iteration_of(trial.best):
+                trial.candidate = replace(trial.candidate, placement=placement)
+                trial.best, trial.bounds = schedule, [schedule.bound_ns]
+                eased = True
     if eased:
         trial.begin_again(request)
         if request.scheduler == "auto":
@@ -97,6 +100,31 @@ def _ease(request: Request, trial: Trial, budget: Budget, progress: Progress | N
         if not budget.expired:
             with suppress(PipeplanError):  # there is a schedule
                 trial.search(request, budget, budget.remaining, progress)
+
+
+def _eased(request: Request, trial: Trial, index: int, budget: Budget) -> Iterator[tuple[Placement, Schedule | None]]:
+    """The placement where a stage keeps everything, and else those on the way to the quickest choice that fits.
+
+    Each with the trial's orders, where they fit. Less memory takes more time, so that halving finds it.
+    """
+    stage = trial.candidate.placement.stages[index]
+
+    def tried(recompute: Recompute) -> tuple[Placement, Schedule | None]:
+        placement = _changed(trial.candidate.placement, {index: {"recompute": recompute}})
+        return placement, _retimed(request, trial, placement, "")
+
+    whole = tried(False)
+    yield whole
+    if whole[1] is not None or stage.configurations or budget.expired:
+        return
+    size = (stage.microbatch_size or trial.candidate.batch.microbatch_size) // stage.replicas
+    choices = choices_of(request.profile, stage.blocks, size, stage.shards)
+    low, high = 1, choices.num_undominated
+    while low < high and not budget.expired:
+        middle = (low + high) // 2
+        found = tried(choices.undominated(middle))
+        yield found
+        low, high = (middle + 1, high) if found[1] is None else (low, middle)
 
 
 @dataclass(frozen=True)
@@ -517,6 +545,7 @@ class SearchCandidates(PlanStep):
 STEPS: tuple[SearchStep, ...] = (
     EvenCut(),
     LookAtCandidates(),
+    RecomputedBlocks(),
     StageGraphs(),
     PublishedPlanners(),
     FirstLook(),

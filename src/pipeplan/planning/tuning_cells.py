@@ -30,6 +30,7 @@ from pipeplan.simulator.metrics import rates
 from pipeplan.texts import problems_of
 from pipeplan.time_limit import TimeUpError
 from pipeplan.workload.bounds import strong_iteration_bound
+from pipeplan.workload.elements import Again
 from pipeplan.workload.one_microbatch import OneMicrobatch, device_groups
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
@@ -203,7 +204,7 @@ class TuningRow:
     samples_per_replica: tuple[int, int]
     num_microbatches: int
     placement: str
-    recompute: bool
+    recompute: Again
     split: bool
     rules: str
     iteration_ns: int

@@ -28,6 +28,7 @@ from pipeplan.partition.problem import Pricing
 from pipeplan.partition.strategies import STRATEGIES, PlacementStrategy
 from pipeplan.planning.request import Batch, Request
 from pipeplan.time_limit import checked
+from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 
 
@@ -43,7 +44,7 @@ class Choice:
     strategy: str
     replicas: int
     batch: Batch
-    recompute: bool
+    recompute: Again
     spread: bool
     shards: int = 1
     positions: int | None = None

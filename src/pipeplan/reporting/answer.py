@@ -94,7 +94,7 @@ def _plan(request: Request, simulation: Simulation) -> list[Clause]:
     replicas = _span([stage.replicas for stage in stages])
     free = " (links are free)" if replicas != "1" and request.cluster is None else ""
     split = _span([stage.shards for stage in stages])
-    recomputed = sum(stage.recompute for stage in stages)
+    recomputed = sum(stage.recomputes for stage in stages)
     sizes = f"{counted(workload.num_microbatches, 'micro-batch', 'es')} of {workload.microbatch_words}"
     return [
         (f"{counted(len(stages), 'stage')}{virtual} x {replicas} replica{'' if replicas == '1' else 's'}{free}", 0),

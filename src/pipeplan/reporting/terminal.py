@@ -198,7 +198,7 @@ def _way(workload: Workload, stage: Stage) -> str:
         (stage.replicas > 1, f"{stage.replicas} replicas of {size_in_words(stage.microbatch_size // stage.replicas)}"),
         (other_size, f"micro-batches of {size_in_words(stage.microbatch_size)}"),
         (stage.sharers > 1, zero_words([stage])),
-        (stage.recompute, "recomputation"),
+        (stage.recomputes, stage.recomputed),
         (workload.num_routes > 1, f"route {stage.route}"),
         (stage.num_parted > 0, f"{stage.num_parted} sliced"),
     ]
@@ -284,7 +284,7 @@ def _headline(simulation: Simulation) -> Text:
         about.append("backward split")
     if shared := zero_words(workload.stages):
         about.append(shared)
-    recomputed = sum(stage.recompute for stage in workload.stages)
+    recomputed = sum(stage.recomputes for stage in workload.stages)
     if recomputed:
         about.append(f"{counted(recomputed, 'stage')} of {len(workload.stages)} recomputed")
     return Text.assemble((plan.name, "bold"), ": ", ", ".join(about))

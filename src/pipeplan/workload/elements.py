@@ -7,10 +7,10 @@ Nothing reads them here: files enforce them where they are read or written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Ge, Le, MinLen
 
@@ -100,6 +100,10 @@ Name = Annotated[str, Printable(256, least=1)]
 Text = Annotated[str, Printable(8192)]
 """A text of a file that is no name: a sentence, or one of many words."""
 Kind = Annotated[str, Matching(f"^{KIND_PATTERN}$")]
+Again = bool | Literal["selective"]
+"""What backward computes again of a block: nothing, its attention core (if it has one), or all of it (true)."""
+Recompute = Again | Items[Again]
+"""The same of a stage's blocks: of all alike, or of each in its order."""
 OperationId = Annotated[str, Matching(f"^{NUMBER_PATTERN}{KIND_PATTERN}$")]
 
 
@@ -199,7 +203,10 @@ class Stage(Element):
         Items[Name], Meaning("how each block is split over the shards, such as samples2-shards2; none: all")
     ] = ()
     microbatch_size: Annotated[Count, Meaning("samples in one micro-batch of this stage")]
-    recompute: bool = False
+    recompute: Annotated[
+        Recompute,
+        Meaning("whether its blocks are recomputed; selective: their attention cores are; a list: each in order"),
+    ] = False
     route: Annotated[Index, Meaning("of the plan's routes, the one whose micro-batches come here")] = 0
     num_parted: Annotated[Index, Meaning("leading micro-batches whose forward runs in two parts")] = 0
     zero: Annotated[ZeroLevel, Meaning(ZERO)] = 0
@@ -219,6 +226,27 @@ class Stage(Element):
     def sharers(self) -> int:
         """Replicas that have one copy of what is divided among them; 1 where nothing is."""
         return (self.zero_group or self.replicas) if self.zero else 1
+
+    @property
+    def again(self) -> tuple[Again, ...]:
+        """[block] what is computed again."""
+        return again_of(self.recompute, len(self.blocks))
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether anything is."""
+        return any(self.again)
+
+    @property
+    def recomputed(self) -> str:
+        """The same in words; none where nothing is."""
+        blocks, cores = self.again.count(True), self.again.count("selective")
+        if blocks == len(self.blocks):
+            return "recomputed" if blocks else ""
+        of = f"{blocks} of {len(self.blocks)} blocks" if blocks else ""
+        attention = "" if not cores else "attention" if cores == len(self.blocks) else f"attention of {cores}"
+        found = " and ".join(filter(None, (of, attention)))
+        return f"{found} recomputed" if found else ""
 
     @property
     def state(self) -> MemoryBytes:
@@ -495,6 +523,23 @@ class DeviceMemory(Element):
     def parts(self) -> MemoryBytes:
         """What there is of every kind."""
         return MemoryBytes.of_keys(self)
+
+
+def again_of(recompute: Recompute, num_blocks: int) -> tuple[Again, ...]:
+    """[block] what a stage's backward computes again."""
+    return recompute if isinstance(recompute, tuple) else (recompute,) * num_blocks
+
+
+def recompute_of(again: Sequence[Again]) -> Recompute:
+    """The same of a stage, in one word where that does."""
+    return again[0] if len(set(again)) == 1 else tuple(again)
+
+
+def recompute_problem(recompute: Recompute | None, num_blocks: int) -> str | None:
+    """What is wrong with what a stage computes again, if anything."""
+    if isinstance(recompute, tuple) and len(recompute) != num_blocks:
+        return f"says it of {len(recompute)} blocks of {num_blocks}; say it of each, or once for all"
+    return None
 
 
 def mesh_of(configurations: tuple[str, ...], index: int, shards: int) -> Mesh:

@@ -392,7 +392,7 @@ def test_a_stage_says_once_if_less_waits_than_the_plan_expects(
     module, own = make(), tuple(range(SAMPLES))
     bytes_of = {name: number * 8 // times for name, number in (("w", waiting), ("p", size_of(module)))}
     part = StagePart(
-        *(0, ("a",), False, True, {}, {1: ("a",)}, frozenset(), frozenset({1})),
+        *(0, ("a",), (False,), True, {}, {1: ("a",)}, frozenset(), frozenset({1})),
         parameter_bytes=bytes_of["p"],
         waiting_bytes=bytes_of["w"],
     )

@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from builders.requests import request_of
 from pipeplan.cli.main import main
@@ -23,10 +25,12 @@ from pipeplan.examples import model as paper_model
 from pipeplan.files import Profile, read_profile
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
+from pipeplan.runtime.executor.stage import _RecomputedCores
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.profiling.build_profile import splits_of
 from pipeplan.runtime.profiling.estimate import counted, estimate_model
+from pipeplan.runtime.profiling.instruments import saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
 from support.marks import slow_but
 from support.paths import ROOT
@@ -125,6 +129,49 @@ def test_bytes_are_those_that_measuring_finds(name: str, dtype: torch.dtype) -> 
         recomputed = key[3]  # keeps the random generator's state, twice for a moment
         beside = 2 * 5056 + 1100 if recomputed else 1100  # and what libraries below torch take for themselves
         assert bytes_of(told, "workspace_bytes")[id_, key] == pytest.approx(found, rel=0.1, abs=beside)
+
+
+class Unfused(Attention):
+    """Attention with dropout, which the CPU runs step by step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=0.1)
+        result: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+class Given(TorchFunctionMode):
+    """Notes what attention is given."""
+
+    found: tuple[Tensor, ...] = ()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            self.found = args[:3]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("module", [Attention, Unfused])
+def test_less_is_held_where_the_attention_core_is_computed_again(module: type[nn.Module]) -> None:
+    """As much as autograd saves around a core in a checkpoint, and what the core is given."""
+    blocks = (
+        BlockSpec("first", "linear", BLOCKS["linear"], samples=("x",)),
+        BlockSpec("core", "attention", module, sources=("first",)),
+    )
+    told = estimate(Model("core", blocks, sequences, lambda batch: 1), (3,))
+    plain, (row,) = (block.costs for block in told.blocks)
+    assert plain[0].selective_ns is None
+    assert 0 < (row.selective_ns or 0) < row.forward_ns
+    real, x = module(), torch.randn(3, 8, WIDTH, requires_grad=True)
+    with saved_tensors() as saved, Given() as given, _RecomputedCores():
+        made = real(x)
+    own = storages(real.parameters())
+    held = {key: size for key, size in storages([x, *saved(), *given.found]).items() if key not in own}
+    assert row.selective_activation_bytes == sum(held.values())
+    if module is Unfused:  # scores by softmax and after dropout, and what it leaves out
+        assert row.activation_bytes - sum(held.values()) >= 3 * 2 * 8 * 8 * (4 + 4 + 1)
+    del made
 
 
 def test_work_is_what_torch_counts() -> None:

@@ -134,7 +134,7 @@ def test_what_autocast_makes_is_known_before(name: str, recompute: bool) -> None
         part = StagePart(
             100,
             (block.id,),
-            recompute,
+            (recompute,),
             False,
             {numbers[source]: names for source, names in sources.items()},
             ends,

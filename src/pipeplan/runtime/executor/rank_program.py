@@ -25,7 +25,7 @@ from pipeplan.runtime.executor.message_graph import (
 )
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action
-from pipeplan.workload.elements import Attribute, Loop, Stage
+from pipeplan.workload.elements import Again, Attribute, Loop, Stage
 from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
@@ -136,13 +136,15 @@ class StagePart:
     ``returns`` and ``awaits`` name those of them that get, or give, gradients. ``split`` is whether the stage runs I
     and W instead of B. ``shares`` says for each of the blocks what this rank has of it, ``meshes`` how the ranks of
     its replica, ``group``, stand for it; this one is number ``place`` of them.
+    ``again`` says for each of them what backward computes again, and ``cores`` are those of which the plan knows an
+    attention core.
     ``parameter_bytes`` the plan expects on each device, and ``waiting_bytes`` held for a micro-batch's W; 0 if it says
     nothing of them.
     """
 
     index: int
     blocks: tuple[str, ...]
-    recompute: bool
+    again: tuple[Again, ...]
     split: bool
     inputs: Mapping[int, tuple[str, ...]]
     outputs: Mapping[int, tuple[str, ...]]
@@ -154,6 +156,7 @@ class StagePart:
     place: int = 0
     parameter_bytes: int = 0
     waiting_bytes: int = 0
+    cores: frozenset[str] = frozenset()
 
     @property
     def counts_loss(self) -> bool:
@@ -332,7 +335,8 @@ class _Lowering:
             meshes=_meshes_of(stage),
             group=_group_of(stage, self._rank),
             place=stage.devices.index(self._rank) % stage.shards,
-            recompute=stage.recompute,
+            again=stage.again,
+            cores=_cores_of(stage),
             split=any(each.role is Role.INPUT_GRAD for each in operations),
             inputs={source: names for (source, target), names in crossings.items() if target == index},
             outputs={target: names for (source, target), names in crossings.items() if source == index},
@@ -410,6 +414,12 @@ class _Lowering:
         rows = (message, self._ownership.sent(message, ranks, action.microbatch, action.part))
         takes, gives = ((rows,), ()) if action.sends else ((), (rows,))
         return ProgramStep(counter, action, (rows[1],), takes, gives, message, peer)
+
+
+def _cores_of(stage: Stage) -> frozenset[str]:
+    """Blocks of which the plan says one by one that their attention core is computed again."""
+    each = zip(stage.blocks, stage.again, strict=True) if isinstance(stage.recompute, tuple) else ()
+    return frozenset(block for block, again in each if again == "selective")
 
 
 def _group_of(stage: Stage, rank: int) -> tuple[int, ...]:

@@ -12,10 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from pipeplan.runtime.executor.channels import TransferError
@@ -25,6 +27,7 @@ from pipeplan.runtime.executor.tensors import WHOLE_TENSOR, Produced, Received, 
 from pipeplan.runtime.models.spec import BlockSpec
 from pipeplan.runtime.parallel.device import Autocast, precise
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
+from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import Role
 
 _ANYWHERE = torch.empty(0)  # where a block is that takes nothing and has no parameters
@@ -156,8 +159,8 @@ class StageRunner:
         kept = {name: self._kept(tensor, entering[name], len(own)) for name, tensor in received.items()}
         leaves = {name: _leaf(tensor, name in returned) for name, tensor in kept.items()}
         values = _Values(self.layouts, len(own), leaves, entering)
-        for block in self.part.blocks:
-            values.put(block, self._call(block, values, own, samples))
+        for block, again in zip(self.part.blocks, self.part.again, strict=True):
+            values.put(block, self._call(block, again, values, own, samples))
         outputs = {name: values.whole(name) for names in self.part.outputs.values() for name in names}
         self._require_way_back(outputs)
         own_losses = [precise(values.whole(block)) for block in self.part.blocks if self.specs[block].loss]
@@ -222,7 +225,7 @@ class StageRunner:
         """Blocks whose stages get gradients back by the plan."""
         return {name for source in self.part.returns for name in self.part.inputs[source]}
 
-    def _call(self, block: str, values: _Values, own: Numbers, samples: MiniBatch) -> Tensor:
+    def _call(self, block: str, again: Again, values: _Values, own: Numbers, samples: MiniBatch) -> Tensor:
         spec, module, rows = self.specs[block], self.modules[block], self.layouts.rows(block, own)
         with stage_errors(f"block {block!r}"):
             arguments = [values.taken(source, block) for source, _ in spec.inputs]
@@ -230,8 +233,14 @@ class StageRunner:
             at = next(itertools.chain(arguments, module.parameters()), _ANYWHERE)
             _begin_random_numbers(samples.seed_of(block, rows), at.device)
             with self.autocast() if self.autocast is not None else nullcontext():
-                run = partial(checkpoint, module, use_reentrant=False) if self.part.recompute else module
-                made = run(*arguments)
+                run = partial(checkpoint, module, use_reentrant=False) if again is True else module
+                with _RecomputedCores() if again == "selective" else nullcontext() as cores:
+                    made = run(*arguments)
+        if cores is not None and not cores.count and block in self.part.cores:
+            raise StageError(
+                f"block {block!r} is to recompute its attention core, and it never calls torch's "
+                "scaled_dot_product_attention; search with --recompute none or all, or let the block call it"
+            )
         if not isinstance(made, Tensor):
             raise StageError(f"block {block!r} returned {type(made).__name__}, and a block returns one tensor")
         if spec.loss:
@@ -276,6 +285,28 @@ class StageRunner:
                         f"block {name!r} needs a gradient from stage {target}, and the plan brings none back; "
                         "profile this model and search again"
                     )
+
+
+_ATTENTION = {
+    torch.nn.functional.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten.scaled_dot_product_attention.default,
+}
+
+
+class _RecomputedCores(TorchFunctionMode):
+    """Attention cores inside keep what they are given, and are computed again in backward; ``count`` them."""
+
+    count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function; attention in a checkpoint of its own."""
+        if func not in _ATTENTION:
+            return func(*args, **(kwargs or {}))
+        self.count += 1
+        return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
 
 
 def _begin_random_numbers(seed: int, device: torch.device) -> None:

@@ -21,7 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from pipeplan.costs.communication import prices_in, prices_of
-from pipeplan.costs.devices import Calibration, DevicePreset, Kernel, KnownRow, Work, calibrate, likeness, measured_rows
+from pipeplan.costs.devices import (
+    CORE,
+    Calibration,
+    DevicePreset,
+    Kernel,
+    KnownRow,
+    Work,
+    calibrate,
+    likeness,
+    measured_rows,
+)
 from pipeplan.costs.recipes import ESTIMATED, products_in_fp8, profiled_recipe
 from pipeplan.costs.uniform.judging import RunsFit
 from pipeplan.costs.uniform.shares import catalog_shares, reaching, shares_for
@@ -41,7 +51,7 @@ from pipeplan.runtime.profiling.build_profile import (
     unsplit_of,
 )
 from pipeplan.runtime.profiling.flops import product_flops
-from pipeplan.runtime.profiling.instruments import Meter, Usage, blamed, saved_tensors
+from pipeplan.runtime.profiling.instruments import Meter, Usage, blamed, saved_tensors, storages
 from pipeplan.runtime.profiling.optimizer_step import estimated_rate
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
 
@@ -199,11 +209,25 @@ def counted(
     for bench, found in zip(benches.all, tallies, strict=True):
         bench.times = [(0, 0, 0, 0)]
         kernels = found.kernels
-        yield bench, {"forward_ns": kernels["F"], "input_grad_ns": kernels["I"], "weight_grad_ns": kernels["W"]}
+        work: Work = {"forward_ns": kernels["F"], "input_grad_ns": kernels["I"], "weight_grad_ns": kernels["W"]}
+        yield bench, work if bench.row().selective_ns is None else {**work, CORE: found.core.kernels}
 
 
 class _FakeBench(Bench):
-    """A block that runs as seldom as can be: what F and I hold is noted while allocations are counted."""
+    """A block that runs as seldom as can be: what F and I hold is noted while allocations are counted.
+
+    ``core_bytes`` are less held where its attention core is computed again; None where it has no core.
+    """
+
+    core_bytes: int | None = None
+
+    def row(self) -> CostRow:
+        """Times are not known yet."""
+        row = super().row()
+        if self.core_bytes is None:
+            return row
+        held = row.activation_bytes - max(0, self.core_bytes)
+        return row.model_copy(update={CORE: 0, "selective_activation_bytes": held})
 
     def measure_memory(self) -> None:
         """As measured, on parameters that have their gradients from the start, where measuring runs once before."""
@@ -220,6 +244,9 @@ class _FakeBench(Bench):
                 with meter.phase("F"), saved_tensors() as saved:
                     roots = self.forward()
                 given = self.note_activations(roots, saved)
+                if isinstance(meter, _Tally) and meter.core.kernels and not self.key.recompute:
+                    held = storages([*saved(), *self._kept_inputs()]) if roots else {}
+                    self.core_bytes = meter.core.held_of(held) - meter.core.given_beside(held)
                 with queue, meter.phase("I"):
                     self.backward(roots)
                 self.note_weight_grads(queue)
@@ -268,6 +295,25 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """As torch has it for tensors on the CPU: fused if it can be, which the CPU is asked."""
+    if _CORES:
+        with _CORES[-1].inside(query, key, value, attn_mask) as core:
+            made = _core(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            core.hand_out(made)
+        return made
+    return _core(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _core(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
     fused = _is_fused(
         _Look.of(query),
         _Look.of(key),
@@ -314,6 +360,50 @@ def _is_fused(query: _Look, key: _Look, value: _Look, mask: _Look | None, rest: 
     return bool(choice == SDPBackend.FLASH_ATTENTION.value)
 
 
+class _AttentionCore:
+    """What the attention cores of one forward do: their kernels, the storages they make, and those they are given.
+
+    A storage that is released is forgotten, as its identity may come again; of what was given its bytes are counted, as
+    they would have to be held to compute the core again.
+    """
+
+    def __init__(self) -> None:
+        self.kernels: list[Kernel] = []
+        self.made: dict[int, int] = {}
+        self.given: dict[int, int] = {}
+        self.released = 0
+        self.running = False
+
+    @contextmanager
+    def inside(self, *given: Tensor | None) -> Iterator[_AttentionCore]:
+        """What runs inside is a core, of these tensors."""
+        self.given |= storages(tensor for tensor in given if tensor is not None)
+        self.running = True
+        yield self
+        self.running = False
+
+    def hand_out(self, made: Tensor) -> None:
+        """What the core makes is held by those who take it, whether it is computed again or not."""
+        self.made.pop(made.untyped_storage()._cdata, None)
+
+    def release(self, key: int) -> None:
+        """A storage is gone."""
+        self.made.pop(key, None)
+        self.released += self.given.pop(key, 0)
+
+    def held_of(self, held: Mapping[int, int]) -> int:
+        """Bytes of what a forward holds that only its cores need."""
+        return sum(size for key, size in self.made.items() if key in held)
+
+    def given_beside(self, held: Mapping[int, int]) -> int:
+        """Bytes that cores are given and a forward does not hold."""
+        return self.released + sum(size for key, size in self.given.items() if key not in held)
+
+
+_CORES: list[_AttentionCore] = []
+"""That of the forward which runs."""
+
+
 _NORMS = {_aten.native_layer_norm, _aten.native_batch_norm}
 """Whose statistics the CPU keeps in the format of what they are of, and the meta device in float32."""
 
@@ -328,13 +418,19 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
         self._phase: list[Kernel] | None = None
         self._in_use = self._peak = 0
         self._known: set[int] = set()
+        self.core = _AttentionCore()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Count what runs inside under a name."""
         start, self._peak = self._in_use, self._in_use
         self._phase = self.kernels[name] = []
+        if name == "F":
+            self.core = _AttentionCore()
+            _CORES.append(self.core)
         yield
+        if name == "F":
+            _CORES.remove(self.core)
         self._phase = None
         self.usage[name] = Usage(start, self._peak)
 
@@ -353,6 +449,8 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
             self._allocate(tensor)
         if self._phase is not None and (fresh or func._schema.is_mutable) and not _only_reserves(func):
             self._phase.append(_kernel(func, args, kwargs or {}, made, given, outputs))
+            if self.core.running:
+                self.core.kernels.append(self._phase[-1])
         return made
 
     def _allocate(self, tensor: Tensor) -> None:
@@ -361,12 +459,15 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
         if key not in self._known:
             self._known.add(key)
             self._in_use += size
+            if self.core.running:
+                self.core.made[key] = size
             self._peak = max(self._peak, self._in_use)
             finalize(storage, self._release, key, size)
 
     def _release(self, key: int, size: int) -> None:
         self._known.discard(key)
         self._in_use -= size
+        self.core.release(key)
 
 
 def _only_reserves(func: Any) -> bool:
