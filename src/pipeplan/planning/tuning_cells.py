@@ -335,7 +335,7 @@ def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> Tun
         recompute=candidate.recompute,
         split=workload.splits_backward,
         rules=rules.name,
-        iteration_ns=figures.iteration_ns,
+        iteration_ns=schedule.iteration_ns,
         makespan_ns=figures.makespan_ns,
         bubble_rate=figures.bubble_rate,
         peak_memory_bytes=schedule.most_bytes,

@@ -5,13 +5,16 @@ A step is a frozen dataclass whose fields are its constants; :data:`STEPS` is th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from itertools import permutations
 
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.cpsat.repetend import least_period, shortest_way_through, solve_pattern
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_POLICY, SECONDS_PER_SWEEP
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, SECONDS_PER_POLICY, SECONDS_PER_SWEEP
 from pipeplan.schedule.cpsat.windows import Ramps, SlidingWindows, WholeHorizon
 from pipeplan.schedule.list_scheduling import PolicySearch, list_schedule
 from pipeplan.schedule.longer import ShorterRun
@@ -25,12 +28,15 @@ from pipeplan.schedule.pattern import (
     sequential_time,
 )
 from pipeplan.schedule.rules.sweep import built_in_rules, sweeping
-from pipeplan.schedule.state import ScheduleStep, SearchState, SearchStep
+from pipeplan.schedule.state import ScheduleCandidate, ScheduleStep, SearchState, SearchStep, origin_of
 from pipeplan.units import format_bytes
 from pipeplan.workload.bounds import period_bound
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import find_repetend
+from pipeplan.workload.tail import best_order, tail_of
+from pipeplan.workload.task_graph import TaskGraph
 
 
 @dataclass(frozen=True)
@@ -311,6 +317,62 @@ class LessMemory(ScheduleStep):
         state.offer(other.steady)
 
 
+@dataclass(frozen=True)
+class LastWeightGradients(ScheduleStep):
+    """Which stage's last weight gradients a device runs first, so that sums of gradients hide behind the others.
+
+    What a device runs at its end and is nothing but weight gradients is sorted by stage, in each of up to ``most``
+    orders of its stages; of more stages those are tried that begin with another one. Devices take turns as long as one
+    ends sooner for it.
+    """
+
+    most: int = 24
+    name = "last weight gradients"
+    when = "auto; backward is split, and gradients are summed, stepped or gathered; a device has several stages"
+
+    def applies(self, state: SearchState) -> bool:
+        workload = state.problem.workload
+        return state.scheduler == "auto" and workload.has_tail and workload.splits_backward and not state.finished
+
+    def run(self, state: SearchState) -> None:
+        assert state.best is not None
+        scheduler, graph = f"{origin_of(state.best.scheduler)}+weights", state.graph
+        chosen, better = state.best, True
+        least = self._ends(graph, chosen)
+        while better and not state.finished:
+            better = False
+            for device in range(state.problem.num_devices):
+                for order in self._orders(state, chosen.orders[device]):
+                    own = chosen.orders[: state.problem.num_devices]
+                    found = state.candidate([*own[:device], order, *own[device + 1 :]], scheduler)
+                    state.budget.charge(graph.num_tasks * SECONDS_PER_LOOK)
+                    if found is not None and self._ends(graph, found) < least:
+                        chosen, least, better = found, self._ends(graph, found), True
+                        state.offer(found)
+
+    @staticmethod
+    def _ends(graph: TaskGraph, candidate: ScheduleCandidate) -> tuple[int, int]:
+        """Of the last device, and all devices' together, which says whether one that is not the last is better."""
+        ends = graph.last_ends(candidate.starts)
+        tail = tail_of(graph.workload, ends, best_order(graph.workload, ends))
+        return tail.iteration_ns, sum(tail.ended_ns)
+
+    def _orders(self, state: SearchState, order: Sequence[int]) -> Iterator[list[int]]:
+        """A device's order with the weight gradients at its end by stage, in each order of their stages."""
+        operations, of = state.problem.workload.operations, state.graph.operation_of
+        begin = len(order)
+        while begin and operations[of[order[begin - 1]]].role is Role.WEIGHT_GRAD:
+            begin -= 1
+        stages = [*dict.fromkeys(of[task] for task in order[begin:])]
+        if len(stages) < 2:
+            return
+        few = math.factorial(len(stages)) <= self.most
+        firsts = permutations(stages) if few else ((each, *(o for o in stages if o != each)) for each in stages)
+        for items in firsts:
+            place = {item: number for number, item in enumerate(items)}
+            yield [*order[:begin], *sorted(order[begin:], key=lambda task: (place[of[task]], task))]
+
+
 STEPS: tuple[SearchStep, ...] = (
     ShorterRun(),
     KnownSchedule(),
@@ -321,6 +383,7 @@ STEPS: tuple[SearchStep, ...] = (
     BuiltInRules(),
     ListScheduling(),
     AdoptedRepetitions(),
+    LastWeightGradients(),
     UnrolledRepetends(),
     Ramps(),
     WholeHorizon(),

@@ -10,8 +10,9 @@ have stepped, on their networks, in the same manner. The iteration ends with the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice, permutations
 
 from pipeplan.workload.kinds import GRADIENT_ROLES
 from pipeplan.workload.network_jobs import NetworkJob
@@ -62,27 +63,33 @@ class Tail:
         return max(self.ended_ns) - max(self.stepped_ns)
 
 
-def tail_of(workload: Workload, ends_ns: Sequence[int]) -> Tail:
-    """What follows where the last action of each operation ends at ``ends_ns`` [operation]."""
-    acted = [0] * len(workload.devices)
-    gradients = [0] * len(workload.stages)
-    for operation, end in zip(workload.operations, ends_ns, strict=True):
-        for device in workload.stages[operation.stage].devices:
-            acted[device] = max(acted[device], end)
-        if operation.role in GRADIENT_ROLES:
-            gradients[operation.stage] = max(gradients[operation.stage], end)
+def tail_of(workload: Workload, ends_ns: Sequence[int], order: Collection[int] = ()) -> Tail:
+    """What follows where the last action of each operation ends at ``ends_ns`` [operation].
+
+    Sums run in an ``order``, by default the workload's.
+    """
+    acted, ready = _actions_of(workload, ends_ns)
     if not workload.has_tail:
         return Tail((), *[tuple(acted)] * 4)
     free = [0] * len(acted)
-    sums = workload.gradient_sums
-    ready = [max(gradients[stage] for stage in each.stages) for each in sums]
-    times = _one_after_another(sums, ready, free, workload.sum_order)
+    times = _one_after_another(workload.gradient_sums, ready, free, order or workload.sum_order)
     summed = [max(pair) for pair in zip(acted, free, strict=True)]
     stepped = [time + step for time, step in zip(summed, workload.steps_ns, strict=True)]
     gathers = workload.gathers
     _one_after_another(gathers, [max(stepped[device] for device in each.devices) for each in gathers], free)
     ended = [max(pair) for pair in zip(stepped, free, strict=True)]
     return Tail(tuple(times), tuple(acted), tuple(summed), tuple(stepped), tuple(ended))
+
+
+def _actions_of(workload: Workload, ends_ns: Sequence[int]) -> tuple[list[int], list[int]]:
+    """[device] when it has ended its actions, and [sum] when it is ready."""
+    acted, gradients = [0] * len(workload.devices), [0] * len(workload.stages)
+    for operation, end in zip(workload.operations, ends_ns, strict=True):
+        for device in workload.stages[operation.stage].devices:
+            acted[device] = max(acted[device], end)
+        if operation.role in GRADIENT_ROLES:
+            gradients[operation.stage] = max(gradients[operation.stage], end)
+    return acted, [max(gradients[stage] for stage in each.stages) for each in workload.gradient_sums]
 
 
 def _one_after_another(
@@ -100,3 +107,53 @@ def _one_after_another(
         for device in job.devices:
             free[device] = start + job.duration_ns
     return times
+
+
+def best_order(workload: Workload, ends_ns: Sequence[int]) -> tuple[int, ...]:
+    """An order of sums by which the iteration ends sooner than as they become ready; none where none is found.
+
+    On one network alone readiness is best, so that an order matters only where sums have several devices. Of up to
+    :data:`MOST_PERMUTED` sums every order is tried; of more moves of one sum to the front of others, while one helps.
+    """
+    sums = workload.gradient_sums
+    best = tail_of(workload, ends_ns).iteration_ns if len(sums) > 1 else 0
+    if best <= _least_iteration(workload, ends_ns):
+        return ()
+    if len(sums) <= MOST_PERMUTED:
+        tried = ((tail_of(workload, ends_ns, order).iteration_ns, order) for order in permutations(range(len(sums))))
+        found, order = min(tried)
+        return order if found < best else ()
+    _, ready = _actions_of(workload, ends_ns)
+    order, chosen = tuple(sorted(range(len(sums)), key=lambda each: (ready[each], each))), tuple[int, ...]()
+    left = MOST_TRIED
+    while left:
+        moved = islice(_moved(order), left)
+        better = next((each for each in moved if tail_of(workload, ends_ns, each).iteration_ns < best), None)
+        left = 0 if better is None else left - 1
+        if better is not None:
+            best, order, chosen = tail_of(workload, ends_ns, better).iteration_ns, better, better
+    return chosen
+
+
+MOST_PERMUTED, MOST_TRIED = 5, 100
+"""Of so many sums all orders are tried; of more so many moves, and so many of these that help."""
+
+
+def _moved(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The orders in which one sum comes sooner: the latest first, as these are behind everything."""
+    for place in range(len(order) - 1, 0, -1):
+        for to in range(place):
+            yield (*order[:to], order[place], *order[to:place], *order[place + 1 :])
+
+
+def _least_iteration(workload: Workload, ends_ns: Sequence[int]) -> int:
+    """Ns that no order of sums is below: each network alone with its sums as they become ready, steps and gathers."""
+    free, ready = _actions_of(workload, ends_ns)
+    network = [0] * len(free)
+    for number in sorted(range(len(ready)), key=ready.__getitem__):
+        job = workload.gradient_sums[number]
+        for device in job.devices:
+            network[device] = max(network[device], ready[number]) + job.duration_ns
+    gathers = [sum(job.duration_ns for job in workload.gathers if device in job.devices) for device in range(len(free))]
+    ends = zip(map(max, zip(free, network, strict=True)), workload.steps_ns, gathers, strict=True)
+    return max(map(sum, ends))

@@ -24,6 +24,9 @@ from pipeplan.schedule.cpsat.solver import Budget, solve
 from pipeplan.schedule.state import ScheduleCandidate, ScheduleStep, SearchState, origin_of
 from pipeplan.time_limit import checked
 from pipeplan.workload.bounds import memory_recurrences
+from pipeplan.workload.elements import Operation
+from pipeplan.workload.kinds import GRADIENT_ROLES
+from pipeplan.workload.network_jobs import NetworkJob
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph
 
@@ -73,11 +76,15 @@ def reschedule(
     the first one is taken.
     """
     unit = _unit(problem)
-    known = _by_tails(graph, starts) if most_ns is None else most_ns + unit
+    whole = begin_ns == 0 and end_ns is None
+    known = graph.iteration(starts) if whole else _by_tails(graph, starts)
+    known = known if most_ns is None else most_ns + unit
     window = _cut(problem, graph, orders, starts, begin_ns, graph.makespan(starts) if end_ns is None else end_ns)
     if not window.tasks or window.passing >= known:
         return Rescheduled(None, None, True)
     model = _WindowModel(problem, graph, window, known)
+    if whole and graph.workload.has_tail:
+        model.sums_and_gathers()
     if most_ns is None:
         model.minimize()
     heard = None if on_solution is None else lambda value, bound: on_solution(value * unit, bound * unit)
@@ -98,7 +105,9 @@ def reschedule(
 
 def _unit(problem: OneMicrobatch) -> int:
     """Greatest common divisor of all times, in ns, and of what follows actions."""
-    return math.gcd(problem.time_unit, *problem.workload.least_after)
+    workload = problem.workload
+    jobs = [job.duration_ns for job in (*workload.gradient_sums, *workload.gathers)]
+    return math.gcd(problem.time_unit, *workload.steps_ns, *jobs)
 
 
 def _by_tails(graph: TaskGraph, starts: Sequence[int]) -> int:
@@ -173,7 +182,7 @@ class _WindowModel:
         self._unit = unit = _unit(problem)
         self._count = problem.num_microbatches
         self.model = model = cp_model.CpModel()
-        latest = known_ns // unit - 1
+        self._latest = latest = known_ns // unit - 1
         self.start = {
             task: model.new_int_var(
                 window.release[task] // unit,
@@ -266,6 +275,50 @@ class _WindowModel:
         for task, start in self.start.items():
             rest = (self._graph.durations[task] + self._window.tail[task]) // self._unit
             self.model.add(self.end >= start + rest)
+
+    def sums_and_gathers(self) -> None:
+        """What follows the actions of the whole schedule, in whatever order networks run it."""
+        workload, unit = self._graph.workload, self._unit
+        last = {
+            item: self.start[self._graph.offsets[item + 1] - 1] + workload.durations[item] // unit
+            for item in range(len(workload.operations))
+        }
+        stepped = [self.model.new_int_var(0, self._latest, "") for _ in workload.devices]
+        for item, operation in enumerate(workload.operations):
+            for device in workload.stages[operation.stage].devices:
+                self.model.add(stepped[device] >= last[item] + workload.steps_ns[device] // unit)
+        ready = [
+            [last[item] for item, each in enumerate(workload.operations) if self._adds(each, job)]
+            for job in workload.gradient_sums
+        ]
+        for job, end in zip(workload.gradient_sums, self._on_networks(workload.gradient_sums, ready), strict=True):
+            for device in job.devices:
+                self.model.add(stepped[device] >= end + workload.steps_ns[device] // unit)
+        own = [[stepped[device] for device in job.devices] for job in workload.gathers]
+        for end in (*stepped, *self._on_networks(workload.gathers, own)):
+            self.model.add(self.end >= end)
+
+    @staticmethod
+    def _adds(operation: Operation, job: NetworkJob) -> bool:
+        return operation.role in GRADIENT_ROLES and operation.stage in job.stages
+
+    def _on_networks(
+        self, jobs: Sequence[NetworkJob], ready: Sequence[Sequence[cp_model.LinearExprT]]
+    ) -> list[cp_model.LinearExprT]:
+        """The ends of jobs, none of which begins before it is ``ready`` [job] nor beside another one on a network."""
+        starts = [self.model.new_int_var(0, self._latest, "") for _ in jobs]
+        lengths = [job.duration_ns // self._unit for job in jobs]
+        intervals = [
+            self.model.new_fixed_size_interval_var(start, length, "")
+            for start, length in zip(starts, lengths, strict=True)
+        ]
+        for start, moments in zip(starts, ready, strict=True):
+            for moment in moments:
+                self.model.add(start >= moment)
+        for device in range(len(self._graph.workload.devices)):
+            own = [interval for interval, job in zip(intervals, jobs, strict=True) if device in job.devices]
+            self.model.add_no_overlap(own)
+        return [start + length for start, length in zip(starts, lengths, strict=True)]
 
     def minimize(self) -> None:
         """Look for the shortest schedule, instead of any."""
