@@ -43,6 +43,7 @@ from pipeplan.files import (
 )
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.problem import PartitionProblem
+from pipeplan.planning.comparison import compare
 from pipeplan.planning.frontier import frontier_request, search_frontier
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
@@ -388,6 +389,18 @@ def test_frontiers_of_plans_divide_too() -> None:
     assert any(stage.zero == 1 for number in range(1, 1 + len(divided.points)) for stage in divided.plan(number).stages)
     with pytest.raises(UsageError, match="give --plans, too"):
         frontier_request(LARGE, devices=[4], zero=1, splitting=_api.Splitting())
+
+
+def test_compare_divides_what_it_times() -> None:
+    """Also where what was found has no replicas; and in classic schedules on the same stages."""
+    cluster = cluster_of(4, latency_ns=1, bandwidth=10**12)
+    for words in (
+        {"memory_bytes": 80_000, "replicas": 4, "zero": "auto", "placement": "one-to-one"},
+        {"zero": 1, "placement": "circular"},
+    ):
+        found = compare(asked(profile_of([1000] * 8), cluster=cluster, **words | {"time_limit": 1.0}))
+        assert len(found.rows) > 1
+        assert all(row.fits for row in found.rows)
 
 
 def test_exchanges_of_groups_use_the_links_at_once() -> None:

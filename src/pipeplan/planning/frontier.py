@@ -539,6 +539,8 @@ def _stage_words(stage: Stage) -> str:
     else:
         counts = [(stage.replicas, "replicas"), (stage.shards, "shards")]
         found = " x ".join(f"{count} {what}" for count, what in counts if count > 1) or "1 device"
+    if stage.sharers > 1:
+        found += f" (ZeRO {stage.zero}{f' over {stage.sharers}' if stage.sharers < stage.replicas else ''})"
     return f"{found}, {stage.recomputed}" if stage.recomputes else found
 
 

@@ -177,7 +177,7 @@ _STEPS = (
     _more_time,
     _other_schedules,
     _more_microbatches,
-    _less_recomputation,
     _sharded_state,
+    _less_recomputation,
     _memory_limit,
 )

@@ -212,7 +212,7 @@ class Request:
         """Require that some replicas can do what ``zero`` and ``zero_group`` say.
 
         Raises:
-            UsageError: there can be no replicas, or none whose number ``zero_group`` divides; a level that is not there.
+            UsageError: there can be no replicas, or none that ``zero_group`` divides; a level that is not there.
         """
         zero, group = self.zero, self.zero_group
         if group is not None and zero in (None, 0):
