@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, Source, current_version
+from pipeplan.files.base import MIGRATIONS, SAID_ONLY, Content, CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.files.placement import Placement
 from pipeplan.files.recipe import CUSTOM, Recipe
 from pipeplan.graphs import topological_order
@@ -44,7 +44,11 @@ class CostRow(FileModel):
     configuration: Annotated[Name | None, Field(description="named way of splitting, where there are several")] = None
     recompute: Annotated[bool, Field(description="costs with activation checkpointing of this block")] = False
     sequence_parallel: Annotated[
-        bool, Field(description="devices hold slices of the sequence outside of split products; only with shards")
+        bool,
+        Field(
+            description="devices hold slices of the sequence outside of split products; only with shards",
+            json_schema_extra={SAID_ONLY: True},
+        ),
     ] = False
     forward_ns: Nanoseconds
     backward_ns: Nanoseconds | None = None
