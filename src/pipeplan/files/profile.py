@@ -48,7 +48,11 @@ class CostRow(FileModel):
     configuration: Annotated[Name | None, Field(description="named way of splitting, where there are several")] = None
     recompute: Annotated[bool, Field(description="costs with activation checkpointing of this block")] = False
     sequence_parallel: Annotated[
-        bool, Field(description="devices hold slices of the sequence outside of split products; only with shards")
+        bool,
+        Field(
+            description="devices hold slices of the sequence outside of split products; only with shards",
+            json_schema_extra={SAID_ONLY: True},
+        ),
     ] = False
     forward_ns: Nanoseconds
     backward_ns: Nanoseconds | None = None
