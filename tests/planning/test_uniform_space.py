@@ -122,6 +122,7 @@ def test_no_candidate_is_below_its_bound(
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 30), min_size=6, max_size=6), min_size=1, max_size=3))
 def test_longest_stages_are_those_of_the_evenest_cut(chains: list[list[int]]) -> None:
+    """Times so small that what is halved is one ns at the end."""
     found = longest_stages([np.array([0, *itertools.accumulate(times)]) for times in chains], 6)
     for own, times in zip(found.tolist(), chains, strict=True):
         for count, longest in enumerate(own, 1):

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, chain, groupby, islice, product
 from typing import Any
 
@@ -162,7 +162,27 @@ def uniform_choices(request: Request) -> list[BoundedChoice]:
     """
     if open_shards(request) == (1,) or isinstance(request.placement, Placement) or request.placement == SUBMODULES:
         return []
-    return best_first(request, [each for shards in open_shards(request) for each in _uniform(request, shards)])
+    return _uniform_of(_SameRequest(request))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SameRequest:
+    """A request to remember things by: itself, and no other that is equal."""
+
+    request: Request
+
+    def __hash__(self) -> int:
+        return id(self.request)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameRequest) and self.request is other.request
+
+
+@lru_cache(maxsize=4)
+def _uniform_of(same: _SameRequest) -> list[BoundedChoice]:
+    """The table of a request, which several steps of its search go through."""
+    open_ = open_shards(same.request)
+    return best_first(same.request, [each for shards in open_ for each in _uniform(same.request, shards)])
 
 
 def _uniform(request: Request, shards: int) -> Iterator[Choice]:

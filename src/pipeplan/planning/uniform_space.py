@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
@@ -76,7 +76,7 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
     known = [(choice, own) for choice in choices if (own := sums[choice.pricing]) is not None]
     if not known:
         return []
-    table = _Table.of(request, *map(list, zip(*known, strict=True)))
+    table = _BoundTable.of(request, *map(list, zip(*known, strict=True)))
     order = np.lexsort((table.usual, _fewer([choice for choice, _ in known]), ~table.fits))
     return [
         BoundedChoice(known[row][0], int(table.least[row]), float(table.usual[row]), float(table.needs[row]))
@@ -87,11 +87,11 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
 
 def _fewer(choices: Sequence[Choice]) -> list[bool]:
     """[choice] whether the same with more positions is another of them: that is seldom longer, and looked at first."""
-    most: dict[Choice, int] = {}
-    for each in choices:
-        like = replace(each, positions=None)
+    likes = [(each.strategy, each.shards, each.replicas, each.batch, each.recompute) for each in choices]
+    most: dict[tuple[object, ...], int] = {}
+    for like, each in zip(likes, choices, strict=True):
         most[like] = max(most.get(like, 0), each.positions or 0)
-    return [(each.positions or 0) < most[replace(each, positions=None)] for each in choices]
+    return [(each.positions or 0) < most[like] for like, each in zip(likes, choices, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,17 +223,21 @@ def _area(costs: Sequence[StageCost]) -> float:
 
 
 def longest_stages(sums: Sequence[Array], most: int) -> Array:
-    """[chain, stages - 1] the least longest stage of every chain with these running sums, of 1 to ``most`` stages.
+    """[chain, stages - 1] ns that the longest stage of no cut is below, for chains with these running sums.
 
-    For all at once: whether stages that take as much as they may reach the end, halving what they may take.
+    Of 1 to ``most`` stages, all at once: whether stages that take as much as they may reach the end. What they may take
+    is between an even share and that with the longest block, and is halved so often that what is left is some
+    thousandths of a block.
     """
     count = len(sums[0])
     apart = 1 + max(int(each[-1]) for each in sums)  # chain after chain, so that one look-up is for all
     line = np.concatenate([each + 2 * apart * number for number, each in enumerate(sums)])
     firsts = np.repeat(np.arange(len(sums)) * count, most).reshape(len(sums), most)
     stages = np.arange(1, most + 1)
-    low, high = np.zeros_like(firsts), line[firsts + count - 1] - line[firsts]
-    while (low < high).any():
+    blocks = np.array([np.diff(each).max() for each in sums])[:, None]
+    shares = -(-(line[firsts + count - 1] - line[firsts]) // stages)
+    low, high = np.maximum(shares, blocks), shares + blocks
+    for _ in range(_HALVINGS):
         middle = (low + high) // 2
         at = firsts.copy()
         for stage in checked(range(most), 16):
@@ -241,15 +245,17 @@ def longest_stages(sums: Sequence[Array], most: int) -> Array:
             at = np.where(stage < stages, ends, at)
         reached = at == firsts + count - 1
         high, low = np.where(reached, middle, high), np.where(reached, low, middle + 1)
-    return high
+    return low
 
+
+_HALVINGS = 12
 
 _SLACK = 1 - 1e-9
 """Floats are off by less than this."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class _BoundTable:
     """[choice] ns at least and usually, bytes usually, whether that fits, and whether anything can.
 
     With m micro-batches on p positions, work S and way A (as in :class:`_Sums`) of a micro-batch, and the share a <= 1
@@ -270,7 +276,7 @@ class _Table:
     possible: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, request: Request, choices: Sequence[Choice], sums: Sequence[_Sums]) -> _Table:
+    def of(cls, request: Request, choices: Sequence[Choice], sums: Sequence[_Sums]) -> _BoundTable:
         """Of these choices, each with the sums of its costs."""
 
         def column(values: Iterator[float]) -> FloatArray:
