@@ -183,7 +183,7 @@ def test_every_second_stage_of_a_device_has_small_letters() -> None:
 def test_figures_are_json_and_have_what_search_prints() -> None:
     plan = chain_plan(4, 8, forward=10, backward=20, repetend=True, memory_bytes=4000)
     found = json.loads(json.dumps(simulate(plan).figures()))
-    assert {key: found[key] for key in list(found)[:23] if key not in ("name", "placement")} == {
+    assert {key: found[key] for key in list(found)[:26] if key not in ("name", "placement")} == {
         "status": "optimal",
         "scheduler": "by-hand",
         "num_devices": 4,
@@ -193,6 +193,9 @@ def test_figures_are_json_and_have_what_search_prints() -> None:
         "samples_per_replica": [1, 1],
         "makespan_ns": 330,
         "iteration_ns": 330,
+        "exposed_reduction_ns": 0,
+        "exposed_step_ns": 0,
+        "exposed_gather_ns": 0,
         "samples_per_second": pytest.approx(8 / 330e-9),
         "tokens_per_second": None,
         "model_flops_utilisation": None,
