@@ -28,7 +28,7 @@ from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.schedule.state import SearchStep
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
-from pipeplan.workload.elements import Again, Recompute
+from pipeplan.workload.elements import Again
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +397,7 @@ def _autopipe(request: Request, choice: Choice) -> CandidateOrError | None:
 def _problem(
     request: Request,
     sizes: Sequence[int],
-    recompute: Sequence[Recompute],
+    recompute: Sequence[Again],
     *,
     chunks: int = 1,
     replicas: int | None = None,
