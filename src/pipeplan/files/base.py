@@ -17,7 +17,8 @@ would be::
     MIGRATIONS["profile", 1] = _blocks_have_a_family
 
 A key that is new and has a default needs a migration that changes nothing: the version says which keys a fingerprint
-is taken of.
+is taken of. A key that files leave out where it has its default (``SAID_ONLY``) may come within a version: no text
+that was written before changes, and an earlier pipeplan refuses a file that says it.
 
 The *form* of every version, kept in ``versions/``, has its keys in order, their defaults and JSON types: a JSON Schema
 without names, ranges and patterns. It is written when its version is new, and never changed. A file's *canonical text*
@@ -143,6 +144,9 @@ FOLDER = "versions"
 
 Form = dict[str, Any]
 
+SAID_ONLY = "written_where_said"
+"""Marks a key that files and canonical texts leave out where it has its default: one that came within a version."""
+
 _Place = tuple[str | int, ...]
 
 _JSON_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
@@ -228,6 +232,8 @@ def _completed_object(content: Content, form: Form, place: _Place) -> Content:
     for key, each in properties.items():
         if key not in content and key in form.get("required", ()):
             raise _problem("missing", (*place, key), content)
+        if each.get(SAID_ONLY) and content.get(key, each["default"]) == each["default"]:
+            continue
         found[key] = completed(content.get(key, each.get("default")), each, (*place, key))
     for key, value in content.items():
         if key not in properties:

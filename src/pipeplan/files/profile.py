@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
-from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, Source, current_version
+from pipeplan.files.base import MIGRATIONS, SAID_ONLY, Content, CurrentVersion, File, FileModel, Source, current_version
 from pipeplan.files.placement import Placement
 from pipeplan.files.recipe import CUSTOM, Recipe
 from pipeplan.graphs import topological_order
@@ -52,10 +52,18 @@ class CostRow(FileModel):
     weight_grad_bytes: Bytes = 0
     workspace_bytes: Bytes = 0
     selective_ns: Annotated[
-        Nanoseconds | None, Field(description="more backward where the attention core is recomputed; null: it has none")
+        Nanoseconds | None,
+        Field(
+            description="more backward where the attention core is recomputed; null: it has none",
+            json_schema_extra={SAID_ONLY: True},
+        ),
     ] = None
     selective_activation_bytes: Annotated[
-        Bytes | None, Field(description="held between forward and backward where the attention core is recomputed")
+        Bytes | None,
+        Field(
+            description="held between forward and backward where the attention core is recomputed",
+            json_schema_extra={SAID_ONLY: True},
+        ),
     ] = None
     repeats: Annotated[Index, Field(description="timed runs that each median is of; 0 if not measured")] = 0
     spread: Annotated[

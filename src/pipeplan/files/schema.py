@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeplan.errors import FileError
 from pipeplan.files import base
-from pipeplan.files.base import File, Form, current_version
+from pipeplan.files.base import SAID_ONLY, File, Form, current_version
 from pipeplan.files.read_write import FORMATS, layout, write_text
 
 
@@ -39,7 +39,7 @@ def form_of(schema: dict[str, Any]) -> Form:
 def _form_of(schema: dict[str, Any], named: dict[str, Any]) -> Form:
     if "$ref" in schema:
         schema = named[schema["$ref"].rpartition("/")[2]] | schema
-    form: Form = {key: schema[key] for key in ("type", "const", "required", "default") if key in schema}
+    form: Form = {key: schema[key] for key in ("type", "const", "required", "default", SAID_ONLY) if key in schema}
     for key in ("anyOf", "prefixItems"):
         if key in schema:
             form[key] = [_form_of(each, named) for each in schema[key]]

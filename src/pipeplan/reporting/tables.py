@@ -151,9 +151,7 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
         *(places if len({row.placement for row in rows}) > 1 else []),
         *(cuts if comparison.batch is None else []),
         *(copies if len({row.replicas for row in rows}) > 1 else []),
-        Column(
-            "backward", [_backward(split=row.split_backward, recompute=row.recompute) for row in rows], words=True
-        ),
+        Column("backward", [_backward(split=row.split_backward, recompute=row.recompute) for row in rows], words=True),
         Column("iteration", [format_ns(row.iteration_ns) for row in rows]),
         *rate_columns([comparison.throughput(row) for row in rows]),
         Column("bubble rate", [f"{row.bubble_rate:.2%}" for row in rows]),
