@@ -52,7 +52,7 @@ class Fixed:
     @classmethod
     def of(cls, plan: Plan) -> Fixed:
         replicas = plan.stages[0].replicas
-        return cls(len(plan.devices) // replicas, plan.microbatch_size // replicas, plan.stages[0].recompute)
+        return cls(len(plan.devices) // replicas, plan.microbatch_size // replicas, plan.stages[0].recomputes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,7 +174,10 @@ WRONG = [
     ({"devices": 2, "memory": -1}, "memory=-1: -1 bytes are out of range"),
     ({"devices": 2, "time_limit": True}, "time_limit=True: True is not a duration"),
     ({"devices": 2, "time_limit": float("nan")}, "time_limit=nan: nan seconds are out of range"),
-    ({"devices": 2, "recompute": "some"}, "recompute='some': 'some' is not known; choose from auto, all, none"),
+    (
+        {"devices": 2, "recompute": "some"},
+        "recompute='some': 'some' is not known; choose from auto, none, selective, all",
+    ),
     ({"devices": 2, "unroll": 0}, "unroll=0: '0' is neither auto nor a number from 1 to 64"),
     ({"devices": 2, "mini_batch": 7, "microbatches": 3}, "mini_batch=7 is not a multiple of microbatches=3"),
     ({}, "has no placement; give devices or a cluster"),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import combinations, product
 
 import pytest
 
+from pipeplan.checker import check
 from pipeplan.costs import stage_costs
-from pipeplan.errors import InfeasibleError
+from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.partition.baselines import pipedream
 from pipeplan.partition.problem import PartitionProblem
 from pipeplan.partition.recomputation import ChoosingBlocks, recomputing
+from pipeplan.planning.request import Request
+from pipeplan.planning.steps import search_plan
 from pipeplan.workload.elements import Again, again_of
 
 LEVELS: tuple[Again, ...] = (False, "selective", True)
@@ -132,3 +136,42 @@ def test_ends_of_a_model_keep_what_they_made() -> None:
     again = again_of(stage.recompute or False, 4)
     assert not again[0]
     assert any(again[1:])
+
+
+def test_a_search_recomputes_some_blocks_of_a_stage_where_all_take_longer() -> None:
+    """Also of a placement that is given, whose stages recomputed all or nothing before."""
+    row = CostRow(microbatch_size=1, forward_ns=10_000, backward_ns=20_000, activation_bytes=100)
+    blocks = [Block(id=f"b{n}", operator="layer", costs=(row,)) for n in range(8)]
+    profile = Profile.of("alike", blocks, bytes_per_sample=10)
+    for placement, scheduler in (("auto", "auto"), ("one-to-one", "1f1b")):
+        asked = Request.of(
+            profile,
+            devices=1,
+            num_microbatches=4,
+            placement=placement,
+            memory_bytes=650,
+            scheduler=scheduler,
+            time_limit=1.0,
+            deterministic=True,
+        )
+        plan = search_plan(asked).plan
+        assert [stage.again.count(True) for stage in plan.stages] == [3]
+        alike = search_plan(replace(asked, recompute=True)).plan
+        assert plan.predicted.iteration_ns < alike.predicted.iteration_ns
+        check(plan, profile).require("the plan")
+        wrong = tuple(replace(stage, recompute=True) for stage in plan.stages)
+        assert not check(plan.model_copy(update={"stages": wrong}), profile).valid
+
+
+def test_attention_cores_of_a_profile_that_knows_none_are_refused() -> None:
+    profile = Profile.of("bare", [Block.of("a", "1ms", "2ms")])
+    with pytest.raises(UsageError, match=r"--recompute selective: no block of profile 'bare' .* --recompute auto"):
+        Request.of(profile, devices=1, num_microbatches=1, recompute="selective")
+
+
+def test_all_attention_cores_are_recomputed_where_asked() -> None:
+    profile = drawn(random.Random(1), 2, 4)
+    asked = Request.of(profile, devices=2, num_microbatches=2, recompute="selective", time_limit=0.5)
+    plan = search_plan(asked).plan
+    assert {stage.recompute for stage in plan.stages} == {"selective"}
+    check(plan, profile).require("the plan")

@@ -62,10 +62,18 @@ class CostRow(FileModel):
     weight_grad_bytes: Bytes = 0
     workspace_bytes: Bytes = 0
     selective_ns: Annotated[
-        Nanoseconds | None, Field(description="more backward where the attention core is recomputed; null: it has none")
+        Nanoseconds | None,
+        Field(
+            description="more backward where the attention core is recomputed; null: it has none",
+            json_schema_extra={SAID_ONLY: True},
+        ),
     ] = None
     selective_activation_bytes: Annotated[
-        Bytes | None, Field(description="held between forward and backward where the attention core is recomputed")
+        Bytes | None,
+        Field(
+            description="held between forward and backward where the attention core is recomputed",
+            json_schema_extra={SAID_ONLY: True},
+        ),
     ] = None
     repeats: Annotated[Index, Field(description="timed runs that each median is of; 0 if not measured")] = 0
     spread: Annotated[

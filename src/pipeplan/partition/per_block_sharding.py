@@ -23,7 +23,7 @@ from pipeplan.sharding.graph import CostGraph, CostTie, Strategy, undominated
 from pipeplan.sharding.operator_kinds import is_profiled
 from pipeplan.sharding.table import IntArray, Weights
 from pipeplan.sharding.tracking import Tracked, track
-from pipeplan.workload.elements import Recompute
+from pipeplan.workload.elements import Again
 
 _WEIGHTINGS = 24
 """Weightings of memory against time at most by which runs are bounded."""
@@ -109,7 +109,7 @@ class GroupSplits:
     _known: dict[tuple[int, int, int], tuple[BlockSplits, ...]] = field(default_factory=dict)
 
     def of(
-        self, num_devices: int, microbatch_size: int, num_microbatches: int, recompute: Sequence[Recompute]
+        self, num_devices: int, microbatch_size: int, num_microbatches: int, recompute: Sequence[Again]
     ) -> list[BlockSplits]:
         """As :meth:`BlockSplits.of`, recomputing all or nothing; none where there are none."""
         key = num_devices, microbatch_size, num_microbatches

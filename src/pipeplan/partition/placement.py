@@ -28,7 +28,7 @@ from pipeplan.partition.chain.rebalance import Allowed, evenest, least_short, le
 from pipeplan.partition.problem import Pricing
 from pipeplan.partition.strategies import STRATEGIES, Positions
 from pipeplan.units import format_bytes, rounded_up
-from pipeplan.workload.elements import Recompute
+from pipeplan.workload.elements import Again
 
 Cut = Callable[[Chain], tuple[int, ...]]
 """Chooses the first block of each stage."""
@@ -42,7 +42,7 @@ def place(
     chunks: int | None = None,
     microbatch_size: int,
     memory_bytes: Sequence[int | None] | None = None,
-    recompute: Recompute = False,
+    recompute: Again = False,
     replicas: int = 1,
     zero: Zero = WHOLE,
     spread: bool = False,
@@ -348,7 +348,7 @@ def place_submodules(
     *,
     microbatch_size: int,
     memory_bytes: Sequence[int | None] | None = None,
-    recompute: Recompute = False,
+    recompute: Again = False,
     replicas: int = 1,
     zero: Zero = WHOLE,
     cut: Cut | None = None,

@@ -28,7 +28,7 @@ from pipeplan.partition.chain.costs import ChainCosts, Repeat
 from pipeplan.partition.series_parallel import topological_order
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
-from pipeplan.workload.elements import Recompute
+from pipeplan.workload.elements import Again, Recompute
 
 AllReduce = Callable[[int, int], int]
 """(bytes, replicas) -> ns; not less for more bytes."""
@@ -46,7 +46,7 @@ class Pricing(NamedTuple):
     """
 
     samples: int
-    recompute: Recompute = False
+    recompute: Again = False
     shards: int = 1
     zero: Zero = WHOLE
 
@@ -77,7 +77,8 @@ class Way(NamedTuple):
         return self.replicas * self.shards
 
     def pricing(self) -> Pricing:
-        """What its costs are for."""
+        """What its costs are for, where all blocks run alike."""
+        assert not isinstance(self.recompute, tuple)
         return Pricing(self.microbatch_size // self.replicas, self.recompute, self.shards, self.zero)
 
     def placed(self, blocks: Sequence[str], first: int, *, sized: bool = False) -> PlacedStage:
@@ -143,7 +144,7 @@ class PartitionProblem:
         *,
         microbatch_sizes: Sequence[int] | None = None,
         memory_bytes: int | None = None,
-        recompute: Sequence[Recompute] = (False,),
+        recompute: Sequence[Again] = (False,),
         replicas: int | None = None,
         shards: int = 1,
         zero: Callable[[int], Zero | None] = lambda replicas: WHOLE,

@@ -91,7 +91,7 @@ class Knapsacks:
     """Least times of any numbers of blocks of some ``kinds``."""
 
     kinds: Sequence[Kind]
-    _lists: dict[tuple[int, Counts], _Undominated | None] = field(default_factory=dict, repr=False)
+    _lists: dict[tuple[int, Counts], _Undominated] = field(default_factory=dict, repr=False)
 
     def workspaces(self, counts: Counts) -> Sequence[int]:
         """What may be the largest workspace, ascending: all blocks can run in no more."""

@@ -34,7 +34,7 @@ from pipeplan.partition.chain.kernel import Programme, shortest_first
 from pipeplan.partition.per_block_sharding import BlockSplits, GroupSplits, RunFrontiers, RunPoint
 from pipeplan.partition.problem import Way
 from pipeplan.time_limit import checkpoint
-from pipeplan.workload.elements import Recompute
+from pipeplan.workload.elements import Again
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class StageFrontiers:
     microbatch_size: int
     num_microbatches: int
     most_devices: int
-    recompute: Sequence[Recompute]
+    recompute: Sequence[Again]
     cluster: Cluster | None = None
     known: GroupSplits | None = None
     zero: Callable[[int], Zero | None] = lambda replicas: WHOLE

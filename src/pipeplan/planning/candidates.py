@@ -31,7 +31,7 @@ from pipeplan.planning.uniform_space import BoundedChoice, Choice, best_first, c
 from pipeplan.schedule.state import SearchStep
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
-from pipeplan.workload.elements import Again, Recompute
+from pipeplan.workload.elements import Again
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,7 +524,7 @@ def _autopipe(request: Request, choice: Choice) -> CandidateOrError | None:
 def _problem(
     request: Request,
     sizes: Sequence[int],
-    recompute: Sequence[Recompute],
+    recompute: Sequence[Again],
     *,
     chunks: int = 1,
     replicas: int | None = None,

@@ -179,7 +179,7 @@ def rate_columns(found: Sequence[Throughput]) -> list[Column]:
     ]
 
 
-def _backward(*, split: bool, recompute: bool) -> str:
+def _backward(*, split: bool, recompute: bool | str) -> str:
     return ("split" if split else "whole") + (", recomputed" if recompute else "")
 
 

@@ -38,7 +38,7 @@ def test_equals_an_unsplit_run_whatever_is_computed_again(kind: str, split: bool
     require_equal_to_unsplit(MODEL, placed_plan(MODEL, stages, num_microbatches=3, split=split))
 
 
-class Counted(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorRuns(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """How often each operator runs."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ def runner(module: nn.Module, again: Again) -> StageRunner:
 def test_what_is_computed_again_runs_twice(again: Again, cores: int, norms: int) -> None:
     block = next(each for each in MODEL.blocks if each.operator == "attention")
     stage, x = runner(block.build(), again), torch.randn(2, 16, block.dimensions["hidden"])
-    with Counted() as counted:
+    with OperatorRuns() as counted:
         made = stage.forward((0, 1), {}, MiniBatch({"x": x}, 1))
         stage.backward(0, {(0, 1): [("a", torch.ones_like(made["a"]))]})
     assert counted.runs["_scaled_dot_product_flash_attention_for_cpu"] == cores

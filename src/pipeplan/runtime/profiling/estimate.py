@@ -360,7 +360,7 @@ def _is_fused(query: _Look, key: _Look, value: _Look, mask: _Look | None, rest: 
     return bool(choice == SDPBackend.FLASH_ATTENTION.value)
 
 
-class _AttentionCore:
+class _TracedCore:
     """What the attention cores of one forward do: their kernels, the storages they make, and those they are given.
 
     A storage that is released is forgotten, as its identity may come again; of what was given its bytes are counted, as
@@ -375,7 +375,7 @@ class _AttentionCore:
         self.running = False
 
     @contextmanager
-    def inside(self, *given: Tensor | None) -> Iterator[_AttentionCore]:
+    def inside(self, *given: Tensor | None) -> Iterator[_TracedCore]:
         """What runs inside is a core, of these tensors."""
         self.given |= storages(tensor for tensor in given if tensor is not None)
         self.running = True
@@ -400,7 +400,7 @@ class _AttentionCore:
         return self.released + sum(size for key, size in self.given.items() if key not in held)
 
 
-_CORES: list[_AttentionCore] = []
+_CORES: list[_TracedCore] = []
 """That of the forward which runs."""
 
 
@@ -418,7 +418,7 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
         self._phase: list[Kernel] | None = None
         self._in_use = self._peak = 0
         self._known: set[int] = set()
-        self.core = _AttentionCore()
+        self.core = _TracedCore()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -426,7 +426,7 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
         start, self._peak = self._in_use, self._in_use
         self._phase = self.kernels[name] = []
         if name == "F":
-            self.core = _AttentionCore()
+            self.core = _TracedCore()
             _CORES.append(self.core)
         yield
         if name == "F":
