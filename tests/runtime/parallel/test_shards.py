@@ -17,6 +17,7 @@ from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.sharding import Cut, ParameterPart, Shards, Slice, Split, share_of
 from pipeplan.runtime.parallel.split_layers import RowLinear, WordEmbedding, cross_entropy
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, defer_weight_gradients
+from pipeplan.runtime.profiling.instruments import saved_tensors
 from pipeplan.workload.mesh import Mesh
 from runtime_support.threads import joined, together
 
@@ -107,6 +108,33 @@ def test_shares_make_what_the_whole_makes(name: str, count: int) -> None:
         shares = [each[key] for each in found]
         for each in [joined(cuts[key], shares)] if key in cuts else shares:
             torch.testing.assert_close(each, value, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_products_keep_the_slice_of_what_was_joined(flat: bool) -> None:
+    """And gather it again for their weight's gradient, also where they take it as rows."""
+    whole = defer_weight_gradients(nn.Linear(WIDTH, 3).double())
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+
+    def share(shards: Shards) -> tuple[Tensor | None, Tensor | None, int]:
+        module = defer_weight_gradients(nn.Linear(WIDTH, 3).double())
+        module.load_state_dict(whole.state_dict())
+        own = x.chunk(2, 1)[shards.index].clone().requires_grad_()
+        with saved_tensors() as saved, WeightGradQueue() as queue:
+            made = shards.joined(2 * own)
+            made = module(made.flatten(0, 1) if flat else made)
+            kept = max(tensor.numel() for tensor in saved())
+            made.cos().sum().backward()
+        queue.run()
+        return own.grad, module.weight.grad, kept
+
+    given = x.clone().requires_grad_()
+    whole(2 * given).cos().sum().backward()
+    found = together(2, share)
+    assert {kept for _, _, kept in found} == {x.numel() // 2}
+    torch.testing.assert_close(torch.cat([each for each, _, _ in found], 1), 2 * given.grad)  # type: ignore[arg-type, operator]  # are there
+    for _, weight, _ in found:
+        torch.testing.assert_close(weight, whole.weight.grad)
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 12), st.integers(0, 1))

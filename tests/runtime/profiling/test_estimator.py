@@ -280,6 +280,25 @@ def test_large_models_need_little_memory() -> None:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 10**9
 
 
+LLAMA = (
+    "LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, "
+    "intermediate_size=128, vocab_size=64)"
+)
+
+
+@pytest.mark.parametrize("name", ["tessel-gpt-tiny", LLAMA])
+@pytest.mark.parametrize("sequence", [16, 10])
+def test_shards_hold_their_part_of_all_activations(name: str, sequence: int) -> None:
+    """But where they cannot divide the sequence: rows say which it is."""
+    model = load_model(name, sequence=sequence)
+    told = estimate(model, (2,), dtype=torch.bfloat16, shards=(1, 4))
+    for block in told.blocks:
+        whole, share = block.costs
+        assert (whole.sequence_parallel, share.sequence_parallel) == (False, sequence == 16)
+        if block.operator in ("attention", "ffn"):
+            assert (4 * share.activation_bytes == whole.activation_bytes) == (sequence == 16)
+
+
 def test_split_blocks_pay_for_their_collectives() -> None:
     told = estimate(load_model("gpt2-tiny"), (4,), shards=(1, 2))
     (ffn,) = (block for block in told.blocks if block.id == "layer0.ffn")
