@@ -15,8 +15,9 @@ from pipeplan.costs.blocks import block_costs
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.graphs import longest_paths, topological_order
-from pipeplan.planning.candidates import Choice, shards_of, strategy_choices
+from pipeplan.planning.candidates import shards_of, strategy_choices
 from pipeplan.planning.request import Request
+from pipeplan.planning.uniform_space import Choice
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again
 

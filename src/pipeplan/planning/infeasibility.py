@@ -20,7 +20,6 @@ from pipeplan.files import Placement
 from pipeplan.partition.chain.rebalance import least_short
 from pipeplan.planning.candidates import (
     CandidateOrError,
-    Choice,
     PlacementCandidate,
     StageGraphs,
     grid,
@@ -29,6 +28,7 @@ from pipeplan.planning.candidates import (
 )
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
+from pipeplan.planning.uniform_space import Choice
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import SEARCHING
 from pipeplan.schedule.state import Schedule

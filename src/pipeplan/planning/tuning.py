@@ -24,11 +24,12 @@ from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, 
 from pipeplan.files import Placement
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
-from pipeplan.planning.candidates import Choice, PlacementCandidate, grid
+from pipeplan.planning.candidates import PlacementCandidate, grid
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling, shortage
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import FIRST_SECONDS
 from pipeplan.planning.tuning_cells import Cache, Cell, CellRows, TuningRow, cell_of, rows_of, schedule_of, settled_cell
+from pipeplan.planning.uniform_space import Choice
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Progress
 from pipeplan.time_limit import Limit, TimeUpError

@@ -18,9 +18,10 @@ from pipeplan._version import __version__
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import sha256_of, write_elsewhere
 from pipeplan.files.read_write import read_bytes
-from pipeplan.planning.candidates import Choice, PlacementCandidate, placed
+from pipeplan.planning.candidates import PlacementCandidate, placed
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import Trial, may_move, on_cluster, workloads
+from pipeplan.planning.uniform_space import Choice
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.sweep import Swept, built_in_rules, run_rules, sweep

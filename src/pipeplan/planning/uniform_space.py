@@ -77,7 +77,8 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
     if not known:
         return []
     table = _BoundTable.of(request, *map(list, zip(*known, strict=True)))
-    order = np.lexsort((table.usual, _fewer([choice for choice, _ in known]), ~table.fits))
+    fewer = np.array(_fewer([choice for choice, _ in known]))
+    order = np.lexsort((table.usual, fewer, ~table.fits))
     return [
         BoundedChoice(known[row][0], int(table.least[row]), float(table.usual[row]), float(table.needs[row]))
         for row in order.tolist()
@@ -245,7 +246,8 @@ def longest_stages(sums: Sequence[Array], most: int) -> Array:
             at = np.where(stage < stages, ends, at)
         reached = at == firsts + count - 1
         high, low = np.where(reached, middle, high), np.where(reached, low, middle + 1)
-    return low
+    found: Array = low
+    return found
 
 
 _HALVINGS = 12
