@@ -130,7 +130,7 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
     if request.zero is not None or request.num_devices < 2 or any(stage.sharers > 1 for stage in workload.stages):
         return
     if all(stage.replicas == 1 for stage in workload.stages):
-        recomputed = sum(stage.recompute for stage in workload.stages)
+        recomputed = sum(stage.recomputes for stage in workload.stages)
         if recomputed and request.replicas is None and not isinstance(request.placement, Placement):
             brings = f"replicas that share one optimizer may fit where now {counted(recomputed, 'stage')} recompute"
             yield NextStep("--zero auto", brings + "s" * (recomputed == 1))

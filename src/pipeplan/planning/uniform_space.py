@@ -150,7 +150,8 @@ class _Sums:
     ``sums_ns`` [block + 1] are running sums of what they do, ``most_ns`` is that of the block that takes longest and
     ``plain_ns`` what all take with backward whole. ``way_ns`` is what a later stage waits for, both ways, and ``share``
     the least part of a block's work that is. ``area`` is the sum of what each block holds
-    times the ns until it may give it back. ``alone_bytes`` is what one block needs by itself at most.
+    times the ns until it may give it back. ``alone_bytes`` is what one block needs by itself at most. Of what is all
+    computed again, some blocks may keep theirs: no action then takes less than the part ``eased`` of its time.
     """
 
     sums_ns: Array
@@ -164,6 +165,7 @@ class _Sums:
     workspace_bytes: float
     alone_bytes: float
     area: float
+    eased: float
 
     @classmethod
     def of(cls, request: Request, blocks: _Blocks, pricing: Pricing) -> _Sums | None:
@@ -194,7 +196,33 @@ class _Sums:
             workspace_bytes=max(cost.workspace_bytes for cost in costs),
             alone_bytes=max(cost.memory_bytes(1) for cost in costs),
             area=_area(costs) if apart and blocks.chained else 0.0,
+            eased=_eased(costs, blocks.costs(pricing._replace(recompute=False)))
+            if _may_ease(request, pricing)
+            else 1.0,
         )
+
+
+def _may_ease(request: Request, pricing: Pricing) -> bool:
+    """Whether some blocks may keep what a choice computes again, where there is room for it."""
+    return pricing.recompute is True and request.recompute is None
+
+
+def _eased(costs: Sequence[StageCost], kept: Sequence[StageCost]) -> float:
+    """What part of its time any action takes at least if nothing is computed again."""
+    return min(
+        (
+            own / again
+            for cost, other in zip(costs, kept, strict=True)
+            for again, own in (
+                (cost.forward_ns, other.forward_ns),
+                (cost.backward_ns, other.backward_ns),
+                (cost.input_grad_ns or 0, other.input_grad_ns or 0),
+                (cost.weight_grad_ns or 0, other.weight_grad_ns or 0),
+            )
+            if again
+        ),
+        default=1.0,
+    )
 
 
 def _work_ns(cost: StageCost, splits: bool) -> int:
@@ -320,7 +348,7 @@ class _BoundTable:
         ramps = np.maximum(0.0, summed("plain_ns") - busiest) / (per_position * routes)
         usual = np.maximum(m * busiest + ramps, least) + sums_ns
         return cls(
-            least=np.maximum(1.0, np.floor(least * _SLACK)),
+            least=np.maximum(1.0, np.floor(least * summed("eased") * _SLACK)),
             usual=usual,
             needs=needs,
             fits=needs <= limit,

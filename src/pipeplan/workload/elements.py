@@ -107,18 +107,15 @@ Recompute = Again | Items[Again]
 OperationId = Annotated[str, Matching(f"^{NUMBER_PATTERN}{KIND_PATTERN}$")]
 
 
-ZeroLevel = Annotated[int, Ge(0), Le(3)]
-ZERO = (
-    "what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, 2 gradients, too, "
-    "3 parameters, too"
-)
+ZeroLevel = Annotated[int, Ge(0), Le(1)]
+ZERO = "what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies"
 ZERO_GROUP = "neighbouring replicas that together have one copy of what is divided; none: all replicas"
 
 
 def sharing_problem(zero: int, zero_group: int | None, replicas: int) -> str | None:
     """What is wrong with how a stage's replicas divide what they keep, if anything."""
     if zero_group is not None and not zero:
-        return f"zero_group is {zero_group}, and zero 0 divides nothing; leave it out, or let zero be 1 to 3"
+        return f"zero_group is {zero_group}, and zero 0 divides nothing; leave it out, or let zero be 1"
     if zero_group is not None and replicas % zero_group:
         return f"zero_group {zero_group} does not divide the {replicas} replicas"
     return None
