@@ -186,7 +186,7 @@ class Stage(Element):
     route: Annotated[Index, Meaning("of the plan's routes, the one whose micro-batches come here")] = 0
     num_parted: Annotated[Index, Meaning("leading micro-batches whose forward runs in two parts")] = 0
     sync_ns: Annotated[
-        Nanoseconds, Meaning("summing gradients over replicas and routes, at the end; what is tied apart")
+        Nanoseconds, Meaning("summing gradients over replicas and routes, beside compute; what is tied apart")
     ] = 0
     step_ns: Annotated[
         Nanoseconds,
@@ -232,7 +232,7 @@ class TiedState(Element):
     stages: Annotated[Items[Index], MinLen(1)]
     devices: Annotated[Items[Items[Index]], MinLen(1), Meaning("for each of the stages, its devices that have it")]
     parts: Annotated[Count, Meaning("into how many equal parts the parameter is split")] = 1
-    sync_ns: Annotated[Nanoseconds, Meaning("summing its gradients over all these devices, at the end")] = 0
+    sync_ns: Annotated[Nanoseconds, Meaning("summing its gradients over all these devices, beside compute")] = 0
 
     @property
     def all_devices(self) -> frozenset[int]:
