@@ -209,7 +209,7 @@ class Stage(Element):
     zero: Annotated[ZeroLevel, Meaning(ZERO)] = 0
     zero_group: Annotated[Count | None, Meaning(ZERO_GROUP)] = None
     sync_ns: Annotated[
-        Nanoseconds, Meaning("summing gradients over replicas and routes, at the end; what is tied apart")
+        Nanoseconds, Meaning("summing gradients over replicas and routes, beside compute; what is tied apart")
     ] = 0
     step_ns: Annotated[
         Nanoseconds,
@@ -281,7 +281,7 @@ class TiedState(Element):
     stages: Annotated[Items[Index], MinLen(1)]
     devices: Annotated[Items[Items[Index]], MinLen(1), Meaning("for each of the stages, its devices that have it")]
     parts: Annotated[Count, Meaning("into how many equal parts the parameter is split")] = 1
-    sync_ns: Annotated[Nanoseconds, Meaning("summing its gradients over all these devices, at the end")] = 0
+    sync_ns: Annotated[Nanoseconds, Meaning("summing its gradients over all these devices, beside compute")] = 0
 
     @property
     def all_devices(self) -> frozenset[int]:
