@@ -627,7 +627,7 @@ class RecomputedBlocks(CandidateStep):
         for replicas in _replicas(request):
             for size in open_sizes(request):
                 if size % replicas == 0:
-                    yield partial(_tried, lambda *asked: _recomputed_blocks(*asked)[1], request, size, replicas)
+                    yield partial(_of_replicas, request, size, replicas)
 
     def _shortest_first(self, request: Request) -> list[CandidateOrError]:
         found: list[tuple[int, PlacementCandidate]] = []
@@ -641,7 +641,22 @@ class RecomputedBlocks(CandidateStep):
                 raise
         except (InfeasibleError, UsageError) as error:
             why = error
-        return [candidate for _, candidate in sorted(found, key=lambda each: each[0])] or [why]
+        if not found:
+            return [why]
+        return [candidate for _, candidate in sorted(found, key=lambda each: each[0]) if _recomputes(candidate)]
+
+
+def _of_replicas(request: Request, size: int, replicas: int) -> CandidateOrError | None:
+    try:
+        candidate = _recomputed_blocks(request, size, replicas)[1]
+    except (InfeasibleError, SearchTimeoutError, UsageError) as error:
+        return error
+    return candidate if _recomputes(candidate) else None
+
+
+def _recomputes(candidate: PlacementCandidate) -> bool:
+    """Whether some stage does; without that other planners have the same stages."""
+    return any(stage.recompute for stage in candidate.placement.stages)
 
 
 def _recomputed_blocks(request: Request, size: int, replicas: int | None) -> tuple[int, PlacementCandidate]:
