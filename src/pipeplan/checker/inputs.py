@@ -223,13 +223,13 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
 def _share(state: MemoryBytes, parts: int, stage: Stage, known: _Known, *, least: bool = False) -> MemoryBytes:
     """What a device has of what its replica has in so many parts: of what replicas divide only its own part of that.
 
-    The largest part, or the ``least``. Level 1 divides the optimizer's state and master copies, level 2 gradients, too,
-    level 3 everything. Where parameters are cast at each use, their master copy is all that is kept of them.
+    The largest part, or the ``least``. Level 1 divides the optimizer's state and master copies; where parameters are
+    cast at each use, their master copy is all that is kept of them, and whole.
     """
-    level = {OPTIMIZER: 1, MASTER: 3 if known.cast else 1, GRADIENTS: 2, PARAMETERS: 3}
+    divided = {OPTIMIZER} if known.cast else {OPTIMIZER, MASTER}
     found = {}
     for kind, size in state.items():
-        cut = parts * (_sharers(stage) if kind in level and stage.zero >= level[kind] else 1)
+        cut = parts * (_sharers(stage) if kind in divided and stage.zero else 1)
         found[kind] = size // cut if least else (size + cut - 1) // cut
     return MemoryBytes(found)
 

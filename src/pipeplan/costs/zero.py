@@ -18,8 +18,8 @@ from pipeplan.files.placement import PlacedStage
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryKind
 
-_DIVIDED_FROM = {OPTIMIZER: 1, MASTER: 1, GRADIENTS: 2, PARAMETERS: 3}
-"""The least level that divides a kind of state; one that is new is whole at every level."""
+_DIVIDED = (OPTIMIZER, MASTER)
+"""The kinds of state that level 1 divides."""
 
 
 class Zero(NamedTuple):
@@ -54,9 +54,11 @@ def cuts(recipe: Recipe, zero: Zero, parts: int = 1) -> Mapping[MemoryKind, int]
 
     Where parameters are cast at each use, what is kept of them is the master copy, which is divided as they are.
     """
-    copy = copy_held(recipe)
-    least = {kind: _DIVIDED_FROM.get(PARAMETERS if kind is copy else kind, 4) for kind in STATE_KINDS}
-    return {kind: parts * (zero.group if zero.level >= least[kind] else 1) for kind in STATE_KINDS}
+    held = copy_held(recipe)
+    return {
+        kind: parts * (zero.group if zero.level and kind in _DIVIDED and kind is not held else 1)
+        for kind in STATE_KINDS
+    }
 
 
 def updated_bytes(stage: Stage, recipe: Recipe) -> int:

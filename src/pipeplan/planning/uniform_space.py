@@ -196,19 +196,12 @@ class _Sums:
             workspace_bytes=max(cost.workspace_bytes for cost in costs),
             alone_bytes=max(cost.memory_bytes(1) for cost in costs),
             area=_area(costs) if apart and blocks.chained else 0.0,
-            eased=_eased(costs, blocks.costs(pricing._replace(recompute=False)))
-            if _may_ease(request, pricing)
-            else 1.0,
+            eased=_eased(costs, blocks.costs(pricing._replace(recompute=request.recompute or False))),
         )
 
 
-def _may_ease(request: Request, pricing: Pricing) -> bool:
-    """Whether some blocks may keep what a choice computes again, where there is room for it."""
-    return pricing.recompute is True and request.recompute is None
-
-
 def _eased(costs: Sequence[StageCost], kept: Sequence[StageCost]) -> float:
-    """What part of its time any action takes at least if nothing is computed again."""
+    """What part of its time any action takes at least where blocks may be ``kept``."""
     return min(
         (
             own / again
