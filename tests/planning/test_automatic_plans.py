@@ -114,7 +114,7 @@ def test_they_pass_the_check(
     assert (found.rates.makespan_ns, found.iteration_ns) == (plan.predicted.makespan_ns, plan.predicted.iteration_ns)
     again = simulate(plan, profile=profile, cluster=cluster)
     assert (again.rates.makespan_ns, again.iteration_ns) == (found.rates.makespan_ns, found.iteration_ns)
-    assert plan.predicted.lower_bound_ns <= plan.predicted.makespan_ns
+    assert plan.predicted.lower_bound_ns <= plan.predicted.iteration_ns
     assert plan.mini_batch == 16
     assert memory is None or all(each.peak_bytes <= memory for each in plan.predicted.memory)
     assert parse(to_json(plan), Plan) == plan

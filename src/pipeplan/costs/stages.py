@@ -398,13 +398,13 @@ def _with_whole_ends(
     found = list(costs)
     blocks = {block.id: block for block in profile.blocks}
     crossing = _crossing(profile, stages) if any(stage.shards > 1 for stage in stages) and cluster is not None else {}
-    leaving: dict[tuple[int, str], list[Edge]] = defaultdict(list)
+    leaving: dict[tuple[int, bool], list[Edge]] = defaultdict(list)
     for (source, target), edges in crossing.items():
         for edge in edges:
-            leaving[source, "F"] += [edge] if _is_divided(blocks[edge.source], stages[source]) else []
+            leaving[source, True] += [edge] if _is_divided(blocks[edge.source], stages[source]) else []
             back = edge.gradient and _is_divided(blocks[edge.target], stages[target])
-            leaving[target, "B"] += [edge] if back else []
-    for (number, direction), edges in leaving.items():
+            leaving[target, False] += [edge] if back else []
+    for (number, is_forward), edges in leaving.items():
         stage, cost = stages[number], found[number]
         if number in given or not edges:
             continue
@@ -412,7 +412,7 @@ def _with_whole_ends(
         samples = stage.microbatch_size // stage.replicas
         sizes = [_edge_bytes(edge, samples) for edge in _distinct(edges) if not edge.broadcast]
         more = sum(max(all_gather_time(cluster, group, size) for group in groups) for size in sizes)
-        if direction == "F":
+        if is_forward:
             found[number] = replace(cost, forward_ns=cost.forward_ns + more)
         else:
             split = None if cost.input_grad_ns is None else cost.input_grad_ns + more

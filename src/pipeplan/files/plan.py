@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, overload
 
 from pydantic import Field, SerializerFunctionWrapHandler, StringConstraints, model_serializer, model_validator
 
-from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, current_version
+from pipeplan.files.base import MIGRATIONS, SAID_ONLY, Content, CurrentVersion, File, FileModel, current_version
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.profile import FlopsPerSample, TokensPerSample
 from pipeplan.files.recipe import AUTOCAST, Recipe
@@ -99,9 +99,20 @@ class Provenance(FileModel):
     scheduler: Text = ""
     command: Annotated[Text, Field(description="the command line that wrote the plan")] = ""
     options: dict[Name, Text | Integer | float | bool | None] = {}
-    rules: Annotated[Items[Text], Field(description="lines of the rules file that its schedule follows")] = ()
+    rules: Annotated[
+        Items[Text],
+        Field(description="lines of the rules file that its schedule follows", json_schema_extra={SAID_ONLY: True}),
+    ] = ()
     seed: Integer = 0
     versions: dict[Name, Text] = {}
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Plans that follow no rules file stay as they were."""
+        found: dict[str, Any] = written(self)
+        if not self.rules:
+            found.pop("rules", None)
+        return found
 
 
 def _memory_has_master_copies(plan: Content) -> Content:
