@@ -45,7 +45,6 @@ from pipeplan.workload.workload import Workload
 ALLOWED = {
     "partition/baselines.py": "steps of the paper's simulator",
     "partition/chain/autopipe.py": "steps of the paper's simulator",
-    "runtime/profiling/estimate.py": "phases are named by letters",
     "schedule/classic.py": "classic schedules are scripts of letters",
 }
 """Modules that compare with a kind's letter, and why they may. Tables keyed by letters count as comparisons.

@@ -54,6 +54,7 @@ from pipeplan.runtime.profiling.flops import product_flops
 from pipeplan.runtime.profiling.instruments import Meter, Usage, blamed, saved_tensors, storages
 from pipeplan.runtime.profiling.optimizer_step import estimated_rate
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
+from pipeplan.workload.kinds import Role, role_of
 
 _META = torch.device("meta")
 _aten = torch.ops.aten
@@ -425,11 +426,11 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
         """Count what runs inside under a name."""
         start, self._peak = self._in_use, self._in_use
         self._phase = self.kernels[name] = []
-        if name == "F":
+        if role_of(name) is Role.FORWARD:
             self.core = _TracedCore()
             _CORES.append(self.core)
         yield
-        if name == "F":
+        if role_of(name) is Role.FORWARD:
             _CORES.remove(self.core)
         self._phase = None
         self.usage[name] = Usage(start, self._peak)
