@@ -51,6 +51,7 @@ Counts = str | int | Iterable[int]
 Switch = bool | Literal["auto", "yes", "no"]
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 GradientDtype = Literal["fp32", "bf16", "fp16"]
+Kernels = Literal["fused", "eager"]
 Optimizer = Literal["adamw", "momentum", "sgd"]
 ZeroLevel = int | Literal["auto"]
 Granularity = Literal["layer", "half", "operator"]
@@ -607,6 +608,7 @@ def estimate(
     gradient_dtype: GradientDtype | None = None,
     optimizer: Optimizer | None = None,
     calibrate: Profile | Path | None = None,
+    kernels: Kernels | None = None,
     cluster: Cluster | Path | None = None,
     progress: RunProgress | None = None,
     within: Limit | None = None,
@@ -620,6 +622,8 @@ def estimate(
         precision: recipe of what training keeps of every parameter; by default ``"bf16-mixed"`` for bfloat16,
             ``"fp16-mixed"`` for float16.
         calibrate: measured profile to fit times to, or the path of its file, or of one of published runs.
+        kernels: ``"fused"``, as large models are trained, or ``"eager"``, operator by operator as torch runs them; by
+            default fused, but for ``"cpu"`` and with a measured ``calibrate``.
 
     Returns:
         The profile, for :func:`search`.

@@ -194,6 +194,12 @@ def _read_text(path: str) -> str:
     help="Measured profile to fit an estimate's times to, or published runs.",
 )
 @click.option(
+    "--kernels",
+    type=OneOf(["fused", "eager"]),
+    help="An estimate's kernels: what is element-wise fused, as large models are trained, or operator by operator, as "
+    "torch runs them.  [default: fused; eager for cpu and with a measured --calibrate]",
+)
+@click.option(
     "--show",
     type=FILE,
     metavar="PROFILE",
@@ -265,7 +271,7 @@ _USES = {
         {"communication", "output"},
         {"processes", "min_bytes", "max_bytes", "repeats", "warmup", "device", "cluster", "level", "as_json"},
     ),
-    "estimate": ({"name", "output", "estimate"}, _MODEL | {"calibrate", "cluster", "as_json"}),
+    "estimate": ({"name", "output", "estimate"}, _MODEL | {"calibrate", "kernels", "cluster", "as_json"}),
     "name": ({"name", "output"}, _MODEL | {"threads", "repeats", "warmup", "seed", "cluster", "as_json"}),
 }
 """What says which use is meant -> the parameters it needs, and those it may have."""
@@ -391,7 +397,7 @@ def estimated(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any)
         _model(given, tell, meta=True),
         given["microbatch"],
         device=given["device"],
-        **{name: given[name] for name in ("dtype", *_RECIPE, "shards", "recompute")},
+        **{name: given[name] for name in ("dtype", *_RECIPE, "shards", "recompute", "kernels")},
         calibration=None if runs is not None else given_file("profile", calibration),
         runs=runs,
         cluster=given_file("cluster", given["cluster"]),

@@ -30,13 +30,22 @@ from pipeplan.files import Block, Cluster, CostRow, Profile
 class Kernel:
     """One launch: floating-point operations, bytes to and from memory, and whether matrix units do the work.
 
-    ``weights`` is whether it is a product with weights, or of their gradient: what recipes with FP8 run so.
+    ``weights`` is whether it is a product with weights, or of their gradient: what recipes with FP8 run so. Where it is
+    known ``product`` says rows, inner size and columns of how many alike products, and ``form`` what is not a product
+    of one or several matrices: fused attention, with its ``head_size``, or products of groups of rows.
     """
 
     flops: int
     moved_bytes: int
     matrix: bool = False
     weights: bool = False
+    product: tuple[int, int, int, int] | None = None
+    form: Literal["", "attention", "attention_backward", "grouped"] = ""
+    head_size: int = 0
+
+
+Kernels = Literal["fused", "eager"]
+"""Those of an estimate: what is element-wise fused, or operator by operator."""
 
 
 # Presets ------------------------------------------------------------------------------------------------------------

@@ -10,11 +10,13 @@ import torch
 from pipeplan import _api
 from pipeplan.costs.devices import Kernel, Work, device_preset
 from pipeplan.costs.inspection import counts, kept_state
+from pipeplan.costs.uniform.shares import catalog_shares, shares_for
+from pipeplan.costs.uniform.traced import FusedRates
 from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, Profile, Recipe
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.build_profile import splits_of
-from pipeplan.runtime.profiling.estimate import _on_device, counted
+from pipeplan.runtime.profiling.estimate import _kernel_ns, _on_device, counted
 
 CHAIN = "runtime_support.models:chain"
 
@@ -43,13 +45,18 @@ def test_estimates_have_the_usual_recipe_or_the_one_asked_for(
     assert kept_state(found).total == each * counts(found)["parameters"] > 0
 
 
-def test_only_products_with_weights_compute_in_fp8() -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_only_products_with_weights_compute_in_fp8(*, fused: bool) -> None:
     """At twice the rate of 16 bits on an H100; attention's own products, and all else, as before."""
     device = device_preset("h100-80gb")
+    rates = FusedRates.of(device, shares_for(device.name, catalog_shares())) if fused else device
     row = CostRow(microbatch_size=1, forward_ns=1, backward_ns=2)
-    of_weights, others = (Kernel(10**12, 10**6, matrix=True, weights=weights) for weights in (True, False))
+    product = (10_000, 5_000, 10_000, 1)
+    of_weights, others = (
+        Kernel(10**12, 10**6, matrix=True, weights=weights, product=product) for weights in (True, False)
+    )
     work: Work = {"forward_ns": [of_weights], "input_grad_ns": [others], "weight_grad_ns": [Kernel(10**6, 10**6)]}
-    slow, quick = (_on_device(row, work, device, fp8=fp8) for fp8 in (False, True))
+    slow, quick = (_on_device(row, work, _kernel_ns(rates, fp8=fp8)) for fp8 in (False, True))
     assert quick.forward_ns == pytest.approx(slow.forward_ns / 2, rel=0.01)
     assert (quick.input_grad_ns, quick.weight_grad_ns) == (slow.input_grad_ns, slow.weight_grad_ns)
 

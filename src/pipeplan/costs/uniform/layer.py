@@ -86,6 +86,12 @@ def product_ns(
     return np.maximum(computing, moving_ns(machine, moved)) * ((rows > 0) & (inner > 0) & (columns > 0))
 
 
+def attention_ns(machine: Machine, peak: Number, flops: Number, head_size: Number, *, backward: bool) -> Number:
+    """Fused attention, at its kernel's share of the peak, or less of it where heads are narrow."""
+    share = machine.attention_backward if backward else machine.attention_forward
+    return 1e9 * flops / peak / share / np.minimum(1.0, head_size / choices().full_head)
+
+
 def moving_ns(machine: Machine, size: Number) -> Number:
     """Bytes through memory."""
     return 1e9 * size / (machine.bandwidth_bytes_per_s * machine.bandwidth_share)
@@ -250,17 +256,11 @@ def _attention(
     samples, sequence = layout.microbatch, model.sequence
     fused = attention_core(samples, sequence / layout.context, sequence, heads, size, WIDTH, causal=True)
     forward, backward = (
-        sum(1e9 * kernel.flops / peak for kernel in kernels) / share
-        for kernels, share in (
-            (fused.forward, machine.attention_forward),
-            (fused.input_grad, machine.attention_backward),
-        )
+        sum(attention_ns(machine, peak, kernel.flops, size, backward=back) for kernel in kernels)
+        for kernels, back in ((fused.forward, False), (fused.input_grad, True))
     )
     grouped = (size * WIDTH * tokens_of(model, layout)) * (heads + 2 * kv_heads)  # what queries, keys and values take
-    narrow = np.minimum(1.0, size / choices().full_head)
-    once = LayerPart(
-        forward / narrow, backward / narrow, 0.0, np.where(model.latent_rank > 0, fused.saved_bytes, grouped), 0.0
-    )
+    once = LayerPart(forward, backward, 0.0, np.where(model.latent_rank > 0, fused.saved_bytes, grouped), 0.0)
 
     scores = samples * heads * sequence * sequence / layout.context
     slower = np.where(model.head_size % 8 > 0, choices().unaligned, 1.0)

@@ -42,7 +42,7 @@ from pipeplan.costs.clusters import CLUSTERS, TESTBEDS, named_cluster
 from pipeplan.costs.devices import DevicePreset, device_meant
 from pipeplan.costs.uniform.choices import choices
 from pipeplan.costs.uniform.memory import state_bytes
-from pipeplan.costs.uniform.shares import Shares, catalog_shares, shares_for
+from pipeplan.costs.uniform.shares import Shares, catalog_shares, machine_of, shares_for, usual_attention
 from pipeplan.costs.uniform.words import Machine, Transformer, UniformLayout
 
 _MOST = 10**9
@@ -358,7 +358,7 @@ def _attention(row: _Fields, device: DevicePreset, recipe: str) -> str:
     row.assumed.append("attention")
     if recipe == "fp16-mixed":
         return "unfused"
-    return "flash-2" if choices().generation(device.family) == "ampere" else "cudnn"
+    return usual_attention(device)
 
 
 # The machine --------------------------------------------------------------------------------------------------------
@@ -380,21 +380,13 @@ def _machine(hardware: _Fields, device: DevicePreset, layout: UniformLayout) -> 
     domain = re.search(r"nvl ?([1-9]\d{0,8})\b", intra)
     printed = hardware.count("gpus_per_node", 8)
     node = int(domain.group(1)) if domain else printed
-    shares = shares_for(device.name, catalog_shares())
-    forward, backward = choices().attention_shares(layout.attention, device.family)
-    return Machine(
-        matrix_flops_per_s=device.matrix_flops_per_s,
-        fp8_flops_per_s=device.fp8_flops_per_s or 0,
-        multiprocessors=device.multiprocessors,
-        bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
-        memory_bytes=device.memory_bytes,
+    return machine_of(
+        device,
+        shares_for(device.name, catalog_shares()),
+        layout.attention,
         node=node,
         link_bytes_per_s=link_meant(intra, device),
         adapter_bytes_per_s=adapter_meant(hardware.text("inter_node"), printed) or _usual_adapter(device, hardware),
-        matrix_share=shares.matrix,
-        bandwidth_share=shares.bandwidth,
-        attention_forward=forward,
-        attention_backward=backward,
     )
 
 

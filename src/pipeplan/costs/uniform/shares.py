@@ -9,6 +9,7 @@ from functools import cache
 from pipeplan.costs.communication import LINK_CEILING
 from pipeplan.costs.devices import PRESETS, Curve, DevicePreset, device_preset
 from pipeplan.costs.uniform.choices import choices
+from pipeplan.costs.uniform.words import Machine
 
 UNKNOWN = 0.65, 0.55
 """Of a device that has no neighbour with fitted shares."""
@@ -54,6 +55,38 @@ def shares_for(kind: str, known: Mapping[str, Shares]) -> Shares:
         if not kind or kind in seen:
             return Shares(*UNKNOWN, "nobody")
     return known[kind]
+
+
+def usual_attention(device: DevicePreset) -> str:
+    """The fused attention that is usual on a device: cuDNN's from Hopper on, FlashAttention-2 before."""
+    return "flash-2" if choices().generation(device.family) == "ampere" else "cudnn"
+
+
+def machine_of(
+    device: DevicePreset,
+    shares: Shares,
+    attention: str,
+    *,
+    node: int,
+    link_bytes_per_s: float,
+    adapter_bytes_per_s: float,
+) -> Machine:
+    """What the closed forms know of a device that reaches these shares, among others, with a kernel of attention."""
+    forward, backward = choices().attention_shares(attention, device.family)
+    return Machine(
+        matrix_flops_per_s=device.matrix_flops_per_s,
+        fp8_flops_per_s=device.fp8_flops_per_s or 0,
+        multiprocessors=device.multiprocessors,
+        bandwidth_bytes_per_s=device.bandwidth_bytes_per_s,
+        memory_bytes=device.memory_bytes,
+        node=node,
+        link_bytes_per_s=link_bytes_per_s,
+        adapter_bytes_per_s=adapter_bytes_per_s,
+        matrix_share=shares.matrix,
+        bandwidth_share=shares.bandwidth,
+        attention_forward=forward,
+        attention_backward=backward,
+    )
 
 
 def reaching(device: DevicePreset, shares: Shares) -> DevicePreset:

@@ -7,11 +7,12 @@ count the same in about three times as long.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from weakref import finalize
 
 import torch
@@ -26,6 +27,7 @@ from pipeplan.costs.devices import (
     Calibration,
     DevicePreset,
     Kernel,
+    Kernels,
     KnownRow,
     Work,
     calibrate,
@@ -34,7 +36,8 @@ from pipeplan.costs.devices import (
 )
 from pipeplan.costs.recipes import ESTIMATED, products_in_fp8, profiled_recipe
 from pipeplan.costs.uniform.judging import RunsFit
-from pipeplan.costs.uniform.shares import catalog_shares, reaching, shares_for
+from pipeplan.costs.uniform.shares import catalog_shares, shares_for
+from pipeplan.costs.uniform.traced import FusedRates
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Recipe
 from pipeplan.runtime.models.spec import Model
@@ -51,6 +54,7 @@ from pipeplan.runtime.profiling.build_profile import (
     unsplit_of,
 )
 from pipeplan.runtime.profiling.flops import product_flops
+from pipeplan.runtime.profiling.fusion import FusedTrace, Step, Trace, View
 from pipeplan.runtime.profiling.instruments import Meter, Usage, blamed, saved_tensors, storages
 from pipeplan.runtime.profiling.optimizer_step import estimated_rate
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
@@ -65,6 +69,11 @@ _NOTES = " ".join(
         *STATE_NOTES,
     )
 )
+_FUSED = (
+    "Kernels are fused: what is element-wise between products is one kernel, and what such kernels can make again is "
+    "not held."
+)
+_EAGER = "Kernels are torch's own, operator by operator."
 
 
 def estimate_model(
@@ -80,6 +89,7 @@ def estimate_model(
     reference: Model | None = None,
     cluster: Cluster | None = None,
     recipe: Recipe | None = None,
+    kernels: Kernels | None = None,
     progress: Progress | None = None,
 ) -> Profile:
     """Estimate every block of a model for each micro-batch size.
@@ -99,8 +109,14 @@ def estimate_model(
         reference: the model that ``calibration`` is of, if it is another one.
         cluster: whose links the collectives of split blocks take; without, the device's own link.
         recipe: what training keeps of every parameter; by default the usual one of the number format.
+        kernels: ``eager`` ones, operator by operator as torch runs them, or ``fused``, as models are trained on
+            accelerators (:mod:`pipeplan.runtime.profiling.fusion`); by default fused, but for processors, and for times
+            that a measured profile calibrates.
         progress: called before every block and size.
     """
+    if kernels == "fused" and calibration is not None:
+        raise UsageError("--kernels fused: what was measured ran operator by operator; leave it or --calibrate out")
+    fused = kernels == "fused" or (kernels is None and calibration is None and device.family != "")
     sizes = sorted(set(microbatch_sizes))
     if not sizes or sizes[0] < 1:
         raise UsageError(f"micro-batch sizes {sizes}: give at least one, each 1 or more, with --microbatch")
@@ -112,14 +128,17 @@ def estimate_model(
         device.fp8_peak()  # before anything is traced
     splits = splits_of(model, shards, dtype, cluster)
     rows = {
-        bench.key: (_untimed(bench.row()), work) for bench, work in counted(splits, sizes, dtype, recompute, progress)
+        bench.key: (_untimed(bench.row()), work)
+        for bench, work in counted(splits, sizes, dtype, recompute, progress, fused=fused)
     }
-    unsplit, notes = unsplit_of(splits, model, dtype), _NOTES
-    if runs is not None:
-        device, notes = reaching(device, runs.shares), f"{notes} {runs.notes}"
-    elif calibration is None and (shares := shares_for(device.name, catalog_shares())).runs:
-        device, notes = reaching(device, shares), f"{notes} {shares.notes}"
-    timed = {key: _on_device(row, work, device, fp8=fp8) for key, (row, work) in rows.items()}
+    unsplit, notes = unsplit_of(splits, model, dtype), f"{_NOTES} {_FUSED if fused else _EAGER}"
+    shares = shares_for(device.name, catalog_shares()) if runs is None else runs.shares
+    rates = FusedRates.of(device, shares)
+    if runs is not None or (calibration is None and shares.runs):
+        device, notes = rates.device, f"{notes} {shares.notes if runs is None else runs.notes}"
+
+    kernel_ns = _kernel_ns(rates if fused else device, fp8=fp8)
+    timed = {key: _on_device(row, work, kernel_ns) for key, (row, work) in rows.items()}
     if calibration is not None:
         bare = bare_profile(model, unsplit)
         fitted = _fitted(calibration, reference or model, dtype)
@@ -136,16 +155,15 @@ def estimate_model(
     return profile_of_kinds(model, splits, unsplit, by_kind, price, source, recipe, rate)
 
 
-def _on_device(row: CostRow, work: Work, device: DevicePreset, *, fp8: bool) -> CostRow:
-    times: dict[str, int] = {
-        phase: round(
-            sum(
-                device.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix, fp8=fp8 and each.weights)
-                for each in kernels
-            )
-        )
-        for phase, kernels in work.items()
-    }
+def _kernel_ns(rates: DevicePreset | FusedRates, *, fp8: bool) -> Callable[[Kernel], float]:
+    """What tells how long a kernel takes; with ``fp8`` products with weights run in that format."""
+    if isinstance(rates, FusedRates):
+        return lambda kernel: rates.kernel_ns(kernel, fp8=fp8 and kernel.weights)
+    return lambda each: rates.kernel_ns(each.flops, each.moved_bytes, matrix=each.matrix, fp8=fp8 and each.weights)
+
+
+def _on_device(row: CostRow, work: Work, kernel_ns: Callable[[Kernel], float]) -> CostRow:
+    times: dict[str, int] = {phase: round(sum(map(kernel_ns, kernels))) for phase, kernels in work.items()}
     return row.model_copy(update={**times, "backward_ns": times["input_grad_ns"] + times["weight_grad_ns"]})
 
 
@@ -195,13 +213,15 @@ def counted(
     dtype: torch.dtype,
     recompute: bool = False,
     progress: Progress | None = None,
+    *,
+    fused: bool = False,
 ) -> Iterator[tuple[Bench, Work]]:
-    """Every kind of block at every size, with its bytes, and its kernels in F, I and W."""
+    """Every kind of block at every size, with its bytes, and its kernels in F, I and W: operators or ``fused``."""
     shapes = tuple(replace(split, model=_without_data(split.model, sizes, dtype)) for split in splits)
     tallies: list[_Tally] = []
 
     def tally(_: torch.device) -> Meter:
-        tallies.append(_Tally())
+        tallies.append(_Tally(Trace() if fused else None))
         return tallies[-1]
 
     benches = Benches(shapes, recompute, dtype, _META, 0, UnfinishedProfile(), (), tally, _FakeBench)
@@ -209,9 +229,12 @@ def counted(
         benches.fill(sizes, RunCounter(progress, benches.num_of_size * len(sizes)))
     for bench, found in zip(benches.all, tallies, strict=True):
         bench.times = [(0, 0, 0, 0)]
-        kernels = found.kernels
+        kernels, core = found.kernels, found.core.kernels
+        if found.trace is not None:
+            fused_ones = FusedTrace(found.trace)
+            kernels, core = fused_ones.kernels, fused_ones.core
         work: Work = {"forward_ns": kernels["F"], "input_grad_ns": kernels["I"], "weight_grad_ns": kernels["W"]}
-        yield bench, work if bench.row().selective_ns is None else {**work, CORE: found.core.kernels}
+        yield bench, work if bench.row().selective_ns is None else {**work, CORE: core}
 
 
 class _FakeBench(Bench):
@@ -221,6 +244,7 @@ class _FakeBench(Bench):
     """
 
     core_bytes: int | None = None
+    tally: _Tally | None = None
 
     def row(self) -> CostRow:
         """Times are not known yet."""
@@ -237,6 +261,8 @@ class _FakeBench(Bench):
         queue = WeightGradQueue()
         with blamed(self.key.label):
             with self.meter(self.device) as meter:
+                assert isinstance(meter, _Tally)
+                self.tally = meter
                 with meter.phase("F"):
                     roots = self.forward()
                 with meter.phase("B"):
@@ -245,16 +271,33 @@ class _FakeBench(Bench):
                 with meter.phase("F"), saved_tensors() as saved:
                     roots = self.forward()
                 given = self.note_activations(roots, saved)
-                if isinstance(meter, _Tally) and meter.core.kernels and not self.key.recompute:
-                    held = storages([*saved(), *self._kept_inputs()]) if roots else {}
+                held = storages([*saved(), *self._kept_inputs()]) if roots else {}
+                if meter.core.kernels and not self.key.recompute:
                     self.core_bytes = meter.core.held_of(held) - meter.core.given_beside(held)
+                numbers = meter.numbered(held)
                 with queue, meter.phase("I"):
                     self.backward(roots)
                 self.note_weight_grads(queue)
                 del roots
                 with meter.phase("W"):
                     queue.run()
-            self.workspace_bytes = self.workspace(meter.usage, given)
+            usage = meter.usage
+            if meter.trace is not None:
+                usage, given = self._note_fused(FusedTrace(meter.trace), meter, numbers)
+            self.workspace_bytes = self.workspace(usage, given)
+
+    def _note_fused(self, fused: FusedTrace, meter: _Tally, held: Mapping[int, int]) -> tuple[dict[str, Usage], int]:
+        """Fill in what fused kernels hold; returns what they have in use, and how much of it the block was given."""
+        own, given = meter.numbered(self._own), meter.numbered(storages([*self.inputs, *self.samples]))
+        kept = fused.held({storage: size for storage, size in held.items() if storage not in own}, own)
+        self.activation_bytes = sum(kept.values())
+        return fused.usage, sum(size for storage, size in kept.items() if storage in given)
+
+    def _run(self, *arguments: Tensor) -> object:
+        made = super()._run(*arguments)
+        if self.tally is not None:
+            self.tally.note_outputs(made)
+        return made
 
 
 class _ModelWithoutData(Model):
@@ -410,10 +453,12 @@ _NORMS = {_aten.native_layer_norm, _aten.native_batch_norm}
 
 
 class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has its constructors without types
-    """Notes every operator's work, and the bytes in use, while phases run."""
+    """Notes every operator's work, and the bytes in use, while phases run; in a ``trace``, what it reads and makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Trace | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the same
+        self.trace = trace
+        self._numbers: dict[int, int] = {}  # of storages, by identities that may come again
         self.usage: dict[str, Usage] = {}
         self.kernels: dict[str, list[Kernel]] = {}
         self._phase: list[Kernel] | None = None
@@ -429,7 +474,12 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
         if role_of(name) is Role.FORWARD:
             self.core = _TracedCore()
             _CORES.append(self.core)
+        begin = 0 if self.trace is None else self.trace.tick()
+        if self.trace is not None:
+            self.trace.phases.append((name, begin, begin))
         yield
+        if self.trace is not None:
+            self.trace.phases[-1] = (name, begin, self.trace.tick())
         if role_of(name) is Role.FORWARD:
             _CORES.remove(self.core)
         self._phase = None
@@ -448,11 +498,64 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
         fresh = [each for each in outputs if each.untyped_storage()._cdata not in known]
         for tensor in fresh:
             self._allocate(tensor)
-        if self._phase is not None and (fresh or func._schema.is_mutable) and not _only_reserves(func):
-            self._phase.append(_kernel(func, args, kwargs or {}, made, given, outputs))
+        if self._phase is None or not (fresh or func._schema.is_mutable):
+            return made
+        kernel = None if _only_reserves(func) else _kernel(func, args, kwargs or {}, made, given, outputs)
+        if kernel is not None:
+            self._phase.append(kernel)
             if self.core.running:
-                self.core.kernels.append(self._phase[-1])
+                self.core.kernels.append(kernel)
+        if self.trace is not None:  # a collective on the meta device reserves what it makes
+            self._note(self.trace, func, kernel, given, outputs, fresh)
         return made
+
+    def _note(
+        self,
+        trace: Trace,
+        func: Any,
+        kernel: Kernel | None,
+        given: list[Tensor],
+        outputs: list[Tensor],
+        fresh: list[Tensor],
+    ) -> None:
+        made = {tensor.untyped_storage()._cdata for tensor in fresh}
+        written = outputs if not func._schema.is_mutable else [*outputs, *given[:1]]
+        trace.steps.append(
+            Step(
+                at=trace.tick(),
+                phase=len(trace.phases) - 1,
+                kernel=kernel,
+                reads=tuple(map(self._view, given)),
+                writes=tuple(dict.fromkeys(map(self._view, written))),
+                made=frozenset(self._numbers[key] for key in made),
+                fuses=torch.Tag.pointwise in func.tags or func._overloadpacket in _ROWS,
+                adds=func._overloadpacket in _ADDS,
+                random=torch.Tag.nondeterministic_seeded in func.tags,
+                core=self.core.running,
+            )
+        )
+
+    def _view(self, tensor: Tensor) -> View:
+        storage = tensor.untyped_storage()
+        number = self._number(storage._cdata, storage.nbytes())
+        return View(number, (tensor.storage_offset(), tensor.shape, tensor.stride()), tensor.nbytes)
+
+    def _number(self, key: int, size: int) -> int:
+        """Of a storage, by its identity."""
+        assert self.trace is not None
+        if key not in self._numbers:
+            self._numbers[key] = len(self.trace.sizes)
+            self.trace.sizes[self._numbers[key]] = size
+        return self._numbers[key]
+
+    def numbered(self, found: Mapping[int, int]) -> dict[int, int]:
+        """Bytes of storages by their numbers in the trace, of those that are in it."""
+        return {self._numbers[key]: size for key, size in found.items() if key in self._numbers}
+
+    def note_outputs(self, made: object) -> None:
+        """These are taken by others."""
+        if self.trace is not None:
+            self.trace.outputs |= self.numbered(storages(t for t in tree_leaves(made) if isinstance(t, Tensor))).keys()
 
     def _allocate(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -460,6 +563,9 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
         if key not in self._known:
             self._known.add(key)
             self._in_use += size
+            if self.trace is not None:
+                self._numbers.pop(key, None)
+                self.trace.born[self._number(key, size)] = self.trace.tick()
             if self.core.running:
                 self.core.made[key] = size
             self._peak = max(self._peak, self._in_use)
@@ -469,6 +575,40 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
         self._known.discard(key)
         self._in_use -= size
         self.core.release(key)
+        if self.trace is not None:
+            self.trace.dead[self._numbers.pop(key)] = self.trace.tick()
+
+
+_ATTENTION: dict[Any, Literal["attention", "attention_backward"]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: "attention",
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: "attention_backward",
+}
+_PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
+_ADDS = {_aten.add, _aten.add_}
+_ROWS = {
+    _aten._log_softmax,
+    _aten._log_softmax_backward_data,
+    _aten._softmax,
+    _aten._softmax_backward_data,
+    _aten._to_copy,
+    _aten.amax,
+    _aten.amin,
+    _aten.cat,
+    _aten.copy_,
+    _aten.cumsum,
+    _aten.logsumexp,
+    _aten.mean,
+    _aten.native_dropout,
+    _aten.native_layer_norm,
+    _aten.native_layer_norm_backward,
+    _aten.nll_loss_backward,
+    _aten.nll_loss_forward,
+    _aten.select_backward,
+    _aten.slice_backward,
+    _aten.sum,
+    _aten.var_mean,
+}
+"""Beside element-wise operators: reductions, and copies that are put together."""
 
 
 def _only_reserves(func: Any) -> bool:
@@ -483,6 +623,17 @@ def _kernel(
     read = given[1:] + outputs if operator is _aten.embedding else given  # rows, not the whole table
     moved = sum(tensor.nbytes for tensor in (*read, *outputs))
     flops = product_flops(func, args, kwargs, made)
-    if flops is not None:
-        return Kernel(flops, moved, matrix=True, weights=operator in (_aten.mm, _aten.addmm))
-    return Kernel(max((tensor.numel() for tensor in outputs), default=0), moved)
+    if flops is None:
+        return Kernel(max((tensor.numel() for tensor in outputs), default=0), moved)
+    kernel = Kernel(flops, moved, matrix=True, weights=operator in (_aten.mm, _aten.addmm))
+    if (form := _ATTENTION.get(operator)) is not None:
+        return replace(kernel, form=form, head_size=given[0].shape[-1])
+    if "grouped_mm" in str(operator):  # torch's, and what stands for it on the meta device
+        kernel = replace(kernel, form="grouped")
+        if given[0].ndim == 2 and given[1].ndim == 3 and len(outputs) == 1:
+            (rows, inner), (groups, _, columns) = given[0].shape, given[1].shape
+            return replace(kernel, product=(max(1, rows // groups), inner, columns, groups))
+    elif operator in _PRODUCTS:
+        left, right = given[-2], given[-1]
+        return replace(kernel, product=(left.shape[-2], left.shape[-1], right.shape[-1], math.prod(right.shape[:-2])))
+    return kernel

@@ -1,0 +1,44 @@
+"""Kernels that were traced, at the closed forms' rates: what published runs were predicted with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pipeplan.costs.devices import DevicePreset, Kernel
+from pipeplan.costs.uniform.choices import choices
+from pipeplan.costs.uniform.layer import attention_ns, product_ns
+from pipeplan.costs.uniform.shares import Shares, machine_of, reaching, usual_attention
+from pipeplan.costs.uniform.words import Machine
+
+
+@dataclass(frozen=True, slots=True)
+class FusedRates:
+    """How long a device takes for kernels. ``device`` has curves that end at the shares that ``machine`` reaches."""
+
+    device: DevicePreset
+    machine: Machine
+
+    @classmethod
+    def of(cls, device: DevicePreset, shares: Shares) -> FusedRates:
+        """Of a device that reaches these shares, with the attention that is usual on it."""
+        link = device.link_bytes_per_s
+        alone = {"node": 1, "link_bytes_per_s": link, "adapter_bytes_per_s": link}
+        return cls(reaching(device, shares), machine_of(device, shares, usual_attention(device), **alone))
+
+    def kernel_ns(self, kernel: Kernel, *, fp8: bool = False) -> float:
+        """One kernel: a product in waves of tiles, attention at its own share of the peak, no quicker than its bytes.
+
+        Raises UsageError where the device has no FP8.
+        """
+        moving = self.device.kernel_ns(0, kernel.moved_bytes, matrix=False)
+        peak = self.device.fp8_peak() if fp8 else self.machine.matrix_flops_per_s
+        slower = choices().grouped if kernel.form == "grouped" else 1.0
+        if kernel.product is not None:
+            rows, inner, columns, copies = kernel.product
+            return max(moving, float(product_ns(self.machine, peak * slower, rows, inner, columns, copies)))
+        if kernel.form.startswith("attention"):
+            backward = kernel.form == "attention_backward"
+            return max(
+                moving, float(attention_ns(self.machine, peak, kernel.flops, kernel.head_size, backward=backward))
+            )
+        return self.device.kernel_ns(round(kernel.flops / slower), kernel.moved_bytes, matrix=kernel.matrix, fp8=fp8)
