@@ -431,7 +431,10 @@ _Job = tuple[int, int, frozenset[int]]
 
 
 def _sums(facts: Facts, gradients: Sequence[int]) -> list[_Job]:
-    """The plan's sums of gradients, ready when those of the stages are: of stages that share blocks one, then tied."""
+    """The plan's sums of gradients, ready when those of the stages are: of stages that share blocks one, then tied.
+
+    Of those that have the same blocks, in the same buckets, one for each bucket.
+    """
     stages, found, seen = facts.plan.stages, list[_Job](), set[int]()
     if not (any(stage.sync_ns for stage in stages) or any(each.sync_ns for each in facts.plan.tied)):
         return []
@@ -444,7 +447,14 @@ def _sums(facts: Facts, gradients: Sequence[int]) -> list[_Job]:
             blocks |= {block for n in more for block in stages[n].blocks}
         seen |= members
         devices = frozenset(device for n in members for device in stages[n].devices)
-        found.append((max(gradients[n] for n in members), max(stages[n].sync_ns for n in members), devices))
+        cut = [(stages[n].blocks, [each.blocks for each in stages[n].buckets]) for n in members]
+        if stages[first].buckets and all(each == cut[0] for each in cut):
+            for place in range(len(stages[first].buckets)):
+                own = [(gradients[n], stages[n].buckets[place]) for n in members]
+                ready = max(end - bucket.ahead_ns for end, bucket in own)
+                found.append((ready, max(bucket.sync_ns for _, bucket in own), devices))
+        else:
+            found.append((max(gradients[n] for n in members), max(stages[n].sync_ns for n in members), devices))
     for each in facts.plan.tied:
         found.append((max(gradients[n] for n in each.stages), each.sync_ns, each.all_devices))
     return [each for each in found if each[1]]

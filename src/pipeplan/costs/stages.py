@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any
 
 from pipeplan.costs.blocks import StageCost, TiedShare, block_costs, places_divided
+from pipeplan.costs.buckets import with_buckets
 from pipeplan.costs.communication import all_gather_time, transfer_time
 from pipeplan.costs.recipes import state_of, step_bytes
 from pipeplan.costs.shared import SharedState, with_syncs
@@ -210,8 +211,8 @@ def build_workload(
     _require_alike(placed)
     costs = _costs_of(profile, placed, given or {})
     costs = _with_whole_ends(profile, placed, costs, given or {}, placement.num_routes, cluster)
-    stages, tied = _with_shared(profile, placed, costs, given or {}, cluster)
     operations = _operations(costs, split_backward, split_overhead_ns)
+    stages, tied = _with_shared(profile, placed, costs, operations, given or {}, cluster)
     operations = tuple(_with_parts(profile, stages[each.stage], each) for each in operations)
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
     known = cluster.reserve_bytes if cluster is not None and memory_bytes is None else (0,) * placement.num_devices
@@ -240,6 +241,7 @@ def _with_shared(
     profile: Profile,
     placed: Sequence[Stage],
     costs: Sequence[StageCost],
+    operations: Sequence[Operation],
     given: Collection[int],
     cluster: Cluster | None,
 ) -> tuple[list[Stage], list[TiedState]]:
@@ -249,7 +251,9 @@ def _with_shared(
         stage.with_state(shared.of_configured(stage) if number in given else cost.state)
         for number, (stage, cost) in enumerate(zip(placed, costs, strict=True))
     ]
-    stages, tied = with_syncs(stages, shared.tied(stages), profile.recipe, cluster)
+    tied = shared.tied(stages)
+    stages = stages if cluster is None else with_buckets(shared, stages, tied, operations, given)
+    stages, tied = with_syncs(stages, tied, profile.recipe, cluster)
     for number, stage in enumerate(stages):
         if stage.configurations:
             apart = {each.name for each in tied if number in each.stages}

@@ -34,7 +34,7 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.slices import num_sliced, repetend_of, repetend_of_loop
 from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.steady_state.rate import steady_bubble_rate
-from pipeplan.workload.tail import best_order
+from pipeplan.workload.tail import best_tail
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
 from pipeplan.workload.workload import Workload
 
@@ -64,7 +64,7 @@ def assemble(
     orders = with_links(graph, orders)
     starts = earliest_starts(graph, orders)
     later = 0 if loop is None else loop.skipped_ns
-    graph = replace(graph, workload=replace(workload, sum_order=best_order(workload, graph.last_ends(starts, later))))
+    graph = replace(graph, workload=best_tail(workload, graph.last_ends(starts, later))[0])
     workload, figures = graph.workload, rates(graph, orders, starts, loop)
     repetend = repetend_of(graph, orders) if loop is None else repetend_of_loop(workload, loop)
     written, repeated = programs(graph, orders, starts, loop)

@@ -140,7 +140,8 @@ class _Built:
             return self._plan.stages[index]
         built = self._workloads[self._variant_of[index]].stages[index]
         stage = self._plan.stages[index].with_state(built.state)
-        return replace(stage, sync_ns=built.sync_ns, step_ns=built.step_ns, gather_ns=built.gather_ns)
+        buckets = built.buckets if stage.buckets else ()
+        return replace(stage, sync_ns=built.sync_ns, step_ns=built.step_ns, gather_ns=built.gather_ns, buckets=buckets)
 
     def operation(self, operation: Operation) -> Operation:
         """An operation with the profile's time and memory; a profile knows nothing of instructions."""
