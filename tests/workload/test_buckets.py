@@ -1,4 +1,4 @@
-"""Gradients summed in buckets while a stage's last action still runs: by hand; what plans say of it, and their checks."""
+"""Gradients summed in buckets while a stage's last action still runs: by hand; what plans say of it, their checks."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from pipeplan.costs import can_split
-from pipeplan.costs.blocks import block_costs
+from pipeplan.costs.blocks import asked_again, block_costs
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.graphs import longest_paths, topological_order
@@ -57,7 +57,7 @@ def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> It
 
 
 def _costs(block: Block, size: int, shards: int, recomputes: Sequence[Again]) -> Iterator[CostRow]:
-    for recompute in recomputes:
+    for recompute in dict.fromkeys(asked_again([block], each)[0] for each in recomputes):
         try:
             yield block_costs(block, size, shards, recompute=recompute)
         except UsageError:  # no such costs: no plan has them

@@ -88,6 +88,9 @@ def _placement(plan: Plan, profile: Profile) -> Placement:
     """The plan's stages as a placement that the profile accepts."""
     try:
         placement = plan.placed
+        said = zip(placement.stages, plan.stages, strict=False)  # of each block, as in the plan
+        stages = tuple(each.model_copy(update={"recompute": stage.again}) for each, stage in said)
+        placement = placement.model_copy(update={"stages": stages})
         profile.check_placement(placement)
     except ValueError as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
