@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 
 from pipeplan.errors import InvalidPlanError
@@ -95,6 +95,12 @@ class TaskGraph:
         if not self.workload.has_tail:
             return self.makespan(starts) + later_ns
         return best_tail(self.workload, self.last_ends(starts, later_ns))[1].iteration_ns
+
+    def summed_best(self, starts: Sequence[int], later_ns: int = 0) -> TaskGraph:
+        """The same, whose workload sums gradients as :meth:`iteration` has it: as a plan says it."""
+        if not self.workload.has_tail:
+            return self
+        return replace(self, workload=best_tail(self.workload, self.last_ends(starts, later_ns))[0])
 
 
 def task_graph(workload: Workload) -> TaskGraph:
