@@ -51,6 +51,7 @@ from pipeplan.files import (
 from pipeplan.files import read_write as files
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import (
+    Bucket,
     Dependency,
     Device,
     DeviceMemory,
@@ -458,6 +459,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Plan": Plan,
     "Device of a plan": Device,
     "Stage of a plan": Stage,
+    "Bucket of a stage": Bucket,
     "Tied state of a plan": TiedState,
     "Operation of a plan": Operation,
     "Dependency of a plan": Dependency,

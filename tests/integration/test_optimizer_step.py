@@ -14,7 +14,8 @@ from pipeplan.costs import build_workload, step_bytes
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.recipes import bytes_per_parameter, state_of
 from pipeplan.costs.uniform import step as uniform_step
-from pipeplan.files import Block, PlacedStage, Placement, Profile, Recipe, TiedParameter
+from pipeplan.files import Block, Cluster, PlacedStage, Placement, Profile, Recipe, TiedParameter
+from pipeplan.planning.comparison import compare
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.runtime.profiling import optimizer_step
@@ -105,3 +106,21 @@ def test_a_profile_measures_it(monkeypatch: pytest.MonkeyPatch, precision: str |
     graph, recipe = block_graph_of(trained_chain(), dtype), Recipe(name=precision) if precision else Recipe()
     found = measured_rate(graph, recipe, dtype, torch.device("cpu"), repeats=2, warmup=1)
     assert (len(steps), found) == (3, 10**6 * moved * 156)
+
+
+def test_every_verb_says_what_of_an_iteration_is_exposed() -> None:
+    """Of sums, step and gather, level 1 on two replicas: as simulated, and as the checker recomputes it."""
+    links = Cluster.of("links", 2, levels=[("all", 2, "1us", "1GB")])
+    request = Request(profile(), 2, Batch(2, 2), "one-to-one", replicas=2, zero=1, cluster=links, time_limit=1.0)
+    found = search_plan(request)
+    expected = simulate(found.plan).rates.tail.figures()
+    assert all(expected.values())
+    keys = expected.keys()
+    assert {key: found.figures()[key] for key in keys} == expected
+    report = check(found.plan, profile(), links)
+    assert {key: report.figures()[key] for key in keys} == expected
+    compared = compare(request).figures()
+    (ours, *others) = compared["rows"]  # type: ignore[misc]
+    assert {key: ours[key] for key in keys} == expected  # type: ignore[has-type]
+    for row in others:  # type: ignore[has-type]
+        assert row["iteration_ns"] - row["makespan_ns"] == sum(row[key] for key in keys)

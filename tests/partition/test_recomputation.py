@@ -9,14 +9,15 @@ from itertools import combinations, product
 import pytest
 
 from pipeplan.checker import check
-from pipeplan.costs import stage_costs
+from pipeplan.costs import build_workload, stage_costs
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.files import Block, CostRow, Profile
+from pipeplan.files import Block, CostRow, PlacedStage, Placement, Profile
 from pipeplan.partition.baselines import pipedream
-from pipeplan.partition.problem import PartitionProblem
+from pipeplan.partition.problem import PartitionProblem, Pricing
 from pipeplan.partition.recomputation import ChoosingBlocks, recomputing
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
+from pipeplan.simulator.recost import recosted
 from pipeplan.workload.elements import Again, again_of
 
 LEVELS: tuple[Again, ...] = (False, "selective", True)
@@ -175,3 +176,23 @@ def test_all_attention_cores_are_recomputed_where_asked() -> None:
     plan = search_plan(asked).plan
     assert {stage.recompute for stage in plan.stages} == {"selective"}
     check(plan, profile).require("the plan")
+
+
+def test_all_blocks_but_a_models_ends_are_recomputed_where_asked() -> None:
+    """Of one stage and of a head alone; a plan that recomputes its head keeps its meaning under other costs."""
+    row = CostRow(microbatch_size=1, forward_ns=1000, backward_ns=2000, activation_bytes=100)
+    kinds = ["embedding", "layer", "layer", "head"]
+    profile = Profile.of("ended", [Block(id=f"b{n}", operator=kind, costs=(row,)) for n, kind in enumerate(kinds)])
+    asked = Request.of(profile, devices=1, num_microbatches=2, recompute=True, time_limit=0.5, deterministic=True)
+    result = search_plan(asked)
+    plan = result.plan
+    assert [stage.again for stage in plan.stages] == [(False, True, True, False)]
+    assert plan.predicted.iteration_ns == 2 * (4 * 3000 + 2 * 1000) == result.lower_bound_ns
+    assert [cost.compute_ns for cost in Pricing(1, True).costs(profile, ["b0", "b1", "b3"])] == [3000, 4000, 3000]
+    placed = Placement(strategy="one-to-one", num_devices=1, stages=(PlacedStage(blocks=("b0",), devices=(0,)),))
+    only = profile.model_copy(update={"blocks": profile.blocks[:1], "edges": ()})
+    alone = build_workload(only, placed, num_microbatches=1, microbatch_size=1, recompute=True)
+    assert alone.stages[0].recompute is False
+    older = plan.model_copy(update={"stages": (replace(plan.stages[0], recompute=True),)})
+    backward = recosted(older, profile, None).operations[-1]
+    assert backward.duration_ns == 4 * 3000

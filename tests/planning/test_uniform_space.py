@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from builders.profiles import joined, stage_per_block
 from builders.requests import request_of
 from pipeplan.costs import stage_costs
+from pipeplan.costs.after import AfterActions
+from pipeplan.costs.zero import Zero
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, Cluster, CostRow, Profile
 from pipeplan.partition.chain.autopipe import timeline
@@ -22,6 +25,7 @@ from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.chain.kernel import balanced_split
 from pipeplan.partition.chain.rebalance import even
 from pipeplan.partition.mapping import neighbours
+from pipeplan.partition.problem import PartitionProblem
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.candidates import PlacementCandidate, open_shards, placed, uniform_choices
 from pipeplan.planning.request import Batch, Request, input_notes
@@ -117,6 +121,41 @@ def test_no_candidate_is_below_its_bound(
                 trial = Trial.of(request, candidate)
                 trial.look()
                 assert trial.value_ns is None or least_ns <= trial.value_ns
+
+
+@settings(max_examples=4, suppress_health_check=list(HealthCheck), deadline=None)
+@given(chains(3), st.integers(2, 4), st.sampled_from([1, 7]), st.sampled_from([None, 1]))
+def test_bounds_that_know_the_step_are_below_every_candidate(
+    profile: Profile, num_devices: int, rate: int, zero: int | None
+) -> None:
+    """Of every uniform layout, and of every request for one strategy, whatever replicas divide."""
+    stepped = profile.model_copy(update={"step_bytes_per_s": rate * 10**9})
+    request = asked(stepped, num_devices, scheduler="auto", num_parted=None, zero=zero)
+    least = request_bound(request)
+    for each in uniform_choices(request):
+        candidate = placed(request, each.choice, None)
+        if isinstance(candidate, PlacementCandidate):
+            trial = Trial.of(request, candidate)
+            trial.look()
+            assert trial.value_ns is None or max(least, each.least_ns) <= trial.value_ns
+            alone = replace(request, placement=each.choice.strategy)
+            assert trial.value_ns is None or request_bound(alone) <= trial.value_ns
+
+
+def test_bounds_and_cuts_know_the_step() -> None:
+    """Three blocks of 100 fp32 parameters, 28 bytes moved of each, a byte each ns."""
+    blocks = [Block.of(f"b{n}", "1us", "2us", trained=100) for n in range(3)]
+    made = Profile.of("stepped", blocks, recipe="fp32").model_copy(update={"step_bytes_per_s": 10**9})
+    request = Request(made, 1, Batch(4, 1), time_limit=1.0)
+    assert request_bound(request) == 4 * 3 * 3000 + 3 * 2800
+    assert request_bound(replace(request, num_devices=3)) == 4 * 3000 + 2800
+    assert request_bound(replace(request, placement="one-to-one")) == 4 * 3 * 3000 + 3 * 2800
+    assert search_plan(request).plan.predicted.iteration_ns == request_bound(request)
+    after = AfterActions.of(made, None)
+    problem = PartitionProblem.of(made, 1, 4, microbatch_sizes=[1], all_reduce=after, steps=after.steps)
+    assert problem.time_of(problem.costs["b0"], problem.ways[0]) == 4 * 3000 + 2800
+    shared = AfterActions.of(made, None, sharing=lambda replicas: Zero(1, replicas))
+    assert shared(400, 2) == 2800 // 2, "master copies and moments are stepped in halves"
 
 
 @settings(max_examples=20, deadline=None)

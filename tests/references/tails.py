@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -14,7 +15,10 @@ Job = tuple[int, int, frozenset[int]]
 
 
 def iteration_by_hand(workload: Workload, last_ends: Mapping[str, int], *, any_order: bool = False) -> int:
-    """Ns of an iteration whose operations' last actions end then; with the best order of sums if ``any_order``."""
+    """Ns of an iteration whose operations' last actions end then; with the best order of sums if ``any_order``.
+
+    Then all of them may also be summed at once, and not in buckets.
+    """
     devices = range(len(workload.devices))
     acted = [
         max((last_ends[each.id] for each in workload.operations if d in workload.stages[each.stage].devices), default=0)
@@ -23,7 +27,11 @@ def iteration_by_hand(workload: Workload, last_ends: Mapping[str, int], *, any_o
     jobs = _sums(workload, last_ends)
     by_readiness = sorted(range(len(jobs)), key=lambda n: (jobs[n][0], n))
     orders = permutations(range(len(jobs))) if any_order else [workload.sum_order or by_readiness]
-    return min(_ended(workload, acted, [jobs[n] for n in order]) for order in orders)
+    ended = min(_ended(workload, acted, [jobs[n] for n in order]) for order in orders)
+    if not any_order or not any(stage.buckets for stage in workload.stages):
+        return ended
+    whole = replace(workload, stages=tuple(replace(stage, buckets=()) for stage in workload.stages))
+    return min(ended, iteration_by_hand(whole, last_ends, any_order=True))
 
 
 def best_iteration(problem: OneMicrobatch) -> int:
@@ -52,9 +60,18 @@ def _sums(workload: Workload, last_ends: Mapping[str, int]) -> list[Job]:
             found.remove(other)
             joined = other[0] | joined[0], max(other[1], joined[1]), other[2] | joined[2]
         found.append(joined)
-    found.sort(key=lambda each: min(each[0]))
-    found += [(set(each.stages), each.sync_ns, set(each.all_devices)) for each in workload.tied]
-    return [(max(grads[n] for n in stages), ns, frozenset(devices)) for stages, ns, devices in found if ns]
+    jobs: list[Job] = []
+    for stages, ns, devices in sorted(found, key=lambda each: min(each[0])):
+        buckets = [workload.stages[n].buckets for n in sorted(stages)]
+        alike = len({(workload.stages[n].blocks, len(workload.stages[n].buckets)) for n in stages}) == 1
+        if alike and buckets[0]:
+            for those in zip(*buckets, strict=True):
+                ready = max(grads[n] - each.ahead_ns for n, each in zip(sorted(stages), those, strict=True))
+                jobs.append((ready, max(each.sync_ns for each in those), frozenset(devices)))
+        else:
+            jobs.append((max(grads[n] for n in stages), ns, frozenset(devices)))
+    jobs += [(max(grads[n] for n in each.stages), each.sync_ns, each.all_devices) for each in workload.tied]
+    return [job for job in jobs if job[1]]
 
 
 def _ended(workload: Workload, acted: Sequence[int], sums: Sequence[Job]) -> int:

@@ -266,7 +266,8 @@ class Violation:
 class Figures:
     """What the plan comes to by its stated start times and programs; times in ns, sizes in bytes.
 
-    Rates are as in ``docs/check.md``; ``iteration_ns`` until all ends that follows the actions. ``period_ns``
+    Rates are as in ``docs/check.md``; ``iteration_ns`` until all ends that follows the actions, of which summing
+    gradients, the optimizer's step and gathering parameters are ``exposed_...`` so far. ``period_ns``
     (per micro-batch, when the repetend is repeated without end) and ``bubble_rate_steady`` are None without a valid
     repetend, ``peak_memory_bytes`` [device] is empty where the programs lack actions.
     """
@@ -276,6 +277,9 @@ class Figures:
     num_transfers: int
     makespan_ns: int
     iteration_ns: int
+    exposed_reduction_ns: int
+    exposed_step_ns: int
+    exposed_gather_ns: int
     bubble_rate: float
     bubble_rate_span: float
     bubble_rate_steady: float | None
@@ -375,6 +379,7 @@ def figures_of(facts: Facts, copy_ns: Fraction | None, peaks: tuple[int, ...]) -
     makespan = max(_last_end(facts, operation) for operation in range(len(facts.ids)))
     busy = facts.busy()
     unroll = plan.repetend.unroll if plan.repetend is not None else 1
+    phases = _phases(facts)
     steady = None
     if copy_ns is not None:
         per_copy = Fraction(sum(facts.busy_whole()) * unroll, facts.num_microbatches)
@@ -388,7 +393,10 @@ def figures_of(facts: Facts, copy_ns: Fraction | None, peaks: tuple[int, ...]) -
             for hop in dependency.hops
         ),
         makespan_ns=makespan,
-        iteration_ns=_iteration(facts),
+        iteration_ns=phases[-1],
+        exposed_reduction_ns=phases[1] - phases[0],
+        exposed_step_ns=phases[2] - phases[1],
+        exposed_gather_ns=phases[3] - phases[2],
         bubble_rate=float(1 - Fraction(sum(busy), len(busy) * makespan)),
         bubble_rate_span=_bubble_rate_span(facts, busy),
         bubble_rate_steady=steady,
@@ -404,8 +412,8 @@ def _last_end(facts: Facts, operation: int) -> int:
     )
 
 
-def _iteration(facts: Facts) -> int:
-    """When each device has ended actions, sums of gradients, steps and gathers, in ns, as docs/check.md says."""
+def _phases(facts: Facts) -> tuple[int, int, int, int]:
+    """When all devices have ended actions, then sums of gradients, steps, gathers, in ns, as docs/check.md says."""
     plan, ends, gradients = facts.plan, [0] * len(facts.plan.devices), [0] * len(facts.plan.stages)
     for operation, devices in enumerate(facts.devices):
         end, stage = _last_end(facts, operation), plan.operations[operation].stage
@@ -417,13 +425,15 @@ def _iteration(facts: Facts) -> int:
     sums = _sums(facts, gradients)
     order = plan.sum_order or sorted(range(len(sums)), key=lambda number: (sums[number][0], number))
     network = _on_networks([sums[number] for number in order], len(ends))
+    acted, summed = max(ends), max(*ends, *network)
     ends = [max(end, free) + step for end, free, step in zip(ends, network, steps, strict=True)]
     gathers = [
         (max(ends[device] for device in stage.devices), stage.gather_ns, frozenset(stage.devices))
         for stage in plan.stages
         if stage.gather_ns
     ]
-    return max(*ends, *_on_networks(sorted(gathers, key=lambda each: each[0]), len(ends)))
+    gathered = _on_networks(sorted(gathers, key=lambda each: each[0]), len(ends))
+    return acted, summed, max(ends), max(*ends, *gathered)
 
 
 _Job = tuple[int, int, frozenset[int]]
@@ -431,7 +441,10 @@ _Job = tuple[int, int, frozenset[int]]
 
 
 def _sums(facts: Facts, gradients: Sequence[int]) -> list[_Job]:
-    """The plan's sums of gradients, ready when those of the stages are: of stages that share blocks one, then tied."""
+    """The plan's sums of gradients, ready when those of the stages are: of stages that share blocks one, then tied.
+
+    Of those that have the same blocks, in the same buckets, one for each bucket.
+    """
     stages, found, seen = facts.plan.stages, list[_Job](), set[int]()
     if not (any(stage.sync_ns for stage in stages) or any(each.sync_ns for each in facts.plan.tied)):
         return []
@@ -444,7 +457,14 @@ def _sums(facts: Facts, gradients: Sequence[int]) -> list[_Job]:
             blocks |= {block for n in more for block in stages[n].blocks}
         seen |= members
         devices = frozenset(device for n in members for device in stages[n].devices)
-        found.append((max(gradients[n] for n in members), max(stages[n].sync_ns for n in members), devices))
+        cut = [(stages[n].blocks, [each.blocks for each in stages[n].buckets]) for n in members]
+        if stages[first].buckets and all(each == cut[0] for each in cut):
+            for place in range(len(stages[first].buckets)):
+                own = [(gradients[n], stages[n].buckets[place]) for n in members]
+                ready = max(end - bucket.ahead_ns for end, bucket in own)
+                found.append((ready, max(bucket.sync_ns for _, bucket in own), devices))
+        else:
+            found.append((max(gradients[n] for n in members), max(stages[n].sync_ns for n in members), devices))
     for each in facts.plan.tied:
         found.append((max(gradients[n] for n in each.stages), each.sync_ns, each.all_devices))
     return [each for each in found if each[1]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, deliveries_of, replicas_of, shares_evenly
@@ -18,6 +18,7 @@ from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage, TiedState
 from pipeplan.workload.kinds import (
     BACKWARD_ROLES,
+    GRADIENT_ROLES,
     GRADIENTS,
     MASTER,
     OPTIMIZER,
@@ -372,16 +373,58 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
             if other == number and stage.devices[0] in at
         ]
         alike = {other for block in stage.blocks for other in stages_of[block]}
-        devices = sorted({device for other in alike for device in plan.stages[other].devices})
         own = stage.state[GRADIENTS] - sum(each.state[GRADIENTS] for each in apart)
-        expected, gathered = all_reduce_time(cluster, devices[:: stage.shards], own), 0
-        if stage.zero and _sharers(stage) > 1:
-            expected, gathered = _sharded_ns(
-                stage, [plan.stages[other] for other in sorted(alike)], own, known, cluster
-            )
+        others = [plan.stages[other] for other in sorted(alike)]
+
+        def time(size: int, stage: Stage = stage, others: Sequence[Stage] = others) -> tuple[int, int]:
+            if stage.zero and _sharers(stage) > 1:
+                return _sharded_ns(stage, others, size, known, cluster)
+            holders = sorted({device for other in others for device in other.devices})
+            return all_reduce_time(cluster, holders[:: stage.shards], size), 0
+
+        expected, gathered = time(own)
+        _check_buckets(number, plan, profile, known, {each.name for each in apart}, time, findings)
         if stage.configurations:
             expected += _inside_ns(stage, profile, {each.name for each in apart}, known, cluster)
         _compare(f"stages[{number}]", stage, {"sync_ns": expected, "gather_ns": gathered}, findings)
+
+
+def _check_buckets(
+    number: int,
+    plan: Plan,
+    profile: Profile,
+    known: _Known,
+    apart: Collection[str],
+    time: Callable[[int], tuple[int, int]],
+    findings: Findings,
+) -> None:
+    """Bytes of each bucket are those of its blocks, each with what it shares with none before it in the stage.
+
+    Its gradients are there when the blocks before it have as much of the stage's last action left as their part of
+    all blocks' times is.
+    """
+    stage = plan.stages[number]
+    action = next((each for each in plan.operations if each.stage == number and each.role in GRADIENT_ROLES), None)
+    if not stage.buckets or action is None:
+        return
+    if stage.configurations:
+        findings.add("profile", f"stages[{number}].buckets", "are of blocks that each are split in a way of their own")
+        return
+    rows = _rows(number, stage, stage.microbatch_size // stage.replicas, known, findings)
+    spent = [(row.weight_grad_ns or 0) if action.role is Role.WEIGHT_GRAD else row.whole_backward_ns for row in rows]
+    end = len(rows)
+    for place, bucket in enumerate(stage.buckets[: len(rows)]):
+        begin, size = end - bucket.blocks, 0
+        for index in range(begin, end):
+            size += -(-known.kept[stage.blocks[index]][GRADIENTS] // stage.shards)
+            for tied in profile.tied:
+                again = tied.name in apart or not set(tied.blocks).isdisjoint(stage.blocks[:index])
+                if stage.blocks[index] in tied.blocks and again:
+                    size -= known.kept_tied[tied.name][GRADIENTS] // stage.shards
+        ahead = action.duration_ns * sum(spent[:begin]) // max(1, sum(spent))
+        expected = {"bytes": size, "ahead_ns": ahead, "sync_ns": time(size)[0]}
+        _compare(f"stages[{number}].buckets[{place}]", bucket, expected, findings)
+        end = begin
 
 
 def _sharded_ns(

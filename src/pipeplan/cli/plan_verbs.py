@@ -67,6 +67,14 @@ def _verdict(path: str, plan: Plan, report: Report, profile: Profile | None, clu
         f"makespan {format_ns(figures.makespan_ns)}, bubble rate {figures.bubble_rate:.1%}",
         f"peak memory {format_bytes(max(figures.peak_memory_bytes))}",
     ]
+    if figures.iteration_ns > figures.makespan_ns:
+        after = (
+            (figures.exposed_reduction_ns, "summing gradients"),
+            (figures.exposed_step_ns, "in the optimizer's step"),
+            (figures.exposed_gather_ns, "gathering parameters"),
+        )
+        spent = ", ".join(f"{format_ns(ns)} {what}" for ns, what in after if ns)
+        parts.insert(2, f"iteration {format_ns(figures.iteration_ns)}: after the last action {spent}")
     if plan.repetend is not None:
         parts.append(f"repetend {format_ns(plan.repetend.repetend_ns)} for {plan.repetend.unroll}")
     sources = [source.name for source in (profile, cluster) if source is not None]

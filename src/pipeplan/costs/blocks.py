@@ -10,7 +10,7 @@ from typing import NamedTuple
 from pipeplan.costs.recipes import running_bytes
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile, Recipe
-from pipeplan.workload.elements import Again
+from pipeplan.workload.elements import Again, Recompute, again_of
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 from pipeplan.workload.mesh import HeldPart, Mesh
 
@@ -68,6 +68,20 @@ def _row_for(block: Block, microbatch_size: int, shards: int, *, recompute: Agai
 def places_divided(block: Block, shards: int) -> int:
     """Into how many slices of the sequence the devices that split a block divide what it takes and gives."""
     return shards if any(row.sequence_parallel for row in block.costs if row.shards == shards) else 1
+
+
+NEVER_AGAIN = frozenset({"embedding", "patch-embedding", "head", "loss"})
+"""Kinds of operator at the ends of a model: what computes words or classes is not computed again as one of all blocks.
+
+That would save next to nothing, and a head takes as long as some layers.
+"""
+
+
+def asked_again(blocks: Sequence[Block], recompute: Recompute) -> tuple[Again, ...]:
+    """[block] what is computed again where ``recompute`` is asked for all of them, or said of each."""
+    if recompute is not True:
+        return again_of(recompute, len(blocks))
+    return tuple(block.operator not in NEVER_AGAIN for block in blocks)
 
 
 _USUAL_SHARDS = (1, 2, 4, 8)

@@ -193,7 +193,7 @@ def with_syncs(
     """Stages and what they share with the times of summing their gradients over a cluster's links.
 
     Of stages whose replicas divide what they keep, by a ``recipe``, also of gathering what a step has changed. Sums
-    inside a replica, of blocks with configurations, are not among them.
+    inside a replica, of blocks with configurations, are not among them. Buckets that stages have get their times.
     """
     apart = [0] * len(stages)
     for each in tied:
@@ -223,11 +223,23 @@ def _exchanges(
 
     Each shard sums its part with the shards that hold the same.
     """
+    sync_ns, gather_ns = _exchange(stage, sharing, size, recipe, cluster)
+    buckets = tuple(
+        replace(each, sync_ns=_exchange(stage, sharing, each.bytes, recipe, cluster)[0])
+        for each in stage.buckets
+        if sync_ns
+    )
+    return {"sync_ns": sync_ns, "gather_ns": gather_ns, "buckets": buckets}
+
+
+def _exchange(
+    stage: Stage, sharing: Sequence[Stage], size: int, recipe: Recipe, cluster: Cluster | None
+) -> tuple[int, int]:
+    """Ns to sum ``size`` bytes of gradients, and to gather what a step has changed."""
     if Zero.of(stage) != WHOLE:
-        sync_ns, gather_ns = exchange_ns(cluster, stage, sharing, size, updated_bytes(stage, recipe))
-        return {"sync_ns": sync_ns, "gather_ns": gather_ns}
+        return exchange_ns(cluster, stage, sharing, size, updated_bytes(stage, recipe))
     holders = {device for other in (stage, *sharing) for device in other.devices}
-    return {"sync_ns": all_reduce_time(cluster, sorted(holders)[:: stage.shards], size), "gather_ns": 0}
+    return all_reduce_time(cluster, sorted(holders)[:: stage.shards], size), 0
 
 
 def _tied_sync(entry: TiedState, tied: Iterable[TiedState], cluster: Cluster | None) -> int:

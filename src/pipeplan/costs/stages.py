@@ -9,7 +9,8 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from pipeplan.costs.blocks import StageCost, TiedShare, block_costs, places_divided
+from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
+from pipeplan.costs.buckets import with_buckets
 from pipeplan.costs.communication import all_gather_time, transfer_time
 from pipeplan.costs.recipes import state_of, step_bytes
 from pipeplan.costs.shared import SharedState, with_syncs
@@ -27,7 +28,7 @@ from pipeplan.workload.elements import (
     Recompute,
     Stage,
     TiedState,
-    again_of,
+    recompute_of,
     slots_of,
 )
 from pipeplan.workload.kinds import BACKWARD_ROLES, STATE_KINDS, MemoryBytes, MemoryKind, Role
@@ -123,7 +124,7 @@ def _summed(
             input_bytes=sum(_edge_bytes(edge, microbatch_size, parts) for edge, parts in each),
             recipe=recipe,
         )
-        for block, each, again in zip(chosen, edges, again_of(recompute, len(chosen)), strict=True)
+        for block, each, again in zip(chosen, edges, asked_again(chosen, recompute), strict=True)
     ]
     split = all(row.input_grad_ns is not None for row in rows)
     shared = Counter(each for block in chosen for each in tied.get(block.id, ()))
@@ -203,15 +204,16 @@ def build_workload(
             "lower --devices or give a larger --cluster"
         )
     mini_batch = num_microbatches * microbatch_size
-    placed = [_settled(stage, microbatch_size, recompute) for stage in placement.stages]
+    blocks = {block.id: block for block in profile.blocks}
+    placed = [_settled(stage, blocks, microbatch_size, recompute) for stage in placement.stages]
     for stage in placed:
         _require_shared_out(stage, mini_batch, placement.num_routes)
     _require_one_size(placed, placement.num_routes)
     _require_alike(placed)
     costs = _costs_of(profile, placed, given or {})
     costs = _with_whole_ends(profile, placed, costs, given or {}, placement.num_routes, cluster)
-    stages, tied = _with_shared(profile, placed, costs, given or {}, cluster)
     operations = _operations(costs, split_backward, split_overhead_ns)
+    stages, tied = _with_shared(profile, placed, costs, operations, given or {}, cluster)
     operations = tuple(_with_parts(profile, stages[each.stage], each) for each in operations)
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
     known = cluster.reserve_bytes if cluster is not None and memory_bytes is None else (0,) * placement.num_devices
@@ -240,6 +242,7 @@ def _with_shared(
     profile: Profile,
     placed: Sequence[Stage],
     costs: Sequence[StageCost],
+    operations: Sequence[Operation],
     given: Collection[int],
     cluster: Cluster | None,
 ) -> tuple[list[Stage], list[TiedState]]:
@@ -249,7 +252,9 @@ def _with_shared(
         stage.with_state(shared.of_configured(stage) if number in given else cost.state)
         for number, (stage, cost) in enumerate(zip(placed, costs, strict=True))
     ]
-    stages, tied = with_syncs(stages, shared.tied(stages), profile.recipe, cluster)
+    tied = shared.tied(stages)
+    stages = stages if cluster is None else with_buckets(shared, stages, tied, operations, given)
+    stages, tied = with_syncs(stages, tied, profile.recipe, cluster)
     for number, stage in enumerate(stages):
         if stage.configurations:
             apart = {each.name for each in tied if number in each.stages}
@@ -374,7 +379,8 @@ def _costs_of(profile: Profile, stages: Sequence[Stage], given: Mapping[int, Sta
                 f"stages[{number}] of the placement splits each block in its own way ({stage.configurations[0]}, ...), "
                 "and a profile does not say what that costs; plans with these stages come from pipeplan frontier"
             )
-        alike[stage.microbatch_size // stage.replicas, stage.shards, stage.recompute, Zero.of(stage)].append(number)
+        again = stage.again if stage.recompute is True else stage.recompute  # the ends of a model, too, where so said
+        alike[stage.microbatch_size // stage.replicas, stage.shards, again, Zero.of(stage)].append(number)
     for (samples, shards, recompute, zero), numbers in alike.items():
         blocks = [stages[number].blocks for number in numbers]
         costs = group_costs(profile, blocks, samples, shards, recompute=recompute, zero=zero)
@@ -424,11 +430,15 @@ def _is_divided(block: Block, stage: Stage) -> bool:
     return places_divided(block, stage.shards) > 1
 
 
-def _settled(placed: PlacedStage, microbatch_size: int, recompute: Recompute) -> Stage:
-    """A stage as placed, with what it does not say itself; what it keeps comes later."""
+def _settled(placed: PlacedStage, blocks: Mapping[str, Block], microbatch_size: int, recompute: Recompute) -> Stage:
+    """A stage as placed, with what it does not say itself; what it keeps comes later.
+
+    What is computed again is said of each block where those at a model's ends are not.
+    """
     said: dict[str, Any] = {name: getattr(placed, name) for name in PlacedStage.model_fields}
     own = {name: value for name, value in said.items() if value is not None}
-    return Stage(**({"microbatch_size": microbatch_size, "recompute": recompute} | own))
+    stage = Stage(**({"microbatch_size": microbatch_size, "recompute": recompute} | own))
+    return replace(stage, recompute=recompute_of(asked_again([blocks[id_] for id_ in stage.blocks], stage.recompute)))
 
 
 def _require_shared_out(stage: Stage, mini_batch: int, num_routes: int) -> None:
@@ -480,7 +490,7 @@ def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operati
             "a stage that splits each block in its own way cannot run forwards in two parts; leave out its num_parted"
         )
     samples = stage.microbatch_size // stage.replicas // 2
-    cost = stage_costs(profile, stage.blocks, samples, stage.shards, recompute=stage.recompute)
+    cost = stage_costs(profile, stage.blocks, samples, stage.shards, recompute=stage.again)
     return replace(operation, part_ns=max(1, cost.forward_ns))
 
 

@@ -40,13 +40,15 @@ from pipeplan.workload.elements import (
     Stage,
     Text,
     TiedState,
+    buckets_problem,
     recompute_problem,
     sharing_problem,
     slots_of,
 )
-from pipeplan.workload.kinds import MASTER, PARAMETERS, Role
+from pipeplan.workload.kinds import GRADIENT_ROLES, MASTER, PARAMETERS, Role
 from pipeplan.workload.network_jobs import gradient_sums
 from pipeplan.workload.samples import Slots
+from pipeplan.workload.tail import Tail, tail_of
 from pipeplan.workload.workload import Workload
 
 ActionText = Annotated[str, StringConstraints(pattern=ACTION_PATTERN)]
@@ -182,7 +184,7 @@ class Plan(File):
             if not device.get("reserve_bytes"):
                 device.pop("reserve_bytes", None)
         for stage in found.get("stages", ()):
-            for key in ("step_ns", "gather_ns", "zero", "zero_group"):
+            for key in ("step_ns", "gather_ns", "zero", "zero_group", "buckets"):
                 if not stage.get(key):
                     stage.pop(key, None)
         return found
@@ -236,6 +238,10 @@ class Plan(File):
             )
         if stage.num_parted:
             self._require_parts(number)
+        adding = (each for each in self.operations if each.stage == number and each.role in GRADIENT_ROLES)
+        duration = max((each.duration_ns for each in adding), default=0) if stage.buckets else 0
+        if problem := buckets_problem(stage.buckets, len(stage.blocks), duration):
+            raise ValueError(f"stages[{number}].buckets {problem}")
 
     def _require_loop(self) -> None:
         """A round of whole micro-batches of every stage, which the programs have."""
@@ -481,6 +487,14 @@ class Plan(File):
                 if stage.blocks
             ),
         )
+
+    @property
+    def tail(self) -> Tail:
+        """What follows the last actions at the plan's start times."""
+        skipped = 0 if self.loop is None else self.loop.skipped_ns
+        workload = self.workload
+        ends = [max(self.starts_ns[each.id]) + each.duration_ns + skipped for each in workload.operations]
+        return tail_of(workload, ends)
 
     def held_parameters(self, stage: Stage) -> int:
         """Bytes of parameters as a device has them: of the copy that computes, or of those that are cast to it."""

@@ -5,6 +5,7 @@ each replica works on b / r samples of every micro-batch. The time of a stage is
 whole mini-batch of B samples, an integer number of ns; divided by B it is GraphPipe's time per sample:
 
     time = (B / b) * sum of (forward + backward) of b / r samples + all-reduce of the gradients over r devices
+           + the optimizer's step (and, where replicas divide state, gathering its parameters), if that is known
 
 Its memory is parameters, gradients and optimizer state, the activations of the micro-batches in flight and the
 largest workspace. Sending between stages takes no device's time, as everywhere in pipeplan, and is left out.
@@ -31,7 +32,7 @@ from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
 from pipeplan.workload.elements import Again, Recompute
 
 AllReduce = Callable[[int, int], int]
-"""(bytes, replicas) -> ns; not less for more bytes."""
+"""(bytes of gradients, replicas) -> ns of what follows a stage's actions; not less for more bytes."""
 
 
 def free(size: int, replicas: int) -> int:
@@ -121,8 +122,9 @@ class PartitionProblem:
     """Blocks with their costs [row] and edges, and what they may be put on.
 
     ``rows`` are the numbers of samples that a replica can have, each of which divides ``mini_batch``, without and with
-    recomputation as far as stages may choose. ``memory_bytes`` of every device; None is no limit. ``repeats`` [row] are
-    tensors that several blocks count as held, for the blocks in topological ``order``.
+    recomputation as far as stages may choose. ``memory_bytes`` of every device; None is no limit. What follows the
+    actions of a stage is ``all_reduce``; of one without replicas nothing does unless it ``steps``. ``repeats`` [row]
+    are tensors that several blocks count as held, for the blocks in topological ``order``.
     """
 
     costs: Mapping[str, Costs]
@@ -133,6 +135,7 @@ class PartitionProblem:
     ways: tuple[Way, ...]
     memory_bytes: int | None = None
     all_reduce: AllReduce = free
+    steps: bool = False
     repeats: tuple[tuple[Repeat, ...], ...] = ()
 
     @classmethod
@@ -149,6 +152,7 @@ class PartitionProblem:
         shards: int = 1,
         zero: Callable[[int], Zero | None] = lambda replicas: WHOLE,
         all_reduce: AllReduce = free,
+        steps: bool = False,
     ) -> PartitionProblem:
         """The question about a profile; by default micro-batch sizes are the powers of two that divide the mini-batch.
 
@@ -186,6 +190,7 @@ class PartitionProblem:
             ways,
             memory_bytes,
             free if all_reduce is free else cache(all_reduce),
+            steps,
             repeats=_repeats_of(profile, rows),
         )
 
@@ -199,13 +204,17 @@ class PartitionProblem:
         return ChainCosts.of_rows(list(zip(*(self.costs[block] for block in blocks), strict=True)))
 
     def waiting(self, parameter_bytes: int, way: Way) -> int:
-        """Ns of the all-reduce of a stage's gradients."""
-        return 0 if way.replicas == 1 or self.all_reduce is free else self.all_reduce(parameter_bytes, way.replicas)
+        """Ns of what follows a stage's actions: the all-reduce of its gradients, and the step."""
+        if self.all_reduce is free or (way.replicas == 1 and not self.steps):
+            return 0
+        return self.all_reduce(parameter_bytes, way.replicas)
 
     def time(self, compute_ns: int, parameter_bytes: int, way: Way) -> int:
         """Ns for the mini-batch of a stage that takes ``compute_ns`` for one micro-batch."""
         computing = self.mini_batch // way.microbatch_size * compute_ns
-        if way.replicas == 1 or self.all_reduce is free:  # as in `waiting`, which this is asked for too often to call
+        if self.all_reduce is free or (
+            way.replicas == 1 and not self.steps
+        ):  # as in `waiting`, which this is asked for too often to call
             return computing
         return computing + self.all_reduce(parameter_bytes, way.replicas)
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeplan.costs import UNLIMITED, StageCost
+from pipeplan.costs.blocks import NEVER_AGAIN
 from pipeplan.files import Profile
 from pipeplan.partition.baselines import StageTable, for_each_size, least_bottleneck
 from pipeplan.partition.chain.costs import Array, ChainCosts
@@ -37,9 +38,6 @@ MOST_CHOICES = 4_096
 
 MOST_WORKSPACES = 32
 """Largest workspaces that are looked at for a number of blocks; of more some are left out."""
-
-NEVER_AGAIN = frozenset({"embedding", "patch-embedding", "head", "loss"})
-"""Kinds of operator at the ends of a model."""
 
 
 class Option(NamedTuple):

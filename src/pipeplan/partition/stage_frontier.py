@@ -25,7 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from pipeplan.costs import StageCost
-from pipeplan.costs.communication import all_reduce_time
+from pipeplan.costs.after import AfterActions
 from pipeplan.costs.zero import WHOLE, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile
@@ -325,8 +325,8 @@ def _costs(frontiers: StageFrontiers, way: Way) -> ChainCosts | None:
         alone = way.pricing().costs(frontiers.profile, frontiers.order)
     except UsageError:
         return None
-    peers = range(0, way.num_devices, way.shards)
-    sums = [all_reduce_time(frontiers.cluster, peers, cost.gradient_bytes) for cost in alone]
+    after = AfterActions.of(frontiers.profile, frontiers.cluster, way.shards, frontiers.zero)
+    sums = [after(cost.gradient_bytes, way.replicas) for cost in alone]
     shares = [-(-each // frontiers.num_microbatches) for each in sums]
     each = zip(alone, shares, strict=True)
     return ChainCosts.of([replace(cost, backward_ns=cost.backward_ns + share) for cost, share in each])

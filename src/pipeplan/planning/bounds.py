@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from pipeplan.costs import can_split
-from pipeplan.costs.blocks import block_costs
+from pipeplan.costs.after import least_steps_ns
+from pipeplan.costs.blocks import asked_again, block_costs
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.graphs import longest_paths, topological_order
@@ -27,7 +28,7 @@ def request_bound(request: Request) -> int:
 
     All devices work all the time on the quickest costs that each block has, and one micro-batch passes all blocks one
     after another. With a strategy it is the least of what each of its choices of replicas, size and recomputation
-    needs, at that size. Memory, messages and the summing of gradients are left out.
+    needs, at that size. All parameters are stepped once. Memory, messages and summing gradients are left out.
     """
     if request.placement == "auto":
         return _any_plan(request)
@@ -42,7 +43,7 @@ def _any_plan(request: Request) -> int:
         times = [(_compute_ns(splits, cost), cost) for cost in _possible(request, block, recomputes)]
         per_sample += min((Fraction(ns * cost.shards, cost.microbatch_size) for ns, cost in times), default=Fraction(0))
         alone[block.id] = min((ns for ns, _ in times), default=0)
-    work = per_sample * request.batch.mini_batch / request.num_devices
+    work = (per_sample * request.batch.mini_batch + least_steps_ns(profile)) / request.num_devices
     return max(1, math.ceil(work), _longest_way(profile, alone))
 
 
@@ -57,7 +58,7 @@ def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> It
 
 
 def _costs(block: Block, size: int, shards: int, recomputes: Sequence[Again]) -> Iterator[CostRow]:
-    for recompute in recomputes:
+    for recompute in dict.fromkeys(asked_again([block], each)[0] for each in recomputes):
         try:
             yield block_costs(block, size, shards, recompute=recompute)
         except UsageError:  # no such costs: no plan has them
@@ -82,7 +83,8 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
         alone[block.id] = min(times.values())
         work += min(part * ns for part, ns in times.items()) * shards // choice.shards
     way = _longest_way(profile, alone)
-    bound = max(way, -(-work * count // positions))
+    steps = least_steps_ns(profile) // (choice.replicas * choice.shards)  # one copy, over all devices of each position
+    bound = max(way, -(-(work * count + steps) // positions))
     if choice.strategy == "one-to-one" and not choice.spread and request.num_parted == 0:
         bound = max(bound, count * max(alone.values()))  # each block runs all micro-batches of a copy on one device
         if _is_chain(profile) and not splits:  # the last device waits for the others, and they for it

@@ -6,7 +6,7 @@ import platform
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from importlib.metadata import version
 from typing import Any
@@ -34,7 +34,6 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.slices import num_sliced, repetend_of, repetend_of_loop
 from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.steady_state.rate import steady_bubble_rate
-from pipeplan.workload.tail import best_order
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
 from pipeplan.workload.workload import Workload
 
@@ -64,7 +63,7 @@ def assemble(
     orders = with_links(graph, orders)
     starts = earliest_starts(graph, orders)
     later = 0 if loop is None else loop.skipped_ns
-    graph = replace(graph, workload=replace(workload, sum_order=best_order(workload, graph.last_ends(starts, later))))
+    graph = graph.summed_best(starts, later)
     workload, figures = graph.workload, rates(graph, orders, starts, loop)
     repetend = repetend_of(graph, orders) if loop is None else repetend_of_loop(workload, loop)
     written, repeated = programs(graph, orders, starts, loop)
@@ -289,6 +288,7 @@ class Result(Displayed):
             "scheduler": self.plan.provenance.scheduler,
             "makespan_ns": predicted.makespan_ns,
             "iteration_ns": predicted.iteration_ns,
+            **self.plan.tail.figures(),
             **self.throughput.figures(),
             "lower_bound_ns": self.lower_bound_ns,
             "gap": self.gap,

@@ -11,8 +11,8 @@ from itertools import accumulate, chain, groupby, islice, product
 from typing import Any
 
 from pipeplan.costs import StageCost, stage_costs
+from pipeplan.costs.after import AfterActions
 from pipeplan.costs.blocks import splitting_remedy
-from pipeplan.costs.communication import all_reduce_time
 from pipeplan.costs.zero import WHOLE
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, PlacedStage, Placement, Profile
@@ -536,6 +536,7 @@ def _problem(
     Each of the ``devices``, by default all, stands for ``shards`` of them.
     """
     memory = request.least_memory
+    after = AfterActions.of(request.profile, request.cluster, shards, request.sharing)
     return PartitionProblem.of(
         request.profile,
         (devices or request.num_devices) * chunks,
@@ -546,7 +547,8 @@ def _problem(
         replicas=replicas,
         zero=request.sharing,
         shards=shards,
-        all_reduce=lambda size, count: all_reduce_time(request.cluster, range(0, count * shards, shards), size),
+        all_reduce=after,
+        steps=after.steps,
     )
 
 

@@ -66,6 +66,9 @@ class ComparisonRow:
     bubble_rate_span: float
     peak_memory_bytes: tuple[int, ...]
     lower_bound_ns: int
+    exposed_reduction_ns: int = 0
+    exposed_step_ns: int = 0
+    exposed_gather_ns: int = 0
     why: str = ""
     cut_short: bool = False
 
@@ -400,7 +403,8 @@ def _ours(result: Result, recompute: Again, memory: Sequence[int | None]) -> Com
         predicted.bubble_rate_span,
         tuple(each.peak_bytes for each in predicted.memory),
         predicted.lower_bound_ns,
-        "" if over is None else str(over),
+        **plan.tail.figures(),
+        why="" if over is None else str(over),
         cut_short=result.candidates.left > 0 and not result.interrupted,
     )
 
@@ -583,6 +587,7 @@ def _row(
     if run is None:
         return None
     graph, orders = run.graph, run.orders
+    graph = graph.summed_best(run.starts, 0 if run.loop is None else run.loop.skipped_ns)
     figures, over = rates(graph, orders, run.starts, run.loop), overflow(graph, orders, memory, run.loop)
     return ComparisonRow(
         name,
@@ -600,5 +605,6 @@ def _row(
         figures.bubble_rate_span,
         tuple(each.peak_bytes for each in peak_memory(graph, orders, run.loop)),
         bound_ns,
-        "" if over is None else str(over),
+        **figures.tail.figures(),
+        why="" if over is None else str(over),
     )

@@ -325,7 +325,8 @@ def _schedule(problem: OneMicrobatch, workload: Workload, swept: Swept) -> Sched
 
 def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> TuningRow:
     workload, replicas = schedule.workload, max(stage.replicas for stage in candidate.placement.stages)
-    figures = rates(schedule.graph, schedule.orders, schedule.starts, schedule.loop)
+    later = 0 if schedule.loop is None else schedule.loop.skipped_ns
+    figures = rates(schedule.graph.summed_best(schedule.starts, later), schedule.orders, schedule.starts, schedule.loop)
     return TuningRow(
         depth=len(set(device_groups(workload))),
         replicas=replicas,

@@ -11,14 +11,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, can_split
-from pipeplan.costs.communication import all_reduce_time
+from pipeplan.costs.after import AfterActions, least_steps_ns
 from pipeplan.costs.devices import likeness
 from pipeplan.costs.zero import WHOLE, Zero
 from pipeplan.errors import UsageError
@@ -337,11 +337,15 @@ class _BoundTable:
         busiest = np.maximum(per_position * evenest, work / p)
         flight = np.minimum(m, p * (1 + (per_position > 1) * (p - 1) / (p * per_position)))
         needs = routes * static / p + flight * held / p + workspace
-        sums_ns = column(_sum_ns(request, each, own) for each, own in zip(choices, sums, strict=True))
+        after = AfterActions.of(request.profile, request.cluster)
+        sums_ns = column(_after_ns(after, each, own) for each, own in zip(choices, sums, strict=True))
+        stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.shards for each in choices))
         ramps = np.maximum(0.0, summed("plain_ns") - busiest) / (per_position * routes)
         usual = np.maximum(m * busiest + ramps, least) + sums_ns
+        eased = summed("eased")
+        least = np.maximum(least * eased, m * work / p * eased + stepped)  # all parameters are stepped once
         return cls(
-            least=np.maximum(1.0, np.floor(least * summed("eased") * _SLACK)),
+            least=np.maximum(1.0, np.floor(least * _SLACK)),
             usual=usual,
             needs=needs,
             fits=needs <= limit,
@@ -354,9 +358,7 @@ def chunks_of(request: Request, strategy: PlacementStrategy) -> int:
     return (request.chunks or 2) if strategy.chunked else 1
 
 
-def _sum_ns(request: Request, choice: Choice, sums: _Sums) -> int:
-    """Ns of summing the gradients of an even stage over its replicas."""
-    if choice.replicas == 1 or request.cluster is None:
-        return 0
-    peers = range(0, choice.replicas * choice.shards, choice.shards)
-    return all_reduce_time(request.cluster, peers, sums.gradient_bytes // (choice.positions or 1))
+def _after_ns(after: AfterActions, choice: Choice, sums: _Sums) -> int:
+    """Ns that an even stage takes after its actions: summing gradients over its replicas, step, gather."""
+    own = replace(after, shards=choice.shards, sharing=lambda _: choice.zero)
+    return own(sums.gradient_bytes // (choice.positions or 1), choice.replicas)

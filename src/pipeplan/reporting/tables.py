@@ -144,6 +144,8 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     rows = comparison.rows
     places = [Column("placement", [row.placement for row in rows], words=True, key=True)]
     cuts = [Column("micro-batches", [f"{row.num_microbatches} x {row.microbatch_size}" for row in rows])]
+    exposed = [row.exposed_reduction_ns + row.exposed_step_ns + row.exposed_gather_ns for row in rows]
+    after = [Column("after actions", [format_ns(ns) for ns in exposed])] if any(exposed) else []
     short = [Column("search", ["cut short" if row.cut_short else "" for row in rows], words=True)]
     copies = [Column("replicas", [str(row.replicas) for row in rows])]
     columns = [
@@ -153,6 +155,7 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
         *(copies if len({row.replicas for row in rows}) > 1 else []),
         Column("backward", [_backward(split=row.split_backward, recompute=row.recompute) for row in rows], words=True),
         Column("iteration", [format_ns(row.iteration_ns) for row in rows]),
+        *after,
         *rate_columns([comparison.throughput(row) for row in rows]),
         Column("bubble rate", [f"{row.bubble_rate:.2%}" for row in rows]),
         Column("by busiest device span", [f"{row.bubble_rate_span:.2%}" for row in rows]),

@@ -35,7 +35,7 @@ from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import find_repetend
-from pipeplan.workload.tail import best_order, tail_of
+from pipeplan.workload.tail import best_tail
 from pipeplan.workload.task_graph import TaskGraph
 
 
@@ -353,8 +353,7 @@ class LastWeightGradients(ScheduleStep):
     @staticmethod
     def _ends(graph: TaskGraph, candidate: ScheduleCandidate) -> tuple[int, int]:
         """Of the last device, and all devices' together, which says whether one that is not the last is better."""
-        ends = graph.last_ends(candidate.starts)
-        tail = tail_of(graph.workload, ends, best_order(graph.workload, ends))
+        _, tail = best_tail(graph.workload, graph.last_ends(candidate.starts))
         return tail.iteration_ns, sum(tail.ended_ns)
 
     def _orders(self, state: SearchState, order: Sequence[int]) -> Iterator[list[int]]:

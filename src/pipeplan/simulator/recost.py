@@ -88,6 +88,9 @@ def _placement(plan: Plan, profile: Profile) -> Placement:
     """The plan's stages as a placement that the profile accepts."""
     try:
         placement = plan.placed
+        said = zip(placement.stages, plan.stages, strict=False)  # of each block, as in the plan
+        stages = tuple(each.model_copy(update={"recompute": stage.again}) for each, stage in said)
+        placement = placement.model_copy(update={"stages": stages})
         profile.check_placement(placement)
     except ValueError as error:
         first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
@@ -140,7 +143,8 @@ class _Built:
             return self._plan.stages[index]
         built = self._workloads[self._variant_of[index]].stages[index]
         stage = self._plan.stages[index].with_state(built.state)
-        return replace(stage, sync_ns=built.sync_ns, step_ns=built.step_ns, gather_ns=built.gather_ns)
+        buckets = built.buckets if stage.buckets else ()
+        return replace(stage, sync_ns=built.sync_ns, step_ns=built.step_ns, gather_ns=built.gather_ns, buckets=buckets)
 
     def operation(self, operation: Operation) -> Operation:
         """An operation with the profile's time and memory; a profile knows nothing of instructions."""

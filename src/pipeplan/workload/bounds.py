@@ -48,7 +48,7 @@ def _network(workload: Workload) -> int:
     begins no earlier than the first of it can be reached; and after a whole micro-batch's way to it. Sums are so ready
     no earlier than the latest of their stages, and on a network run one after another: in the order in which they
     become ready is the soonest that all of them can end (as for any one machine with release times). Then the device
-    takes its steps, and after these its network the gathers.
+    takes its steps, and after these its network the gathers. In buckets or not, whatever is less.
     """
     heads, durations = workload.heads, workload.least_durations
     work, last = [0] * len(workload.stages), [0] * len(workload.stages)
@@ -60,15 +60,24 @@ def _network(workload: Workload) -> int:
         if operation.role in GRADIENT_ROLES:
             last[stage] = max(last[stage], heads[item] + durations[item])
     ready = [max(last[stage], first[stage] + work[stage]) if work[stage] else 0 for stage in range(len(work))]
-    ends, gathers = [0] * len(workload.devices), [0] * len(workload.devices)
-    released = ((max(ready[stage] for stage in each.stages), each) for each in workload.gradient_sums)
-    for time, each in sorted(released, key=itemgetter(0)):
-        for device in each.devices:
-            ends[device] = max(ends[device], time) + each.duration_ns
+    gathers = [0] * len(workload.devices)
     for each in workload.gathers:
         for device in each.devices:
             gathers[device] += each.duration_ns
-    return max(map(sum, zip(ends, workload.steps_ns, gathers, strict=True)))
+    return min(
+        max(map(sum, zip(_last_sums(way, ready), workload.steps_ns, gathers, strict=True)))
+        for way in workload.ways_to_sum
+    )
+
+
+def _last_sums(workload: Workload, ready: Sequence[int]) -> list[int]:
+    """[device] ns at which the last of its sums ends, where stages are ``ready`` and no sum waits for other devices."""
+    ends = [0] * len(workload.devices)
+    released = ((each.ready(ready), each) for each in workload.gradient_sums)
+    for time, each in sorted(released, key=itemgetter(0)):
+        for device in each.devices:
+            ends[device] = max(ends[device], time) + each.duration_ns
+    return ends
 
 
 def period_bound(problem: OneMicrobatch) -> Fraction:

@@ -180,6 +180,29 @@ def _with_bytes(kinds: Iterable[MemoryKind], meaning: str = "") -> Callable[[Cla
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket(Element):
+    """Gradients of neighbouring blocks of a stage that are summed together, before those of the blocks before them."""
+
+    blocks: Annotated[Count, Meaning("how many: the first bucket has the last blocks of the stage, and so on")]
+    bytes: Annotated[Bytes, Meaning("of gradients, on each device of the stage")]
+    ahead_ns: Annotated[
+        Nanoseconds, Meaning("from which on it may be summed, before the last action that adds to gradients ends")
+    ] = 0
+    sync_ns: Annotated[Nanoseconds, Meaning("summing it, beside compute")] = 0
+
+
+def buckets_problem(buckets: Sequence[Bucket], num_blocks: int, duration_ns: int) -> str | None:
+    """What is wrong with a stage's buckets, if anything; its actions that add to gradients take so long."""
+    ahead = [each.ahead_ns for each in buckets]
+    if buckets and (found := sum(each.blocks for each in buckets)) != num_blocks:
+        return f"have {found} blocks together, the stage has {num_blocks}"
+    if buckets and (ahead[-1] or ahead != sorted(ahead, reverse=True) or ahead[0] > duration_ns):
+        said = ", ".join(map(str, ahead))
+        return f"are ahead by {said} ns; that falls from at most {duration_ns} ns, of one action, to 0"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 @_with_bytes(KEPT_KINDS, "on each device of the stage, for each micro-batch")
 @_with_bytes(STATE_KINDS, "on each device of the stage")
 class Stage(Element):
@@ -218,6 +241,9 @@ class Stage(Element):
     gather_ns: Annotated[
         Nanoseconds, Meaning("gathering its updated parameters over replicas that each have a part, after the step")
     ] = 0
+    buckets: Annotated[
+        Items[Bucket], Meaning("in which gradients are summed as they become ready; none: all at once, in sync_ns")
+    ] = ()
 
     @property
     def sharers(self) -> int:

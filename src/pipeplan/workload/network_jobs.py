@@ -11,35 +11,49 @@ from pipeplan.workload.elements import Stage, TiedState
 
 @dataclass(frozen=True, slots=True)
 class NetworkJob:
-    """Something that occupies the networks of ``devices`` together, once an iteration, on behalf of ``stages``."""
+    """Something that occupies the networks of ``devices`` together, once an iteration, on behalf of ``stages``.
+
+    It may begin ``ahead_ns`` [place in stages] before the last actions of these end that add to gradients.
+    """
 
     stages: tuple[int, ...]
     devices: tuple[int, ...]
     duration_ns: int
+    ahead_ns: tuple[int, ...]
+
+    def ready(self, last_ns: Sequence[int]) -> int:
+        """Ns from which on it may run, where the last actions of stages that add to gradients end at ``last_ns``."""
+        return max(last_ns[stage] - ahead for stage, ahead in zip(self.stages, self.ahead_ns, strict=True))
 
 
 def gradient_sums(stages: Sequence[Stage], tied: Sequence[TiedState]) -> tuple[NetworkJob, ...]:
     """The sums of gradients that take time: those of stages, by the first of them, then those of what is tied.
 
-    Stages with some block in common are summed together, for as long as the one that takes longest says.
+    Stages with some block in common are summed together, for as long as the one that takes longest says: in buckets
+    where all of them have the same blocks in the same buckets.
     """
     if not (any(stage.sync_ns for stage in stages) or any(each.sync_ns for each in tied)):
         return ()
     first_with: dict[str, int] = {}
     pairs = [(first_with.setdefault(block, n), n) for n, stage in enumerate(stages) for block in stage.blocks]
     together = sorted(sorted(part) for part in connected_parts(range(len(stages)), pairs))
-    sums = [
-        NetworkJob(
-            tuple(part),
-            tuple(sorted({device for number in part for device in stages[number].devices})),
-            max(stages[number].sync_ns for number in part),
-        )
-        for part in together
-    ]
-    sums += [
-        NetworkJob(tuple(sorted(set(each.stages))), tuple(sorted(each.all_devices)), each.sync_ns) for each in tied
-    ]
+    sums = [job for part in together for job in _sums_of(part, stages)]
+    for each in tied:
+        numbers = tuple(sorted(set(each.stages)))
+        sums.append(NetworkJob(numbers, tuple(sorted(each.all_devices)), each.sync_ns, (0,) * len(numbers)))
     return tuple(each for each in sums if each.duration_ns)
+
+
+def _sums_of(part: Sequence[int], stages: Sequence[Stage]) -> list[NetworkJob]:
+    """Those of stages that are summed together."""
+    devices = tuple(sorted({device for number in part for device in stages[number].devices}))
+    cuts = {(stages[n].blocks, tuple(each.blocks for each in stages[n].buckets)) for n in part}
+    if len(cuts) > 1 or not stages[part[0]].buckets:
+        return [NetworkJob(tuple(part), devices, max(stages[n].sync_ns for n in part), (0,) * len(part))]
+    return [
+        NetworkJob(tuple(part), devices, max(each.sync_ns for each in those), tuple(each.ahead_ns for each in those))
+        for those in zip(*(stages[n].buckets for n in part), strict=True)
+    ]
 
 
 def steps_of(stages: Iterable[Stage], num_devices: int) -> tuple[int, ...]:
@@ -53,4 +67,6 @@ def steps_of(stages: Iterable[Stage], num_devices: int) -> tuple[int, ...]:
 
 def gathers_of(stages: Iterable[Stage]) -> tuple[NetworkJob, ...]:
     """The gatherings of stages' parameters that take time."""
-    return tuple(NetworkJob((n,), stage.devices, stage.gather_ns) for n, stage in enumerate(stages) if stage.gather_ns)
+    return tuple(
+        NetworkJob((n,), stage.devices, stage.gather_ns, (0,)) for n, stage in enumerate(stages) if stage.gather_ns
+    )

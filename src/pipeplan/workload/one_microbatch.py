@@ -391,7 +391,7 @@ def _copy(stage: Stage, round_size: int, index: int) -> Stage:
     copy = replace(stage, microbatch_size=round_size, route=0)
     if index == 0:
         return copy
-    return replace(copy.with_state(MemoryBytes()), sync_ns=0, step_ns=0, gather_ns=0)
+    return replace(copy.with_state(MemoryBytes()), sync_ns=0, step_ns=0, gather_ns=0, buckets=())
 
 
 def _dependencies(workload: Workload, round_size: int, stage_firsts: Sequence[int]) -> tuple[Dependency, ...]:

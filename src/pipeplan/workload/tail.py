@@ -3,15 +3,17 @@
 One definition for every figure. The sum of a stage's gradients is ready when the last action that adds to them has
 ended on all of its devices; it occupies the networks of all of them together, beside whatever they compute. Where
 stages have the same blocks (routes) there is one sum for all, and so for what is tied. On a network sums run one after
-another: as they become ready, ties by their number, unless the workload says another order. When a device has ended all
-its actions and all its sums it takes the steps of its stages; a stage's parameters are gathered when all of its devices
-have stepped, on their networks, in the same manner. The iteration ends with the last device.
+another: as they become ready, ties by their number, unless the workload says another order. Where a stage has buckets
+there is a sum for each, ready while the stage's last action still runs: as soon as that has the gradients of the
+bucket's blocks, as PyTorch's DistributedDataParallel has it (Li et al., VLDB 2020, section 3.2.3). When a device has
+ended all its actions and all its sums it takes the steps of its stages; a stage's parameters are gathered when all of
+its devices have stepped, on their networks, in the same manner. The iteration ends with the last device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, permutations
 
 from pipeplan.workload.kinds import GRADIENT_ROLES
@@ -89,7 +91,7 @@ def _actions_of(workload: Workload, ends_ns: Sequence[int]) -> tuple[list[int], 
             acted[device] = max(acted[device], end)
         if operation.role in GRADIENT_ROLES:
             gradients[operation.stage] = max(gradients[operation.stage], end)
-    return acted, [max(gradients[stage] for stage in each.stages) for each in workload.gradient_sums]
+    return acted, [each.ready(gradients) for each in workload.gradient_sums]
 
 
 def _one_after_another(
@@ -107,6 +109,16 @@ def _one_after_another(
         for device in job.devices:
             free[device] = start + job.duration_ns
     return times
+
+
+def best_tail(workload: Workload, ends_ns: Sequence[int]) -> tuple[Workload, Tail]:
+    """The workload summing in buckets or not, in an order, whatever ends sooner of what is found; and its tail."""
+    found = []
+    for way in workload.ways_to_sum:
+        order = best_order(way, ends_ns)
+        found.append((way, order, tail_of(way, ends_ns, order)))
+    way, order, tail = min(found, key=lambda each: (each[2].iteration_ns, sum(each[2].ended_ns)))
+    return replace(way, sum_order=order), tail
 
 
 def best_order(workload: Workload, ends_ns: Sequence[int]) -> tuple[int, ...]:

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 
 from pipeplan.errors import InvalidPlanError
 from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
-from pipeplan.workload.tail import best_order, tail_of
+from pipeplan.workload.tail import best_tail
 from pipeplan.workload.workload import Workload
 
 Orders = Sequence[Sequence[int]]
@@ -88,14 +88,19 @@ class TaskGraph:
         return found
 
     def iteration(self, starts: Sequence[int], later_ns: int = 0) -> int:
-        """When the iteration ends with the best order of sums that is found (:mod:`.tail`), in ns.
+        """When the iteration ends with the best order of sums that is found, in buckets or not (:mod:`.tail`), in ns.
 
         A loop makes all ``later_ns`` later.
         """
         if not self.workload.has_tail:
             return self.makespan(starts) + later_ns
-        ends = self.last_ends(starts, later_ns)
-        return tail_of(self.workload, ends, best_order(self.workload, ends)).iteration_ns
+        return best_tail(self.workload, self.last_ends(starts, later_ns))[1].iteration_ns
+
+    def summed_best(self, starts: Sequence[int], later_ns: int = 0) -> TaskGraph:
+        """The same, whose workload sums gradients as :meth:`iteration` has it: as a plan says it."""
+        if not self.workload.has_tail:
+            return self
+        return replace(self, workload=best_tail(self.workload, self.last_ends(starts, later_ns))[0])
 
 
 def task_graph(workload: Workload) -> TaskGraph:

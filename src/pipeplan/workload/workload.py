@@ -164,8 +164,10 @@ class Workload:
         """[operation] ns between the end of any of its actions and the iteration's end, at least, whatever runs when.
 
         Every device of the action still has all steps of its stages to come, and then the gathers that its network
-        takes one after another. If the action adds to gradients no sum that its stage is in has begun, nor do these
-        overlap on a network, and they end before that device's steps.
+        takes one after another. If the action adds to gradients no sum that its stage is in has begun earlier than it
+        may before the action's end, nor do these overlap on a network, and they end before that device's steps: those
+        that may begin last have all of their time from the first of these moments on. In buckets or not, whatever is
+        less.
         """
         if not self.has_tail:
             return (0,) * len(self.operations)
@@ -173,14 +175,38 @@ class Workload:
         for each in self.gathers:
             for device in each.devices:
                 later[device] += each.duration_ns
-        sums: defaultdict[int, Counter[int]] = defaultdict(Counter)
-        for each in self.gradient_sums:
-            for stage in each.stages:
-                sums[stage].update(dict.fromkeys(each.devices, each.duration_ns))
+        sums = [way.least_sums for way in self.ways_to_sum]
         return tuple(
-            max(later[d] + sums[each.stage][d] * (each.role in GRADIENT_ROLES) for d in self.stages[each.stage].devices)
+            max(
+                later[d] + min(way[each.stage][d] for way in sums) * (each.role in GRADIENT_ROLES)
+                for d in self.stages[each.stage].devices
+            )
             for each in self.operations
         )
+
+    @cached_property
+    def least_sums(self) -> tuple[Counter[int], ...]:
+        """[stage][device] ns that the sums of a stage take there at least, after an action that adds to gradients."""
+        found = tuple(Counter[int]() for _ in self.stages)
+        left = tuple(Counter[int]() for _ in self.stages)
+        ahead = [
+            (ahead, each, n) for each in self.gradient_sums for n, ahead in zip(each.stages, each.ahead_ns, strict=True)
+        ]
+        for ns, each, stage in sorted(ahead, key=itemgetter(0)):
+            for device in each.devices:
+                left[stage][device] += each.duration_ns
+                found[stage][device] = max(found[stage][device], left[stage][device] - ns)
+        return found
+
+    @cached_property
+    def ways_to_sum(self) -> tuple[Workload, ...]:
+        """The workload whose gradients are summed all at once for each stage, and itself where it has buckets.
+
+        A search takes whichever is better; a plan says it.
+        """
+        if not any(stage.buckets for stage in self.stages):
+            return (self,)
+        return replace(self, stages=tuple(replace(stage, buckets=()) for stage in self.stages)), self
 
     @cached_property
     def least_after_all(self) -> int:

@@ -44,7 +44,6 @@ from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions,
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
 from pipeplan.units import format_ns
 from pipeplan.workload.elements import Hop
-from pipeplan.workload.tail import tail_of
 
 _CPU = torch.device("cpu")
 _CLOSE, _AIM = 0.03, 0.02
@@ -192,12 +191,7 @@ class _Emulation:
 
 def _after_actions(plan: Plan) -> list[int]:
     """[device] ns between the end of its last action and of all that follows, as predicted."""
-    loop, workload = plan.loop, plan.workload
-    ends = [
-        max(plan.starts_ns[each.id]) + each.duration_ns + (0 if loop is None else loop.skipped_ns)
-        for each in workload.operations
-    ]
-    tail = tail_of(workload, ends)
+    tail = plan.tail
     return [after - acted for after, acted in zip(tail.ended_ns, tail.acted_ns, strict=True)]
 
 

@@ -18,13 +18,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from pipeplan.schedule.cpsat.solver import Budget, solve
 from pipeplan.schedule.state import ScheduleCandidate, ScheduleStep, SearchState, origin_of
 from pipeplan.time_limit import checked
 from pipeplan.workload.bounds import memory_recurrences
-from pipeplan.workload.elements import Operation
 from pipeplan.workload.kinds import GRADIENT_ROLES
 from pipeplan.workload.network_jobs import NetworkJob
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -106,8 +106,9 @@ def reschedule(
 def _unit(problem: OneMicrobatch) -> int:
     """Greatest common divisor of all times, in ns, and of what follows actions."""
     workload = problem.workload
-    jobs = [job.duration_ns for job in (*workload.gradient_sums, *workload.gathers)]
-    return math.gcd(problem.time_unit, *workload.steps_ns, *jobs)
+    sums = [job for way in workload.ways_to_sum for job in way.gradient_sums]
+    times = chain.from_iterable((job.duration_ns, *job.ahead_ns) for job in (*sums, *workload.gathers))
+    return math.gcd(problem.time_unit, *workload.steps_ns, *times)
 
 
 def _by_tails(graph: TaskGraph, starts: Sequence[int]) -> int:
@@ -287,29 +288,42 @@ class _WindowModel:
         for item, operation in enumerate(workload.operations):
             for device in workload.stages[operation.stage].devices:
                 self.model.add(stepped[device] >= last[item] + workload.steps_ns[device] // unit)
-        ready = [
-            [last[item] for item, each in enumerate(workload.operations) if self._adds(each, job)]
-            for job in workload.gradient_sums
-        ]
-        for job, end in zip(workload.gradient_sums, self._on_networks(workload.gradient_sums, ready), strict=True):
-            for device in job.devices:
-                self.model.add(stepped[device] >= end + workload.steps_ns[device] // unit)
+        ways = workload.ways_to_sum
+        taken = [self.model.new_bool_var("") for _ in ways] if len(ways) > 1 else [None]
+        self.model.add_exactly_one(each for each in taken if each is not None) if len(ways) > 1 else None
+        for way, chosen in zip(ways, taken, strict=True):
+            ready = [
+                [
+                    last[item] - job.ahead_ns[job.stages.index(each.stage)] // unit
+                    for item, each in enumerate(workload.operations)
+                    if each.role in GRADIENT_ROLES and each.stage in job.stages
+                ]
+                for job in way.gradient_sums
+            ]
+            for job, end in zip(way.gradient_sums, self._on_networks(way.gradient_sums, ready, chosen), strict=True):
+                for device in job.devices:
+                    step = self.model.add(stepped[device] >= end + workload.steps_ns[device] // unit)
+                    step.only_enforce_if([] if chosen is None else chosen)
         own = [[stepped[device] for device in job.devices] for job in workload.gathers]
         for end in (*stepped, *self._on_networks(workload.gathers, own)):
             self.model.add(self.end >= end)
 
-    @staticmethod
-    def _adds(operation: Operation, job: NetworkJob) -> bool:
-        return operation.role in GRADIENT_ROLES and operation.stage in job.stages
-
     def _on_networks(
-        self, jobs: Sequence[NetworkJob], ready: Sequence[Sequence[cp_model.LinearExprT]]
+        self,
+        jobs: Sequence[NetworkJob],
+        ready: Sequence[Sequence[cp_model.LinearExprT]],
+        chosen: cp_model.IntVar | None = None,
     ) -> list[cp_model.LinearExprT]:
-        """The ends of jobs, none of which begins before it is ``ready`` [job] nor beside another one on a network."""
+        """The ends of jobs, none of which begins before it is ``ready`` [job] nor beside another one on a network.
+
+        They run only if they are ``chosen``, if that is given.
+        """
         starts = [self.model.new_int_var(0, self._latest, "") for _ in jobs]
         lengths = [job.duration_ns // self._unit for job in jobs]
         intervals = [
             self.model.new_fixed_size_interval_var(start, length, "")
+            if chosen is None
+            else self.model.new_optional_fixed_size_interval_var(start, length, chosen, "")
             for start, length in zip(starts, lengths, strict=True)
         ]
         for start, moments in zip(starts, ready, strict=True):

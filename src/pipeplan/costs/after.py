@@ -1,0 +1,91 @@
+"""What follows a stage's actions, before it is known which blocks it has: by the bytes of its gradients alone.
+
+Everything that training keeps of parameters is in proportion to gradients, as a recipe says; with the recipe
+``custom``, which says nothing, the proportion is that of the whole profile. For what cuts and bounds choose by; plans
+have the times of what their stages keep (:mod:`pipeplan.costs.stages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pipeplan.costs.communication import all_reduce_time
+from pipeplan.costs.recipes import state_of, step_bytes
+from pipeplan.costs.zero import WHOLE, Zero, cuts, exchange_ns, updated_bytes
+from pipeplan.files import Cluster, Profile
+from pipeplan.workload.elements import Stage
+from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
+
+
+@dataclass(frozen=True, slots=True)
+class AfterActions:
+    """Ns of summing gradients over replicas, of the optimizer's step, and of gathering parameters.
+
+    A replica is ``shards`` devices, neighbours of each other; so many replicas divide what they keep by ``sharing``.
+    The profile's blocks keep ``kept`` together, of which a step has ``moved`` so many bytes on a device.
+    """
+
+    profile: Profile
+    cluster: Cluster | None
+    kept: MemoryBytes
+    shards: int = 1
+    sharing: Callable[[int], Zero | None] = lambda replicas: WHOLE
+    moved: dict[Zero, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        profile: Profile,
+        cluster: Cluster | None,
+        shards: int = 1,
+        sharing: Callable[[int], Zero | None] = lambda replicas: WHOLE,
+    ) -> AfterActions:
+        """Of stages of a profile on a cluster."""
+        kept = sum((state_of(block, profile.recipe) for block in profile.blocks), MemoryBytes())
+        return cls(profile, cluster, kept, shards, sharing)
+
+    @property
+    def steps(self) -> bool:
+        """Whether a stage without replicas has something after its actions, too."""
+        return self.profile.step_bytes_per_s is not None
+
+    def __call__(self, size: int, replicas: int) -> int:
+        """Of a stage with ``size`` bytes of gradients on each device, and so many replicas."""
+        zero = self.sharing(replicas) or WHOLE
+        return self._step_ns(size, zero) + (self._exchanged_ns(size, replicas, zero) if replicas > 1 else 0)
+
+    def _step_ns(self, size: int, zero: Zero) -> int:
+        recipe, rate = self.profile.recipe, self.profile.step_bytes_per_s
+        if rate is None or not self.kept[GRADIENTS]:
+            return 0
+        if zero not in self.moved:
+            self.moved[zero] = step_bytes(self.kept.share(cuts(recipe, zero)), recipe)
+        return 10**9 * size * self.moved[zero] // (self.kept[GRADIENTS] * rate)
+
+    def _exchanged_ns(self, size: int, replicas: int, zero: Zero) -> int:
+        if zero == WHOLE:
+            return all_reduce_time(self.cluster, range(0, replicas * self.shards, self.shards), size)
+        share = {kind: size * own // max(1, self.kept[GRADIENTS]) for kind, own in self.kept.items()}
+        stage = Stage(
+            blocks=("",),
+            devices=tuple(range(replicas * self.shards)),
+            shards=self.shards,
+            replicas=replicas,
+            microbatch_size=replicas,
+            **zero.keys(replicas),
+        ).with_state(MemoryBytes(share))
+        return sum(exchange_ns(self.cluster, stage, [stage], size, updated_bytes(stage, self.profile.recipe)))
+
+
+def least_steps_ns(profile: Profile) -> int:
+    """Ns of the optimizer's steps of all devices together at least: every parameter is stepped somewhere.
+
+    What several devices have of one they all step; what they divide is rounded up.
+    """
+    if profile.step_bytes_per_s is None:
+        return 0
+    kept = sum((state_of(block, profile.recipe) for block in profile.blocks), MemoryBytes())
+    for tied in profile.tied:
+        kept -= state_of(tied, profile.recipe) * (len(tied.blocks) - 1)
+    return max(0, 10**9 * step_bytes(kept, profile.recipe) // profile.step_bytes_per_s)

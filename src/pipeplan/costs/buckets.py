@@ -1,0 +1,79 @@
+"""Buckets: which gradients of a stage are summed together while its last action still makes those of other blocks.
+
+A bucket has whole blocks, from the last to the first as backward reaches them, until it has the usual 25 MiB of
+PyTorch's DistributedDataParallel (Li et al., VLDB 2020, section 3.2.3); smaller ones cost latency, larger ones wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+from pipeplan.costs.blocks import block_costs
+from pipeplan.costs.shared import SharedState
+from pipeplan.costs.zero import Zero, cuts
+from pipeplan.workload.elements import Bucket, Operation, Stage, TiedState
+from pipeplan.workload.kinds import GRADIENT_ROLES, GRADIENTS, Role
+
+BUCKET_BYTES = 25 * 2**20
+"""Of gradients, from which on a bucket takes no further block: torch's ``bucket_cap_mb``."""
+
+
+def with_buckets(
+    shared: SharedState,
+    stages: Sequence[Stage],
+    tied: Sequence[TiedState],
+    operations: Sequence[Operation],
+    given: Collection[int],
+) -> list[Stage]:
+    """Stages with their buckets, of two or more, but for the times of sums.
+
+    Not of stages whose costs are ``given``: what each of their blocks takes is not known.
+    """
+    with_others = {id_ for stage in stages for id_ in stage.blocks} if len({s.route for s in stages}) > 1 else set()
+    found = [*stages]
+    for operation in operations:
+        stage = stages[operation.stage]
+        summed = stage.replicas > 1 or not with_others.isdisjoint(stage.blocks)
+        if operation.role in GRADIENT_ROLES and summed and len(stage.blocks) > 1 and operation.stage not in given:
+            apart = {each.name for each in tied if operation.stage in each.stages}
+            found[operation.stage] = replace(stage, buckets=_buckets(shared, stage, apart, operation))
+    return found
+
+
+def _buckets(shared: SharedState, stage: Stage, apart: Collection[str], operation: Operation) -> tuple[Bucket, ...]:
+    """Those of a stage whose ``operation`` adds to gradients.
+
+    Blocks' gradients become ready from the last block to the first, in proportion to their times. Of what is tied and
+    not summed ``apart``, the first block has it, as its gradient is ready last.
+    """
+    sizes = _gradient_bytes(shared, stage, apart)
+    if sum(sizes) <= BUCKET_BYTES:
+        return ()
+    samples = stage.microbatch_size // stage.replicas
+    rows = [
+        block_costs(shared.blocks[id_], samples, stage.shards, recompute=again)
+        for id_, again in zip(stage.blocks, stage.again, strict=True)
+    ]
+    deferred = operation.role is Role.WEIGHT_GRAD
+    before = [0, *accumulate((row.weight_grad_ns or 0) if deferred else row.whole_backward_ns for row in rows)]
+    found, blocks, size = list[Bucket](), 0, 0
+    for index in range(len(sizes) - 1, -1, -1):
+        blocks, size = blocks + 1, size + sizes[index]
+        if not index or (size >= BUCKET_BYTES and any(sizes[:index])):
+            ahead = operation.duration_ns * before[index] // max(1, before[-1])
+            found.append(Bucket(blocks=blocks, bytes=size, ahead_ns=ahead))
+            blocks, size = 0, 0
+    return tuple(found) if len(found) > 1 else ()
+
+
+def _gradient_bytes(shared: SharedState, stage: Stage, apart: Collection[str]) -> list[int]:
+    """[block] bytes of gradients that a device sums with it."""
+    cut = cuts(shared.profile.recipe, Zero.of(stage), stage.shards)
+    found = [shared.kept[id_].share(cut)[GRADIENTS] for id_ in stage.blocks]
+    for each in shared.profile.tied:
+        places = [index for index, id_ in enumerate(stage.blocks) if id_ in each.blocks]
+        for index in places[each.name not in apart :]:
+            found[index] -= (shared.kept_tied[each.name] // cut)[GRADIENTS]
+    return found
