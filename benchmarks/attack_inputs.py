@@ -19,7 +19,7 @@ import tomllib
 import traceback
 import unicodedata
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -33,7 +33,9 @@ from attack_faults import PRELOADED, Forked, children, living
 from attack_part import Ended, drawn_for
 from attack_plans import GATHER, placed, samples
 
+from pipeplan.cli import frontier_verb, search_verbs
 from pipeplan.cli.main import VERBS, cli, main
+from pipeplan.cli.output import say_notes
 from support.damage import damage, damage_bytes, places
 
 __all__ = ["Inputs"]
@@ -391,7 +393,8 @@ _PATIENCE_S = 5.0
 class Ran:
     """What a command did: its exit code, or the traceback of an error that it did not handle.
 
-    ``interrupted`` is whether Ctrl-C ended it, and ``left`` are processes that live on.
+    ``interrupted`` is whether Ctrl-C ended it, ``left`` are processes that live on, and ``notes`` what was said of the
+    answer beside it.
     """
 
     code: int
@@ -400,6 +403,7 @@ class Ran:
     error: str = ""
     interrupted: bool = False
     left: Sequence[int] = ()
+    notes: Sequence[str] = ()
 
 
 def run(given: Input, folder: Path) -> Ran:
@@ -422,6 +426,7 @@ def run(given: Input, folder: Path) -> Ran:
         contextlib.redirect_stderr(err),
         _signals_kept(),
         warnings.catch_warnings(),
+        _noted() as notes,
         _forked_ranks(interrupt) as said,
     ):
         try:
@@ -433,7 +438,23 @@ def run(given: Input, folder: Path) -> Ran:
         said.seek(0)
         ranks = said.read().decode(errors="replace")
     left = living(sorted(set(children(os.getpid())) - before))
-    return Ran(code, _said(out), _said(err) + ranks, error, bool(interrupted), left)
+    return Ran(code, _said(out), _said(err) + ranks, error, bool(interrupted), left, notes)
+
+
+@contextlib.contextmanager
+def _noted() -> Iterator[list[str]]:
+    """What the verbs say of their answers on standard error."""
+    found: list[str] = []
+
+    def say(notes: Iterable[str]) -> None:
+        said = [*notes]
+        found.extend(said)
+        say_notes(said)
+
+    with contextlib.ExitStack() as stack:
+        for verb in (frontier_verb, search_verbs):
+            stack.enter_context(mock.patch.object(verb, "say_notes", say))
+        yield found
 
 
 @contextlib.contextmanager
@@ -504,6 +525,8 @@ def judged(given: Input, ran: Ran) -> Ended:
         return Ended(how, "exit", "no message")
     if ran.code and _messages(ran) > 1:
         return Ended(how, "exit", f"{_messages(ran)} messages: {ran.stderr[:2000]}")
+    if ran.code == 2 and (ran.notes or any(text.startswith(_OF_RUNS) for text in _lines(ran))):
+        return Ended(how, "exit", f"refused, and remarks on what there is not: {ran.stderr[:2000]}")
     return Ended(how)
 
 
@@ -525,19 +548,21 @@ _REMARKS = (
     "interrupted",
     "too little memory: ",
     "the plan states",
-    "links are free",
     "not measured",
-    "Dropout",
 )
+_OF_RUNS = ("Dropout", "samples are made up")
+"""How remarks of ranks begin, which may go before a run that fails, and not before one that is refused."""
+
+
+def _lines(ran: Ran) -> list[str]:
+    """The beginnings of what is said on standard error."""
+    return [line[9:].strip() for line in ran.stderr.splitlines() if line.startswith("pipeplan:")]
 
 
 def _messages(ran: Ran) -> int:
-    """How many errors are said: remarks, which go before some, are not."""
-    said = [
-        line[9:].strip() for line in ran.stderr.splitlines() if line.startswith("pipeplan:")
-    ]  # then a word or a break
-    errors = [text for text in said if not text.startswith(_REMARKS)]
-    return len(errors) + len(re.findall(r"^Error: ", ran.stderr, re.MULTILINE))
+    """How many errors are said: remarks, which go before some, and notes of an answer are not."""
+    errors = [text for text in _lines(ran) if not text.startswith((*_REMARKS, *_OF_RUNS))]  # a word or a break
+    return len(errors) - len(ran.notes) + len(re.findall(r"^Error: ", ran.stderr, re.MULTILINE))
 
 
 # The part ----------------------------------------------------------------------------------------------------------

@@ -611,7 +611,7 @@ _STATE = ("parameter_bytes", "gradient_bytes", "master_bytes", "optimizer_bytes"
 def _differs(plan: Json, before: Json) -> str:
     """What has other costs than the profile says, which the plan before it had right, with stages as they were.
 
-    Of instructions no profile says anything.
+    Of instructions no profile says anything: a pass may wait for more of them, and not for fewer passes through them.
     """
     if [[each[key] for key in _STAGE] for each in plan["stages"]] != [
         [each[key] for key in _STAGE] for each in before["stages"]
@@ -620,10 +620,19 @@ def _differs(plan: Json, before: Json) -> str:
     for key, what in (("operations", "operations cost"), ("stages", "stages keep")):
         if _said(plan, key) != _said(before, key):
             return f"{what} something else"
-    ends = sorted((each["source"], each["target"]) for each in plan["dependencies"])
-    if ends != sorted((each["source"], each["target"]) for each in before["dependencies"]):
-        return "there are other dependencies"
-    return ""
+    (now, through), (then, through_then) = _waits(plan), _waits(before)
+    return "" if now == then and through >= through_then else "there are other dependencies"
+
+
+def _waits(plan: Json) -> tuple[list[tuple[str, str]], set[tuple[str, str]]]:
+    """Which passes wait for which, and which do so through instructions in between."""
+    pairs = sorted((each["source"], each["target"]) for each in plan["dependencies"])
+    passes = {f"{each['stage']}{each['kind']}" for each in plan["operations"] if len(each["kind"]) == 1}
+    through, new = set[tuple[str, str]](), {pair for pair in pairs if not passes.issuperset(pair)}
+    while new - through:
+        through |= new
+        new = {(a, d) for a, b in through for c, d in through if b == c and b not in passes}
+    return [pair for pair in pairs if passes.issuperset(pair)], {pair for pair in through if passes.issuperset(pair)}
 
 
 _STAGE = ("blocks", "devices", "shards", "replicas", "recompute", "microbatch_size", "num_parted", "route")

@@ -119,6 +119,13 @@ def test_a_device_that_changes_nothing_is_noted(profile_path: Path) -> None:
     assert "changes nothing" not in run(*asked, "--split-level", "operator").stdout
 
 
+def test_notes_come_with_an_answer_and_not_with_a_refusal(profile_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "shape.json"
+    write_file(shape("v", 2), str(path))
+    assert run(path, "--devices", "1,2", "--json", fails=UsageError).stderr == ""
+    assert "pipeplan: links are free" in run(profile_path, "--devices", 2, "--json").stderr
+
+
 @pytest.mark.parametrize("kind", [(), ("--plans", "--time-limit", "200ms")])
 def test_plans_on_fewer_devices_are_for_the_cluster_that_was_given(
     profile_path: Path, tmp_path: Path, kind: tuple[str, ...]

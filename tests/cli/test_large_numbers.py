@@ -112,6 +112,28 @@ def test_a_slow_link(tmp_path: Path) -> None:
     assert "large.json: times on links of all edges, in 8 micro-batches of 1, add up to" in done.stderr
 
 
+def test_rows_that_are_made(tmp_path: Path) -> None:
+    """They are sums, too: of a slow link's times, and of many samples'."""
+    level = LinkLevel(name="slow", group_size=2, latency_ns=10**15, bandwidth_bytes_per_s=1)
+    source, devices = Source(method="estimated"), (DeviceKind(name="d", count=2),)
+    write_file(Cluster(name="c", source=source, devices=devices, levels=(level,)), str(tmp_path / "cluster.json"))
+    split = ("gpt2-124m", "--shards", "1,2", "--cluster", "cluster.json")
+    many = ("tessel-gpt-24b", "--device", "cpu", "--microbatch", 65536)
+    for asked, told in (
+        (
+            split,
+            r"'embedding': forward_ns for 1 sample on 2 devices add up to \d+s, .*; choose fewer samples or q",
+        ),
+        (
+            many,
+            "'layer0.ffn': backward_ns for 65536 samples on 1 device add up to .*; choose fewer samples with",
+        ),
+    ):
+        done = pipeplan("example", *asked, cwd=tmp_path)
+        assert done.returncode == 2, (done.stdout, done.stderr)
+        assert re.search(f"^pipeplan: block {told}", done.stderr), done.stderr
+
+
 def test_a_plan_timed_anew(tmp_path: Path) -> None:
     written(tmp_path)
     found = pipeplan(

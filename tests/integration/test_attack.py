@@ -28,6 +28,7 @@ from attack import Pool, attacked, read
 from attack_part import Ended
 
 from pipeplan.checker import Report
+from pipeplan.files import write_file
 
 PIECE = {"inputs": 75, "plans": 40, "bounds": 10}
 """Attacks in one test."""
@@ -182,6 +183,47 @@ def test_a_bound_that_is_too_high_is_noticed(parts: dict[str, Any], monkeypatch:
 def test_what_commands_say_is_judged(said: str, code: int, wrong: str) -> None:
     given = attack_inputs.Input(["check", "plan.json"])
     assert attack_inputs.judged(given, attack_inputs.Ran(code, "", said)).wrong == wrong
+
+
+@pytest.mark.parametrize(
+    ("said", "notes", "code", "wrong"),
+    [
+        ("pipeplan: 8 samples assumed\npipeplan: no plan", ["8 samples assumed"], 1, ""),
+        ("pipeplan: 8 samples assumed\npipeplan: no plan", [], 1, "exit"),
+        ("pipeplan: 8 samples assumed\npipeplan: give --device", ["8 samples assumed"], 2, "exit"),
+        ("pipeplan: samples are made up\npipeplan: rank 0 failed", [], 1, ""),
+        ("pipeplan: another model\npipeplan: samples are made up", [], 2, "exit"),
+    ],
+)
+def test_remarks_go_with_answers_and_runs_not_with_refusals(said: str, notes: list[str], code: int, wrong: str) -> None:
+    given = attack_inputs.Input(["frontier", "profile.json"])
+    assert attack_inputs.judged(given, attack_inputs.Ran(code, "", said, notes=notes)).wrong == wrong
+
+
+def test_notes_of_an_answer_are_known_from_its_errors(tmp_path: Path) -> None:
+    """They were errors where they began with words that the judge had not heard yet."""
+    profile = attack_plans.chain(3)
+    write_file(profile, str(tmp_path / "profile.json"))
+    for memory, how in (("1B", "exit 1"), ("1GB", "exit 0")):
+        asked = ["compare", "profile.json", "--devices", "2", "--memory", memory, "--time-limit", "1s", "--json"]
+        ran = attack_inputs.run(attack_inputs.Input(asked), tmp_path)
+        ended = attack_inputs.judged(attack_inputs.Input(asked), ran)
+        assert (ended.how, ended.wrong) == (how, ""), ended.what
+        assert next(note.partition(" (")[0] for note in ran.notes) == "32 samples assumed"
+
+
+def test_instructions_may_hold_up_more_and_passes_no_others(parts: dict[str, Any]) -> None:
+    before = parts["plans"].known[12].plan
+    ends = [(each["source"], each["target"]) for each in before["dependencies"]]
+    assert ("2GATHER", "1F") in ends
+
+    def differs(*pairs: tuple[str, str]) -> str:
+        dependencies = [{"source": source, "target": target, "hops": [], "needs": None} for source, target in pairs]
+        return attack_plans._differs({**before, "dependencies": dependencies}, before)
+
+    assert differs(*ends, ("2GATHER", "1B")) == "", "no profile says what an instruction holds up"
+    assert differs(*ends, ("0F", "1B"))
+    assert differs(*(each for each in ends if each != ("2GATHER", "1F"))), "1F has to wait for 0F, through it"
 
 
 @dataclass

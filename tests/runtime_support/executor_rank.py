@@ -17,7 +17,7 @@ from pipeplan.runtime.launch.job import RankContext, RunOptions
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.training.options import TrainOptions
-from pipeplan.runtime.training.trainer import Trainer, model_of, with_summed_losses
+from pipeplan.runtime.training.trainer import Trainer, losses_of, model_of
 from runtime_support import models as runtime_models
 from runtime_support.known import known_once
 from runtime_support.plans import Unsplit
@@ -55,7 +55,7 @@ def run_case(name: str, plan: Plan, options: RunOptions, context: RankContext) -
         return {"refused": None}
     if name.startswith("mean"):
         written = model_of(options)
-        model = with_summed_losses(written, options, context.progress)
+        model = losses_of(written, options, context.progress).summed(written)
         return train_both(plan, model, options, context, replace(written, predictions=lambda batch: 1))
     model = runtime_models.branches() if options.model == "branches" else model_of(options)
     return train_both(plan, model, options, context)

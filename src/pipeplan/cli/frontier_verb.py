@@ -147,11 +147,11 @@ def frontier_command(
     request = frontier_request(ctx)
     if output_all is not None:
         require_folder(output_all, "point-*.json", "--output-all")
-    if as_json or outputs.on_stdout:
-        say_notes(_api.frontier_notes(request))
     with outputs:
         with Status() as progress, limited(request.time_limit) as limit:
             found = _api.frontier(request, mode=mode, point=point, progress=progress, within=limit)
+        if as_json or outputs.on_stdout:
+            say_notes(_api.frontier_notes(request))
         if svg is not None:
             outputs.write_text(frontier_svg(found), svg)
         try:  # the table first: it says what there is even where a plan cannot be made

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeplan.costs.recipes import running_bytes
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile, Recipe
+from pipeplan.texts import counted
+from pipeplan.units import MAX_BYTES, MAX_NS, require_sum
 from pipeplan.workload.elements import Again, Recompute, again_of
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 from pipeplan.workload.mesh import HeldPart, Mesh
@@ -39,6 +41,27 @@ def block_costs(
     row = _row_for(block, microbatch_size, shards, recompute=recompute, input_bytes=input_bytes)
     running = 0 if recipe is None else running_bytes(block, recipe)
     return row.model_copy(update={"workspace_bytes": row.workspace_bytes - (-running // shards)}) if running else row
+
+
+def require_row(where: str, row: Mapping[str, Any]) -> None:
+    """Check that what a row adds up, over kernels, samples and collectives, is no more than a profile may state.
+
+    Args:
+        where: whose row it is.
+        row: by the names of :class:`CostRow`.
+
+    Raises:
+        SumError: a time or a size is more.
+    """
+    of = f"for {counted(row['microbatch_size'], 'sample')} on {counted(row['shards'], 'device')}"
+    remedy = "choose fewer samples with --microbatch" if row["shards"] == 1 else "choose fewer samples or quicker links"
+    for name, value in row.items():
+        unit = name.rpartition("_")[2]
+        if unit in _MOST and value is not None:
+            require_sum(where, f"{name} {of}", value, unit, _MOST[unit], remedy)
+
+
+_MOST = {"ns": MAX_NS, "bytes": MAX_BYTES}
 
 
 def _row_for(block: Block, microbatch_size: int, shards: int, *, recompute: Again, input_bytes: int) -> CostRow:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pipeplan.costs.blocks import require_row
 from pipeplan.costs.communication import Combining, Exchange, Prices, prices_of
 from pipeplan.costs.devices import DevicePreset, Kernel
 from pipeplan.files import CostRow
@@ -321,29 +322,40 @@ def vocabulary_loss(tokens: int, vocabulary: int, width: int) -> Operator:
 
 
 def cost_row(
-    operator: Operator, microbatch_size: int, device: DevicePreset, *, shards: int = 1, prices: Prices | None = None
+    operator: Operator,
+    microbatch_size: int,
+    device: DevicePreset,
+    *,
+    shards: int = 1,
+    prices: Prices | None = None,
+    where: str = "an operator",
 ) -> CostRow:
     """The operator's row for a profile, with the device's times. Backward is I and W one after the other.
 
     Exchanges take what ``prices`` say, by default what the device's own links allow; the operator is one of
     ``shards``.
+
+    Raises:
+        SumError: it comes to more than a profile may state; the text says ``where``.
     """
     price = prices or prices_of(device)
     exchanged = sum(price(each, shards) for each in operator.forward_exchanges)
     returned = sum(price(each, shards) for each in operator.input_grad_exchanges)
     input_grad = round(_time_ns(operator.input_grad, device) + returned)
     weight_grad = round(_time_ns(operator.weight_grad, device))
-    return CostRow(
-        microbatch_size=microbatch_size,
-        shards=shards,
-        forward_ns=round(_time_ns(operator.forward, device) + exchanged),
-        backward_ns=input_grad + weight_grad,
-        input_grad_ns=input_grad,
-        weight_grad_ns=weight_grad,
-        activation_bytes=operator.saved_bytes,
-        weight_grad_bytes=operator.deferred_bytes,
-        workspace_bytes=max(operator.gradient_bytes, operator.update_bytes),
-    )
+    row = {
+        "microbatch_size": microbatch_size,
+        "shards": shards,
+        "forward_ns": round(_time_ns(operator.forward, device) + exchanged),
+        "backward_ns": input_grad + weight_grad,
+        "input_grad_ns": input_grad,
+        "weight_grad_ns": weight_grad,
+        "activation_bytes": operator.saved_bytes,
+        "weight_grad_bytes": operator.deferred_bytes,
+        "workspace_bytes": max(operator.gradient_bytes, operator.update_bytes),
+    }
+    require_row(where, row)
+    return CostRow.model_validate(row)
 
 
 def _accumulate(parameters: int, width: int) -> Kernel:

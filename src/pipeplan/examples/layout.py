@@ -343,7 +343,7 @@ class ModelLayout:
         """A block with the costs of ``part``, fed by ``after``: blocks and the bytes per sample that come from them.
 
         Raises:
-            UsageError: its heads do not divide by the shards.
+            UsageError: its heads do not divide by the shards, or its costs are more than a profile may state.
         """
         of_sample = part(1, 1)
         self.forward_flops += of_sample.product_flops
@@ -355,7 +355,9 @@ class ModelLayout:
             parameters=of_sample.parameters,
             shared=shared,
             costs=tuple(
-                cost_row(part(size, shards), size, self.device, shards=shards, prices=self.prices)
+                cost_row(
+                    part(size, shards), size, self.device, shards=shards, prices=self.prices, where=f"block {id_!r}"
+                )
                 for shards in self.shards
                 for size in self.microbatch_sizes
             ),

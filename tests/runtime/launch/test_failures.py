@@ -153,7 +153,7 @@ def test_another_model_is_refused_once(mark: str, capfd: pytest.CaptureFixture[s
         pytest.raises(UsageError, match=r"stages\[0\] of the plan has block 'b0', which model 'gpt2-tiny' has not"),
     ):
         run_local(TRAIN, plan_on(2), TrainOptions("gpt2-tiny"), lambda _: None)
-    assert capfd.readouterr().err.splitlines() == ["pipeplan: samples are made up; --data trains on yours"]
+    assert capfd.readouterr().err == "", "nor is anything said of a run that there is not"
 
 
 @pytest.mark.slow

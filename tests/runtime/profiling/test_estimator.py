@@ -20,9 +20,9 @@ from pipeplan.cli.main import main
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.inspection import cautions
 from pipeplan.costs.uniform.shares import catalog_shares, reaching
-from pipeplan.errors import UsageError
+from pipeplan.errors import SumError, UsageError
 from pipeplan.examples import model as paper_model
-from pipeplan.files import Profile, read_profile
+from pipeplan.files import Cluster, DeviceKind, LinkLevel, Profile, Source, read_profile
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
 from pipeplan.runtime.executor.stage import _RecomputedCores
@@ -243,6 +243,18 @@ def test_profiles_say_tokens_and_flops_of_a_sample() -> None:
         assert (profile.tokens_per_sample, profile.forward_flops_per_sample) == (length, by_hand)
     split = estimate_model(tiny, (1,), device=A100, dtype=torch.float32, shards=(2,))
     assert split.forward_flops_per_sample == by_hand, "of the unsplit model"
+
+
+def test_collectives_that_take_longer_than_a_profile_may_say_are_refused() -> None:
+    """The profile was written, and could not be read."""
+    level = LinkLevel(name="slow", group_size=2, latency_ns=10**15, bandwidth_bytes_per_s=1)
+    cluster = Cluster(
+        name="c", source=Source(method="estimated"), devices=(DeviceKind(name="d", count=2),), levels=(level,)
+    )
+    with pytest.raises(
+        SumError, match=r"block 'embedding': forward_ns for 1 sample on 2 devices add up to \d+s, more "
+    ):
+        estimate(load_model("gpt2-tiny"), (1,), shards=(2,), cluster=cluster)
 
 
 @pytest.mark.parametrize("name", ["tessel-mt5-tiny", "dlrm-tiny", "mmt-tiny"])

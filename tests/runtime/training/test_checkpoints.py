@@ -20,6 +20,7 @@ from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import StepResult
 from pipeplan.runtime.launch.local import watch_local
 from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.losses import Finding
 from pipeplan.runtime.training import trainer as training
 from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
 from pipeplan.runtime.training.options import TrainOptions
@@ -153,7 +154,7 @@ def test_no_checkpoint_behind_numbers_that_are_not_finite(monkeypatch: pytest.Mo
     trainer.step.side_effect = [(step, []) for step in steps]
     trainer.all_ranks.gather.return_value = [1]
     monkeypatch.setattr(training, "Trainer", lambda *_: trainer)
-    monkeypatch.setattr(training, "with_summed_losses", lambda model, *_: model)
+    monkeypatch.setattr(training, "losses_of", lambda *_: Finding({}))
     shown = MagicMock()
     options = TrainOptions("gpt2-tiny", num_steps=3, checkpoint="saved", checkpoint_every=1)
     assert training.train(plan, options, progress, shown).steps == tuple(steps)

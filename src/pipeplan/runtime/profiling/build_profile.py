@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from pipeplan._version import __version__
+from pipeplan.costs.blocks import require_row
 from pipeplan.costs.communication import Exchange, Prices
 from pipeplan.costs.recipes import unnamed_bytes
 from pipeplan.errors import UsageError
@@ -309,7 +310,9 @@ def profile_of_kinds(
             for row in of_kind[kinds[block.likeness]]:
                 update = {"shards": split.shards, "sequence_parallel": block.spec.divided}
                 own = row.model_copy(update=update)
-                costs[block.spec.id].append(_with_collectives(own, block.spec.collectives, price))
+                whole = _with_collectives(own, block.spec.collectives, price)
+                require_row(f"block {block.spec.id!r}", dict(whole))
+                costs[block.spec.id].append(whole)
     by_block = {id_: sorted(own, key=lambda row: row.key) for id_, own in costs.items()}
     return profile_of(model, unsplit, by_block, source, recipe, step_bytes_per_s)
 

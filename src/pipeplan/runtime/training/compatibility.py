@@ -92,18 +92,18 @@ def _text(value: object) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-def warn_of_another_format(plan: Plan, options: TrainOptions) -> None:
-    """Say on standard error that parameters have other bytes than in the format the plan is for, if they have."""
+def warning_of_format(plan: Plan, options: TrainOptions) -> str | None:
+    """That parameters have other bytes than in the format the plan is for, if they have."""
     planned, meant = plan.provenance.dtype, DTYPES.get(plan.provenance.dtype, "")
     if plan.recipe is not None and not plan.recipe.is_custom:
         meant = RUNNABLE.get(plan.recipe.name, options.dtype) or ""
     if meant in ("", options.dtype):
-        return
+        return None
     asked = "the run is" if options.autocast is None else f"--precision {options.precision} has parameters"
-    warn(
-        f"the plan is for {planned} and {asked} in {options.dtype}: neither its times nor its memory are the run's, "
-        f"which may need more than a device has; leave --{'dtype' if options.autocast is None else 'precision'} out, "
-        f"or profile with --dtype {options.dtype}"
+    return (
+        f"warning: the plan is for {planned} and {asked} in {options.dtype}: neither its times nor its memory are the "
+        f"run's, which may need more than a device has; leave "
+        f"--{'dtype' if options.autocast is None else 'precision'} out, or profile with --dtype {options.dtype}"
     )
 
 
@@ -126,20 +126,15 @@ _FORMATS = (0.25, 0.5, 1.0, 2.0, 4.0)
 _TOLERANCE = 0.01
 
 
-def warn_of_other_sizes(
+def warning_of_sizes(
     plan: Plan, programs: Sequence[Program], model: Model, specs: Mapping[str, TensorSpec], dtype: torch.dtype
-) -> bool:
-    """Say on standard error what :func:`other_sizes` finds, and whether that is anything.
-
-    Plans of closed forms are approximate, so nothing stops.
-    """
+) -> str | None:
+    """What :func:`other_sizes` finds, and what that means. Plans of closed forms are approximate, so nothing stops."""
     found = other_sizes(plan, programs, model, specs, dtype)
-    if found is not None:
-        warn(
-            f"{found}: was it profiled with another --sequence? The model runs as it is, but predicted times and "
-            "memory are not those of this model"
-        )
-    return found is not None
+    return found and (
+        f"warning: {found}: was it profiled with another --sequence? The model runs as it is, but predicted times and "
+        "memory are not those of this model"
+    )
 
 
 def other_sizes(

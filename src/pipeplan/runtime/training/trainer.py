@@ -60,9 +60,9 @@ from pipeplan.runtime.training.compatibility import (
     identity_of,
     require_agreement,
     require_splittable,
-    warn_of_another_format,
-    warn_of_other_sizes,
     warn_of_waiting,
+    warning_of_format,
+    warning_of_sizes,
 )
 from pipeplan.runtime.training.data import with_data
 from pipeplan.runtime.training.options import IS_RANK, LR_SCHEDULES, MOMENTUM, OPTIMIZERS, TrainOptions
@@ -82,11 +82,17 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep
     UsageError, the same on every rank, where plan, model and options do not fit together.
     """
     model = model_of(options, plan.provenance.tokens_per_sample)
-    trainer = Trainer(plan, with_summed_losses(model, options, progress), options, progress)
+    losses = losses_of(model, options, progress)
+    trainer = Trainer(plan, losses.summed(model), options, progress)
     if options.init is not None:
         trainer.read_weights(options.init)
+    first = trainer.resume()
+    if progress.rank == 0:  # only now: of a run that is refused there is nothing to know
+        made_up = model.made_up and options.num_steps > 0
+        for text in filter(None, (advice_on(model), losses.text, _MADE_UP if made_up else "", *trainer.remarks)):
+            tell(text)
     steps, timeline = [], []
-    for step in range(trainer.resume(), options.num_steps):
+    for step in range(first, options.num_steps):
         result, actions = trainer.step(step)
         steps.append(result)
         if options.trace:
@@ -127,8 +133,8 @@ def model_of(options: TrainOptions, planned_sequence: int | None = None) -> Mode
     return model
 
 
-def with_summed_losses(model: Model, options: TrainOptions, progress: Progress) -> Model:
-    """The model; rank 0 examines its losses and reports on them. Raises UsageError, the same on every rank."""
+def losses_of(model: Model, options: TrainOptions, progress: Progress) -> Finding:
+    """What rank 0 finds out about the model's losses. Raises UsageError, the same on every rank."""
     progress.begin(Phase.LOADING)
     own = _found(model, options) if progress.rank == 0 else None
     progress.begin(Phase.CONNECTING)
@@ -136,7 +142,7 @@ def with_summed_losses(model: Model, options: TrainOptions, progress: Progress) 
         found: Finding | str = gathered(own)[0]
     if isinstance(found, str):
         raise UsageError(found)
-    return found.summed(model)
+    return found
 
 
 _MADE_UP = "samples are made up; --data trains on yours"
@@ -146,20 +152,17 @@ def _found(model: Model, options: TrainOptions) -> Finding | str:
     """What is found, or why training is refused."""
     device = rank_device(options.device, options.transport, options.num_threads)
     try:
-        found = find_losses(model, seed=options.seed, device=device)
+        return find_losses(model, seed=options.seed, device=device)
     except UsageError as error:
         return str(error)
-    made_up = model.made_up and options.num_steps > 0
-    for text in filter(None, (advice_on(model), found.text, _MADE_UP if made_up else "")):
-        tell(text)
-    return found
 
 
 class Trainer:
     """One rank of a training run: its stages, parameters and optimizer.
 
     Construction is collective: all ranks compare what they run, then connect. Raises UsageError where plan, model or
-    options do not fit together, or differ between ranks, and RankError where connecting fails.
+    options do not fit together, or differ between ranks, and RankError where connecting fails. ``remarks`` are what a
+    user should know of them before the first step, on rank 0.
     """
 
     def __init__(self, plan: Plan, model: Model, options: TrainOptions, progress: Progress) -> None:
@@ -184,9 +187,11 @@ class Trainer:
         with lost_others(self.progress):
             require_agreement(self.rank, plan, model, options, self.program, specs)
             self.tokens_per_sample, self.as_planned, self.compared = None, True, False
+            self.remarks: list[str] = []
             if self.rank == 0:
-                warn_of_another_format(plan, options)
-                self.as_planned = not warn_of_other_sizes(plan, programs, model, specs, dtype)
+                sizes = warning_of_sizes(plan, programs, model, specs, dtype)
+                self.as_planned = sizes is None
+                self.remarks += filter(None, (warning_of_format(plan, options), sizes))
                 self.tokens_per_sample = tokens_per_sample(model, dtype)
             self.all_ranks = AllRanks(self.device, progress, timeout)
             self.groups.connect(options.transport, timeout)
