@@ -271,6 +271,30 @@ def test_groups_scatter_with_each_microbatch_and_sum_parts_once(level: int) -> N
         assert any(each.place == f"operations[0F].{next(iter(changes))}" for each in problems)
 
 
+def test_compute_is_slower_beside_the_network_by_the_clusters_contention() -> None:
+    """A block gathers for 111 ns beside 100, reduces for 201 beside 100, and both beside 200."""
+    whole, placement = profile_of([60]), placed(([0], range(4), {"zero": 3}))
+    rows = tuple(row.model_copy(update={"input_grad_ns": 100, "weight_grad_ns": 100}) for row in ROWS[:1])
+    split = whole.model_copy(update={"blocks": (whole.blocks[0].model_copy(update={"costs": rows}),)})
+    for slower, forward, *backward in ((0.0, 111, 312, 111, 201), (0.5, 156, 356, 156, 201), (1.0, 211, 512, 211, 301)):
+        cluster = cluster_of(4).model_copy(update={"contention": slower})
+        assert parse(to_json(cluster), Cluster) == cluster
+        assert ("contention" in to_json(cluster)) == bool(slower)
+        for profile, expected in ((whole, [forward, backward[0]]), (split, [forward, *backward[1:]])):
+            workload = build_workload(
+                profile,
+                placement,
+                num_microbatches=2,
+                microbatch_size=4,
+                cluster=cluster,
+                split_backward=profile is split,
+            )
+            assert [each.duration_ns for each in workload.operations] == expected
+            assert (workload.stages[0].gather_ns, workload.stages[0].sync_ns) == (111, 201)
+            plan = plan_of(workload, gpipe_orders(workload)).model_copy(update={"recipe": MIXED})
+            check(plan, profile, cluster).require()
+
+
 @pytest.mark.parametrize(
     ("key", "value", "rule"),
     [

@@ -468,17 +468,23 @@ def _exchanging(stage: Stage, rows: list[CostRow], known: _Known, cluster: Clust
         if whole is None:
             whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
         changes = {
-            "forward_ns": max(gather, row.forward_ns),
-            "backward_ns": max(gather + reduce, whole),
+            "forward_ns": _beside(gather, row.forward_ns, cluster),
+            "backward_ns": _beside(gather + reduce, whole, cluster),
             "workspace_bytes": row.workspace_bytes + copy + copy - cast + gradient + gradient,
         }
         if row.input_grad_ns is not None and row.weight_grad_ns is not None:
             changes |= {
-                "input_grad_ns": max(gather, row.input_grad_ns),
-                "weight_grad_ns": max(reduce, row.weight_grad_ns),
+                "input_grad_ns": _beside(gather, row.input_grad_ns, cluster),
+                "weight_grad_ns": _beside(reduce, row.weight_grad_ns, cluster),
             }
         found.append(row.model_copy(update=changes))
     return found
+
+
+def _beside(exchange: int, compute: int, cluster: Cluster | None) -> int:
+    """Ns of compute and an exchange at the same time: the first is slower by the cluster's contention meanwhile."""
+    slowed = compute if cluster is None else compute + round(cluster.contention * exchange)
+    return slowed if slowed > exchange else exchange
 
 
 def _inside_ns(stage: Stage, profile: Profile, apart: set[str], known: _Known, cluster: Cluster | None) -> int:

@@ -101,7 +101,7 @@ def group_costs(
 
     def exchanged(block: Block, row: CostRow) -> CostRow:
         own = Exchanged.of(block, recipe, zero, shards)
-        return with_exchanges(row, own, times(own)) if any(own) else row
+        return with_exchanges(row, own, times(own), exchanging.contention) if any(own) else row
 
     def summed(blocks: Sequence[str]) -> StageCost:
         chosen = [by_id[id_] for id_ in blocks]

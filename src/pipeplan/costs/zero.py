@@ -9,7 +9,8 @@ a weight gradient made is reduced and scattered with each micro-batch, and by le
 block's forward and before its backward, and given back after each. The network runs beside compute, one block apart: a
 copy is gathered while the block before it runs, a gradient reduced while the block after it does (VLDB'23, sections
 3.3.1 and 3.3.2). So a block takes the longer of its compute and its own exchanges, and what has no neighbour is left
-over: the first gather before the first forward and the last reduction after the last backward.
+over: the first gather before the first forward and the last reduction after the last backward. Compute may be slower
+meanwhile (a cluster's ``contention``).
 """
 
 from __future__ import annotations
@@ -109,6 +110,11 @@ class Exchanging(NamedTuple):
             return cls()
         return cls(cluster, tuple(map(tuple, _groups(stage, zero.group))))
 
+    @property
+    def contention(self) -> float:
+        """By what part of its speed a device computes less meanwhile."""
+        return 0.0 if self.cluster is None else self.cluster.contention
+
     def times(self, block: Exchanged) -> tuple[int, int]:
         """Ns to gather a block's parameters, and to reduce and scatter its gradients, in all groups at once."""
         if not self.groups:
@@ -118,14 +124,17 @@ class Exchanging(NamedTuple):
         return round(gathered), round(reduced)
 
 
-def with_exchanges(row: CostRow, block: Exchanged, times: tuple[int, int]) -> CostRow:
-    """A block's costs with the ``times`` of what it exchanges beside its compute, and with what is whole meanwhile."""
+def with_exchanges(row: CostRow, block: Exchanged, times: tuple[int, int], contention: float = 0.0) -> CostRow:
+    """A block's costs with the ``times`` of what it exchanges beside its compute, and with what is whole meanwhile.
+
+    By ``contention`` compute is slower for as long as exchanges last, so that it has that part of them to make up for.
+    """
     gather, reduce = times
     beside = {"forward_ns": gather, "backward_ns": gather + reduce, "input_grad_ns": gather, "weight_grad_ns": reduce}
     alone = {"backward_ns": row.whole_backward_ns} | {
         name: time for name in beside if (time := getattr(row, name)) is not None
     }
-    longer = {name: max(time, beside[name]) for name, time in alone.items()}
+    longer = {name: max(beside[name], time + round(contention * beside[name])) for name, time in alone.items()}
     return row.model_copy(update=longer | {"workspace_bytes": row.workspace_bytes + block.workspace_bytes})
 
 
