@@ -461,7 +461,7 @@ def test_search_divides_as_much_as_it_must(memory: int, level: int) -> None:
         assert {stage.zero for stage in found.plan.stages} == {level}
         assert max(each.peak_bytes for each in found.plan.predicted.memory) <= memory
     if level > 1:
-        with pytest.raises(InfeasibleError):
+        with pytest.raises(InfeasibleError, match="--zero auto"):
             search_plan(asked(EIGHT, memory_bytes=memory, replicas=4, zero=level - 1))
         tied = EIGHT.model_copy(update={"tied": profile_of([1, 1], tied=[(0, 1)]).tied})
         with pytest.raises(InfeasibleError):
