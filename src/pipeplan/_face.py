@@ -212,8 +212,8 @@ def search(
         replicas: data-parallel size: copies of the whole pipeline; by default searched.
         tp: tensor-parallel size: devices that split every block, for which the profile must have costs; by default
             searched.
-        zero: what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, or
-            ``"auto"``; by default 0, and ``"auto"`` where nothing fits.
+        zero: what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, 2 gradients,
+            too, 3 parameters, too, or ``"auto"``; by default 0, and ``"auto"`` where nothing fits.
         zero_group: neighbouring replicas that share one copy of what is divided; by default all.
         shard_shared: whether shared blocks are split over all devices of the pipeline.
         slices: leading micro-batches whose warm-up forwards run in two halves.

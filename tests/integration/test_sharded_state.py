@@ -126,6 +126,101 @@ def test_level_1_divides_master_copies_and_the_optimizers_state(
         check(plan, profile, cluster_of(4)).require()
 
 
+@pytest.mark.parametrize(
+    ("recipe", "two", "three", "beside"),
+    [
+        (MIXED, {PARAMETERS: 220, GRADIENTS: 101}, {PARAMETERS: 55, GRADIENTS: 101}, (808, 808 + 440)),
+        (Recipe(name="fp32"), {PARAMETERS: 440, GRADIENTS: 101}, {PARAMETERS: 110, GRADIENTS: 101}, (808, 808 + 880)),
+        # of the copy that is cast at each use, which is workspace by itself, there is one more: the one gathered ahead
+        (
+            Recipe(name="bf16-autocast"),
+            {PARAMETERS: 36, GRADIENTS: 101, MASTER: 404},
+            {PARAMETERS: 9, GRADIENTS: 101, MASTER: 101},
+            (220 + 808, 220 + 808 + 220),
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Recipe) else "",
+)
+def test_levels_2_and_3_divide_gradients_and_parameters(
+    recipe: Recipe, two: dict[Any, int], three: dict[Any, int], beside: tuple[int, int]
+) -> None:
+    """101 trained parameters and 9 frozen ones; what is exchanged is whole, for two blocks."""
+    profile = profile_of([101], recipe, frozen=9)
+    for level, expected, workspace in zip((2, 3), (two, three), beside, strict=True):
+        plan = planned(profile, placed(([0], range(4), {"zero": level})), cluster_of(4))
+        state = dict(plan.stages[0].state.items())
+        assert {kind: state[kind] for kind in expected} == expected
+        assert state[OPTIMIZER] == 202
+        assert {each.workspace_bytes for each in plan.operations} == {workspace}
+        check(plan, profile, cluster_of(4)).require()
+
+
+def replayed(blocks: Sequence[tuple[int, int, int, int]], num_microbatches: int) -> int:
+    """Ns of (gather, forward, backward, reduction) of blocks on one device with a network, event by event.
+
+    A block's copy is gathered while the one before it runs, its gradient reduced while the one after it does: the
+    network has what is needed sooner first, and there is room for two copies and two gradients.
+    """
+    steps = [(gather, forward, 0) for gather, forward, _, _ in blocks]
+    steps += [(gather, backward, reduce) for gather, _, backward, reduce in reversed(blocks)]
+    steps *= num_microbatches
+    computed, network, gathered, reduced = 0, steps[0][0], steps[0][0], [0] * (len(steps) + 2)
+    for number, (_, compute, _reduce) in enumerate(steps):
+        start = max(computed, gathered, reduced[number])
+        for kind in ("gather", "reduce") if number + 1 < len(steps) else ("reduce",):
+            network = max(network, start) + (steps[number + 1][0] if kind == "gather" else steps[number - 1][2])
+            if kind == "gather":
+                gathered = network
+            else:
+                reduced[number + 1] = network
+        computed = start + compute
+    return max(network, computed) + steps[-1][2]
+
+
+def timed(sizes: Sequence[int], speed: int, num_microbatches: int) -> tuple[int, int]:
+    """What a stage of blocks takes in an iteration by level 3 on four replicas, and by events."""
+    profile, cluster = profile_of(sizes), cluster_of(4, latency_ns=0, bandwidth=10**9 * speed)
+    placement = placed((range(len(sizes)), range(4), {"zero": 3}))
+    workload = build_workload(profile, placement, num_microbatches=num_microbatches, microbatch_size=4, cluster=cluster)
+    (stage,), forward = workload.stages, {4: 100}[workload.microbatch_size]
+    exchanges = [(3 * -(-2 * size // (4 * speed)), 3 * -(-4 * size // (4 * speed))) for size in sizes]
+    told = stage.gather_ns + num_microbatches * sum(each.duration_ns for each in workload.operations) + stage.sync_ns
+    return told, replayed([(gather, forward, 2 * forward, reduce) for gather, reduce in exchanges], num_microbatches)
+
+
+def test_exchanges_hide_behind_the_compute_of_neighbours() -> None:
+    """Where compute is longer only the first gather and the last reduction show, whatever the blocks' sizes."""
+    draw = random.Random(1)
+    for _ in range(20):
+        sizes = [4 * draw.randint(0, 5) for _ in range(draw.randint(1, 6))]
+        told, happened = timed(sizes, 1, draw.randint(1, 4))
+        assert told == happened
+
+
+@pytest.mark.parametrize("size", [40, 80, 160, 400, 4000])
+def test_exchanges_of_alike_blocks_take_what_they_take_event_by_event(size: int) -> None:
+    """Also where the network is the longer; by no more than what turns from forward to backward and back."""
+    for blocks in (1, 2, 8):
+        for num_microbatches in (1, 3):
+            told, happened = timed([size] * blocks, 1, num_microbatches)
+            gather, reduce = 3 * size // 2, 3 * size
+            assert abs(told - happened) <= (1 + num_microbatches) * (gather + reduce)
+            assert abs(told - happened) <= 0.5 * happened if blocks == 8 else True
+
+
+def test_what_several_blocks_have_cannot_be_exchanged_block_by_block() -> None:
+    profile = profile_of([100, 100], tied=[(0, 1)])
+    for level in (2, 3):
+        with pytest.raises(UsageError, match=f"zero {level} exchanges state block by block, .*'b0' and 'b1' share"):
+            planned(profile, placed(([0, 1], range(4), {"zero": level})))
+    plan = planned(profile, placed(([0, 1], range(4), {"zero": 1})))
+    stages = (replace(plan.stages[0], zero=2),)
+    report = check(plan.model_copy(update={"stages": stages}), profile)
+    assert any("'table0'" in str(each) and each.place == "stages[0].zero" for each in report.problems)
+    with pytest.raises(ValueError, match="blocks with configurations cannot"):
+        PlacedStage(blocks=("b0",), devices=(0, 1), replicas=2, zero=2, configurations=("shards1",))
+
+
 def test_what_is_exchanged_is_the_two_halves_of_an_all_reduce() -> None:
     """Rings: 3 steps of a quarter each. Gradients are float32; gathered is the bf16 copy of what is trained."""
     profile = profile_of([100], frozen=10)
@@ -158,6 +253,65 @@ def test_blocks_that_state_bytes_gather_all_their_parameters() -> None:
     assert plan.stages[0].state == MemoryBytes({PARAMETERS: 200, GRADIENTS: 200, OPTIMIZER: 225})
     assert plan.stages[0].gather_ns == 3 * (7 + 50)
     check(plan, profile, cluster_of(4)).require()
+
+
+@pytest.mark.parametrize("level", [2, 3])
+def test_groups_scatter_with_each_microbatch_and_sum_parts_once(level: int) -> None:
+    """Two blocks, of which the first is left over: its reduction, and by level 3 its gather; then parts of both."""
+    profile = profile_of([100, 300])
+    plan = planned(profile, placed(([0, 1], range(4), {"zero": level, "zero_group": 2})), NODES)
+    between, gathered = 2 * (50 + 2 * 4000), {2: 5 + 400, 3: 5 + 100}[level]
+    assert (plan.stages[0].sync_ns, plan.stages[0].gather_ns) == (5 + 200 + between, gathered)
+    forward, backward = {2: (200, 205 + 605), 3: (105 + 305, 310 + 910)}[level]
+    assert [each.duration_ns for each in plan.operations] == [forward, backward]
+    check(plan, profile, NODES).require()
+    for changes in ({"duration_ns": forward + 1}, {"workspace_bytes": 1}):
+        operations = (replace(plan.operations[0], **changes), *plan.operations[1:])
+        problems = check(plan.model_copy(update={"operations": operations}), profile, NODES).problems
+        assert any(each.place == f"operations[0F].{next(iter(changes))}" for each in problems)
+
+
+def test_compute_is_slower_beside_the_network_by_the_clusters_contention() -> None:
+    """A block gathers for 111 ns beside 100, reduces for 201 beside 100, and both beside 200."""
+    whole, placement = profile_of([60]), placed(([0], range(4), {"zero": 3}))
+    rows = tuple(row.model_copy(update={"input_grad_ns": 100, "weight_grad_ns": 100}) for row in ROWS[:1])
+    split = whole.model_copy(update={"blocks": (whole.blocks[0].model_copy(update={"costs": rows}),)})
+    for slower, forward, *backward in ((0.0, 111, 312, 111, 201), (0.5, 156, 356, 156, 201), (1.0, 211, 512, 211, 301)):
+        cluster = cluster_of(4).model_copy(update={"contention": slower})
+        assert parse(to_json(cluster), Cluster) == cluster
+        assert ("contention" in to_json(cluster)) == bool(slower)
+        for profile, expected in ((whole, [forward, backward[0]]), (split, [forward, *backward[1:]])):
+            workload = build_workload(
+                profile,
+                placement,
+                num_microbatches=2,
+                microbatch_size=4,
+                cluster=cluster,
+                split_backward=profile is split,
+            )
+            assert [each.duration_ns for each in workload.operations] == expected
+            assert (workload.stages[0].gather_ns, workload.stages[0].sync_ns) == (111, 201)
+            plan = plan_of(workload, gpipe_orders(workload)).model_copy(update={"recipe": MIXED})
+            check(plan, profile, cluster).require()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "rule"),
+    [
+        ("gradient_bytes", 150, "profile"),
+        ("parameter_bytes", 75, "profile"),
+        ("master_bytes", 99, "profile"),
+        ("sync_ns", 1, "profile"),
+        ("gather_ns", 1, "profile"),
+        ("zero", 2, "profile"),
+    ],
+)
+def test_check_computes_all_of_level_3_anew(key: str, value: int, rule: str) -> None:
+    profile, cluster = profile_of([101, 50]), cluster_of(4)
+    plan = planned(profile, placed(([0, 1], range(4), {"zero": 3})), cluster)
+    changed = replace(plan.stages[0], **{key: value})
+    report = check(plan.model_copy(update={"stages": (changed,)}), profile, cluster)
+    assert {problem.rule for problem in report.problems} >= {rule}
 
 
 @pytest.mark.parametrize(
@@ -263,6 +417,20 @@ def test_other_costs_keep_the_level() -> None:
     assert recosted(plan, profile, slower).stages == expected
 
 
+def test_times_of_actions_with_exchanges_need_the_profile() -> None:
+    profile = profile_of([100])
+    plan = planned(profile, placed(([0], range(4), {"zero": 3})), cluster_of(4))
+    slower = cluster_of(4, bandwidth=10**8)
+    with pytest.raises(UsageError, match=r"stages\[0\] of the plan has zero 3, .* give the --profile, too"):
+        relinked(plan, slower)
+    expected = planned(profile, placed(([0], range(4), {"zero": 3})), slower)
+    again = recosted(plan, profile, slower)
+    assert (again.stages, again.operations) == (expected.stages, expected.operations)
+    assert expected.operations != plan.operations
+    made_on = plan.provenance.model_copy(update={"cluster_sha256": 64 * "0"})
+    check(plan.model_copy(update={"provenance": made_on}), profile).require()
+
+
 # Searches ---------------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +447,45 @@ def asked(profile: Profile = LARGE, **words: Any) -> Request:
         "recompute": False,
     }
     return Request.of(profile, **fixed | words)
+
+
+EIGHT = profile_of([1000] * 8)
+"""By level 1 a replica of all of it keeps 72,000 bytes, by level 2 48,000, by level 3 36,000."""
+
+
+@pytest.mark.parametrize(("memory", "level"), [(80_000, 1), (60_000, 2), (52_000, 3)])
+def test_search_divides_as_much_as_it_must(memory: int, level: int) -> None:
+    """Beside state there are a micro-batch's 800 bytes; gradients of two blocks, 8,000; copies of two, 4,000."""
+    for zero in (None, "auto"):
+        found = search_plan(asked(EIGHT, memory_bytes=memory, replicas=4, zero=zero))
+        assert {stage.zero for stage in found.plan.stages} == {level}
+        assert max(each.peak_bytes for each in found.plan.predicted.memory) <= memory
+    if level > 1:
+        with pytest.raises(InfeasibleError, match="--zero auto"):
+            search_plan(asked(EIGHT, memory_bytes=memory, replicas=4, zero=level - 1))
+        tied = EIGHT.model_copy(update={"tied": profile_of([1, 1], tied=[(0, 1)]).tied})
+        with pytest.raises(InfeasibleError):
+            search_plan(asked(tied, memory_bytes=memory, replicas=4, zero="auto"))
+
+
+def test_auto_divides_less_and_in_smaller_groups_where_that_is_quicker() -> None:
+    """One of two stages needs level 3; and neighbours in a node exchange more quickly than all do."""
+    profile = profile_of([4000, 200, 200])
+    placement = placed(([0], range(4), {}), ([1, 2], range(4, 8), {}))
+    wide = Cluster(
+        name="pairs",
+        source=Source(method="estimated"),
+        devices=(DeviceKind(name="small", count=8),),
+        levels=(NODES.levels[0], NODES.levels[1].model_copy(update={"group_size": 8})),
+    )
+    words: dict[str, Any] = {"placement": placement, "devices": None, "microbatch_size": 4, "cluster": wide}
+    whole = search_plan(asked(profile, **words, zero=3, memory_bytes=70_000)).plan
+    found = search_plan(asked(profile, **words, zero="auto", memory_bytes=70_000)).plan
+    assert {stage.zero for stage in whole.stages} == {3}
+    assert found.predicted.iteration_ns < whole.predicted.iteration_ns
+    assert found.stages[1].zero < 3
+    room = search_plan(asked(profile, **words, zero="auto", memory_bytes=66_000, zero_group=4)).plan
+    assert {stage.sharers for stage in room.stages} <= {1, 4}
 
 
 def test_search_divides_where_nothing_else_fits() -> None:
@@ -314,8 +521,11 @@ def test_search_chooses_replicas_that_fit_divided() -> None:
 
 
 def test_auto_keeps_state_whole_where_measured_links_make_that_quicker() -> None:
-    slow = MeasuredCurve(operation="reduce_scatter", level="wire", num_devices=4, points=((1, 10**6),))
-    cluster = cluster_of(4).model_copy(update={"measured": (slow,)})
+    slow = [
+        MeasuredCurve(operation="reduce_scatter", level="wire", num_devices=count, points=((1, 10**6),))
+        for count in (2, 4)
+    ]
+    cluster = cluster_of(4).model_copy(update={"measured": tuple(slow)})
     roomy, tight = (
         search_plan(asked(memory_bytes=memory, replicas=4, zero="auto", cluster=cluster)).plan
         for memory in (40_000, 20_000)
@@ -328,8 +538,7 @@ def test_auto_keeps_state_whole_where_measured_links_make_that_quicker() -> None
     ("words", "message"),
     [
         ({"zero_group": 2}, "give --zero auto, too"),
-        ({"zero": 2}, "--zero 2 is not there yet"),
-        ({"zero": 3}, "give --zero 1"),
+        ({"zero": 3, "profile": profile_of([9, 9], tied=[(0, 1)])}, "'b0' and 'b1' share 'table0', .*; give --zero 1"),
         ({"zero": 1, "replicas": 1}, "leave --replicas out"),
         ({"zero": "auto", "devices": 1}, "--devices 1 leaves no room for replicas"),
         ({"zero": 1, "replicas": 4, "zero_group": 3}, "does not divide the 4 replicas; choose one of 1, 2, 4"),

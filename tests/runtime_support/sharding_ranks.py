@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +49,24 @@ def _rank(rank: int, folder: str, queue: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     pairs, whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "inside")), init_device_mesh("cpu", (RANKS,))
     meshes = {2: pairs["inside"], RANKS: whole}
-    queue.put((rank, {ranks: {"fully_shard": _cut(mesh), "zero": _whole(mesh)} for ranks, mesh in meshes.items()}))
+    means = {"reshard": partial(_cut, reshard=True), "keep": partial(_cut, reshard=False), "zero": _whole}
+    queue.put((rank, {ranks: {name: of(mesh) for name, of in means.items()} for ranks, mesh in meshes.items()}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _cut(mesh: Any) -> dict[str, int]:
+def _cut(mesh: Any, *, reshard: bool) -> dict[str, int]:
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
 
-    sharded = fully_shard(model(), mesh=mesh)
+    sharded = fully_shard(model(), mesh=mesh, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(sharded.parameters())
-    sharded(torch.ones(2, 6)).sum().backward()
+    total = sharded(torch.ones(2, 6)).sum()
+    whole = sum(each.numel() for each in sharded.parameters() if not isinstance(each, DTensor))
+    total.backward()
     optimizer.step()
     return {
+        "whole between": whole,
         "stored": sum(_local(each).untyped_storage().nbytes() // 4 for each in sharded.parameters()),
         "gradients": sum(_local(each.grad).numel() for each in sharded.parameters()),
         "moments": sum(_local(state["exp_avg"]).numel() for state in optimizer.state.values()),

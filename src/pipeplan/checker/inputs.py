@@ -11,7 +11,7 @@ from typing import NamedTuple
 from pipeplan.checker.facts import Findings, deliveries_of, replicas_of, shares_evenly
 from pipeplan.costs import block_costs, held_part, state_of, step_bytes, sum_time, transfer_time, with_recipe
 from pipeplan.costs.communication import Exchange, all_gather_time, all_reduce_time, time_of_groups
-from pipeplan.costs.recipes import bytes_per_parameter, state_recipe
+from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_recipe
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
 from pipeplan.time_limit import checked
@@ -63,10 +63,12 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
         if rows:
             own = operations[number]
             again, overhead_ns = _held_by_others(stage, known), plan.split_overhead_ns
-            _check_operations(own, rows, again, overhead_ns, ends.get(number, (0, 0)), findings)
+            rows, timed = _exchanging(stage, rows, known, cluster), _times_known(plan, stage, cluster)
+            gathers = ends.get(number, (0, 0)) if timed else (None, None)
+            _check_operations(own, rows, again, overhead_ns, gathers, findings, timed=timed)
             for operation in own:
-                if operation.part_ns is not None:
-                    _check_part(number, stage, operation, known, findings)
+                if operation.part_ns is not None and timed:
+                    _check_part(number, stage, operation, known, cluster, findings)
     _check_dependencies(plan, profile, cluster, findings)
     _check_tied(plan, profile, known, findings)
     _check_steps(plan, profile, findings)
@@ -206,9 +208,13 @@ def _of_configuration(block: Block, configuration: str | None) -> Block:
 def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, findings: Findings) -> None:
     """Each device holds its part of what training keeps of every block, rounded up; what is tied and split alike, once.
 
-    Of what blocks of one stage split unlike it holds a part for each way.
+    Of what blocks of one stage split unlike it holds a part for each way. Levels 2 and 3 are for what is not tied.
     """
     parts = [_parts_held(known, stage, place) for place in range(len(stage.blocks))]
+    for tied in profile.tied if stage.zero > 1 and _sharers(stage) > 1 else ():
+        if known.kept_tied[tied.name].total and _uses(stage, tied):
+            text = f"is {stage.zero}, which exchanges state block by block, and {tied.name!r} is of several blocks"
+            findings.add("profile", f"stages[{number}].zero", text)
     expected = MemoryBytes()
     for block, held in zip(stage.blocks, parts, strict=True):
         expected += _share(known.kept[block], held[0].num_parts, stage, known)
@@ -225,9 +231,12 @@ def _share(state: MemoryBytes, parts: int, stage: Stage, known: _Known, *, least
     """What a device has of what its replica has in so many parts: of what replicas divide only its own part of that.
 
     The largest part, or the ``least``. Level 1 divides the optimizer's state and master copies; where parameters are
-    cast at each use, their master copy is all that is kept of them, and whole.
+    cast at each use, their master copy is all that is kept of them, and whole. Level 2 divides gradients, too, and
+    level 3 everything.
     """
     divided = {OPTIMIZER} if known.cast else {OPTIMIZER, MASTER}
+    divided |= {GRADIENTS} if stage.zero > 1 else set()
+    divided |= set(STATE_KINDS) if stage.zero > 2 else set()
     found = {}
     for kind, size in state.items():
         cut = parts * (_sharers(stage) if kind in divided and stage.zero else 1)
@@ -246,10 +255,13 @@ def _parts_held(known: _Known, stage: Stage, place: int) -> tuple[HeldPart, ...]
     return tuple(held_part(block, mesh, device) for device in range(stage.shards))
 
 
-def _check_part(number: int, stage: Stage, forward: Operation, known: _Known, findings: Findings) -> None:
+def _check_part(
+    number: int, stage: Stage, forward: Operation, known: _Known, cluster: Cluster | None, findings: Findings
+) -> None:
     """One of two parts of a micro-batch takes what the profile says of half the samples."""
     rows = _rows(number, stage, stage.microbatch_size // stage.replicas // 2, known, findings)
     if rows:
+        rows = _exchanging(stage, rows, known, cluster)
         expected = {"part_ns": max(1, sum(row.forward_ns for row in rows))}
         _compare(f"operations[{forward.id}]", forward, expected, findings)
 
@@ -434,33 +446,88 @@ def _sharded_ns(
 
     Each group sums ``own`` bytes so that a device has its part of the sum, then those with equal parts, in all groups
     of stages that are ``alike``, sum these. Gathered is every trained parameter of the stage: those with gradients.
+    Level 2 sums with each micro-batch, so that a device has its part of ``own`` bytes, and only what the first block
+    made last is still to be reduced; level 3 gathers no more than that block, for the next iteration's first forward.
     """
     size = _sharers(stage)
-
-    def groups(each: Stage) -> dict[tuple[int, int], list[int]]:
-        found: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for place, device in enumerate(each.devices):
-            found[place % each.shards, place // each.shards // size].append(device)
-        return found
-
-    inner = list(groups(stage).values())
+    inner = list(_groups_in(stage, size).values())
     outer: dict[tuple[int, int], set[int]] = defaultdict(set)
     for each in alike:
-        for (shard, _), devices in groups(each).items():
+        for (shard, _), devices in _groups_in(each, size).items():
             for place, device in enumerate(devices):
                 outer[shard, place].add(device)
-    gradients, trained = stage.state[GRADIENTS], stage.state[PARAMETERS]
+    gradients, trained = stage.state[GRADIENTS] * (size if stage.zero > 1 else 1), stage.state[PARAMETERS]
     if not known.recipe.is_custom:
         each_takes = bytes_per_parameter(known.recipe)
         trained = gradients * each_takes[MASTER if known.cast else PARAMETERS] // each_takes[GRADIENTS]
-    times = [
-        round(time_of_groups(cluster, Exchange("reduce_scatter", own), inner)),
-        round(
-            time_of_groups(cluster, Exchange("all_reduce", (own + size - 1) // size), list(map(sorted, outer.values())))
-        ),
-        round(time_of_groups(cluster, Exchange("all_gather", trained if gradients else 0), inner)),
-    ]
-    return times[0] + times[1], times[2]
+    part = own if stage.zero > 1 else (own + size - 1) // size
+    between = round(time_of_groups(cluster, Exchange("all_reduce", part), list(map(sorted, outer.values()))))
+    copy, gradient, _ = _exchanged(stage, stage.blocks[0], known)
+    scattered = round(time_of_groups(cluster, Exchange("reduce_scatter", own if stage.zero == 1 else gradient), inner))
+    kept = trained if gradients else 0
+    gathered = round(time_of_groups(cluster, Exchange("all_gather", copy if stage.zero == 3 else kept), inner))
+    return scattered + between, gathered
+
+
+def _groups_in(stage: Stage, size: int) -> dict[tuple[int, int], list[int]]:
+    """{(shard, number of a group of so many replicas): its devices}"""
+    found: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for place, device in enumerate(stage.devices):
+        found[place % stage.shards, place // stage.shards // size].append(device)
+    return found
+
+
+def _times_known(plan: Plan, stage: Stage, cluster: Cluster | None) -> bool:
+    """Whether durations of a stage's actions follow from the profile: with exchanges inside only on known links."""
+    return stage.zero < 2 or _sharers(stage) == 1 or _knows_links(plan, cluster)
+
+
+def _exchanged(stage: Stage, block: str, known: _Known) -> tuple[int, int, int]:
+    """Bytes on a device of what is whole while a block runs: the copy that computes, gradients, the cast part of that.
+
+    Levels 2 and 3 reduce gradients block by block, and level 3 gathers the copy; where parameters are cast at each use
+    all of it is made for that, and the block's workspace counts it.
+    """
+    cast = math.ceil(running_bytes(known.blocks[block], known.recipe) / stage.shards)
+    copy = cast if known.cast else math.ceil(known.kept[block][PARAMETERS] / stage.shards)
+    gathers = stage.zero == 3
+    return copy * gathers, math.ceil(known.kept[block][GRADIENTS] / stage.shards), cast * gathers
+
+
+def _exchanging(stage: Stage, rows: list[CostRow], known: _Known, cluster: Cluster | None) -> list[CostRow]:
+    """Rows of blocks that exchange what replicas divide, beside their compute: each takes what is longer.
+
+    Before F, B and I its copy is gathered, after B and W its gradients are reduced. Of both there is room for two
+    blocks, of which one is exchanged while the other runs.
+    """
+    if stage.zero < 2 or (size := _sharers(stage)) == 1:
+        return rows
+    groups, found = list(_groups_in(stage, size).values()), list[CostRow]()
+    for block, row in zip(stage.blocks, rows, strict=True):
+        copy, gradient, cast = _exchanged(stage, block, known)
+        gather = round(time_of_groups(cluster, Exchange("all_gather", copy), groups))
+        reduce = round(time_of_groups(cluster, Exchange("reduce_scatter", gradient), groups))
+        whole = row.backward_ns
+        if whole is None:
+            whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
+        changes = {
+            "forward_ns": _beside(gather, row.forward_ns, cluster),
+            "backward_ns": _beside(gather + reduce, whole, cluster),
+            "workspace_bytes": row.workspace_bytes + copy + copy - cast + gradient + gradient,
+        }
+        if row.input_grad_ns is not None and row.weight_grad_ns is not None:
+            changes |= {
+                "input_grad_ns": _beside(gather, row.input_grad_ns, cluster),
+                "weight_grad_ns": _beside(reduce, row.weight_grad_ns, cluster),
+            }
+        found.append(row.model_copy(update=changes))
+    return found
+
+
+def _beside(exchange: int, compute: int, cluster: Cluster | None) -> int:
+    """Ns of compute and an exchange at the same time: the first is slower by the cluster's contention meanwhile."""
+    slowed = compute if cluster is None else compute + round(cluster.contention * exchange)
+    return slowed if slowed > exchange else exchange
 
 
 def _inside_ns(stage: Stage, profile: Profile, apart: set[str], known: _Known, cluster: Cluster | None) -> int:
@@ -507,11 +574,14 @@ def _check_operations(
     split_overhead_ns: int,
     ends: tuple[int | None, int | None],
     findings: Findings,
+    *,
+    timed: bool,
 ) -> None:
     """Durations add up over the blocks; activations are taken by F (and I), and given back by B, or by I and W.
 
     ``again`` bytes are of tensors that more than one block counts. ``ends`` are how long F gathers what leaves the
-    stage, and B or I the gradients of what came; None where that is not known.
+    stage, and B or I the gradients of what came; None where that is not known. What lasts how long is compared only
+    where it is ``timed``.
     """
     gathering = dict(zip((Role.FORWARD, Role.BACKWARD, Role.INPUT_GRAD), (*ends, ends[1]), strict=True))
     held = max(0, sum(row.activation_bytes for row in rows) - again)
@@ -533,7 +603,7 @@ def _check_operations(
         gather = gathering.get(operation.role, 0)
         whole = sum(duration or 0 for duration in durations) + overhead
         expected = {
-            **({} if gather is None else {"duration_ns": max(1, whole + gather)}),
+            **({} if gather is None or not timed else {"duration_ns": max(1, whole + gather)}),
             "acquire_bytes": acquire,
             "release_bytes": release,
             "workspace_bytes": max(row.workspace_bytes for row in rows),

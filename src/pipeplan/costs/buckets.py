@@ -29,12 +29,15 @@ def with_buckets(
 ) -> list[Stage]:
     """Stages with their buckets, of two or more, but for the times of sums.
 
-    Not of stages whose costs are ``given``: what each of their blocks takes is not known.
+    Not of stages whose costs are ``given``: what each of their blocks takes is not known. Nor where gradients are
+    divided, and reduced block by block as it is (levels 2 and 3).
     """
     with_others = {id_ for stage in stages for id_ in stage.blocks} if len({s.route for s in stages}) > 1 else set()
     found = [*stages]
     for operation in operations:
         stage = stages[operation.stage]
+        if stage.zero > 1:
+            continue
         summed = stage.replicas > 1 or not with_others.isdisjoint(stage.blocks)
         if operation.role in GRADIENT_ROLES and summed and len(stage.blocks) > 1 and operation.stage not in given:
             apart = {each.name for each in tied if operation.stage in each.stages}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -14,9 +15,9 @@ from pipeplan.costs.buckets import with_buckets
 from pipeplan.costs.communication import all_gather_time, transfer_time
 from pipeplan.costs.recipes import state_of, step_bytes
 from pipeplan.costs.shared import SharedState, with_syncs
-from pipeplan.costs.zero import WHOLE, Zero, cuts
+from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanged, Exchanging, Zero, cuts, with_exchanges
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Recipe
+from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Recipe, TiedParameter
 from pipeplan.time_limit import checked
 from pipeplan.units import MAX_BYTES, MAX_NS, MAX_TOTAL, require_sum
 from pipeplan.workload.elements import (
@@ -35,6 +36,8 @@ from pipeplan.workload.kinds import BACKWARD_ROLES, STATE_KINDS, MemoryBytes, Me
 from pipeplan.workload.samples import carried
 from pipeplan.workload.workload import Workload
 
+_NOWHERE = Exchanging()
+
 
 def can_split(profile: Profile) -> bool:
     """Whether some block has input and weight gradients apart, so that a plan can split backward there."""
@@ -49,17 +52,22 @@ def stage_costs(
     *,
     recompute: Recompute = False,
     zero: Zero = WHOLE,
+    exchanging: Exchanging = _NOWHERE,
 ) -> StageCost:
     """Costs of blocks that run one after another on each device of a group.
 
     Times, activations and parameters add up; a tensor that several of the blocks take and give a gradient for is held
     once (of blocks that divide it along the sequence, a slice), and so are parameters that they share. Workspace is the
-    largest, since only one block runs at a time. Of what replicas divide by ``zero`` there is one part.
+    largest, since only one block runs at a time. Of what replicas divide by ``zero`` there is one part, and what they
+    exchange of each block takes its time where they are ``exchanging``; by default that is left out.
 
     Raises:
-        UsageError: a block has no costs for this micro-batch size or shard count.
+        UsageError: a block has no costs for this micro-batch size or shard count, or shares what it would gather.
     """
-    return group_costs(profile, [tuple(blocks)], microbatch_size, shards, recompute=recompute, zero=zero)[0]
+    (cost,) = group_costs(
+        profile, [tuple(blocks)], microbatch_size, shards, recompute=recompute, zero=zero, exchanging=exchanging
+    )
+    return cost
 
 
 def group_costs(
@@ -70,11 +78,12 @@ def group_costs(
     *,
     recompute: Recompute = False,
     zero: Zero = WHOLE,
+    exchanging: Exchanging = _NOWHERE,
 ) -> list[StageCost]:
     """:func:`stage_costs` of every group of blocks: the profile is looked through once for all.
 
     Raises:
-        UsageError: a block has no costs for this micro-batch size or shard count.
+        UsageError: a block has no costs for this micro-batch size or shard count, or shares what it would gather.
     """
     by_id = {block.id: block for block in profile.blocks}
     into: dict[str, list[Edge]] = defaultdict(list)
@@ -86,10 +95,39 @@ def group_costs(
         id_: state_of(by_id[id_], recipe).share(cut) for id_ in checked(dict.fromkeys(chain.from_iterable(groups)), 64)
     }
     tied = _tied_in(profile, shards, cut)
-    return [
-        _summed([by_id[id_] for id_ in blocks], into, kept, tied, recipe, microbatch_size, shards, recompute=recompute)
-        for blocks in checked(groups, 64)
-    ]
+    if zero.level >= IN_ACTIONS:
+        require_apart(profile, zero.level, kept.keys())
+
+    times = cache(exchanging.times)
+
+    def exchanged(block: Block, row: CostRow) -> CostRow:
+        own = Exchanged.of(block, recipe, zero, shards)
+        return with_exchanges(row, own, times(own), exchanging.contention) if any(own) else row
+
+    def summed(blocks: Sequence[str]) -> StageCost:
+        chosen = [by_id[id_] for id_ in blocks]
+        return _summed(chosen, into, kept, tied, recipe, microbatch_size, shards, exchanged, recompute=recompute)
+
+    return [summed(blocks) for blocks in checked(groups, 64)]
+
+
+def require_apart(profile: Profile, level: int, blocks: Set[str]) -> None:
+    """Refuse to exchange what some blocks share: it is gathered and reduced block by block, and would be with each.
+
+    Raises:
+        UsageError: one of the blocks shares parameters with others.
+    """
+    tied = next((each for each in shared_in(profile) if not blocks.isdisjoint(each.blocks)), None)
+    if tied is not None:
+        raise UsageError(
+            f"zero {level} exchanges state block by block, and blocks {' and '.join(map(repr, tied.blocks))} share "
+            f"{tied.name!r}, which none of them can gather or reduce for the others; give --zero 1, or 0"
+        )
+
+
+def shared_in(profile: Profile) -> list[TiedParameter]:
+    """The parameters that several blocks have, as far as training keeps something of them."""
+    return [each for each in profile.tied if state_of(each, profile.recipe).total]
 
 
 def _tied_in(profile: Profile, shards: int, cut: Mapping[MemoryKind, int]) -> dict[str, list[TiedShare]]:
@@ -110,19 +148,23 @@ def _summed(
     recipe: Recipe,
     microbatch_size: int,
     shards: int,
+    exchanged: Callable[[Block, CostRow], CostRow],
     *,
     recompute: Recompute,
 ) -> StageCost:
     """Costs of the chosen blocks, with the edges ``into`` each block, what a device keeps of it, and what it shares."""
     edges = [[(edge, places_divided(block, shards)) for edge in into.get(block.id, ())] for block in chosen]
     rows = [
-        block_costs(
+        exchanged(
             block,
-            microbatch_size,
-            shards,
-            recompute=again,
-            input_bytes=sum(_edge_bytes(edge, microbatch_size, parts) for edge, parts in each),
-            recipe=recipe,
+            block_costs(
+                block,
+                microbatch_size,
+                shards,
+                recompute=again,
+                input_bytes=sum(_edge_bytes(edge, microbatch_size, parts) for edge, parts in each),
+                recipe=recipe,
+            ),
         )
         for block, each, again in zip(chosen, edges, asked_again(chosen, recompute), strict=True)
     ]
@@ -210,11 +252,11 @@ def build_workload(
         _require_shared_out(stage, mini_batch, placement.num_routes)
     _require_one_size(placed, placement.num_routes)
     _require_alike(placed)
-    costs = _costs_of(profile, placed, given or {})
+    costs = _costs_of(profile, placed, given or {}, cluster)
     costs = _with_whole_ends(profile, placed, costs, given or {}, placement.num_routes, cluster)
     operations = _operations(costs, split_backward, split_overhead_ns)
     stages, tied = _with_shared(profile, placed, costs, operations, given or {}, cluster)
-    operations = tuple(_with_parts(profile, stages[each.stage], each) for each in operations)
+    operations = tuple(_with_parts(profile, stages[each.stage], each, cluster) for each in operations)
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
     known = cluster.reserve_bytes if cluster is not None and memory_bytes is None else (0,) * placement.num_devices
     reserve = known if reserve_bytes is None else reserve_bytes
@@ -255,12 +297,23 @@ def _with_shared(
     tied = shared.tied(stages)
     stages = stages if cluster is None else with_buckets(shared, stages, tied, operations, given)
     stages, tied = with_syncs(stages, tied, profile.recipe, cluster)
+    stages = [_with_first_and_last(shared.blocks[stage.blocks[0]], stage, profile.recipe, cluster) for stage in stages]
     for number, stage in enumerate(stages):
         if stage.configurations:
             apart = {each.name for each in tied if number in each.stages}
             inner = shared.inner_sums_ns(stage, apart, cluster)
             stages[number] = replace(stage, sync_ns=stage.sync_ns + inner)
     return with_steps(profile, stages, tied), tied
+
+
+def _with_first_and_last(first: Block, stage: Stage, recipe: Recipe, cluster: Cluster | None) -> Stage:
+    """A stage with the exchanges that no block of its own is beside, both of its ``first`` block.
+
+    The last reduction comes after the last backward; the gather before the first forward, after the step before.
+    """
+    exchanged = Exchanged.of(first, recipe, Zero.of(stage), stage.shards)
+    gather, reduce = Exchanging.of(stage, cluster).times(exchanged)
+    return replace(stage, sync_ns=stage.sync_ns + reduce, gather_ns=stage.gather_ns + gather)
 
 
 def with_steps(profile: Profile, stages: Sequence[Stage], tied: Sequence[TiedState]) -> list[Stage]:
@@ -368,9 +421,12 @@ def _split_ns(row: CostRow) -> int:
     return (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
 
 
-def _costs_of(profile: Profile, stages: Sequence[Stage], given: Mapping[int, StageCost]) -> list[StageCost]:
+def _costs_of(
+    profile: Profile, stages: Sequence[Stage], given: Mapping[int, StageCost], cluster: Cluster | None
+) -> list[StageCost]:
     """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
-    found, alike = dict(given), defaultdict[tuple[int, int, Recompute, Zero], list[int]](list)
+    found = dict(given)
+    alike = defaultdict[tuple[int, int, Recompute, Zero, tuple[tuple[int, ...], ...]], list[int]](list)
     for number, stage in enumerate(stages):
         if number in given:
             continue
@@ -380,10 +436,11 @@ def _costs_of(profile: Profile, stages: Sequence[Stage], given: Mapping[int, Sta
                 "and a profile does not say what that costs; plans with these stages come from pipeplan frontier"
             )
         again = stage.again if stage.recompute is True else stage.recompute  # the ends of a model, too, where so said
-        alike[stage.microbatch_size // stage.replicas, stage.shards, again, Zero.of(stage)].append(number)
-    for (samples, shards, recompute, zero), numbers in alike.items():
-        blocks = [stages[number].blocks for number in numbers]
-        costs = group_costs(profile, blocks, samples, shards, recompute=recompute, zero=zero)
+        samples, groups = stage.microbatch_size // stage.replicas, Exchanging.of(stage, cluster).groups
+        alike[samples, stage.shards, again, Zero.of(stage), groups].append(number)
+    for (samples, shards, recompute, zero, groups), numbers in alike.items():
+        blocks, exchanging = [stages[number].blocks for number in numbers], Exchanging(cluster, groups)
+        costs = group_costs(profile, blocks, samples, shards, recompute=recompute, zero=zero, exchanging=exchanging)
         found.update(zip(numbers, costs, strict=True))
     return [found[number] for number in range(len(stages))]
 
@@ -481,7 +538,7 @@ def _require_alike(stages: Sequence[Stage]) -> None:
             )
 
 
-def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operation:
+def _with_parts(profile: Profile, stage: Stage, operation: Operation, cluster: Cluster | None) -> Operation:
     """A forward that runs some micro-batches in two parts says how long one takes."""
     if operation.role is not Role.FORWARD or not stage.num_parted:
         return operation
@@ -490,7 +547,10 @@ def _with_parts(profile: Profile, stage: Stage, operation: Operation) -> Operati
             "a stage that splits each block in its own way cannot run forwards in two parts; leave out its num_parted"
         )
     samples = stage.microbatch_size // stage.replicas // 2
-    cost = stage_costs(profile, stage.blocks, samples, stage.shards, recompute=stage.again)
+    zero, exchanging = Zero.of(stage), Exchanging.of(stage, cluster)
+    cost = stage_costs(
+        profile, stage.blocks, samples, stage.shards, recompute=stage.again, zero=zero, exchanging=exchanging
+    )
     return replace(operation, part_ns=max(1, cost.forward_ns))
 
 

@@ -20,11 +20,14 @@ Shape = Sequence[int]
 class TorchParts:
     """Elements [rank] of which a rank has gradient and optimizer state, and those it stores of parameters, padded.
 
-    ``even`` is what plans say of each rank: an equal part of all, rounded up.
+    ``gathered`` are those that every rank has of parameters while they are whole: for as long as a module computes or,
+    with ``reshard_after_forward=False``, from its forward to its backward; none where nothing is gathered. ``even`` is
+    what plans say of each rank: an equal part of all, rounded up.
     """
 
     owned: tuple[int, ...]
     stored: tuple[int, ...]
+    gathered: int = 0
 
     @property
     def even(self) -> int:
@@ -38,7 +41,7 @@ class TorchParts:
 
 
 def fully_sharded(shapes: Iterable[Shape], ranks: int) -> TorchParts:
-    """Of ``fully_shard``, with every parameter cut in dimension 0: gradients, optimizer and parameters alike.
+    """Of ``fully_shard`` (ZeRO 3), with every parameter cut in dimension 0: gradients, optimizer and parameters alike.
 
     Raises:
         ValueError: a parameter is a single number, which has no dimension to cut.
@@ -52,7 +55,7 @@ def fully_sharded(shapes: Iterable[Shape], ranks: int) -> TorchParts:
         stored += part * width
         for rank in range(ranks):
             owned[rank] += max(0, min(part, rows - rank * part)) * width
-    return TorchParts(tuple(owned), (stored,) * ranks)
+    return TorchParts(tuple(owned), (stored,) * ranks, sum(owned))
 
 
 def owned_whole(shapes: Iterable[Shape], ranks: int) -> TorchParts:

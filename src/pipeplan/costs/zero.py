@@ -3,6 +3,14 @@
 Replicas of a *group*, by default all of a stage's, have one copy of what they divide together (ZeRO, SC'20, section 5;
 with groups smaller than all replicas: PyTorch FSDP, VLDB'23, section 3.2.2). Each has an equal part, rounded up; what
 torch's own rules add to that is in :mod:`pipeplan.costs.torch_parts`.
+
+From level 2 on groups exchange in the middle of an iteration, block by block, as FSDP does that wraps each layer: what
+a weight gradient made is reduced and scattered with each micro-batch, and by level 3 parameters are gathered before a
+block's forward and before its backward, and given back after each. The network runs beside compute, one block apart: a
+copy is gathered while the block before it runs, a gradient reduced while the block after it does (VLDB'23, sections
+3.3.1 and 3.3.2). So a block takes the longer of its compute and its own exchanges, and what has no neighbour is left
+over: the first gather before the first forward and the last reduction after the last backward. Compute may be slower
+meanwhile (a cluster's ``contention``).
 """
 
 from __future__ import annotations
@@ -12,14 +20,17 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from pipeplan.costs.communication import Exchange, time_of_groups
-from pipeplan.costs.recipes import bytes_per_parameter, copy_held
-from pipeplan.files import Cluster, Recipe
+from pipeplan.costs.recipes import bytes_per_parameter, copy_held, running_bytes, state_of
+from pipeplan.files import Block, Cluster, CostRow, Recipe
 from pipeplan.files.placement import PlacedStage
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryKind
 
-_DIVIDED = (OPTIMIZER, MASTER)
-"""The kinds of state that level 1 divides."""
+_DIVIDED = ((), (OPTIMIZER, MASTER), (OPTIMIZER, MASTER, GRADIENTS), STATE_KINDS)
+"""[level] the kinds of state that it divides."""
+
+IN_ACTIONS, GATHERED = 2, 3
+"""The levels from which on gradients are reduced with each micro-batch, and parameters gathered for each use."""
 
 
 class Zero(NamedTuple):
@@ -54,11 +65,77 @@ def cuts(recipe: Recipe, zero: Zero, parts: int = 1) -> Mapping[MemoryKind, int]
 
     Where parameters are cast at each use, what is kept of them is the master copy, which is divided as they are.
     """
-    held = copy_held(recipe)
+    whole = copy_held(recipe) if zero.level < GATHERED else None
     return {
-        kind: parts * (zero.group if zero.level and kind in _DIVIDED and kind is not held else 1)
-        for kind in STATE_KINDS
+        kind: parts * (zero.group if kind in _DIVIDED[zero.level] and kind is not whole else 1) for kind in STATE_KINDS
     }
+
+
+class Exchanged(NamedTuple):
+    """Of a block, on each device of a replica: bytes of the copy that is gathered, of the gradients that are reduced.
+
+    ``running`` bytes of that copy are counted by the block's own workspace, as they are cast at each use.
+    """
+
+    gathered: int = 0
+    reduced: int = 0
+    running: int = 0
+
+    @classmethod
+    def of(cls, block: Block, recipe: Recipe, zero: Zero, shards: int) -> Exchanged:
+        """What a level exchanges with each micro-batch: nothing below the second."""
+        if zero.level < IN_ACTIONS:
+            return cls()
+        state, running = state_of(block, recipe).share(shards), -(-running_bytes(block, recipe) // shards)
+        gathers = zero.level >= GATHERED
+        return cls((running or state[PARAMETERS]) * gathers, state[GRADIENTS], running * gathers)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What is there whole while the block runs: its own, and as much of the block that is a neighbour in time."""
+        return 2 * self.gathered - self.running + 2 * self.reduced
+
+
+class Exchanging(NamedTuple):
+    """The groups of a stage, shard by shard, on links where these are known."""
+
+    cluster: Cluster | None = None
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, stage: Stage, cluster: Cluster | None) -> Exchanging:
+        """Those of a stage."""
+        zero = Zero.of(stage)
+        if cluster is None or zero.level < IN_ACTIONS:
+            return cls()
+        return cls(cluster, tuple(map(tuple, _groups(stage, zero.group))))
+
+    @property
+    def contention(self) -> float:
+        """By what part of its speed a device computes less meanwhile."""
+        return 0.0 if self.cluster is None else self.cluster.contention
+
+    def times(self, block: Exchanged) -> tuple[int, int]:
+        """Ns to gather a block's parameters, and to reduce and scatter its gradients, in all groups at once."""
+        if not self.groups:
+            return 0, 0
+        gathered = time_of_groups(self.cluster, Exchange("all_gather", block.gathered), self.groups)
+        reduced = time_of_groups(self.cluster, Exchange("reduce_scatter", block.reduced), self.groups)
+        return round(gathered), round(reduced)
+
+
+def with_exchanges(row: CostRow, block: Exchanged, times: tuple[int, int], contention: float = 0.0) -> CostRow:
+    """A block's costs with the ``times`` of what it exchanges beside its compute, and with what is whole meanwhile.
+
+    By ``contention`` compute is slower for as long as exchanges last, so that it has that part of them to make up for.
+    """
+    gather, reduce = times
+    beside = {"forward_ns": gather, "backward_ns": gather + reduce, "input_grad_ns": gather, "weight_grad_ns": reduce}
+    alone = {"backward_ns": row.whole_backward_ns} | {
+        name: time for name in beside if (time := getattr(row, name)) is not None
+    }
+    longer = {name: max(beside[name], time + round(contention * beside[name])) for name, time in alone.items()}
+    return row.model_copy(update=longer | {"workspace_bytes": row.workspace_bytes + block.workspace_bytes})
 
 
 def updated_bytes(stage: Stage, recipe: Recipe) -> int:
@@ -80,7 +157,8 @@ def exchange_ns(
 
     Each group reduces and scatters, so that a device has the sum of its part; parts are summed over the groups, also
     of the other stages that are ``sharing`` blocks, on other routes. After the step each group gathers the parameters.
-    Groups run at the same time, on links that they may share.
+    Groups run at the same time, on links that they may share. From level 2 on a device has a part from the beginning,
+    whose ``size`` it is, and from level 3 on parameters are gathered when they are used.
     """
     zero = Zero.of(stage)
     groups = [group for each in {stage: None, **dict.fromkeys(sharing)} for group in _groups(each, zero.group)]
@@ -88,10 +166,10 @@ def exchange_ns(
     across = [
         list(place) for shard in range(stage.shards) for place in zip(*groups[shard :: stage.shards], strict=True)
     ]
-    part = -(-size // zero.group)
-    scattered = time_of_groups(cluster, Exchange("reduce_scatter", size), own)
+    part = size if zero.level >= IN_ACTIONS else -(-size // zero.group)
+    scattered = 0.0 if zero.level >= IN_ACTIONS else time_of_groups(cluster, Exchange("reduce_scatter", size), own)
     summed = time_of_groups(cluster, Exchange("all_reduce", part), [sorted(set(place)) for place in across])
-    gathered = time_of_groups(cluster, Exchange("all_gather", updated), own)
+    gathered = 0.0 if zero.level >= GATHERED else time_of_groups(cluster, Exchange("all_gather", updated), own)
     return round(scattered) + round(summed), round(gathered)
 
 

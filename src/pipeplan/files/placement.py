@@ -84,7 +84,7 @@ class PlacedStage(FileModel):
             raise ValueError("blocks name a block twice")
         size = self.microbatch_size
         samples = 0 if size is None else size // self.replicas  # without a size of its own it is not known yet
-        if problem := sharing_problem(self.zero, self.zero_group, self.replicas):
+        if problem := sharing_problem(self.zero, self.zero_group, self.replicas, bool(self.configurations)):
             raise ValueError(problem)
         if problem := configuration_problem(self.configurations, len(self.blocks), self.shards, samples):
             raise ValueError(f"configurations {problem}")

@@ -224,7 +224,7 @@ class Plan(File):
             raise ValueError(f"stages[{number}].devices name a device twice")
         if stage.shards * stage.replicas != len(stage.devices):
             raise ValueError(f"stages[{number}]: shards x replicas must equal its {len(stage.devices)} devices")
-        if problem := sharing_problem(stage.zero, stage.zero_group, stage.replicas):
+        if problem := sharing_problem(stage.zero, stage.zero_group, stage.replicas, bool(stage.configurations)):
             raise ValueError(f"stages[{number}]: {problem}")
         if problem := recompute_problem(stage.recompute, len(stage.blocks)):
             raise ValueError(f"stages[{number}].recompute {problem}")

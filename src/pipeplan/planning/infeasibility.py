@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from pipeplan.costs.zero import AUTO
+from pipeplan.costs.stages import shared_in
+from pipeplan.costs.zero import AUTO, GATHERED
 from pipeplan.errors import (
     InfeasibleError,
     NotApplicableError,
@@ -157,7 +158,7 @@ class _Least:
         """Flags each of which by itself makes something fit into the memory there is."""
         for flag, request in _changed(self._request):
             within = request.within(self._limit)
-            if any(fit(within) is not None for fit in (self._chain, self._graph)):
+            if flag not in self.others and any(fit(within) is not None for fit in (self._chain, self._graph)):
                 self.others.append(flag)
 
     def _lower(self, fit: _FitOf) -> None:
@@ -254,8 +255,9 @@ def _changed(request: Request) -> Iterator[tuple[str, Request]]:
     """Requests that may need less memory, by the flag that makes them; only what was fixed is changed."""
     if request.recompute is False:
         yield "--recompute auto", replace(request, recompute=None)
-    if request.zero == 0 and request.replicas != 1 and request.num_devices > 1:
-        yield "--zero auto", replace(request, zero=AUTO)
+    if request.zero not in (None, AUTO) and request.replicas != 1 and request.num_devices > 1:
+        for level in range(request.zero + 1, 1 + (1 if shared_in(request.profile) else GATHERED)):
+            yield "--zero auto", replace(request, zero=AUTO, auto_level=level)
     size = request.batch.microbatch_size
     if not request.sizes and not isinstance(request.placement, Placement):
         smallest = max(min(row.microbatch_size for row in block.costs) for block in request.profile.blocks)

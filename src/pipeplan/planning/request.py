@@ -17,7 +17,7 @@ from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions
 from pipeplan.costs.recipes import computing_dtype
-from pipeplan.costs.stages import require_totals
+from pipeplan.costs.stages import require_apart, require_totals
 from pipeplan.costs.zero import AUTO, WHOLE, Zero
 from pipeplan.errors import PipeplanError, UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
@@ -136,7 +136,8 @@ class Request:
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
     and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
-    and AUTO where nothing fits. ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how
+    and AUTO where nothing fits. AUTO begins with ``auto_level``, the least at which something may fit.
+    ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how
     many devices split each block of a chain, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how
     many leading micro-batches run their warmup forwards in two parts. ``time_limit`` is in seconds: by the clock, or
     ``deterministic`` by work that takes about as long.
@@ -167,6 +168,7 @@ class Request:
     replicas: int | None = None
     zero: int | Literal["auto"] | None = None
     zero_group: int | None = None
+    auto_level: int = 1
     shards: int | None = None
     spread: bool | None = None
     num_parted: int | None = None
@@ -212,7 +214,7 @@ class Request:
         """Require that some replicas can do what ``zero`` and ``zero_group`` say.
 
         Raises:
-            UsageError: there can be no replicas, or none that ``zero_group`` divides; a level that is not there.
+            UsageError: there can be no replicas, or none that ``zero_group`` divides; a level that blocks cannot have.
         """
         zero, group = self.zero, self.zero_group
         if group is not None and zero in (None, 0):
@@ -220,10 +222,7 @@ class Request:
                 f"--zero-group {group} is how many replicas share a copy of what --zero divides; give --zero auto, too"
             )
         if zero in (2, 3):
-            raise UsageError(
-                f"--zero {zero} is not there yet: plans have no actions that gather parameters or reduce gradients for "
-                "every micro-batch; give --zero 1, which divides the optimizer's state and master copies"
-            )
+            require_apart(self.profile, zero, {block.id for block in self.profile.blocks})
         given = self.placement.stages if isinstance(self.placement, Placement) else ()
         most = max(self.device_counts, default=self.num_devices)
         able = [stage.replicas for stage in given] or [self.replicas or most]
@@ -245,7 +244,7 @@ class Request:
         if replicas == 1 or self.zero in (None, 0):
             return WHOLE
         group = self.zero_group or replicas
-        level = 1 if self.zero == AUTO else int(self.zero or 0)
+        level = self.auto_level if self.zero == AUTO else int(self.zero or 0)
         return None if replicas % group else Zero(level, group) if group > 1 else WHOLE
 
     @classmethod

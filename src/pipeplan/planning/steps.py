@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
-from pipeplan.costs.zero import AUTO
+from pipeplan.costs.zero import AUTO, WHOLE, Zero
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.partition.chain.rebalance import even
@@ -51,10 +51,10 @@ from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FewerBytes, FirstLook
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
-from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded, time_is_up
+from pipeplan.time_limit import Limit, TimeUpError, checked, checkpoint, shielded, time_is_up
 from pipeplan.units import format_ns
 from pipeplan.workload.bounds import weak_iteration_bound
-from pipeplan.workload.elements import Recompute
+from pipeplan.workload.elements import Recompute, Stage
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
 from pipeplan.workload.steady_state.loop import LoopedOrders, looped
@@ -129,9 +129,10 @@ def _eased(request: Request, trial: Trial, index: int, budget: Budget) -> Iterat
 
 @dataclass(frozen=True)
 class EaseSharding(PlanStep):
-    """Stages of the best ``finalists`` that are quicker if every replica has all of its state, where orders still fit.
+    """Stages of the best ``finalists`` that are quicker if replicas divide less, or in groups, where orders still fit.
 
-    On rings the halves of an all-reduce take as long as the whole; measured links may say otherwise.
+    On rings the halves of an all-reduce take as long as the whole; measured links may say otherwise. What levels 2 and
+    3 exchange with each micro-batch is all the less, the less they divide, and the nearer the replicas of a group are.
     """
 
     finalists: int = 3
@@ -143,31 +144,67 @@ class EaseSharding(PlanStep):
 
     def run(self, search: PlanSearch) -> None:
         for trial in search.finalists[: self.finalists]:
-            _keep_whole(search.request, trial)
+            _divide_less(search.request, trial)
 
 
-def _keep_whole(request: Request, trial: Trial) -> None:
-    """Let replicas keep all of their state where that makes a shorter iteration with the same orders."""
+def _divide_less(request: Request, trial: Trial) -> None:
+    """Let replicas keep more of their state where that makes a shorter iteration with the same orders.
+
+    Of each stage the quickest way first: a lower level, or groups of fewer replicas.
+    """
     assert trial.best is not None  # it is a finalist
-    divided = trial.best.workload
-    whole: dict[str, object] = {"zero": 0, "zero_group": None}
-    every = {index: whole for index, stage in enumerate(divided.stages) if stage.sharers > 1}
-    if not every or divided.num_routes > 1:
+    divided, eased = trial.best.workload, False
+    if divided.num_routes > 1:
         return
-    alone = workloads(request, replace(trial.candidate, placement=_changed(trial.candidate.placement, every)))[0]
-    eased = False
-    for index in every:
-        before, after = (each.sync_ns + each.gather_ns for each in (divided.stages[index], alone.stages[index]))
-        if after >= before:
-            continue
-        placement = _changed(trial.candidate.placement, {index: whole})
-        schedule = _retimed(request, trial, placement, "")
-        if schedule is not None and iteration_of(schedule) < iteration_of(trial.best):
-            trial.candidate = replace(trial.candidate, placement=placement)
-            trial.best, trial.bounds = schedule, [schedule.bound_ns]
-            eased = True
+    for index, ways in _quicker_ways(request, trial.candidate, divided).items():
+        for change in ways:
+            placement = _changed(trial.candidate.placement, {index: change})
+            schedule = _retimed(request, trial, placement, "")
+            if schedule is not None and iteration_of(schedule) < iteration_of(trial.best):
+                trial.candidate = replace(trial.candidate, placement=placement)
+                trial.best, trial.bounds = schedule, [schedule.bound_ns]
+                eased = True
+                break
     if eased:
         trial.begin_again(request)
+
+
+_Change = dict[str, object]
+
+
+def _quicker_ways(request: Request, candidate: PlacementCandidate, divided: Workload) -> dict[int, list[_Change]]:
+    """{stage: what its replicas may divide instead in less time, the quickest first; of equals what divides most}"""
+    stages: dict[Zero, dict[int, _Change]] = {}
+    for index, stage in enumerate(divided.stages):
+        for zero in _less_divided(request, stage):
+            stages.setdefault(zero, {})[index] = {"zero": 0, "zero_group": None} | zero.keys(stage.replicas)
+    split = replace(request, split_backward=divided.splits_backward)
+    found: dict[int, list[tuple[int, int, Zero]]] = {}
+    for zero, changes in checked(stages.items(), 1):
+        other = workloads(split, replace(candidate, placement=_changed(candidate.placement, changes)))[0]
+        for index in changes:
+            if (time := _stage_ns(other, index)) < _stage_ns(divided, index):
+                found.setdefault(index, []).append((time, -zero.level, zero))
+    return {index: [stages[zero][index] for *_, zero in sorted(ways)] for index, ways in sorted(found.items())}
+
+
+def _less_divided(request: Request, stage: Stage) -> Iterator[Zero]:
+    """What replicas of a stage may divide instead: by its level or lower ones, in its groups or smaller ones."""
+    if stage.sharers == 1:
+        return
+    yield WHOLE
+    for level in range(1, stage.zero + 1):
+        for group in range(2, stage.sharers + 1):
+            fits = stage.sharers % group == 0 and request.zero_group in (None, group)
+            if fits and (level, group) != (stage.zero, stage.sharers):
+                yield Zero(level, group)
+
+
+def _stage_ns(workload: Workload, index: int) -> int:
+    """What a stage's devices compute and exchange in an iteration, one after the other."""
+    stage = workload.stages[index]
+    actions = workload.mini_batch // (stage.microbatch_size * workload.num_routes)
+    return actions * workload.work_of_stages[index] + stage.sync_ns + stage.gather_ns
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from pipeplan.costs import build_workload, transfer_time, with_recipe, with_syncs
+from pipeplan.costs.zero import IN_ACTIONS, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Plan, Profile, Recipe
 from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage
@@ -48,10 +49,12 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
     their times, others get the cluster's. With the profile, fixed latencies stay.
 
     Raises:
-        UsageError: the cluster has fewer devices than the plan, or a stage has configurations.
+        UsageError: the cluster has fewer devices than the plan, or a stage has configurations or exchanges state in
+            its actions.
     """
     _require_devices(plan, cluster)
     _require_no_configurations(plan, "--cluster")
+    _require_no_exchanges(plan)
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
     memory, reserve = cluster.memory_bytes, cluster.reserve_bytes
     stages, tied = with_syncs(plan.stages, plan.tied, plan.recipe or Recipe(), cluster)
@@ -110,6 +113,16 @@ def _require_no_configurations(plan: Plan, flag: str) -> None:
             raise UsageError(
                 f"stages[{index}] of the plan has configuration {used!r}; plans with configurations "
                 f"are simulated with their own costs: leave out {flag}"
+            )
+
+
+def _require_no_exchanges(plan: Plan) -> None:
+    """What replicas exchange block by block is in the times of actions, which only the profile has without it."""
+    for index, stage in enumerate(plan.stages):
+        if Zero.of(stage).level >= IN_ACTIONS:
+            raise UsageError(
+                f"stages[{index}] of the plan has zero {stage.zero}, and the times of its actions have what replicas "
+                "exchange of each block; give the --profile, too, or leave out --cluster"
             )
 
 

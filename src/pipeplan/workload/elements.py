@@ -107,13 +107,21 @@ Recompute = Again | Items[Again]
 OperationId = Annotated[str, Matching(f"^{NUMBER_PATTERN}{KIND_PATTERN}$")]
 
 
-ZeroLevel = Annotated[int, Ge(0), Le(1)]
-ZERO = "what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies"
+ZeroLevel = Annotated[int, Ge(0), Le(3)]
+ZERO = (
+    "what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, 2 gradients, too, "
+    "3 parameters, too"
+)
 ZERO_GROUP = "neighbouring replicas that together have one copy of what is divided; none: all replicas"
 
 
-def sharing_problem(zero: int, zero_group: int | None, replicas: int) -> str | None:
-    """What is wrong with how a stage's replicas divide what they keep, if anything."""
+def sharing_problem(zero: int, zero_group: int | None, replicas: int, configured: bool = False) -> str | None:
+    """What is wrong with how a stage's replicas divide what they keep, if anything.
+
+    ``configured`` says that its blocks have configurations.
+    """
+    if zero > 1 and configured:
+        return f"zero {zero} exchanges state block by block, and blocks with configurations cannot; let zero be 1"
     if zero_group is not None and not zero:
         return f"zero_group is {zero_group}, and zero 0 divides nothing; leave it out, or let zero be 1"
     if zero_group is not None and replicas % zero_group:
