@@ -17,8 +17,10 @@ from pipeplan.cli.main import cli
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, Placement, Source, read_plan, read_profile, write_file
 from support.commands import interrupted, pipeplan
+from support.marks import slow_but
 
 QUICK = ("--deterministic", "--time-limit", "1s")
+PLAIN = ("--placement", "one-to-one", "--deterministic", "--time-limit", "100ms")
 KEYS = {
     *("status", "scheduler", "makespan_ns", "lower_bound_ns", "gap", "period_ns", "period_lower_bound_ns", "unroll"),
     *("span", "bubble_rate", "bubble_rate_span", "bubble_rate_steady", "peak_memory_bytes", "num_microbatches"),
@@ -92,7 +94,7 @@ def test_cluster_gives_devices_memory_and_links(chain: Path, tmp_path: Path) -> 
     write_file(profile.model_copy(update={"edges": edges}), str(chain))
     write_file(cluster, str(tmp_path / "cluster.json"))
     done = pipeplan(
-        *("search", chain, "--cluster", "cluster.json", "--placement", "one-to-one", *QUICK),
+        *("search", chain, "--cluster", "cluster.json", *PLAIN),
         *("-o", "plan.json", "--json"),
         cwd=tmp_path,
     )
@@ -101,7 +103,7 @@ def test_cluster_gives_devices_memory_and_links(chain: Path, tmp_path: Path) -> 
     assert [device.memory_bytes for device in plan.devices] == [8 * 10**9] * 2 + [6 * 10**9] * 2
     assert {hop.duration_ns for each in plan.dependencies for hop in each.hops} == {6000}
     assert check(plan, read_profile(str(chain)), cluster).valid
-    more = pipeplan("search", chain, "--cluster", "cluster.json", "--memory", "9GB", *QUICK, cwd=tmp_path)
+    more = pipeplan("search", chain, "--cluster", "cluster.json", "--memory", "9GB", *PLAIN, cwd=tmp_path)
     assert more.returncode == 0, more.stderr
 
 
@@ -191,7 +193,7 @@ def test_a_broken_profile_names_the_place(v: Path) -> None:
     assert "blocks[2].costs[0].forward_ns" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@slow_but("number", [signal.SIGINT, signal.SIGTERM], lambda number: number == signal.SIGTERM)
 def test_interruption_writes_the_best_plan(tmp_path: Path, number: signal.Signals) -> None:
     costs = ShapeCosts(101, None, 97, 89, comm_ns=10, activation_bytes=2 * 10**9, weight_grad_bytes=10**9)
     profile = tmp_path / "profile.json"

@@ -21,6 +21,7 @@ from pipeplan.checker import Report, check
 from pipeplan.errors import FileError
 from pipeplan.files import Cluster, FileModel, Plan, Profile, parse, sha256_of, to_json
 from support.damage import Data, damage
+from support.marks import slow_but
 
 NUM_FILES = 5_000
 PIECES = 10
@@ -101,7 +102,7 @@ def require_places(report: Report) -> None:
         assert "\n" not in str(problem)
 
 
-@pytest.mark.parametrize("seed", range(PIECES))
+@slow_but("seed", range(PIECES), lambda seed: seed < 4)
 def test_damaged_files(seed: int) -> None:
     rng = random.Random(seed)
     outcomes: Counter[str] = Counter()

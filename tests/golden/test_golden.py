@@ -24,6 +24,7 @@ from golden.runner import (
     requests,
 )
 from runtime_support.warm import warm_ranks
+from support.marks import slow_but
 
 FAST = {
     "gpt2-124m/recompute",
@@ -64,7 +65,7 @@ def test_search(name: str) -> None:
     assert not differences(name, expected_answers()[f"search {name}"], found)
 
 
-@pytest.mark.parametrize("verb", VERBS[1:])
+@slow_but("verb", VERBS[1:], lambda verb: verb != "frontier")
 def test_other_verbs(verb: str) -> None:
     """The figures are those of the step before."""
     expected = expected_answers()

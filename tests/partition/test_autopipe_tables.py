@@ -21,6 +21,7 @@ from pipeplan.partition.baselines import dapple, num_to_split, sliced
 from pipeplan.partition.chain.autopipe import Cuts, Step, autopipe, plan_chain, timeline
 from pipeplan.partition.chain.costs import ChainCosts, Fitting, StageTimes
 from pipeplan.partition.problem import PartitionProblem
+from support.marks import slow_but
 
 DEVICE = "rtx3090-24gb"
 LAYERS = 24
@@ -104,7 +105,7 @@ def test_estimated_head_asks_for_fewer_layers_beside_it() -> None:
     assert layers_of(plan_chain(loads, 4, 8).begins) == (7.5, 7, 7, 2.5)
 
 
-@pytest.mark.parametrize("head", [PAPER_HEAD, None])
+@slow_but("head", [PAPER_HEAD, None], lambda head: head is not None)
 def test_nothing_is_faster_than_what_is_found(head: float | None) -> None:
     """All 18,424 cuts into four stages."""
     loads = loads_of(4, head)

@@ -19,6 +19,7 @@ from pipeplan.partition.series_parallel import topological_order
 from pipeplan.schedule.stage_graph import kfkb_orders
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from references.stage_validity import StageGraph, costs_of, problems_of
+from support.marks import slow_but
 
 SIZES = (1, 2, 4, 8)
 
@@ -200,8 +201,11 @@ def test_each_stage_chooses_whether_it_recomputes() -> None:
         partition(replace(problem, ways=choices[:1]))
 
 
-@pytest.mark.parametrize("name", ["mmt-2", "dlrm-8", "candle-uno-8"])
-@pytest.mark.parametrize(("devices", "times"), [(4, 1), (16, 4), (32, 8)])
+@slow_but(
+    "name, devices, times",
+    [(name, *each) for name in ("mmt-2", "dlrm-8", "candle-uno-8") for each in ((4, 1), (16, 4), (32, 8))],
+    lambda case: case[1] == 4 or case == ("mmt-2", 32, 8),
+)
 def test_models_with_their_mini_batches_are_never_worse_than_in_a_line(name: str, devices: int, times: int) -> None:
     """3.10.3, with gradients reduced over 12.5 GB/s. Lines only help by stages over several branches."""
     mini_batch = times * {"mmt-2": 64, "dlrm-8": 256, "candle-uno-8": 4096}[name]

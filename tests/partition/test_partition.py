@@ -23,6 +23,7 @@ from pipeplan.partition.chain.rebalance import least_short, levelled, shortest_r
 from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import STRATEGIES
 from references.split import slow_split
+from support.marks import slow_but
 
 TIMES = st.sampled_from([0, 1, 1, 2, 3, 5, 8, 30])
 SIZES = st.integers(0, 6)
@@ -213,7 +214,7 @@ def test_four_hundred_blocks_in_32_stages() -> None:
 # Devices with several stages ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("strategy", "num_devices", "chunks"), CROWDED)
+@slow_but("strategy, num_devices, chunks", CROWDED, lambda case: case != ("circular", 3, 2))
 @given(times=st.lists(TIMES, min_size=6, max_size=10))
 @settings(max_examples=20)
 def test_run_is_shortest(strategy: str, num_devices: int, chunks: int, times: list[int]) -> None:
@@ -224,7 +225,7 @@ def test_run_is_shortest(strategy: str, num_devices: int, chunks: int, times: li
     assert time_of_run(times, begins_of(placed), devices) == least
 
 
-@pytest.mark.parametrize(("strategy", "num_devices", "chunks"), CROWDED)
+@slow_but("strategy, num_devices, chunks", CROWDED, lambda case: case != ("circular", 3, 2))
 @given(
     blocks=st.lists(st.tuples(TIMES, SIZES, SIZES, SIZES), min_size=6, max_size=9),
     limits=st.lists(st.integers(5, 80) | st.none(), min_size=3, max_size=3),
@@ -258,7 +259,7 @@ def test_run_is_shortest_under_memory(
     assert time_of_run(times, begins_of(placed), devices) == min(fitting)
 
 
-@pytest.mark.parametrize(("strategy", "num_devices", "chunks"), CROWDED)
+@slow_but("strategy, num_devices, chunks", CROWDED, lambda case: case != ("circular", 3, 2))
 @given(times=st.lists(TIMES, min_size=6, max_size=14))
 @settings(max_examples=15)
 def test_levelling_never_makes_a_run_longer(strategy: str, num_devices: int, chunks: int, times: list[int]) -> None:
@@ -451,7 +452,7 @@ def test_memory_moves_the_cut() -> None:
     assert (begins_of(free), begins_of(tight)) == ((0, 2), (0, 1))
 
 
-@pytest.mark.parametrize("strategy", ["circular", "v-shape"])
+@slow_but("strategy", ["circular", "v-shape"], "v-shape".__eq__)
 def test_many_blocks_on_many_devices(strategy: str) -> None:
     times = [100 + 37 * index % 61 for index in range(400)]
     devices = STRATEGIES[strategy].routes(16, 2)[0]

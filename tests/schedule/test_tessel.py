@@ -42,7 +42,11 @@ def searched(problem: OneMicrobatch, max_span: int | None = None) -> Pattern:
 class TestFig11BubbleRateAgainstSpan:
     """VI-C: V-Shape needs 4 micro-batches in the repetend for a zero bubble rate, M-Shape and NN-Shape need 6."""
 
-    @pytest.mark.parametrize(("name", "zero_from"), [("v", 4), ("m", 6), ("nn", 6), ("x", 3), ("k", 3)])
+    @slow_but(
+        "name, zero_from",
+        [("v", 4), ("m", 6), ("nn", 6), ("x", 3), ("k", 3)],
+        lambda case: case[0] not in ("m", "nn"),
+    )
     def test_falls_to_zero(self, name: str, zero_from: int) -> None:
         problem = problem_of(name)
         rates = [steady_bubble_rate(problem, searched(problem, span).period) for span in range(1, zero_from + 1)]
@@ -146,7 +150,7 @@ def test_zero_bubble_repetends_are_proved(name: str, num_devices: int) -> None:
     assert searched(problem).repetend_ns == work_bound(problem.workload)
 
 
-@pytest.mark.parametrize("num_devices", [*range(2, 9), 12, 16])
+@slow_but("num_devices", [*range(2, 9), 12, 16], lambda devices: devices <= 8)
 def test_v_shape_makespan(num_devices: int) -> None:
     """Fig. 3 and 4's setting, forward 1 and backward 2: (N + D - 1) * 3, which is also the bound."""
     costs = ShapeCosts(backward_ns=2 * MS)

@@ -20,6 +20,7 @@ from pipeplan.runtime.models.shapes import output_shapes, shaped_blocks
 from pipeplan.runtime.models.spec import BlockSpec, Model, token_batch
 from pipeplan.runtime.models.zoo import ZOO, zoo_model
 from pipeplan.runtime.parallel.weight_grads import DeferredLinear
+from support.marks import slow_but
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +55,10 @@ def loss_of(model: Model, modules: dict[str, nn.Module], batch: dict[str, Tensor
 # GPT-2 -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "num_blocks", "num"), [("gpt2-124m", 26, 124_439_808), ("gpt2-345m", 50, 354_823_168)]
+@slow_but(
+    "name, num_blocks, num",
+    [("gpt2-124m", 26, 124_439_808), ("gpt2-345m", 50, 354_823_168)],
+    lambda case: case[0] == "gpt2-124m",
 )
 def test_parameter_counts(name: str, num_blocks: int, num: int) -> None:
     """The published sizes of GPT-2 small and medium, with shorter sequences, too."""
