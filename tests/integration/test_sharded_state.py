@@ -197,6 +197,51 @@ def test_exchanges_hide_behind_the_compute_of_neighbours() -> None:
         assert told == happened
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_check_agrees_on_levels_2_and_3_in_any_plan(seed: int) -> None:
+    """Groups, routes, recomputed blocks, split backwards, forwards in parts, shards, recipes, contention."""
+    draw = random.Random(seed)
+    shards = draw.choice([1, 2])
+    rows = tuple(
+        row.model_copy(update={"shards": count, "input_grad_ns": 90 * row.microbatch_size, "weight_grad_ns": 80})
+        for row in ROWS
+        for count in (1, 2)
+    )
+    recipe = Recipe(name=draw.choice(["fp32", "bf16-mixed", "bf16-autocast", "bf16"]))
+    profile = profile_of([draw.randint(0, 300) for _ in range(4)], recipe, frozen=draw.choice([0, 11]))
+    costed = tuple(block.model_copy(update={"costs": rows}) for block in profile.blocks)
+    profile = profile.model_copy(update={"blocks": costed})
+    keys = {"zero": draw.choice([2, 3])} | ({"zero_group": 2} if draw.random() < 0.5 else {})
+    routes = draw.choice([1, 2])
+    parted = draw.choice([0, 1]) if routes == 1 else 0
+    stages = tuple(
+        PlacedStage(
+            blocks=("b0", "b1") if part == 0 else ("b2", "b3"),
+            devices=tuple(range(4 * shards * (part ^ route), 4 * shards * (1 + (part ^ route)))),
+            shards=shards,
+            replicas=4,
+            route=route,
+            num_parted=parted,
+            recompute=draw.choice([False, True, (True, False)]),
+            **keys,
+        )
+        for route in range(routes)
+        for part in (0, 1)
+    )
+    placement = Placement(strategy="by hand", num_devices=8 * shards, num_routes=routes, stages=stages)
+    cluster = cluster_of(8 * shards).model_copy(update={"contention": draw.choice([0.0, 0.3])})
+    workload = build_workload(
+        profile,
+        placement,
+        num_microbatches=2,
+        microbatch_size=8,
+        cluster=cluster,
+        split_backward=draw.random() < 0.5,
+    )
+    plan = plan_of(workload, gpipe_orders(workload)).model_copy(update={"recipe": recipe})
+    check(parse(to_json(plan), Plan), profile, cluster).require()
+
+
 @pytest.mark.parametrize("size", [40, 80, 160, 400, 4000])
 def test_exchanges_of_alike_blocks_take_what_they_take_event_by_event(size: int) -> None:
     """Also where the network is the longer; by no more than what turns from forward to backward and back."""
@@ -556,9 +601,10 @@ def test_a_placement_without_replicas_has_nothing_to_divide() -> None:
         asked(devices=None, placement=placement, zero=1)
 
 
-def test_run_refuses_a_plan_with_sharded_state_by_name(tmp_path: Any) -> None:
-    plan = planned(profile_of([100]), placed(([0], range(4), {"zero": 1})))
-    with pytest.raises(UsageError, match=r"stages\[0\] of the plan has zero 1: .* --zero 0"):
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_run_refuses_a_plan_with_sharded_state_by_name(tmp_path: Any, level: int) -> None:
+    plan = planned(profile_of([100]), placed(([0], range(4), {"zero": level})))
+    with pytest.raises(UsageError, match=rf"stages\[0\] of the plan has zero {level}: .* --zero 0"):
         _api.run(plan, TrainOptions("gpt2-tiny"))
     write_file(plan, str(tmp_path / "plan.json"))
     answer = CliRunner().invoke(cli, ["run", str(tmp_path / "plan.json"), "--model", "gpt2-tiny", "--local"])
