@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from builders.profiles import joined, stage_per_block
 from builders.requests import request_of
-from pipeplan.costs import stage_costs
+from pipeplan.costs import StageCost, stage_costs
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, Cluster, CostRow, Profile
 from pipeplan.partition.chain.autopipe import timeline
@@ -50,18 +51,30 @@ def chains(draw: st.DrawFn, most: int = 6) -> Profile:
     return joined([block(index) for index in range(draw(st.integers(2, most)))])
 
 
-def iterations(profile: Profile, num_devices: int, memory: int | None) -> Iterator[int]:
-    """1F1B on every cut, for every uniform (shards, replicas, stages, micro-batch size): where it fits, its ns."""
+def iterations(profile: Profile, num_devices: int, memory: int | None, recompute: bool) -> Iterator[int]:
+    """1F1B on every cut, for every uniform (shards, replicas, stages, micro-batch size): where it fits, its ns.
+
+    With what is recomputed open, too, it is the least of all choices of each stage's blocks that fits.
+    """
     ids = [block.id for block in profile.blocks]
+
+    @cache
+    def stage(begin: int, end: int, samples: int, shards: int, in_flight: int) -> StageCost | None:
+        every = itertools.product((False, True), repeat=end - begin) if recompute else [(False,) * (end - begin)]
+        costs = [stage_costs(profile, ids[begin:end], samples, shards, recompute=each) for each in every]
+        fitting = [cost for cost in costs if memory is None or cost.memory_bytes(in_flight) <= memory]
+        return min(fitting, key=lambda cost: cost.backward_ns, default=None)
+
     for shards, samples, replicas in itertools.product(SHARDS, SIZES, range(1, num_devices + 1)):
         if MINI_BATCH % (samples * replicas) == 0:
             count = MINI_BATCH // (samples * replicas)
             for stages in range(1, min(len(ids), num_devices // (shards * replicas)) + 1):
                 for cuts in itertools.combinations(range(1, len(ids)), stages - 1):
                     ends = [0, *cuts, len(ids)]
-                    costs = [stage_costs(profile, ids[a:b], samples, shards) for a, b in itertools.pairwise(ends)]
-                    held = [cost.memory_bytes(min(count, stages - place)) for place, cost in enumerate(costs)]
-                    if memory is None or max(held) <= memory:
+                    ranges = enumerate(itertools.pairwise(ends))
+                    found = [stage(a, b, samples, shards, min(count, stages - place)) for place, (a, b) in ranges]
+                    costs = [cost for cost in found if cost is not None]
+                    if len(costs) == stages:
                         times = StageTimes(
                             tuple(cost.forward_ns for cost in costs), tuple(cost.backward_ns for cost in costs)
                         )
@@ -74,12 +87,12 @@ def asked(profile: Profile, num_devices: int, memory: int | None = None, **other
     return request_of(profile, "auto", Batch(MINI_BATCH, 1), num_devices, **(fixed | quick | others))
 
 
-def best_of_search(profile: Profile, num_devices: int, memory: int | None) -> None:
+def best_of_search(profile: Profile, num_devices: int, memory: int | None, recompute: bool) -> None:
     """It equals the best of all, and no bound is above it."""
-    best = min(iterations(profile, num_devices, memory), default=None)
+    best = min(iterations(profile, num_devices, memory, recompute), default=None)
     if best is None:
         return
-    request = asked(profile, num_devices, memory)
+    request = asked(profile, num_devices, memory, recompute=None if recompute else False)
     found = search_plan(request, steps=UNIFORM)
     assert found.plan.predicted.iteration_ns == best
     assert found.lower_bound_ns <= best
@@ -87,19 +100,26 @@ def best_of_search(profile: Profile, num_devices: int, memory: int | None) -> No
     assert min(each.least_ns for each in uniform_choices(request)) <= best
 
 
+LIMITS = st.one_of(st.none(), st.integers(60, 300))
+
+
 @settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
-@given(chains(4), st.integers(2, 5), st.one_of(st.none(), st.integers(60, 300)))
-def test_search_finds_the_best_of_all_uniform_layouts(profile: Profile, num_devices: int, memory: int | None) -> None:
-    """Every size of tensor, data and pipeline parallelism, micro-batch and cut, by brute force."""
-    best_of_search(profile, num_devices, memory)
+@given(chains(4), st.integers(2, 5), LIMITS, st.booleans())
+def test_search_finds_the_best_of_all_uniform_layouts(
+    profile: Profile, num_devices: int, memory: int | None, recompute: bool
+) -> None:
+    """Every size of tensor, data and pipeline parallelism, micro-batch, cut and recomputation, by brute force."""
+    best_of_search(profile, num_devices, memory, recompute)
 
 
 @pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
-@given(chains(6), st.integers(2, 8), st.one_of(st.none(), st.integers(60, 300)))
-def test_search_finds_the_best_of_more_layouts(profile: Profile, num_devices: int, memory: int | None) -> None:
+@given(chains(6), st.integers(2, 8), LIMITS, st.booleans())
+def test_search_finds_the_best_of_more_layouts(
+    profile: Profile, num_devices: int, memory: int | None, recompute: bool
+) -> None:
     """The same of up to six blocks on up to eight devices."""
-    best_of_search(profile, num_devices, memory)
+    best_of_search(profile, num_devices, memory, recompute)
 
 
 @settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
