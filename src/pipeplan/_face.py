@@ -169,6 +169,7 @@ def search(
     chunks: int | None = None,
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
+    pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
@@ -211,6 +212,8 @@ def search(
         replicas: data-parallel size: copies of the whole pipeline; by default searched.
         tp: tensor-parallel size: devices that split every block, for which the profile must have costs; by default
             searched.
+        pp: pipeline-parallel size: devices, or groups of ``tp`` x ``replicas`` of them, that blocks pass in turn; by
+            default searched.
         zero: what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, or
             ``"auto"``; by default 0, and ``"auto"`` where nothing fits.
         zero_group: neighbouring replicas that share one copy of what is divided; by default all.
@@ -283,6 +286,7 @@ def tune(
     chunks: int | None = None,
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
+    pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
@@ -344,6 +348,7 @@ def compare(
     chunks: int | None = None,
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
+    pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",

@@ -193,6 +193,21 @@ def test_blocks_are_split_where_that_is_quicker_or_asked_for() -> None:
     assert asked_for.lower_bound_ns <= asked_for.plan.predicted.iteration_ns
 
 
+def test_pipelines_are_as_long_as_asked_for() -> None:
+    """What tensor, pipeline and data parallel sizes are given is kept, and the others follow from the devices."""
+    for said, sizes in (
+        ({"devices": 4, "positions": 2, "shards": 2}, (2, 2, 1)),
+        ({"devices": 4, "positions": 2, "shards": 1}, (2, 1, 2)),
+        ({"devices": 4, "positions": 2, "placement": "one-to-one"}, (2, 1, 2)),
+        ({"positions": 2, "shards": 2, "replicas": 2}, (2, 2, 2)),
+    ):
+        plan = search_plan(Request.of(SPLIT, mini_batch=8, **said, **QUICK)).plan
+        stages = plan.stages
+        assert len({stage.devices for stage in stages}) == sizes[0]
+        assert {(stage.shards, stage.replicas) for stage in stages} == {sizes[1:]}
+        assert len({device for stage in stages for device in stage.devices}) == sizes[0] * sizes[1] * sizes[2]
+
+
 @pytest.mark.parametrize(
     ("said", "text"),
     [
@@ -201,6 +216,14 @@ def test_blocks_are_split_where_that_is_quicker_or_asked_for() -> None:
         ({"devices": 6, "shards": 4}, "does not divide 6 devices; choose --tp 1, 2, or --devices 8"),
         ({"shards": 2, "replicas": 8}, "--tp 2 x --replicas 8 does not divide 8 devices; choose --tp 1, or"),
         ({"shards": 2, "spread": True}, "leave one of them out"),
+        ({"positions": 3}, "--pp 3 does not divide 8 devices; choose --pp 1, 2, 4, or give --devices 9"),
+        ({"positions": 4, "shards": 4}, "--pp 4 x --tp 4 does not divide 8 devices; choose --pp 1, 2, or give"),
+        (
+            {"positions": 2, "shards": 2, "replicas": 1},
+            "--pp 2 x --tp 2 x --dp 1 is 4 devices, not 8; choose --pp 4, or give --devices 4",
+        ),
+        ({"positions": 8}, "--pp 8 needs a block for each: 'test' has only 4; choose --pp 1, 2, 4"),
+        ({"devices": None, "positions": 2, "placement": stage_per_block(SPLIT)}, "--pp 2 would do nothing: the"),
         ({"devices": None, "shards": 2, "placement": stage_per_block(SPLIT)}, "--tp 2 would do nothing: the placement"),
     ],
 )

@@ -426,9 +426,9 @@ class FittingChain:
         return 1 + max(each.stage for each in self.holdings)
 
     def cut(self) -> Cuts | None:
-        """The first block of each stage; one stage on each position: the longest is as short as can be. None fits: None.
+        """The first block of each stage, with one on each position; None where nothing fits.
 
-        Then the squares are the least, as of any cut.
+        The longest is as short as can be, then the sum of squares.
         """
         most = 3 * -(-int(self.sums.compute[0, -1]) // self.num_stages) + int(np.diff(self.sums.compute[0]).max())
         for limit in (most, UNLIMITED):
@@ -526,7 +526,7 @@ class FittingChain:
         takes, as long as it helps.
         """
         best: tuple[int, Cuts, list[list[Again]]] | None = None
-        level = {again: costs for again, costs in self.ways}
+        level = dict(self.ways)
         costs: Sequence[StageCost] = self.ways[0][1]
         for _ in range(tries):
             begins = cut(costs)

@@ -71,7 +71,7 @@ Proposal = Callable[[], CandidateOrError | None]
 class CandidateStep(SearchStep, ABC):
     """Placements other than chains. Where it is tried stages may be of any form."""
 
-    when = "--placement auto, without --slices, --shard-shared, --replicas and --tp above 1"
+    when = "--placement auto, without --slices, --shard-shared, --replicas, --pp and --tp above 1"
 
     @abstractmethod
     def candidates(self, request: Request) -> Iterator[Proposal]:
@@ -177,9 +177,10 @@ def open_shards(request: Request) -> tuple[int, ...]:
 def uniform_choices(request: Request) -> list[BoundedChoice]:
     """Chains whose blocks may be split, best first: all uniform choices that may fit, on all devices or on some.
 
-    None where only whole blocks are open: then there are fewer choices, each on all devices.
+    None where only whole blocks are open, in pipelines of any length: then there are fewer choices, on all devices.
     """
-    if open_shards(request) == (1,) or isinstance(request.placement, Placement) or request.placement == SUBMODULES:
+    plain = open_shards(request) == (1,) and request.positions is None
+    if plain or isinstance(request.placement, Placement) or request.placement == SUBMODULES:
         return []
     return _uniform_of(_SameRequest(request))
 
@@ -213,6 +214,8 @@ def _uniform(request: Request, shards: int) -> Iterator[Choice]:
     recomputes = (False,) if levels else request.recomputes
     units, blocks = len(neighbours(request.cluster, request.num_devices, shards)), len(request.profile.blocks)
     every = range(1, units + 1) if request.placement == "auto" else (1,)
+    if request.positions is not None and request.replicas is None:  # all devices
+        every = (units // request.positions,) if units >= request.positions else ()
     for replicas in checked(every if request.replicas is None else (request.replicas,), 1):
         batches = list(_batches(request, replicas, False, shards))
         for zero, batch, strategy in product(_sharings(request, replicas), batches, _strategies(request)):
@@ -220,14 +223,15 @@ def _uniform(request: Request, shards: int) -> Iterator[Choice]:
             if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
                 continue
             most = min(units // replicas, blocks // chunks_of(request, how))
-            for positions, recompute in product(range(1, most + 1), recomputes):
+            lengths = [each for each in range(1, most + 1) if request.positions in (None, each)]
+            for positions, recompute in product(lengths, recomputes):
                 if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
                     each = Choice(strategy, replicas, batch, recompute, False, shards, positions, zero, levels)
                     yield each
 
 
 def _sharings(request: Request, replicas: int) -> list[Zero]:
-    """What replicas may divide of what they keep: as asked, or where memory is limited their optimizer's state or not."""
+    """What replicas may divide of what they keep: as asked, or where memory is limited optimizer state or nothing."""
     asked = request.sharing(replicas)
     if request.zero is not None or replicas == 1 or request.least_memory is None:
         return [] if asked is None else [asked]
@@ -352,7 +356,8 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
             for recompute, strategy in product(request.recomputes, _strategies(request)):
                 for spread, possible in batches.items():
                     if batch in possible:
-                        yield Choice(strategy, replicas, batch, recompute, spread, request.shards or 1, zero=zero)
+                        shards = request.shards or 1
+                        yield Choice(strategy, replicas, batch, recompute, spread, shards, request.positions, zero)
 
 
 def _strategies(request: Request) -> Iterable[str]:
@@ -368,7 +373,7 @@ def _any_stages(request: Request) -> bool:
     Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
     """
     any_form = request.placement == "auto" and not request.num_parted and not request.spread
-    return any_form and request.replicas is None and request.shards in (None, 1)
+    return any_form and request.replicas is request.positions is None and request.shards in (None, 1)
 
 
 def _chains(request: Request) -> Iterator[Proposal]:
@@ -537,6 +542,8 @@ def _replicas(request: Request) -> Sequence[int]:
     """
     if request.replicas is not None:
         return (request.replicas,)
+    if request.positions is not None:
+        return (max(1, request.num_devices // ((request.shards or 1) * request.positions)),)
     if request.placement != "auto":
         return (1,)
     counts = [count for count in range(1, request.num_devices + 1) if request.num_devices % count == 0]

@@ -82,12 +82,21 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
     """
     blocks, splits = _Blocks.of(request.profile), request.split_backward is not False and can_split(request.profile)
     keys = dict.fromkeys((one.pricing, one.levels) for one in choices)
-    sums = {key: _Sums.of(request, blocks, *key) for key in checked(keys, 1)}
+    whole = {
+        key: _Sums.of(request, blocks, *key)
+        for key in checked(dict.fromkeys((pricing._replace(zero=WHOLE), levels) for pricing, levels in keys), 1)
+    }
+    sums = {
+        (pricing, levels): None
+        if (own := whole[pricing._replace(zero=WHOLE), levels]) is None
+        else own.shared(blocks, pricing)
+        for pricing, levels in checked(keys, 1)
+    }
     usual = {
         name: usual_of(name, chunks_of(request, how), splits, request.scheduler) for name, how in STRATEGIES.items()
     }
     known = [
-        (replace(choice, usual=each), own)
+        (choice, each, own)
         for choice in choices
         if (own := sums[choice.pricing, choice.levels]) is not None
         for each in usual[choice.strategy]
@@ -95,23 +104,27 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
     if not known:
         return []
     table = _BoundTable.of(request, *map(list, zip(*known, strict=True)))
-    fewer = np.array(_fewer([choice for choice, _ in known]))
+    fewer = np.array(_fewer([choice for choice, _, _ in known]))
     order = np.lexsort((table.usual, fewer, ~table.fits))
     found: list[BoundedChoice] = []
-    seen: set[Choice] = set()
+    seen: set[int] = set()
     for row in order[table.possible[order]].tolist():
-        choice, whole = known[row][0], replace(known[row][0], usual=None)
-        if whole in seen and not table.again[row]:
-            continue  # as it is with the better schedule
+        choice, own_usual, _ = known[row]
         if not table.again[row]:
-            seen.add(whole)
-        found.append(BoundedChoice(choice, int(table.least[row]), float(table.usual[row]), float(table.needs[row])))
+            if id(choice) in seen:
+                continue  # as it is with the better schedule
+            seen.add(id(choice))
+        figures = int(table.least[row]), float(table.usual[row]), float(table.needs[row])
+        found.append(BoundedChoice(replace(choice, usual=own_usual), *figures))
     return found
 
 
 def _fewer(choices: Sequence[Choice]) -> list[bool]:
     """[choice] whether the same with more positions is another of them: that is seldom longer, and looked at first."""
-    likes = [replace(each, positions=None) for each in choices]
+    likes = [
+        (each.strategy, each.shards, each.replicas, each.batch, each.recompute, each.zero, each.levels)
+        for each in choices
+    ]
     most: dict[tuple[object, ...], int] = {}
     for like, each in zip(likes, choices, strict=True):
         most[like] = max(most.get(like, 0), each.positions or 0)
@@ -173,7 +186,8 @@ class _Sums:
     ``sums_ns`` [block + 1] are running sums of what they do, ``most_ns`` is that of the block that takes longest and
     ``forward_ns``, ``input_ns``, ``weight_ns`` what all take, the last two as near as costs tell them apart. ``way_ns``
     is what a later stage waits for, both ways, and ``share`` the least part of a block's work that is. ``least_bytes``
-    of activations are held at least, ``alone_bytes`` is what one block needs by itself at most. ``area`` is the sum of
+    of activations are held at least, ``alone_bytes`` is what one block needs by itself at most, and ``beside_bytes``
+    [block] what of that is not state. ``area`` is the sum of
     what each block holds at least times the ns until it may give it back. ``saved_bytes`` and ``again_ns`` are points
     of how long recomputation takes that saves so much. Of what is all computed again, some blocks may keep theirs: no
     action then takes less than the part ``eased`` of its time.
@@ -192,6 +206,7 @@ class _Sums:
     least_bytes: float
     weight_grad_bytes: float
     workspace_bytes: float
+    beside_bytes: Sequence[int]
     alone_bytes: float
     area: float
     saved_bytes: FloatArray
@@ -213,18 +228,17 @@ class _Sums:
                 halves = blocks.costs(pricing._replace(samples=pricing.samples // 2))
                 work = [min(ns, 2 * _work_ns(half, splits)) for ns, half in zip(work, halves, strict=True)]
                 way = [min(ns, _way_ns(half, splits)) for ns, half in zip(way, halves, strict=True)]
-        tied = Counter(chain.from_iterable(cost.tied for cost in costs))
-        again = sum((each.state * (count - 1) for each, count in tied.items()), MemoryBytes())
+        static, gradients = _static_bytes(costs)
         apart = not blocks.shares_tensors
         each_way = list(zip(*(own for _, own in ways), strict=True)) or [(cost,) for cost in costs]
         least = [min(own, key=lambda cost: cost.activation_bytes) for own in each_way]
         widest = [max(cost.workspace_bytes for cost in own) for own in each_way]
-        kept = {name: kind for name, kind in zip(request.profile.topological_order(), blocks.kinds, strict=True)}
-        whole = {kept[block] for block in kept_whole(request.profile)}
+        number = dict(zip(request.profile.topological_order(), blocks.kinds, strict=True))
+        ends = {number[block] for block in kept_whole(request.profile)}
+        places = {kind: place for place, kind in enumerate(blocks.kinds) if levels}
         kinds = {
-            kind: kind_of([(again, own[place]) for again, own in ways if not (again and kind in whole)])
-            for place, kind in enumerate(blocks.kinds)
-            if levels
+            kind: kind_of([(again, own[place]) for again, own in ways if not (again and kind in ends)])
+            for kind, place in places.items()
         }
         saved, longer = savings([kinds[kind] for kind in blocks.kinds] if levels else [])
         weight = sum(cost.weight_grad_ns or 0 for cost in costs)
@@ -236,18 +250,38 @@ class _Sums:
             weight_ns=weight,
             way_ns=sum(way) if blocks.chained else max(way),
             share=min((own / ns for own, ns in zip(way, work, strict=True) if ns), default=0.0) * blocks.chained,
-            static_bytes=sum(cost.static_bytes for cost in costs) - again.total,
-            gradient_bytes=sum(cost.gradient_bytes for cost in costs) - again[GRADIENTS],
+            static_bytes=static,
+            gradient_bytes=gradients,
             activation_bytes=apart * sum(cost.activation_bytes for cost in costs),
             least_bytes=apart * sum(cost.activation_bytes for cost in least),
             weight_grad_bytes=apart * sum(cost.weight_grad_bytes for cost in costs),
             workspace_bytes=max(cost.workspace_bytes for cost in costs) if len(ways) < 2 else max(widest),
+            beside_bytes=[min(cost.activation_bytes + cost.workspace_bytes for cost in own) for own in each_way],
             alone_bytes=max(min(cost.memory_bytes(1) for cost in own) for own in each_way),
             area=_area(costs, least) if apart and blocks.chained else 0.0,
             saved_bytes=saved,
             again_ns=longer,
             eased=_eased(costs, blocks.costs(pricing._replace(recompute=request.recompute or False))),
         )
+
+    def shared(self, blocks: _Blocks, pricing: Pricing) -> _Sums:
+        """The same where replicas divide what they keep."""
+        if pricing.zero == WHOLE:
+            return self
+        costs = blocks.costs(pricing)
+        static, gradients = _static_bytes(costs)
+        alone = max(cost.static_bytes + beside for cost, beside in zip(costs, self.beside_bytes, strict=True))
+        return replace(self, static_bytes=static, gradient_bytes=gradients, alone_bytes=alone)
+
+
+def _static_bytes(costs: Sequence[StageCost]) -> tuple[int, int]:
+    """Bytes of all state of blocks, and of their gradients; what they share is there once."""
+    tied = Counter(chain.from_iterable(cost.tied for cost in costs))
+    again = sum((each.state * (count - 1) for each, count in tied.items()), MemoryBytes())
+    static, gradients = (
+        sum(of) for of in zip(*((cost.static_bytes, cost.gradient_bytes) for cost in costs), strict=True)
+    )
+    return static - again.total, gradients - again[GRADIENTS]
 
 
 def _eased(costs: Sequence[StageCost], kept: Sequence[StageCost]) -> float:
@@ -350,8 +384,11 @@ class _BoundTable:
     possible: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, request: Request, choices: Sequence[Choice], sums: Sequence[_Sums]) -> _BoundTable:
+    def of(
+        cls, request: Request, choices: Sequence[Choice], usual: Sequence[Usual], sums: Sequence[_Sums]
+    ) -> _BoundTable:
         """Of these choices, each with a usual schedule and the sums of its costs."""
+        schedules = _by_usual(choices, usual)
         alike = {id(each): (row, each) for row, each in enumerate({id(each): each for each in sums}.values())}
         rows = np.array([alike[id(each)][0] for each in sums])
 
@@ -371,8 +408,11 @@ class _BoundTable:
         limits = [limit for limit in request.memory if limit is not None]
         limit = float(max(limits)) if len(limits) == len(request.memory) else math.inf
 
-        longest = longest_stages([each.sums_ns for _, each in alike.values()], int((p * per_position).max()))
-        evenest = longest[rows, (p * per_position).astype(np.int64) - 1].astype(np.float64)
+        lines = {id(each.sums_ns): each.sums_ns for _, each in alike.values()}
+        line = {key: place for place, key in enumerate(lines)}
+        of_line = np.array([line[id(each.sums_ns)] for _, each in alike.values()])[rows]
+        longest = longest_stages(list(lines.values()), int((p * per_position).max()))
+        evenest = longest[of_line, (p * per_position).astype(np.int64) - 1].astype(np.float64)
         one_each = (per_position == 1) & (routes == 1)
 
         least = np.maximum(np.maximum(m * work / p, m * most / routes), way)
@@ -385,13 +425,13 @@ class _BoundTable:
         room = p * limit - static
         least = np.maximum(least, m * summed("area") / np.maximum(room, 1.0))
 
-        held, again = _fitted(request, choices, p, m, rows, [each for _, each in alike.values()], limit)
+        held, again = _fitted(request, choices, schedules, p, m, rows, [each for _, each in alike.values()], limit)
         parts = [summed(name) / p for name in ("forward_ns", "input_ns", "weight_ns")]
         ramps = np.zeros(len(choices))
-        for usual, own in _by_usual(request, choices):
-            ramps[own] = usual.bubble(*(part[own] for part in parts), int(per_position[own[0]]))
+        for known_schedule, own in schedules:
+            ramps[own] = known_schedule.bubble(*(part[own] for part in parts), int(per_position[own[0]]))
         even = work / p  # of several stages on a position, some are longer and others shorter than that
-        uneven = np.maximum(0.0, longest[rows, p.astype(np.int64) - 1] - even) / per_position
+        uneven = np.maximum(0.0, longest[of_line, p.astype(np.int64) - 1] - even) / per_position
         busiest = even + uneven + again / p
         sums_ns = column(_sum_ns(request, each, own) for each, own in zip(choices, sums, strict=True))
         usual_ns = np.maximum(m * busiest + (p - 1) * np.maximum(0.0, ramps), least) + sums_ns
@@ -405,20 +445,18 @@ class _BoundTable:
         )
 
 
-def _by_usual(request: Request, choices: Sequence[Choice]) -> Iterator[tuple[Usual, NDArray[np.int64]]]:
-    """The schedules, each of one number of chunks, with the rows that have it."""
+def _by_usual(choices: Sequence[Choice], usual: Sequence[Usual]) -> list[tuple[Usual, NDArray[np.int64]]]:
+    """The schedules, each of one strategy, with the rows that have it."""
     found: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for row, each in enumerate(choices):
-        found[id(each.usual), each.strategy].append(row)
-    for rows in found.values():
-        usual = choices[rows[0]].usual
-        assert usual is not None
-        yield usual, np.array(rows)
+    for row, (choice, each) in enumerate(zip(choices, usual, strict=True)):
+        found[id(each), choice.strategy].append(row)
+    return [(usual[rows[0]], np.array(rows)) for rows in found.values()]
 
 
 def _fitted(
     request: Request,
     choices: Sequence[Choice],
+    schedules: Sequence[tuple[Usual, NDArray[np.int64]]],
     p: FloatArray,
     m: FloatArray,
     rows: NDArray[np.int64],
@@ -435,7 +473,7 @@ def _fitted(
         for name in ("static_bytes", "activation_bytes", "weight_grad_bytes", "workspace_bytes")
     )
     positions, count = p[:, None], m[:, None]
-    for usual, own in _by_usual(request, choices):
+    for usual, own in schedules:
         how = STRATEGIES[choices[own[0]].strategy]
         chunks, routes = chunks_of(request, how), 1 + how.two_ways
         places, at = positions[own], np.arange(int(p[own].max()))[None, :]

@@ -255,9 +255,9 @@ def first_look(
 ) -> Schedule | None:
     """The best of the known schedules that apply, without any search; None if none of them fits.
 
-    With ``names`` only of these. A ``thorough`` look has those that are made by trying rules, too, where there are few actions. Of a very long
-    workload the best of a shorter run are repeated, and what is always possible, one micro-batch after another. It is
-    the best until then when the time of a limit that is enforced is up.
+    With ``names`` only of these. A ``thorough`` look has those that are made by trying rules, too, where there are few
+    actions. Of a very long workload the best of a shorter run are repeated, and what is always possible, one after
+    another. It is the best until then when the time of a limit that is enforced is up.
     """
     _require_known_kinds(workload)
     shorter = ShorterRun()

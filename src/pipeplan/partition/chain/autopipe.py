@@ -346,7 +346,7 @@ MOST_CUTS = 100
 
 
 def polished(line: Cuttable, begins: Cuts, num_microbatches: int, fits: FitTest) -> Cuts:
-    """The best cut on the way from ``begins``, which fits, by 1F1B: one border moved at a time; of few cuts the best."""
+    """The best cut from ``begins``, which fits, by 1F1B, one border moved at a time; of few cuts the best."""
     search, inner = _Polish(line, num_microbatches), range(1, line.num_blocks)
     if math.comb(len(inner), len(begins) - 1) <= MOST_CUTS:
         every = ((0, *cuts) for cuts in checked(combinations(inner, len(begins) - 1), 1))
