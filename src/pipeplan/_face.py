@@ -185,6 +185,7 @@ def search(
     rules: Rules | Path | None = None,
     workers: int | None = None,
     cache: Path | None = None,
+    explain: bool = False,
     progress: SearchProgress | None = None,
     within: Limit | None = None,
 ) -> Result:
@@ -233,6 +234,8 @@ def search(
         rules: for the scheduler ``"rules"``: :class:`Rules`, the name of a built-in set, or the path of a TOML file.
         workers: processes of an auto-tuning (``scheduler="rules"`` without ``rules``); by default one per core.
         cache: file that keeps what an auto-tuning finds; see :func:`tune`.
+        explain: ``.explanation`` then has the ten best different plans, what limits each, and why common layouts are
+            not the best.
         progress: called when something better is found, with what found it, its time and the bound in ns, and the
             seconds so far; on the thread that searches.
         within: a limit that this search shares with others, or that another thread may interrupt.
@@ -257,11 +260,13 @@ def search(
     from pipeplan.cli.search_verbs import search_request
 
     request = search_request(_asked("search", locals()).params)
+    if request.tunes and explain:
+        raise UsageError("--explain is of plans that are searched, not of tuned rules; leave it out")
     if request.tunes:
         return _api.tune(request, workers=workers, cache=_text(cache), progress=progress, within=within).result
     if workers is not None or cache is not None:
         raise UsageError("--workers and --cache are for --scheduler 'rules' without --rules; leave them out")
-    return _api.search(request, progress=progress, within=within)
+    return _api.search(request, progress=progress, within=within, explain=explain)
 
 
 def _text(path: Path | None) -> str | None:

@@ -22,6 +22,7 @@ from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, 
 from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.partition.chain.rebalance import even
 from pipeplan.partition.recomputation import choices_of
+from pipeplan.planning.alternatives import explained
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
 from pipeplan.planning.candidates import (
     LARGE,
@@ -587,14 +588,15 @@ def search_plan(
     progress: Progress | None = None,
     steps: Sequence[SearchStep] = STEPS,
     within: Limit | None = None,
+    explain: bool = False,
 ) -> Result:
     """Search the best plan of a placement, a strategy, or with ``auto`` of all of them, for a mini-batch.
 
     With ``split_backward`` left open both ways get a short look and the better one the rest of the time, and the bound
     is for both. With ``auto`` micro-batches have any of the request's sizes per replica, and recomputation is a choice
     like others; otherwise it is tried only where nothing fits without. ``steps`` are what is tried; the search spends
-    the time of ``within``, too, and ends with it. It ends with the best plan when time is up, or at Ctrl-C, and early
-    enough to make that plan in time.
+    the time of ``within``, too, and ends with it. ``explain`` has the result say what else was found. It ends with the
+    best plan when time is up, or at Ctrl-C, and early enough to make that plan in time.
 
     Raises:
         KeyboardInterrupt: interrupted before there was a plan.
@@ -634,6 +636,7 @@ def search_plan(
         candidates=counts,
         timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
         notes=(*dict.fromkeys(notes), *slices_left_out(request, schedule.workload, "what was found does not fit so")),
+        explanation=explained(search) if explain else None,
     )
 
 
