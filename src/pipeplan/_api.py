@@ -105,8 +105,10 @@ def __getattr__(name: str) -> object:
 # Planning ---------------------------------------------------------------------------------------------------------
 
 
-def search(request: Request, *, progress: Progress | None = None, within: Limit | None = None) -> Result:
-    """The best plan; see :func:`pipeplan.planning.steps.search_plan`.
+def search(
+    request: Request, *, progress: Progress | None = None, within: Limit | None = None, explain: bool = False
+) -> Result:
+    """The best plan, with ``explain`` the next best ones, too; see :func:`pipeplan.planning.steps.search_plan`.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -115,7 +117,7 @@ def search(request: Request, *, progress: Progress | None = None, within: Limit 
     """
     from pipeplan.planning.steps import search_plan
 
-    return search_plan(request, progress=progress, within=within)
+    return search_plan(request, progress=progress, within=within, explain=explain)
 
 
 def tune(

@@ -170,6 +170,7 @@ def search(
     chunks: int | None = None,
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
+    pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
@@ -185,6 +186,7 @@ def search(
     rules: Rules | Path | None = None,
     workers: int | None = None,
     cache: Path | None = None,
+    explain: bool = False,
     progress: SearchProgress | None = None,
     within: Limit | None = None,
 ) -> Result:
@@ -212,6 +214,8 @@ def search(
         replicas: data-parallel size: copies of the whole pipeline; by default searched.
         tp: tensor-parallel size: devices that split every block, for which the profile must have costs; by default
             searched.
+        pp: pipeline-parallel size: devices, or groups of ``tp`` x ``replicas`` of them, that blocks pass in turn; by
+            default searched.
         zero: what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, 2 gradients,
             too, 3 parameters, too, or ``"auto"``; by default 0, and ``"auto"`` where nothing fits.
         zero_group: neighbouring replicas that share one copy of what is divided; by default all.
@@ -231,6 +235,8 @@ def search(
         rules: for the scheduler ``"rules"``: :class:`Rules`, the name of a built-in set, or the path of a TOML file.
         workers: processes of an auto-tuning (``scheduler="rules"`` without ``rules``); by default one per core.
         cache: file that keeps what an auto-tuning finds; see :func:`tune`.
+        explain: ``.explanation`` then has the ten best different plans, what limits each, and why common layouts are
+            not the best.
         progress: called when something better is found, with what found it, its time and the bound in ns, and the
             seconds so far; on the thread that searches.
         within: a limit that this search shares with others, or that another thread may interrupt.
@@ -255,11 +261,13 @@ def search(
     from pipeplan.cli.search_verbs import search_request
 
     request = search_request(_asked("search", locals()).params)
+    if request.tunes and explain:
+        raise UsageError("--explain is of plans that are searched, not of tuned rules; leave it out")
     if request.tunes:
         return _api.tune(request, workers=workers, cache=_text(cache), progress=progress, within=within).result
     if workers is not None or cache is not None:
         raise UsageError("--workers and --cache are for --scheduler 'rules' without --rules; leave them out")
-    return _api.search(request, progress=progress, within=within)
+    return _api.search(request, progress=progress, within=within, explain=explain)
 
 
 def _text(path: Path | None) -> str | None:
@@ -284,6 +292,7 @@ def tune(
     chunks: int | None = None,
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
+    pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
@@ -345,6 +354,7 @@ def compare(
     chunks: int | None = None,
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
+    pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",

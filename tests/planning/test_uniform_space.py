@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from builders.profiles import joined, stage_per_block
 from builders.requests import request_of
-from pipeplan.costs import stage_costs
+from pipeplan.costs import StageCost, stage_costs
 from pipeplan.costs.after import AfterActions
 from pipeplan.costs.zero import Zero
 from pipeplan.errors import InfeasibleError, UsageError
@@ -54,18 +55,30 @@ def chains(draw: st.DrawFn, most: int = 6) -> Profile:
     return joined([block(index) for index in range(draw(st.integers(2, most)))])
 
 
-def iterations(profile: Profile, num_devices: int, memory: int | None) -> Iterator[int]:
-    """1F1B on every cut, for every uniform (shards, replicas, stages, micro-batch size): where it fits, its ns."""
+def iterations(profile: Profile, num_devices: int, memory: int | None, recompute: bool) -> Iterator[int]:
+    """1F1B on every cut, for every uniform (shards, replicas, stages, micro-batch size): where it fits, its ns.
+
+    With what is recomputed open, too, it is the least of all choices of each stage's blocks that fits.
+    """
     ids = [block.id for block in profile.blocks]
+
+    @cache
+    def stage(begin: int, end: int, samples: int, shards: int, in_flight: int) -> StageCost | None:
+        every = itertools.product((False, True), repeat=end - begin) if recompute else [(False,) * (end - begin)]
+        costs = [stage_costs(profile, ids[begin:end], samples, shards, recompute=each) for each in every]
+        fitting = [cost for cost in costs if memory is None or cost.memory_bytes(in_flight) <= memory]
+        return min(fitting, key=lambda cost: cost.backward_ns, default=None)
+
     for shards, samples, replicas in itertools.product(SHARDS, SIZES, range(1, num_devices + 1)):
         if MINI_BATCH % (samples * replicas) == 0:
             count = MINI_BATCH // (samples * replicas)
             for stages in range(1, min(len(ids), num_devices // (shards * replicas)) + 1):
                 for cuts in itertools.combinations(range(1, len(ids)), stages - 1):
                     ends = [0, *cuts, len(ids)]
-                    costs = [stage_costs(profile, ids[a:b], samples, shards) for a, b in itertools.pairwise(ends)]
-                    held = [cost.memory_bytes(min(count, stages - place)) for place, cost in enumerate(costs)]
-                    if memory is None or max(held) <= memory:
+                    ranges = enumerate(itertools.pairwise(ends))
+                    found = [stage(a, b, samples, shards, min(count, stages - place)) for place, (a, b) in ranges]
+                    costs = [cost for cost in found if cost is not None]
+                    if len(costs) == stages:
                         times = StageTimes(
                             tuple(cost.forward_ns for cost in costs), tuple(cost.backward_ns for cost in costs)
                         )
@@ -78,12 +91,12 @@ def asked(profile: Profile, num_devices: int, memory: int | None = None, **other
     return request_of(profile, "auto", Batch(MINI_BATCH, 1), num_devices, **(fixed | quick | others))
 
 
-def best_of_search(profile: Profile, num_devices: int, memory: int | None) -> None:
+def best_of_search(profile: Profile, num_devices: int, memory: int | None, recompute: bool) -> None:
     """It equals the best of all, and no bound is above it."""
-    best = min(iterations(profile, num_devices, memory), default=None)
+    best = min(iterations(profile, num_devices, memory, recompute), default=None)
     if best is None:
         return
-    request = asked(profile, num_devices, memory)
+    request = asked(profile, num_devices, memory, recompute=None if recompute else False)
     found = search_plan(request, steps=UNIFORM)
     assert found.plan.predicted.iteration_ns == best
     assert found.lower_bound_ns <= best
@@ -91,19 +104,26 @@ def best_of_search(profile: Profile, num_devices: int, memory: int | None) -> No
     assert min(each.least_ns for each in uniform_choices(request)) <= best
 
 
+LIMITS = st.one_of(st.none(), st.integers(60, 300))
+
+
 @settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
-@given(chains(4), st.integers(2, 5), st.one_of(st.none(), st.integers(60, 300)))
-def test_search_finds_the_best_of_all_uniform_layouts(profile: Profile, num_devices: int, memory: int | None) -> None:
-    """Every size of tensor, data and pipeline parallelism, micro-batch and cut, by brute force."""
-    best_of_search(profile, num_devices, memory)
+@given(chains(4), st.integers(2, 5), LIMITS, st.booleans())
+def test_search_finds_the_best_of_all_uniform_layouts(
+    profile: Profile, num_devices: int, memory: int | None, recompute: bool
+) -> None:
+    """Every size of tensor, data and pipeline parallelism, micro-batch, cut and recomputation, by brute force."""
+    best_of_search(profile, num_devices, memory, recompute)
 
 
 @pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
-@given(chains(6), st.integers(2, 8), st.one_of(st.none(), st.integers(60, 300)))
-def test_search_finds_the_best_of_more_layouts(profile: Profile, num_devices: int, memory: int | None) -> None:
+@given(chains(6), st.integers(2, 8), LIMITS, st.booleans())
+def test_search_finds_the_best_of_more_layouts(
+    profile: Profile, num_devices: int, memory: int | None, recompute: bool
+) -> None:
     """The same of up to six blocks on up to eight devices."""
-    best_of_search(profile, num_devices, memory)
+    best_of_search(profile, num_devices, memory, recompute)
 
 
 @settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
@@ -212,6 +232,21 @@ def test_blocks_are_split_where_that_is_quicker_or_asked_for() -> None:
     assert asked_for.lower_bound_ns <= asked_for.plan.predicted.iteration_ns
 
 
+def test_pipelines_are_as_long_as_asked_for() -> None:
+    """What tensor, pipeline and data parallel sizes are given is kept, and the others follow from the devices."""
+    for said, sizes in (
+        ({"devices": 4, "positions": 2, "shards": 2}, (2, 2, 1)),
+        ({"devices": 4, "positions": 2, "shards": 1}, (2, 1, 2)),
+        ({"devices": 4, "positions": 2, "placement": "one-to-one"}, (2, 1, 2)),
+        ({"positions": 2, "shards": 2, "replicas": 2}, (2, 2, 2)),
+    ):
+        plan = search_plan(Request.of(SPLIT, mini_batch=8, **said, **QUICK)).plan
+        stages = plan.stages
+        assert len({stage.devices for stage in stages}) == sizes[0]
+        assert {(stage.shards, stage.replicas) for stage in stages} == {sizes[1:]}
+        assert len({device for stage in stages for device in stage.devices}) == sizes[0] * sizes[1] * sizes[2]
+
+
 @pytest.mark.parametrize(
     ("said", "text"),
     [
@@ -220,6 +255,14 @@ def test_blocks_are_split_where_that_is_quicker_or_asked_for() -> None:
         ({"devices": 6, "shards": 4}, "does not divide 6 devices; choose --tp 1, 2, or --devices 8"),
         ({"shards": 2, "replicas": 8}, "--tp 2 x --replicas 8 does not divide 8 devices; choose --tp 1, or"),
         ({"shards": 2, "spread": True}, "leave one of them out"),
+        ({"positions": 3}, "--pp 3 does not divide 8 devices; choose --pp 1, 2, 4, or give --devices 9"),
+        ({"positions": 4, "shards": 4}, "--pp 4 x --tp 4 does not divide 8 devices; choose --pp 1, 2, or give"),
+        (
+            {"positions": 2, "shards": 2, "replicas": 1},
+            "--pp 2 x --tp 2 x --dp 1 is 4 devices, not 8; choose --pp 4, or give --devices 4",
+        ),
+        ({"positions": 8}, "--pp 8 needs a block for each: 'test' has only 4; choose --pp 1, 2, 4"),
+        ({"devices": None, "positions": 2, "placement": stage_per_block(SPLIT)}, "--pp 2 would do nothing: the"),
         ({"devices": None, "shards": 2, "placement": stage_per_block(SPLIT)}, "--tp 2 would do nothing: the placement"),
     ],
 )

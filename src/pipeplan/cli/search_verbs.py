@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     help="Where to write only the stages, to edit and pass to --placement.",
 )
 @click.option("--details", is_flag=True, help="Print every device and stage, the critical path and what was proved.")
+@click.option(
+    "--explain", is_flag=True, help="Show the ten best different plans, what limits each, and why common ones are not."
+)
 def search_command(
     workers: int | None,
     cache: str | None,
@@ -53,6 +56,7 @@ def search_command(
     output: str | None,
     placement_output: str | None,
     details: bool,
+    explain: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -69,6 +73,8 @@ def search_command(
         raise UsageError(
             "--workers, --cache and --rules-output are for --scheduler rules without --rules; leave them out"
         )
+    if tunes and explain:
+        raise UsageError("--explain is of plans that are searched, not of tuned rules; leave it out")
     if cache == "-":
         raise UsageError("--cache is read and written, which neither stdin nor stdout can be; name a file")
     files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output, "--cache": cache}
@@ -79,7 +85,7 @@ def search_command(
                 tuning = _api.tune(request, workers=workers, cache=cache, progress=progress, within=limit)
                 result = tuning.result
             else:
-                result = _api.search(request, progress=progress, within=limit)
+                result = _api.search(request, progress=progress, within=limit, explain=explain)
         if output is not None:
             outputs.write_plan(result.plan, output)
         if rules_output is not None and tuning is not None:
@@ -114,11 +120,19 @@ def _print_result(
     from pipeplan.reporting.answer import print_answer
     from pipeplan.reporting.layout import print_notes
     from pipeplan.reporting.tables import print_ranking
-    from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages, print_timeline
+    from pipeplan.reporting.terminal import (
+        print_explanation,
+        print_proof,
+        print_simulation,
+        print_stages,
+        print_timeline,
+    )
 
     simulation = _api.simulate(result.plan)
     notes = [*_api.input_notes(request), *([] if details else simulation.notes)]
     print_answer(request, result, simulation, written, file=sys.stdout)
+    if result.explanation is not None:
+        print_explanation(result.explanation, file=sys.stdout)
     if tuning is not None:
         print_ranking(tuning.rows, file=sys.stdout)
         say(f"{tuning.said}\n")

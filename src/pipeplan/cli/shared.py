@@ -291,6 +291,12 @@ _OPTIONS = (
         help="Tensor-parallel size: devices that split every block, for which the profile must have costs.",
     ),
     click.option(
+        *("--pp", "--pipeline-parallel", "positions"),
+        type=click.IntRange(min=1),
+        help="Pipeline-parallel size: devices, or groups of --tp x --dp of them, that blocks pass in turn.  "
+        "[default: searched]",
+    ),
+    click.option(
         *("--shard-shared", "spread"),
         cls=RenamedOption,
         was=("--spread",),
@@ -353,7 +359,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
     cluster = given_file("cluster", flags["cluster_path"])
     same = (
         *("devices", "placement", "mini_batch", "microbatch_size", "chunks", "replicas", "zero", "zero_group"),
-        *("seed", "deterministic"),
+        *("positions", "seed", "deterministic"),
     )
     said: dict[str, Any] = {}
     if flags["slices"] is not None:

@@ -16,19 +16,23 @@ and recomputation are chosen together.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import islice, pairwise
+from operator import add
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED, StageCost
 from pipeplan.costs.blocks import NEVER_AGAIN
 from pipeplan.files import Profile
 from pipeplan.partition.baselines import StageTable, for_each_size, least_bottleneck
-from pipeplan.partition.chain.costs import Array, ChainCosts
+from pipeplan.partition.chain.costs import Array, ChainCosts, FloatArray, StageTimes
+from pipeplan.partition.chain.kernel import least_split
 from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, Way
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again, Recompute, recompute_of
@@ -66,6 +70,33 @@ def kind_of(costs: Sequence[tuple[Again, StageCost]]) -> Kind:
         ):
             kept.append(option)
     return tuple(kept)
+
+
+def savings(kinds: Sequence[Kind]) -> tuple[FloatArray, FloatArray]:
+    """Bytes that blocks of these kinds hold less for a micro-batch, ascending from 0, and the ns that takes at least.
+
+    The relaxed knapsack: between two points a part of a block is recomputed. Least ns per byte come first.
+    """
+    steps: list[tuple[float, int, int]] = []
+    for kind, count in Counter(kinds).items():
+        hull = [kind[0]]
+        for option in sorted(kind, key=lambda each: -each.held_bytes):
+            while len(hull) > 1 and _slope(hull[-2], option) <= _slope(hull[-2], hull[-1]):
+                hull.pop()
+            if option.held_bytes < hull[-1].held_bytes:
+                hull.append(option)
+        steps += [
+            (_slope(one, other), count * (one.held_bytes - other.held_bytes), count * (other.time_ns - one.time_ns))
+            for one, other in pairwise(hull)
+        ]
+    steps.sort()
+    bytes_, ns = (np.cumsum([0, *(step[part] for step in steps)], dtype=np.float64) for part in (1, 2))
+    return bytes_, ns
+
+
+def _slope(one: Option, other: Option) -> float:
+    """Ns for each byte less."""
+    return (other.time_ns - one.time_ns) / max(1, one.held_bytes - other.held_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +143,8 @@ class Knapsacks:
         return found
 
     def least(self, counts: Counts, statics: Array, in_flight: Array, limit: int) -> Array:
-        """[in flight, case] least ns with ``statics`` [case] bytes of state; ``UNLIMITED`` where nothing fits."""
-        best = np.full((len(in_flight), len(statics)), UNLIMITED)
+        """[in flight, case] least ns with ``statics`` [..., case] bytes of state; ``UNLIMITED`` where nothing fits."""
+        best = np.full((len(in_flight), statics.shape[-1]), UNLIMITED)
         for workspace in self.workspaces(counts):
             left = limit - statics - workspace
             if (left < 0).all():
@@ -211,23 +242,35 @@ class ChoosingBlocks:
         workspace = self.knapsacks.workspaces(counts)[-1]
         return counts, workspace, self.knapsacks.undominated(workspace, counts)
 
-    def least(self, sums: ChainCosts, row: int, stages: tuple[Array, Array], most: int, limit: int) -> Array:
-        """[in flight - 1, stage] least ns of compute of ranges, for up to ``most`` micro-batches in flight.
+    def least(
+        self,
+        sums: ChainCosts,
+        row: int,
+        stages: tuple[Array, Array],
+        in_flight: Array,
+        limit: int,
+        beside: Array | int = 0,
+    ) -> Array:
+        """[in flight, stage] least ns of compute of ranges with so many micro-batches ``in_flight``.
 
-        ``sums`` are of the same blocks, and in its ``row`` nothing is computed again. ``UNLIMITED`` where nothing fits.
+        ``sums`` are of the same blocks, and in its ``row`` nothing is computed again. ``beside`` [in flight, stage] are
+        bytes beside state, activations and workspace. ``UNLIMITED`` where nothing fits.
         """
         begins, ends = stages
-        in_flight, statics = np.arange(1, most + 1), sums.statics(begins, ends)[row]
-        kept = sums.most_in_flight(begins, ends, limit)[row]
-        found = np.where(kept >= in_flight[:, None], sums.time(begins, ends)[row], UNLIMITED)
+        statics = sums.statics(begins, ends)[row] + beside
+        running = sums.workspace(begins, ends)[row] + in_flight[:, None] * sums.activation(begins, ends)[row]
+        whole = statics + running <= limit
+        found = np.where(whole, sums.time(begins, ends)[row], UNLIMITED)
         kinds = [self.knapsacks.kinds[kind] for kind in self.kind_of_block]
         held = np.cumsum([0, *(min(option.held_bytes for option in kind) for kind in kinds)])
-        open_ = np.flatnonzero((kept < most) & (statics + held[ends] - held[begins] <= limit))
+        least = in_flight[:, None] * (held[ends] - held[begins])
+        open_ = np.flatnonzero((~whole & (statics + least <= limit)).any(axis=0))
         alike = defaultdict[Counts, list[int]](list)
         for stage in checked(open_.tolist(), 64):
             alike[self.counts(int(begins[stage]), int(ends[stage]))].append(stage)
         for counts, same in checked(alike.items(), 1):
-            found[:, same] = np.minimum(found[:, same], self.knapsacks.least(counts, statics[same], in_flight, limit))
+            own = self.knapsacks.least(counts, statics[..., same], in_flight, limit)
+            found[:, same] = np.minimum(found[:, same], own)
         return found
 
 
@@ -291,10 +334,11 @@ def _planned(
     plain = StageTable.of_chain(problem, ways, order)
     stages = plain.begins, plain.ends
     choosing = {way.row: _choosing(problem, way, order, kept) for way in ways}
-    by_row = {row: each.least(sums, row, stages, most, limit) for row, each in choosing.items()}
+    in_flight = np.arange(1, most + 1)
+    by_row = {row: each.least(sums, row, stages, in_flight, limit) for row, each in choosing.items()}
     times = []
-    for in_flight in range(most):
-        computing = np.stack([by_row[way.row][in_flight] for way in ways])
+    for place in range(most):
+        computing = np.stack([by_row[way.row][place] for way in ways])
         whole = count * np.where(computing < UNLIMITED, computing, 0) + plain.waits
         times.append(np.where(computing < UNLIMITED, whole, UNLIMITED))
     table = _RecomputingTable(**{each.name: getattr(plain, each.name) for each in fields(plain)}, least=times)
@@ -303,9 +347,9 @@ def _planned(
         return None
     placed = []
     for place, (begin, end, way) in enumerate(found[1]):
-        in_flight = min(count, len(found[1]) - place)
+        held = min(count, len(found[1]) - place)
         static = int(sums.statics(begin, end)[way.row])
-        again = choosing[way.row].chosen(begin, end, static, in_flight, limit)
+        again = choosing[way.row].chosen(begin, end, static, held, limit)
         assert again is not None, "it fits"
         placed.append((order[begin:end], way._replace(recompute=again)))
     return Partition(problem.placed(placed), found[0], optimal=True)
@@ -320,3 +364,201 @@ def _choosing(problem: PartitionProblem, way: Way, order: Sequence[str], kept: C
             for block in order
         ]
     )
+
+
+class Holding(NamedTuple):
+    """What a schedule has in flight of a stage: micro-batches whole, and those that owe only a weight gradient.
+
+    ``position`` runs it, with ``limit`` bytes.
+    """
+
+    position: int
+    stage: int
+    in_flight: int
+    owed: int
+    limit: int
+
+
+Cuts = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class FittingChain:
+    """Blocks in a line, to be cut into stages of which each recomputes what it must: least, for ``holdings``.
+
+    ``ways`` are the blocks' costs at each level, without recomputation first; ``kept`` says of which blocks nothing is
+    recomputed. Of several routes a stage has a holding on each.
+    """
+
+    ways: Sequence[tuple[Again, Sequence[StageCost]]]
+    kept: Sequence[bool]
+    holdings: Sequence[Holding]
+    _times: dict[tuple[tuple[int, int, int], int, int], int] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def choosing(self) -> ChoosingBlocks:
+        """Which blocks are alike, and how each can run."""
+        places = range(len(self.kept))
+        return ChoosingBlocks.of(
+            [[(again, costs[at]) for again, costs in self.ways if not (again and self.kept[at])] for at in places]
+        )
+
+    @cached_property
+    def sums(self) -> ChainCosts:
+        """Running sums where nothing is recomputed."""
+        return ChainCosts.of_rows([self.ways[0][1]])
+
+    @cached_property
+    def owed_bytes(self) -> Array:
+        """[cut] bytes of a micro-batch that weight gradients before it need."""
+        return np.cumsum([0, *(cost.weight_grad_bytes for cost in self.ways[0][1])])
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the chain."""
+        return len(self.kept)
+
+    @cached_property
+    def num_stages(self) -> int:
+        """Stages it is cut into."""
+        return 1 + max(each.stage for each in self.holdings)
+
+    def cut(self) -> Cuts | None:
+        """The first block of each stage, with one on each position; None where nothing fits.
+
+        The longest is as short as can be, then the sum of squares.
+        """
+        most = 3 * -(-int(self.sums.compute[0, -1]) // self.num_stages) + int(np.diff(self.sums.compute[0]).max())
+        for limit in (most, UNLIMITED):
+            table = self._table(limit)
+            found = least_split(table.cost, self.num_blocks, table.kinds, table.fits)
+            if found is not None:
+                return found
+        return None
+
+    def _table(self, most: int) -> _FittingTable:
+        """Of stages that take no more than ``most`` ns with nothing recomputed."""
+        begins, ends = np.triu_indices(self.num_blocks + 1, 1)
+        short = self.sums.time(begins, ends)[0] <= most
+        begins, ends = begins[short], ends[short]
+        like = list(dict.fromkeys(each[2:] for each in self.holdings))
+        limit = max(each.limit for each in self.holdings)
+        in_flight, owed, room = (np.array(column) for column in zip(*like, strict=True))
+        beside = owed[:, None] * (self.owed_bytes[ends] - self.owed_bytes[begins]) + (limit - room)[:, None]
+        times = self.choosing.least(self.sums, 0, (begins, ends), in_flight, limit, beside)
+        number = np.full((self.num_blocks + 1, self.num_blocks + 1), len(begins))
+        number[begins, ends] = np.arange(len(begins))
+        times = np.concatenate([times, np.full((len(like), 1), UNLIMITED)], axis=1)
+        return _FittingTable(times, number, [like.index(each[2:]) for each in self.holdings])
+
+    def stages(self, begins: Cuts) -> StageTimes:
+        """What each stage takes when the chain is cut so, with one stage on each position."""
+        ranges = list(pairwise((*begins, self.num_blocks)))
+        forwards = [int(self.sums.forward[0, end] - self.sums.forward[0, begin]) for begin, end in ranges]
+        totals = [self._time(each[2:], *own) for each, own in zip(self.holdings, ranges, strict=True)]
+        return StageTimes(tuple(forwards), tuple(map(int.__sub__, totals, forwards)))
+
+    def all_fit(self, begins: Cuts) -> bool:
+        """Whether every stage does, with one stage on each position."""
+        ranges = pairwise((*begins, self.num_blocks))
+        return all(self._time(each[2:], *own) < UNLIMITED for each, own in zip(self.holdings, ranges, strict=True))
+
+    def _time(self, held: tuple[int, int, int], begin: int, end: int) -> int:
+        """Least ns of a stage."""
+        if (held, begin, end) not in self._times:
+            (in_flight, owed, limit), stage = held, (np.array([begin]), np.array([end]))
+            beside = owed * (self.owed_bytes[stage[1]] - self.owed_bytes[stage[0]])[None]
+            found = self.choosing.least(self.sums, 0, stage, np.array([in_flight]), limit, beside)
+            self._times[held, begin, end] = int(found[0, 0])
+        return self._times[held, begin, end]
+
+    def chosen(self, begins: Cuts) -> list[list[Again]] | None:
+        """[holding][block] what is recomputed, the least that each position must; None where nothing fits.
+
+        The stages of a position share its memory, and so one knapsack: of each block what all its micro-batches in
+        flight hold.
+        """
+        ranges = list(pairwise((*begins, self.num_blocks)))
+        found: list[list[Again]] = [[] for _ in self.holdings]
+        by_position: dict[int, list[int]] = defaultdict(list)
+        for number, each in enumerate(self.holdings):
+            by_position[each.position].append(number)
+        for own in checked(by_position.values(), 1):
+            made = self._position([self.holdings[number] for number in own], ranges)
+            if made is None:
+                return None
+            for number, again in zip(own, made, strict=True):
+                found[number] = again
+        return found
+
+    def _position(self, own: Sequence[Holding], ranges: Sequence[tuple[int, int]]) -> list[list[Again]] | None:
+        kinds: dict[tuple[int, int], Kind] = {}
+        blocks: list[tuple[int, int]] = []
+        beside = 0
+        for each in own:
+            begin, end = ranges[each.stage]
+            beside += each.owed * int(self.owed_bytes[end] - self.owed_bytes[begin])
+            for number in self.choosing.kind_of_block[begin:end]:
+                kinds[number, each.in_flight] = tuple(
+                    option._replace(held_bytes=option.held_bytes * each.in_flight)
+                    for option in self.choosing.knapsacks.kinds[number]
+                )
+                blocks.append((number, each.in_flight))
+        ways, costs = list(kinds), self.ways[0][1]
+        state = reduce(add, (costs[block] for each in own for block in range(*ranges[each.stage])))
+        counted = Counter(blocks)
+        counts = tuple(counted[way] for way in ways)
+        by_kind = Knapsacks(list(kinds.values())).chosen(counts, state.static_bytes + beside, 1, own[0].limit)
+        if by_kind is None:
+            return None
+        left = dict(zip(ways, map(iter, by_kind), strict=True))
+        every = iter([next(left[block]) for block in blocks])
+        return [list(islice(every, ranges[each.stage][1] - ranges[each.stage][0])) for each in own]
+
+    def levelled(
+        self, cut: Callable[[Sequence[StageCost]], Cuts], tries: int = 4
+    ) -> tuple[Cuts, list[list[Again]]] | None:
+        """Cuts and what is recomputed, for positions that run several stages: the busiest works as little as is found.
+
+        ``cut`` cuts blocks with given costs. What was recomputed is then known, and they are cut anew with what that
+        takes, as long as it helps.
+        """
+        best: tuple[int, Cuts, list[list[Again]]] | None = None
+        level = dict(self.ways)
+        costs: Sequence[StageCost] = self.ways[0][1]
+        for _ in range(tries):
+            begins = cut(costs)
+            again = self.chosen(begins)
+            if again is None:
+                break
+            ranges = list(pairwise((*begins, self.num_blocks)))
+            loads: Counter[int] = Counter()
+            taken: dict[int, list[StageCost]] = {}
+            for each, own in zip(self.holdings, again, strict=True):
+                blocks = range(*ranges[each.stage])
+                taken[each.stage] = [level[a][block] for a, block in zip(own, blocks, strict=True)]
+                loads[each.position] += sum(cost.compute_ns for cost in taken[each.stage])
+            busiest = max(loads.values())
+            if best is not None and busiest >= best[0]:
+                break
+            best = busiest, begins, again
+            costs = [cost for stage in range(self.num_stages) for cost in taken[stage]]
+        return None if best is None else best[1:]
+
+
+@dataclass(frozen=True, slots=True)
+class _FittingTable:
+    """[kind of stage, range] ns, ``UNLIMITED`` where it does not fit; ``number`` [begin, end] of a range."""
+
+    times: Array
+    number: Array
+    kinds: list[int]
+
+    def cost(self, kind: int, begins: Array, ends: Array) -> Array:
+        """Ns of ranges as such a stage."""
+        found: Array = self.times[kind, self.number[begins, ends]]
+        return found
+
+    def fits(self, kind: int, begins: Array, ends: Array) -> NDArray[np.bool_]:
+        """Whether they fit."""
+        return self.cost(kind, begins, ends) < UNLIMITED

@@ -20,6 +20,7 @@ from pipeplan.display import Displayed
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, Recipe, sha256_of
 from pipeplan.lower import programs
+from pipeplan.planning.alternatives import Explanation
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request
 from pipeplan.schedule.rules import Rules
@@ -239,7 +240,7 @@ class Result(Displayed):
     No plan that the request leaves open has an iteration below ``lower_bound_ns``, no schedule of the plan's own
     placement one below ``placement_lower_bound_ns``; gaps are of the iteration over each. Where the placement is given
     there is but one of them. ``timed_out``: the search would have gone on. ``notes`` say which of its steps failed,
-    and what was asked for and is not.
+    and what was asked for and is not. ``explanation``, where it was asked for, has the next best plans.
     """
 
     plan: Plan
@@ -252,6 +253,7 @@ class Result(Displayed):
     candidates: CandidateCounts
     timed_out: bool = False
     notes: tuple[str, ...] = ()
+    explanation: Explanation | None = None
 
     def __repr__(self) -> str:
         bound = f"bound {format_ns(self.lower_bound_ns)}, gap {self.gap:.2%}"
@@ -319,4 +321,5 @@ class Result(Displayed):
             "repetend_seconds": self.schedule.repetend_seconds,
             "partition_seconds": self.partition_seconds,
             "notes": list(self.notes),
+            **({} if self.explanation is None else self.explanation.figures()),
         }

@@ -10,28 +10,33 @@ from functools import lru_cache, partial
 from itertools import accumulate, chain, groupby, islice, product
 from typing import Any
 
-from pipeplan.costs import StageCost, stage_costs
+import numpy as np
+
+from pipeplan.costs import UNLIMITED, StageCost, build_workload, stage_costs
 from pipeplan.costs.after import AfterActions
 from pipeplan.costs.blocks import splitting_remedy
-from pipeplan.costs.zero import WHOLE
+from pipeplan.costs.zero import WHOLE, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, PlacedStage, Placement, Profile
 from pipeplan.partition.baselines import dapple, pipedream, piper
-from pipeplan.partition.chain.autopipe import autopipe
-from pipeplan.partition.chain.costs import Chain
-from pipeplan.partition.chain.rebalance import PER_DEVICE, even
+from pipeplan.partition.chain.autopipe import autopipe, polished
+from pipeplan.partition.chain.costs import Array, Chain
+from pipeplan.partition.chain.rebalance import PER_DEVICE, balanced, even
 from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.mapping import neighbours
 from pipeplan.partition.placement import Cut, can_spread, place, place_submodules, undivided
 from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, free
-from pipeplan.partition.recomputation import kept_whole, levels_of, recomputing
+from pipeplan.partition.recomputation import FittingChain, Holding, kept_whole, levels_of, recomputing
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.planning.uniform_space import BoundedChoice, Choice, best_first, chunks_of
+from pipeplan.planning.usual import USUAL, Counts, Usual, excess
 from pipeplan.schedule.state import SearchStep
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
-from pipeplan.workload.elements import Again
+from pipeplan.units import MAX_BYTES
+from pipeplan.workload.elements import Again, recompute_of
+from pipeplan.workload.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class PlacementCandidate:
     """A placement for micro-batches of a size, recomputing or not where stages do not say.
 
     ``source`` says who made it. A ``fallback`` is for when nothing else fits. ``given`` are the costs of stages whose
-    blocks are each split in a way of its own, by the stage's place.
+    blocks are each split in a way of its own, by the stage's place. ``usual`` is the schedule it was cut for.
     """
 
     placement: Placement
@@ -48,6 +53,7 @@ class PlacementCandidate:
     source: str
     fallback: bool = False
     given: Mapping[int, StageCost] | None = None
+    usual: Usual | None = None
 
     @property
     def key(self) -> Hashable:
@@ -65,23 +71,27 @@ Proposal = Callable[[], CandidateOrError | None]
 class CandidateStep(SearchStep, ABC):
     """Placements other than chains. Where it is tried stages may be of any form."""
 
-    when = "--placement auto, without --slices, --shard-shared, --replicas and --tp above 1"
+    when = "--placement auto, without --slices, --shard-shared, --replicas, --pp and --tp above 1"
 
     @abstractmethod
     def candidates(self, request: Request) -> Iterator[Proposal]:
         """One after another."""
 
 
-def candidates(request: Request, steps: Sequence[SearchStep], chains_between: int) -> Iterator[Proposal]:
+def candidates(
+    request: Request, steps: Sequence[SearchStep], chains_between: int, chains_first: int = 0
+) -> Iterator[Proposal]:
     """All placements that the request leaves open, cheap ones to find first.
 
-    What ``steps`` find takes longer than chains do, so that ``chains_between`` of these come between each two of those:
-    there may not be time for all candidates.
+    What ``steps`` find takes longer than chains do, so that ``chains_between`` of these come between each two of those,
+    and of large requests ``chains_first`` before: there may not be time for all candidates.
     """
     if isinstance(request.placement, Placement):
         yield from (partial(_as_is, each) for each in _given(request, request.placement))
         return
     chains = _chains(request)
+    if is_large(request):
+        yield from islice(chains, chains_first)
     if _any_stages(request):
         found = chain.from_iterable(step.candidates(request) for step in steps if isinstance(step, CandidateStep))
         if open_shards(request) == (1,):
@@ -108,6 +118,15 @@ def sharing(request: Request, placement: Placement) -> Placement:
         stage if zero is None else stage.model_copy(update=keys | zero.keys(stage.replicas)) for stage, zero in shared
     )
     return placement.model_copy(update={"stages": stages})
+
+
+LARGE = 4_000
+"""Requests of more blocks x devices are large: partitioners take seconds, and known schedules tenths of one."""
+
+
+def is_large(request: Request) -> bool:
+    """Whether there is so much that the best rows of the table of layouts are to be looked at before anything else."""
+    return request.num_devices * len(request.profile.blocks) > LARGE
 
 
 def grid(request: Request) -> Iterator[Choice | PlacementCandidate | UsageError]:
@@ -158,9 +177,10 @@ def open_shards(request: Request) -> tuple[int, ...]:
 def uniform_choices(request: Request) -> list[BoundedChoice]:
     """Chains whose blocks may be split, best first: all uniform choices that may fit, on all devices or on some.
 
-    None where only whole blocks are open: then there are fewer choices, each on all devices.
+    None where only whole blocks are open, in pipelines of any length: then there are fewer choices, on all devices.
     """
-    if open_shards(request) == (1,) or isinstance(request.placement, Placement) or request.placement == SUBMODULES:
+    plain = open_shards(request) == (1,) and request.positions is None
+    if plain or isinstance(request.placement, Placement) or request.placement == SUBMODULES:
         return []
     return _uniform_of(_SameRequest(request))
 
@@ -186,20 +206,36 @@ def _uniform_of(same: _SameRequest) -> list[BoundedChoice]:
 
 
 def _uniform(request: Request, shards: int) -> Iterator[Choice]:
-    """With so many shards: every number of replicas and of positions, strategy, size and recomputation."""
+    """With so many shards: every number of replicas and of positions, strategy, size and recomputation.
+
+    Where that is open, and memory is limited, each block is recomputed as far as it must be.
+    """
+    levels = levels_of(request.profile) if len(request.recomputes) > 1 else ()
+    recomputes = (False,) if levels else request.recomputes
     units, blocks = len(neighbours(request.cluster, request.num_devices, shards)), len(request.profile.blocks)
     every = range(1, units + 1) if request.placement == "auto" else (1,)
+    if request.positions is not None and request.replicas is None:  # all devices
+        every = (units // request.positions,) if units >= request.positions else ()
     for replicas in checked(every if request.replicas is None else (request.replicas,), 1):
-        zero = request.sharing(replicas)
-        batches = [] if zero is None else list(_batches(request, replicas, False, shards))
-        for batch, strategy in product(batches, _strategies(request)):
+        batches = list(_batches(request, replicas, False, shards))
+        for zero, batch, strategy in product(_sharings(request, replicas), batches, _strategies(request)):
             how = STRATEGIES[strategy]
             if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
                 continue
             most = min(units // replicas, blocks // chunks_of(request, how))
-            for positions, recompute in product(range(1, most + 1), request.recomputes):
+            lengths = [each for each in range(1, most + 1) if request.positions in (None, each)]
+            for positions, recompute in product(lengths, recomputes):
                 if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
-                    yield Choice(strategy, replicas, batch, recompute, False, shards, positions, zero or WHOLE)
+                    each = Choice(strategy, replicas, batch, recompute, False, shards, positions, zero, levels)
+                    yield each
+
+
+def _sharings(request: Request, replicas: int) -> list[Zero]:
+    """What replicas may divide of what they keep: as asked, or where memory is limited optimizer state or nothing."""
+    asked = request.sharing(replicas)
+    if request.zero is not None or replicas == 1 or request.least_memory is None:
+        return [] if asked is None else [asked]
+    return [WHOLE, Zero(1, replicas)]
 
 
 def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
@@ -216,7 +252,9 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
             known[choice.pricing] = choice.pricing.costs(request.profile, order)
         groups = _groups(request, choice)
         chain, begins, fit = _even(request, known[choice.pricing], groups, choice.batch)
-        if fit:
+        if not fit and choice.levels and (again := fitting_chain(request, choice).chosen(begins)) is not None:
+            yield _with_recomputation(request, choice, "even", begins, again)
+        elif fit:
             stages = tuple(
                 PlacedStage(
                     blocks=order[begin:end],
@@ -233,7 +271,7 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
 
 def _plain(request: Request) -> Iterator[Choice]:
     """One stage for each group of devices: the choices of :func:`even_cuts`."""
-    uniform = [each.choice for each in uniform_choices(request) if each.choice.strategy == "one-to-one"]
+    uniform = [each.choice for each in uniform_choices(request) if each.choice.usual == USUAL[0]]
     if uniform:
         yield from uniform
         return
@@ -318,7 +356,8 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
             for recompute, strategy in product(request.recomputes, _strategies(request)):
                 for spread, possible in batches.items():
                     if batch in possible:
-                        yield Choice(strategy, replicas, batch, recompute, spread, request.shards or 1, zero=zero)
+                        shards = request.shards or 1
+                        yield Choice(strategy, replicas, batch, recompute, spread, shards, request.positions, zero)
 
 
 def _strategies(request: Request) -> Iterable[str]:
@@ -334,7 +373,7 @@ def _any_stages(request: Request) -> bool:
     Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
     """
     any_form = request.placement == "auto" and not request.num_parted and not request.spread
-    return any_form and request.replicas is None and request.shards in (None, 1)
+    return any_form and request.replicas is request.positions is None and request.shards in (None, 1)
 
 
 def _chains(request: Request) -> Iterator[Proposal]:
@@ -357,10 +396,14 @@ def _chains(request: Request) -> Iterator[Proposal]:
 
 def _is_for_autopipe(request: Request, choice: Choice) -> bool:
     stages = choice.positions or request.num_devices // choice.replicas
+    if choice.levels:
+        return False  # its cut is chosen with what is recomputed
     return choice.strategy == "one-to-one" and not choice.spread and 1 < stages <= len(request.profile.blocks)
 
 
 def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> PlacementCandidate:
+    if choice.levels and cut is None:
+        return _fitting(request, choice, source)
     batch, strategy = choice.batch, choice.strategy
     how: dict[str, Any] = {
         "microbatch_size": batch.microbatch_size,
@@ -382,7 +425,108 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
     else:
         how |= {"chunks": request.chunks, "spread": choice.spread, "wide": _wide(request, choice)}
         placement = place(request.profile, strategy, request.num_devices, **how)
-    return PlacementCandidate(placement, batch, choice.recompute, source, _is_fallback(request, choice.recompute))
+    fallback = _is_fallback(request, choice.recompute)
+    return PlacementCandidate(placement, batch, choice.recompute, source, fallback, usual=choice.usual)
+
+
+def fitting_chain(request: Request, choice: Choice) -> FittingChain:
+    """The blocks of a choice, to recompute what its usual schedule's memory asks for.
+
+    Raises:
+        UsageError: a block has no such costs.
+    """
+    order, how, usual = request.profile.topological_order(), STRATEGIES[choice.strategy], choice.usual
+    assert usual is not None  # it is of the table
+    groups, chunks = _groups(request, choice), chunks_of(request, how)
+    count, every = np.array(choice.batch.num_microbatches), np.arange(len(groups))
+
+    def of(counts: Counts | None) -> Array:
+        """[chunk, position] micro-batches."""
+        each = [0.0] * chunks if counts is None else counts(np.array(len(groups)), count, chunks, every)
+        return np.ceil([np.broadcast_to(own, len(groups)) for own in each]).astype(np.int64)
+
+    held, owed = of(usual.in_flight), of(usual.owed)
+    limits = [
+        min((size for x in group if (size := request.memory[x]) is not None), default=UNLIMITED) for group in groups
+    ]
+    holdings = [
+        Holding(at, stage, int(held[stage // len(groups), at]), int(owed[stage // len(groups), at]), limits[at])
+        for route in how.routes(len(groups), chunks)
+        for stage, at in enumerate(route)
+    ]
+    kept = kept_whole(request.profile)
+    same = _SameRequest(request)
+    ways = [(each, _block_costs(same, choice.pricing._replace(recompute=each))) for each in choice.levels]
+    return FittingChain(ways, [block in kept for block in order], holdings)
+
+
+@lru_cache(maxsize=64)
+def _block_costs(same: _SameRequest, pricing: Pricing) -> list[StageCost]:
+    """[block] in the order that is cut."""
+    return pricing.costs(same.request.profile, same.request.profile.topological_order())
+
+
+_CHECKS = 3
+"""How often stages recompute more where the schedule, looked at with true orders, does not fit after all."""
+
+
+def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidate:
+    """The chain of a choice, cut so that each stage recomputes of its blocks what it must."""
+    chain, usual = fitting_chain(request, choice), choice.usual
+    assert usual is not None  # it is of the table
+    for _ in checked(range(_CHECKS), 1):
+        found = _cut_to_fit(chain, choice)
+        if found is None:
+            break
+        candidate = _with_recomputation(request, choice, source, *found)
+        if usual.exact:
+            return candidate
+        over = excess(_workload(request, candidate, usual.splits), usual)
+        if over is None or not any(over):
+            return candidate
+        fewer = tuple(each._replace(limit=each.limit - over[each.position]) for each in chain.holdings)
+        chain = replace(chain, holdings=fewer)
+    raise InfeasibleError(
+        f"no cut into {chain.num_stages} stages was found that fits with {usual.name or 'any schedule'}, whatever is "
+        "recomputed; raise --memory, or give more --devices"
+    )
+
+
+def _cut_to_fit(chain: FittingChain, choice: Choice) -> tuple[tuple[int, ...], list[list[Again]]] | None:
+    """The first block of each stage, and what is recomputed."""
+    if choice.strategy == "one-to-one":
+        begins = chain.cut()
+        if begins is not None and choice.usual == USUAL[0]:
+            begins = polished(chain, begins, choice.batch.num_microbatches, chain)
+        again = None if begins is None else chain.chosen(begins)
+        return None if begins is None or again is None else (begins, again)
+    devices = [each.position for each in chain.holdings[: chain.num_stages]]
+    return chain.levelled(lambda costs: balanced(Chain.of(costs, devices, [None] * len(set(devices)))))
+
+
+def _workload(request: Request, candidate: PlacementCandidate, split_backward: bool) -> Workload:
+    return build_workload(
+        request.profile,
+        candidate.placement,
+        num_microbatches=candidate.batch.num_microbatches,
+        microbatch_size=candidate.batch.microbatch_size,
+        split_backward=split_backward,
+        cluster=request.cluster,
+        memory_bytes=request.whole_memory,
+        reserve_bytes=request.reserve,
+    )
+
+
+def _with_recomputation(
+    request: Request, choice: Choice, source: str, begins: tuple[int, ...], again: Sequence[Sequence[Again]]
+) -> PlacementCandidate:
+    """The candidate cut so, of which each stage recomputes this of its blocks."""
+    whole = _chain(replace(request, memory_bytes=MAX_BYTES), choice, source, lambda chain: begins)
+    stages = tuple(
+        stage.model_copy(update={"recompute": recompute_of(own)})
+        for stage, own in zip(whole.placement.stages, again, strict=True)
+    )
+    return replace(whole, placement=whole.placement.model_copy(update={"stages": stages}))
 
 
 def _is_fallback(request: Request, recompute: Again) -> bool:
@@ -398,6 +542,8 @@ def _replicas(request: Request) -> Sequence[int]:
     """
     if request.replicas is not None:
         return (request.replicas,)
+    if request.positions is not None:
+        return (max(1, request.num_devices // ((request.shards or 1) * request.positions)),)
     if request.placement != "auto":
         return (1,)
     counts = [count for count in range(1, request.num_devices + 1) if request.num_devices % count == 0]

@@ -137,8 +137,9 @@ class Request:
     and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
     and AUTO where nothing fits. AUTO begins with ``auto_level``, the least at which something may fit.
-    ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how
-    many devices split each block of a chain, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how
+    ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
+    of a chain, ``positions`` how many devices, or groups of them, blocks pass in turn, ``spread`` whether shared blocks
+    stand on all devices, ``num_parted`` how
     many leading micro-batches run their warmup forwards in two parts. ``time_limit`` is in seconds: by the clock, or
     ``deterministic`` by work that takes about as long.
 
@@ -170,6 +171,7 @@ class Request:
     zero_group: int | None = None
     auto_level: int = 1
     shards: int | None = None
+    positions: int | None = None
     spread: bool | None = None
     num_parted: int | None = None
     time_limit: float = 30.0
@@ -282,6 +284,9 @@ class Request:
                 num_microbatches = num_microbatches_of(rules.order)
         if devices is None and cluster is not None and (profile.placement is None or placement == ALL):
             devices = cluster.num_devices
+        layout = [others.get("shards"), others.get("positions"), others.get("replicas")]
+        if devices is None and cluster is None and placement == "auto" and None not in layout:
+            devices = math.prod(layout)
         chosen, num_devices = choose_placement(profile, placement, devices, rules)
         batch = resolve_batch(
             profile,
@@ -298,6 +303,8 @@ class Request:
             _require_shards(
                 profile, chosen, num_devices, others["shards"], others.get("replicas"), others.get("spread")
             )
+        if others.get("positions") is not None:
+            _require_positions(profile, chosen, num_devices, *layout)
         made = cls(
             profile,
             num_devices,
@@ -430,6 +437,38 @@ def _require_shards(
         more = -(-num_devices // used) * used
         other = f"choose --tp {_listed(fitting)}, or --devices {more}" if fitting else f"choose --devices {more}"
         raise UsageError(f"{flag}{also} does not divide {num_devices} devices; {other}")
+
+
+def _require_positions(
+    profile: Profile,
+    placement: Placement | str,
+    num_devices: int,
+    shards: int | None,
+    positions: int,
+    replicas: int | None,
+) -> None:
+    """That a pipeline can be so long. Raises UsageError, which says how long it can be."""
+    flag = f"--pp {positions}"
+    if isinstance(placement, Placement) or placement == SUBMODULES:
+        own = "the rules, which place submodules," if placement == SUBMODULES else "the placement"
+        raise UsageError(
+            f"{flag} would do nothing: {own} of profile {profile.name!r} say which devices run each stage; leave --pp "
+            "out, or choose --placement all or a strategy"
+        )
+    others = (shards or 1) * (replicas or 1)
+    beside = "".join(f" x --{name} {count}" for name, count in (("tp", shards), ("dp", replicas)) if count)
+    used, blocks = positions * others, len(profile.blocks)
+    every = shards is not None and replicas is not None
+    able = [each for each in range(1, num_devices + 1) if num_devices % (each * others) == 0 and each <= blocks]
+    able = [each for each in able if not every or each * others == num_devices]
+    choose = [f"choose --pp {_listed(able)}"] if able else []
+    if positions > blocks:
+        choose = choose or [f"choose --pp of at most {blocks}"]
+        raise UsageError(f"{flag} needs a block for each: {profile.name!r} has only {blocks}; {choose[0]}")
+    if num_devices % used or (every and used != num_devices):
+        more = used if every else -(-num_devices // used) * used
+        says = f"is {used} devices, not {num_devices}" if every else f"does not divide {num_devices} devices"
+        raise UsageError(f"{flag}{beside} {says}; " + ", or ".join([*choose, f"give --devices {more}"]))
 
 
 def _other_shards(profile: Profile, common: Sequence[int], shards: int) -> str:

@@ -22,14 +22,17 @@ from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, 
 from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.partition.chain.rebalance import even
 from pipeplan.partition.recomputation import choices_of
+from pipeplan.planning.alternatives import explained
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
 from pipeplan.planning.candidates import (
+    LARGE,
     PlacementCandidate,
     PublishedPlanners,
     RecomputedBlocks,
     StageGraphs,
     candidates,
     even_cuts,
+    is_large,
     placed,
     strategy_choices,
 )
@@ -383,13 +386,12 @@ class EvenCut(PlanStep):
     by group get larger groups as long as making their plan takes no more than a ``growth`` of the time that is left.
     """
 
-    least: int = 4_000
     seconds: float = 2.5
     hurry: float = 1.0
     growth: float = 0.2
     name = "even cut"
     when = (
-        "first, once; more than {least} blocks x devices, or at most {hurry} s are left; --placement auto or "
+        f"first, once; more than {LARGE} blocks x devices, or at most {hurry} s are left; --placement auto or "
         "one-to-one, --scheduler auto; or any strategy with a named schedule"
     )
     in_turn = True
@@ -405,7 +407,7 @@ class EvenCut(PlanStep):
                 with search.budget.share(self.seconds) as share, share.ended():
                     self._look_named(search)
                 _secure(search)
-        elif request.num_devices * len(request.profile.blocks) > self.least:
+        elif is_large(request):
             self._large(search)
         elif not search.budget.deterministic and search.budget.left() <= self.hurry:
             with shielded():
@@ -474,12 +476,14 @@ _MORE = 4
 class LookAtCandidates(PlanStep):
     """Known schedules of placements as they come; once there is a plan, only while ``least`` of the limit is left.
 
-    ``chains_between`` are as in :func:`pipeplan.planning.candidates.candidates`.
+    ``chains_between`` and ``chains_first`` are as in :func:`pipeplan.planning.candidates.candidates`. Of the chains of
+    a large request only the schedules are looked at for which they were cut.
     """
 
     share: float = 0.5
     least: float = 0.1
     chains_between: int = 8
+    chains_first: int = 48
     name = "look at candidates"
     when = "always, in turn with the search; once there is a plan, only while more than {least} of the limit is left"
     of = "what is left"
@@ -521,7 +525,7 @@ class LookAtCandidates(PlanStep):
             return  # what is given is searched in any case: of few actions that finds known schedules as soon
         search.unfinished += 1
         with search.noting(f"known schedules of {candidate.placement.strategy}"):
-            trial.look()
+            trial.look(usual=candidate.usual if is_large(request) else None)
         search.unfinished -= not time_is_up()
         _secure(search)
         if slicing is not None:
@@ -621,14 +625,15 @@ def search_plan(
     progress: Progress | None = None,
     steps: Sequence[SearchStep] = STEPS,
     within: Limit | None = None,
+    explain: bool = False,
 ) -> Result:
     """Search the best plan of a placement, a strategy, or with ``auto`` of all of them, for a mini-batch.
 
     With ``split_backward`` left open both ways get a short look and the better one the rest of the time, and the bound
     is for both. With ``auto`` micro-batches have any of the request's sizes per replica, and recomputation is a choice
     like others; otherwise it is tried only where nothing fits without. ``steps`` are what is tried; the search spends
-    the time of ``within``, too, and ends with it. It ends with the best plan when time is up, or at Ctrl-C, and early
-    enough to make that plan in time.
+    the time of ``within``, too, and ends with it. ``explain`` has the result say what else was found. It ends with the
+    best plan when time is up, or at Ctrl-C, and early enough to make that plan in time.
 
     Raises:
         KeyboardInterrupt: interrupted before there was a plan.
@@ -642,7 +647,7 @@ def search_plan(
     looking = named(steps, LookAtCandidates) or LookAtCandidates()
     with request.reserve_said():
         search = PlanSearch(request, budget, progress, steps)
-        search.run(lambda asked: candidates(asked, steps, looking.chains_between))
+        search.run(lambda asked: candidates(asked, steps, looking.chains_between, looking.chains_first))
         best = search.best
         if best is None:
             raise _nothing(search)
@@ -668,6 +673,7 @@ def search_plan(
         candidates=counts,
         timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
         notes=(*dict.fromkeys(notes), *slices_left_out(request, schedule.workload, "what was found does not fit so")),
+        explanation=explained(search) if explain else None,
     )
 
 

@@ -24,6 +24,7 @@ from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.candidates import BoundedProposal, PlacementCandidate, Proposal
 from pipeplan.planning.request import Request
+from pipeplan.planning.usual import Usual
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
@@ -171,11 +172,17 @@ class Trial:
         for workload in self.ways:
             self._offer(plain_look(workload, most_entries))
 
-    def look(self, *, thorough: bool = False) -> None:
-        """Only known schedules, which takes no solver."""
-        look = named(self.steps, FirstLook) or FirstLook()
+    def look(self, *, thorough: bool = False, usual: Usual | None = None) -> None:
+        """Only known schedules, which takes no solver: all, or those of the ``usual`` one's strategy."""
+        look, found = named(self.steps, FirstLook) or FirstLook(), False
         for workload in self.ways:
-            self._offer(first_look(workload, look, thorough=thorough))
+            names = () if usual is None else usual.names(workload.splits_backward)
+            if usual is None or names:
+                schedule = first_look(workload, look, thorough=thorough, names=names)
+                self._offer(schedule)
+                found |= schedule is not None
+        if usual is not None and not found:
+            self.look(thorough=thorough)
 
     def search(self, request: Request, budget: Budget, seconds: float, progress: Progress | None = None) -> None:
         """Search for so long, over the ways of running backward.

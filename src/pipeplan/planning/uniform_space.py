@@ -25,8 +25,10 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, Edge, Profile
 from pipeplan.partition.chain.costs import Array, FloatArray
 from pipeplan.partition.problem import Pricing
+from pipeplan.partition.recomputation import kept_whole, kind_of, savings
 from pipeplan.partition.strategies import STRATEGIES, PlacementStrategy
 from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.usual import Usual, usual_of
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
@@ -38,7 +40,8 @@ class Choice:
 
     ``shards`` devices split each block. ``positions`` are how many groups of them and their replicas there are, by
     default as many as there are devices for; ``batch`` is of all replicas together, which divide what they keep by
-    ``zero``.
+    ``zero``. Of the ``levels`` of recomputation each block has the one that costs least while the ``usual`` schedule
+    fits; without any, all blocks have ``recompute``.
     """
 
     strategy: str
@@ -49,6 +52,8 @@ class Choice:
     shards: int = 1
     positions: int | None = None
     zero: Zero = WHOLE
+    levels: tuple[Again, ...] = ()
+    usual: Usual | None = None
 
     @property
     def pricing(self) -> Pricing:
@@ -58,7 +63,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class BoundedChoice:
-    """A choice, ns that no iteration of it is below, and what 1F1B on an even cut takes, about: ns, bytes."""
+    """A choice, ns that no iteration of it is below, and what its usual schedule takes on an even cut: ns, bytes.
+
+    With bytes those of the fullest device where nothing is recomputed that need not be by the choice.
+    """
 
     choice: Choice
     least_ns: int
@@ -67,28 +75,56 @@ class BoundedChoice:
 
 
 def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoice]:
-    """Those that may fit, first the ones that do with 1F1B on an even cut, by how long an iteration then takes.
+    """Those that may fit, each with a usual schedule: first what fits with that, by how long an iteration then takes.
 
-    Each says its positions.
+    Each says its positions. Where blocks may be recomputed there is one for each schedule that asks for another choice
+    of them; else a choice is there once, with the best of its schedules.
     """
-    blocks = _Blocks.of(request.profile)
-    sums = {each: _Sums.of(request, blocks, each) for each in checked(dict.fromkeys(one.pricing for one in choices), 1)}
-    known = [(choice, own) for choice in choices if (own := sums[choice.pricing]) is not None]
+    blocks, splits = _Blocks.of(request.profile), request.split_backward is not False and can_split(request.profile)
+    keys = dict.fromkeys((one.pricing, one.levels) for one in choices)
+    whole = {
+        key: _Sums.of(request, blocks, *key)
+        for key in checked(dict.fromkeys((pricing._replace(zero=WHOLE), levels) for pricing, levels in keys), 1)
+    }
+    sums = {
+        (pricing, levels): None
+        if (own := whole[pricing._replace(zero=WHOLE), levels]) is None
+        else own.shared(blocks, pricing)
+        for pricing, levels in checked(keys, 1)
+    }
+    usual = {
+        name: usual_of(name, chunks_of(request, how), splits, request.scheduler) for name, how in STRATEGIES.items()
+    }
+    known = [
+        (choice, each, own)
+        for choice in choices
+        if (own := sums[choice.pricing, choice.levels]) is not None
+        for each in usual[choice.strategy]
+    ]
     if not known:
         return []
     table = _BoundTable.of(request, *map(list, zip(*known, strict=True)))
-    fewer = np.array(_fewer([choice for choice, _ in known]))
+    fewer = np.array(_fewer([choice for choice, _, _ in known]))
     order = np.lexsort((table.usual, fewer, ~table.fits))
-    return [
-        BoundedChoice(known[row][0], int(table.least[row]), float(table.usual[row]), float(table.needs[row]))
-        for row in order.tolist()
-        if table.possible[row]
-    ]
+    found: list[BoundedChoice] = []
+    seen: set[int] = set()
+    for row in order[table.possible[order]].tolist():
+        choice, own_usual, _ = known[row]
+        if not table.again[row]:
+            if id(choice) in seen:
+                continue  # as it is with the better schedule
+            seen.add(id(choice))
+        figures = int(table.least[row]), float(table.usual[row]), float(table.needs[row])
+        found.append(BoundedChoice(replace(choice, usual=own_usual), *figures))
+    return found
 
 
 def _fewer(choices: Sequence[Choice]) -> list[bool]:
     """[choice] whether the same with more positions is another of them: that is seldom longer, and looked at first."""
-    likes = [(each.strategy, each.shards, each.replicas, each.batch, each.recompute) for each in choices]
+    likes = [
+        (each.strategy, each.shards, each.replicas, each.batch, each.recompute, each.zero, each.levels)
+        for each in choices
+    ]
     most: dict[tuple[object, ...], int] = {}
     for like, each in zip(likes, choices, strict=True):
         most[like] = max(most.get(like, 0), each.positions or 0)
@@ -148,30 +184,41 @@ class _Sums:
     """What all blocks come to on a device, of one micro-batch: ns and bytes.
 
     ``sums_ns`` [block + 1] are running sums of what they do, ``most_ns`` is that of the block that takes longest and
-    ``plain_ns`` what all take with backward whole. ``way_ns`` is what a later stage waits for, both ways, and ``share``
-    the least part of a block's work that is. ``area`` is the sum of what each block holds
-    times the ns until it may give it back. ``alone_bytes`` is what one block needs by itself at most. Of what is all
-    computed again, some blocks may keep theirs: no action then takes less than the part ``eased`` of its time.
+    ``forward_ns``, ``input_ns``, ``weight_ns`` what all take, the last two as near as costs tell them apart. ``way_ns``
+    is what a later stage waits for, both ways, and ``share`` the least part of a block's work that is. ``least_bytes``
+    of activations are held at least, ``alone_bytes`` is what one block needs by itself at most, and ``beside_bytes``
+    [block] what of that is not state. ``area`` is the sum of
+    what each block holds at least times the ns until it may give it back. ``saved_bytes`` and ``again_ns`` are points
+    of how long recomputation takes that saves so much. Of what is all computed again, some blocks may keep theirs: no
+    action then takes less than the part ``eased`` of its time.
     """
 
     sums_ns: Array
     most_ns: float
-    plain_ns: float
+    forward_ns: float
+    input_ns: float
+    weight_ns: float
     way_ns: float
     share: float
     static_bytes: float
     gradient_bytes: int
     activation_bytes: float
+    least_bytes: float
+    weight_grad_bytes: float
     workspace_bytes: float
+    beside_bytes: Sequence[int]
     alone_bytes: float
     area: float
+    saved_bytes: FloatArray
+    again_ns: FloatArray
     eased: float
 
     @classmethod
-    def of(cls, request: Request, blocks: _Blocks, pricing: Pricing) -> _Sums | None:
+    def of(cls, request: Request, blocks: _Blocks, pricing: Pricing, levels: Sequence[Again] = ()) -> _Sums | None:
         """None where a block has no such costs."""
         try:
             costs = blocks.costs(pricing)
+            ways = [(each, blocks.costs(pricing._replace(recompute=each))) for each in levels]
         except UsageError:
             return None
         splits = request.split_backward is not False and can_split(request.profile)
@@ -181,23 +228,60 @@ class _Sums:
                 halves = blocks.costs(pricing._replace(samples=pricing.samples // 2))
                 work = [min(ns, 2 * _work_ns(half, splits)) for ns, half in zip(work, halves, strict=True)]
                 way = [min(ns, _way_ns(half, splits)) for ns, half in zip(way, halves, strict=True)]
-        tied = Counter(chain.from_iterable(cost.tied for cost in costs))
-        again = sum((each.state * (count - 1) for each, count in tied.items()), MemoryBytes())
+        static, gradients = _static_bytes(costs)
         apart = not blocks.shares_tensors
+        each_way = list(zip(*(own for _, own in ways), strict=True)) or [(cost,) for cost in costs]
+        least = [min(own, key=lambda cost: cost.activation_bytes) for own in each_way]
+        widest = [max(cost.workspace_bytes for cost in own) for own in each_way]
+        number = dict(zip(request.profile.topological_order(), blocks.kinds, strict=True))
+        ends = {number[block] for block in kept_whole(request.profile)}
+        places = {kind: place for place, kind in enumerate(blocks.kinds) if levels}
+        kinds = {
+            kind: kind_of([(again, own[place]) for again, own in ways if not (again and kind in ends)])
+            for kind, place in places.items()
+        }
+        saved, longer = savings([kinds[kind] for kind in blocks.kinds] if levels else [])
+        weight = sum(cost.weight_grad_ns or 0 for cost in costs)
         return cls(
             sums_ns=np.array([0, *accumulate(work)], dtype=np.int64),
             most_ns=max(work),
-            plain_ns=sum(cost.compute_ns for cost in costs),
+            forward_ns=sum(cost.forward_ns for cost in costs),
+            input_ns=sum(cost.backward_ns for cost in costs) - weight,
+            weight_ns=weight,
             way_ns=sum(way) if blocks.chained else max(way),
             share=min((own / ns for own, ns in zip(way, work, strict=True) if ns), default=0.0) * blocks.chained,
-            static_bytes=sum(cost.static_bytes for cost in costs) - again.total,
-            gradient_bytes=sum(cost.gradient_bytes for cost in costs) - again[GRADIENTS],
+            static_bytes=static,
+            gradient_bytes=gradients,
             activation_bytes=apart * sum(cost.activation_bytes for cost in costs),
-            workspace_bytes=max(cost.workspace_bytes for cost in costs),
-            alone_bytes=max(cost.memory_bytes(1) for cost in costs),
-            area=_area(costs) if apart and blocks.chained else 0.0,
+            least_bytes=apart * sum(cost.activation_bytes for cost in least),
+            weight_grad_bytes=apart * sum(cost.weight_grad_bytes for cost in costs),
+            workspace_bytes=max(cost.workspace_bytes for cost in costs) if len(ways) < 2 else max(widest),
+            beside_bytes=[min(cost.activation_bytes + cost.workspace_bytes for cost in own) for own in each_way],
+            alone_bytes=max(min(cost.memory_bytes(1) for cost in own) for own in each_way),
+            area=_area(costs, least) if apart and blocks.chained else 0.0,
+            saved_bytes=saved,
+            again_ns=longer,
             eased=_eased(costs, blocks.costs(pricing._replace(recompute=request.recompute or False))),
         )
+
+    def shared(self, blocks: _Blocks, pricing: Pricing) -> _Sums:
+        """The same where replicas divide what they keep."""
+        if pricing.zero == WHOLE:
+            return self
+        costs = blocks.costs(pricing)
+        static, gradients = _static_bytes(costs)
+        alone = max(cost.static_bytes + beside for cost, beside in zip(costs, self.beside_bytes, strict=True))
+        return replace(self, static_bytes=static, gradient_bytes=gradients, alone_bytes=alone)
+
+
+def _static_bytes(costs: Sequence[StageCost]) -> tuple[int, int]:
+    """Bytes of all state of blocks, and of their gradients; what they share is there once."""
+    tied = Counter(chain.from_iterable(cost.tied for cost in costs))
+    again = sum((each.state * (count - 1) for each, count in tied.items()), MemoryBytes())
+    static, gradients = (
+        sum(of) for of in zip(*((cost.static_bytes, cost.gradient_bytes) for cost in costs), strict=True)
+    )
+    return static - again.total, gradients - again[GRADIENTS]
 
 
 def _eased(costs: Sequence[StageCost], kept: Sequence[StageCost]) -> float:
@@ -235,12 +319,12 @@ def _backwards(cost: StageCost, splits: bool, *, whole: bool) -> Iterator[int]:
         yield cost.input_grad_ns + (cost.weight_grad_ns if whole else 0)
 
 
-def _area(costs: Sequence[StageCost]) -> float:
-    """What blocks hold from forward to (input) gradient, times all that runs between."""
+def _area(costs: Sequence[StageCost], held: Sequence[StageCost]) -> float:
+    """What blocks hold at least from forward to (input) gradient, times all that runs between."""
     after, area = 0, 0.0
-    for cost in reversed(costs):
+    for cost, least in zip(reversed(costs), reversed(held), strict=True):
         after += cost.forward_ns + min(_backwards(cost, splits=True, whole=False))
-        area += max(0, cost.activation_bytes - cost.weight_grad_bytes) * after
+        area += max(0, least.activation_bytes - cost.weight_grad_bytes) * after
     return area
 
 
@@ -296,32 +380,39 @@ class _BoundTable:
     usual: FloatArray
     needs: FloatArray
     fits: NDArray[np.bool_]
+    again: NDArray[np.bool_]
     possible: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, request: Request, choices: Sequence[Choice], sums: Sequence[_Sums]) -> _BoundTable:
-        """Of these choices, each with the sums of its costs."""
+    def of(
+        cls, request: Request, choices: Sequence[Choice], usual: Sequence[Usual], sums: Sequence[_Sums]
+    ) -> _BoundTable:
+        """Of these choices, each with a usual schedule and the sums of its costs."""
+        schedules = _by_usual(choices, usual)
+        alike = {id(each): (row, each) for row, each in enumerate({id(each): each for each in sums}.values())}
+        rows = np.array([alike[id(each)][0] for each in sums])
 
         def column(values: Iterator[float]) -> FloatArray:
-            return np.fromiter(values, dtype=np.float64, count=len(choices))
+            return np.fromiter(values, dtype=np.float64)
 
         def summed(name: str) -> FloatArray:
-            return column(getattr(each, name) for each in sums)
+            return column(getattr(each, name) for _, each in alike.values())[rows]
 
         known = [STRATEGIES[each.strategy] for each in choices]
         p, m = column(each.positions or 1 for each in choices), column(x.batch.num_microbatches for x in choices)
         per_position = column(chunks_of(request, each) for each in known)
         routes = column(1 + each.two_ways for each in known)
         way, static = summed("way_ns"), summed("static_bytes")
-        work = column(each.sums_ns[-1] for each in sums)
-        held, most, workspace = summed("activation_bytes"), summed("most_ns"), summed("workspace_bytes")
+        work = column(each.sums_ns[-1] for _, each in alike.values())[rows]
+        most = summed("most_ns")
         limits = [limit for limit in request.memory if limit is not None]
         limit = float(max(limits)) if len(limits) == len(request.memory) else math.inf
 
-        alike = {id(each): (row, each) for row, each in enumerate({id(each): each for each in sums}.values())}
-        longest = longest_stages([each.sums_ns for _, each in alike.values()], int((p * per_position).max()))
-        rows = np.array([alike[id(each)][0] for each in sums])
-        evenest = longest[rows, (p * per_position).astype(np.int64) - 1].astype(np.float64)
+        lines = {id(each.sums_ns): each.sums_ns for _, each in alike.values()}
+        line = {key: place for place, key in enumerate(lines)}
+        of_line = np.array([line[id(each.sums_ns)] for _, each in alike.values()])[rows]
+        longest = longest_stages(list(lines.values()), int((p * per_position).max()))
+        evenest = longest[of_line, (p * per_position).astype(np.int64) - 1].astype(np.float64)
         one_each = (per_position == 1) & (routes == 1)
 
         least = np.maximum(np.maximum(m * work / p, m * most / routes), way)
@@ -334,23 +425,78 @@ class _BoundTable:
         room = p * limit - static
         least = np.maximum(least, m * summed("area") / np.maximum(room, 1.0))
 
-        busiest = np.maximum(per_position * evenest, work / p)
-        flight = np.minimum(m, p * (1 + (per_position > 1) * (p - 1) / (p * per_position)))
-        needs = routes * static / p + flight * held / p + workspace
+        held, again = _fitted(request, choices, schedules, p, m, rows, [each for _, each in alike.values()], limit)
+        parts = [summed(name) / p for name in ("forward_ns", "input_ns", "weight_ns")]
+        ramps = np.zeros(len(choices))
+        for known_schedule, own in schedules:
+            ramps[own] = known_schedule.bubble(*(part[own] for part in parts), int(per_position[own[0]]))
+        even = work / p  # of several stages on a position, some are longer and others shorter than that
+        uneven = np.maximum(0.0, longest[of_line, p.astype(np.int64) - 1] - even) / per_position
+        busiest = even + uneven + again / p
         after = AfterActions.of(request.profile, request.cluster)
         sums_ns = column(_after_ns(after, each, own) for each, own in zip(choices, sums, strict=True))
         stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.shards for each in choices))
-        ramps = np.maximum(0.0, summed("plain_ns") - busiest) / (per_position * routes)
-        usual = np.maximum(m * busiest + ramps, least) + sums_ns
+        usual_ns = np.maximum(m * busiest + (p - 1) * np.maximum(0.0, ramps), least) + sums_ns
         eased = summed("eased")
         least = np.maximum(least * eased, m * work / p * eased + stepped)  # all parameters are stepped once
         return cls(
             least=np.maximum(1.0, np.floor(least * _SLACK)),
-            usual=usual,
-            needs=needs,
-            fits=needs <= limit,
-            possible=(static + held <= p * limit) & (summed("alone_bytes") <= limit),
+            usual=np.where(np.isfinite(again), usual_ns, m * busiest.clip(max=1e18)),
+            needs=held,
+            fits=np.isfinite(again) & ((held <= limit) | (again > 0)),
+            again=again > 0,
+            possible=(static + summed("least_bytes") <= p * limit) & (summed("alone_bytes") <= limit),
         )
+
+
+def _by_usual(choices: Sequence[Choice], usual: Sequence[Usual]) -> list[tuple[Usual, NDArray[np.int64]]]:
+    """The schedules, each of one strategy, with the rows that have it."""
+    found: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for row, (choice, each) in enumerate(zip(choices, usual, strict=True)):
+        found[id(each), choice.strategy].append(row)
+    return [(usual[rows[0]], np.array(rows)) for rows in found.values()]
+
+
+def _fitted(
+    request: Request,
+    choices: Sequence[Choice],
+    schedules: Sequence[tuple[Usual, NDArray[np.int64]]],
+    p: FloatArray,
+    m: FloatArray,
+    rows: NDArray[np.int64],
+    sums: Sequence[_Sums],
+    limit: float,
+) -> tuple[FloatArray, FloatArray]:
+    """[choice] bytes of the fullest position of an even cut, and ns that all recompute together where that must fit.
+
+    ``inf`` where nothing fits. ``rows`` [choice] are the places of their sums.
+    """
+    needs, again = np.zeros(len(choices)), np.zeros(len(choices))
+    static, held, owed_bytes, workspace = (
+        np.array([getattr(each, name) for each in sums], dtype=np.float64)[rows][:, None]
+        for name in ("static_bytes", "activation_bytes", "weight_grad_bytes", "workspace_bytes")
+    )
+    positions, count = p[:, None], m[:, None]
+    for usual, own in schedules:
+        how = STRATEGIES[choices[own[0]].strategy]
+        chunks, routes = chunks_of(request, how), 1 + how.two_ways
+        places, at = positions[own], np.arange(int(p[own].max()))[None, :]
+        there, at = at < places, np.minimum(at, places - 1)
+        flight = routes * sum(usual.in_flight(places, count[own], chunks, at)) / chunks
+        owed = 0.0 if usual.owed is None else sum(usual.owed(places, count[own], chunks, at)) / chunks
+        beside = (routes * static[own] + owed * owed_bytes[own]) / places + workspace[own]
+        need = np.where(there, beside + flight * held[own] / places, 0.0)
+        needs[own] = need.max(axis=1)
+        left = 0.0 if usual.ending is None else sum(usual.ending(places, count[own], chunks, at)) / chunks
+        ends = np.where(there, (routes * static[own] + left * owed_bytes[own]) / places, 0.0).max(axis=1) <= limit
+        short = np.where(there, (need - limit) * places / np.maximum(flight, 1e-9), 0.0)  # of all blocks
+        for place in np.unique(rows[own]):
+            alike = rows[own] == place
+            saved, longer = sums[place].saved_bytes, sums[place].again_ns
+            taken = np.interp(short[alike].clip(min=0.0), saved, longer, right=math.inf)
+            taken = np.where(there[alike], taken, 0.0).sum(axis=1) / p[own[alike]]
+            again[own[alike]] = np.where(ends[alike], taken, math.inf)
+    return needs, again
 
 
 def chunks_of(request: Request, strategy: PlacementStrategy) -> int:

@@ -14,6 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pipeplan.planning.alternatives import Explanation, lines_of
 from pipeplan.planning.build_plan import Result
 from pipeplan.reporting.layout import (
     Column,
@@ -132,6 +133,20 @@ def print_proof(result: Result, file: TextIO | None = None) -> None:
     console = console_for(file)
     for line in lines:
         console.print(flowed(line, console.width))
+
+
+def print_explanation(explanation: Explanation, file: TextIO | None = None) -> None:
+    """Print the best different plans with what limits each, and why common layouts are not the best."""
+    console = console_for(file)
+    what, times, limits = zip(*lines_of(explanation), strict=True)
+    columns = [
+        Column("plan", what, key=True, words=True),
+        Column("iteration", times),
+        Column("what limits it", limits, words=True),
+    ]
+    for part in tables(columns, console.width):
+        console.print(part)
+    console.print()
 
 
 def _parameters(state: MemoryBytes) -> int:

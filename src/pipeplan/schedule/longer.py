@@ -76,7 +76,9 @@ class ShorterRun(SearchStep):
 
         Of so few micro-batches that no device has two of each in a pipeline, no part is looked for.
         """
-        steady = found.graph.workload.num_microbatches >= 2 * len(workload.stages)
+        whole = OneMicrobatch.of(workload, require_room=False)
+        rounds = found.graph.workload.num_microbatches // whole.microbatches_per_round
+        steady = rounds >= 2 * whole.num_devices
         longer = self.lengthened(found, workload, most_written) if steady else None
         return longer or self.in_groups(found, workload)
 

@@ -6,7 +6,7 @@ bound, the budget is spent, or the user interrupts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 from operator import attrgetter
@@ -250,28 +250,31 @@ def _plain_orders(problem: OneMicrobatch, before: Sequence[int]) -> Orders:
 _SHORTER = attrgetter("iteration_ns"), attrgetter("most_bytes")
 
 
-def first_look(workload: Workload, look: FirstLook = FirstLook(), *, thorough: bool = False) -> Schedule | None:
+def first_look(
+    workload: Workload, look: FirstLook = FirstLook(), *, thorough: bool = False, names: Collection[str] = ()
+) -> Schedule | None:
     """The best of the known schedules that apply, without any search; None if none of them fits.
 
-    A ``thorough`` look has those that are made by trying rules, too, where there are few actions. Of a very long
-    workload the best of a shorter run are repeated, and what is always possible, one micro-batch after another. It is
-    the best until then when the time of a limit that is enforced is up.
+    With ``names`` only of these. A ``thorough`` look has those that are made by trying rules, too, where there are few
+    actions. Of a very long workload the best of a shorter run are repeated, and what is always possible, one after
+    another. It is the best until then when the time of a limit that is enforced is up.
     """
     _require_known_kinds(workload)
     shorter = ShorterRun()
     short = shorter.shorter(workload)
     if short is None:
-        return _best(_looked(workload, look, thorough=thorough))
-    simplest = islice(_looked(shorter.shortest(workload), look, thorough=False), 1)
+        return _best(_looked(workload, look, thorough, names))
+    simplest = islice(() if names else _looked(shorter.shortest(workload), look, False), 1)
     first = filter(None, (shorter.lengthened(each, workload) for each in simplest))
-    return _best(chain(first, islice(_of_shorter(shorter, short, workload, look, thorough=thorough), look.lengthened)))
+    others = _of_shorter(shorter, short, workload, look, thorough, names)
+    return _best(chain(first, islice(others, look.lengthened)))
 
 
 def _of_shorter(
-    shorter: ShorterRun, short: Workload, workload: Workload, look: FirstLook, *, thorough: bool
+    shorter: ShorterRun, short: Workload, workload: Workload, look: FirstLook, thorough: bool, names: Collection[str]
 ) -> Iterator[Schedule]:
     """The known schedules of a shorter run as ones of the whole workload, the shortest of them first."""
-    for each in sorted(_looked(short, look, thorough=thorough), key=attrgetter("iteration_ns")):
+    for each in sorted(_looked(short, look, thorough, names), key=attrgetter("iteration_ns")):
         longer = shorter.repeating(each, workload, look.most_written)
         if longer is not None:
             yield longer
@@ -290,14 +293,14 @@ def _best(schedules: Iterable[Schedule]) -> Schedule | None:
     return best
 
 
-def _looked(workload: Workload, look: FirstLook, *, thorough: bool) -> Iterator[Schedule]:
+def _looked(workload: Workload, look: FirstLook, thorough: bool, names: Collection[str] = ()) -> Iterator[Schedule]:
     """The known schedules that fit; those until then, where the time of a limit that is enforced is up."""
     problem = OneMicrobatch.of(workload, require_room=False)
     graph = task_graph(problem.workload)
     given = graph if problem.reduction is None else task_graph(workload)
     some = False
     try:
-        for name, orders in _known_orders(problem, graph, thorough, look):
+        for name, orders in _known_orders(problem, graph, thorough, look, names):
             found = timed(problem, given, orders, name)
             if found is not None:
                 some = True
@@ -315,14 +318,17 @@ def _require_known_kinds(workload: Workload) -> None:
 
 
 def _known_orders(
-    problem: OneMicrobatch, graph: TaskGraph, thorough: bool, look: FirstLook
+    problem: OneMicrobatch, graph: TaskGraph, thorough: bool, look: FirstLook, names: Collection[str]
 ) -> Iterator[tuple[str, Orders]]:
     """One micro-batch after another, and the classic schedules; those that are slow to make only if ``thorough``."""
-    yield "sequential", microbatch_by_microbatch(problem)
+    if not names:
+        yield "sequential", microbatch_by_microbatch(problem)
     thorough = thorough and graph.num_tasks <= look.thorough_tasks
     for name, classic in CLASSIC.items():
         checkpoint()
-        if (thorough or classic.is_quick(graph.num_tasks)) and classic.applies(problem) is None:
+        if names and name not in names:
+            continue
+        if (names or thorough or classic.is_quick(graph.num_tasks)) and classic.applies(problem) is None:
             yield name, classic.orders(problem, graph)
 
 

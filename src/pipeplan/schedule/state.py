@@ -89,6 +89,14 @@ class Schedule:
         return most_bytes(self.graph, self.orders, self.loop)
 
     @cached_property
+    def fullest(self) -> tuple[int, int | None]:
+        """Bytes of the device that has least left, or most without a limit, and of its memory."""
+        peaks = (memory.peak_bytes for memory in peak_memory(self.graph, self.orders, self.loop))
+        devices = self.graph.workload.devices
+        each = [(peak, device.memory_bytes) for peak, device in zip(peaks, devices, strict=False)]
+        return max(each, key=lambda own: own[0] if own[1] is None else own[0] - own[1])
+
+    @cached_property
     def repeats(self) -> bool:
         """Whether a part in its middle can be repeated for more micro-batches."""
         return self.loop is not None or repetend_of(self.graph, self.orders) is not None

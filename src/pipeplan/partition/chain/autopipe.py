@@ -15,10 +15,12 @@ The planner is the paper's heuristic search (III-B2), within memory, and polishe
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import combinations, pairwise
+from typing import Protocol
 
 import numpy as np
 
@@ -224,13 +226,67 @@ class Planned:
     num_simulated: int
 
 
+class Cuttable(Protocol):
+    """Blocks in a line, and what stages of them take."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the chain."""
+
+    def stages(self, begins: Cuts) -> StageTimes:
+        """What each stage takes when the chain is cut so."""
+
+
+class FitTest(Protocol):
+    """Knows which cuts fit."""
+
+    def all_fit(self, begins: Cuts) -> bool:
+        """Whether all stages of a cut do."""
+
+
 @dataclass(slots=True)
-class _AutoPipeSearch:
-    costs: ChainCosts
+class _Polish:
+    """Borders of a cut moved, one at a time. Not in the paper."""
+
+    line: Cuttable
     num_microbatches: int
-    balance: ShortestStages
     seen: dict[Cuts, Measured] = field(default_factory=dict)
     num_steps: int = 0
+
+    def polished(self, begins: Cuts, fits: FitTest | None) -> Cuts:
+        """Move one border by one block at a time as long as that helps, the best first."""
+        most = min(MAX_STEPS, self.num_steps + max(self.num_steps, LEAST_POLISHING))
+        while True:
+            best = begins
+            for each in checked(self.near(begins), 1):
+                if self.num_steps >= most:
+                    break
+                if (fits is None or fits.all_fit(each)) and self.look(each).iteration_ns < self.look(best).iteration_ns:
+                    best = each
+            if best == begins:
+                return begins
+            begins = best
+
+    def near(self, begins: Cuts) -> Iterator[Cuts]:
+        """Schemes with one border moved by one block, those next to the master stage first."""
+        bounds, master = (*begins, self.line.num_blocks), self.look(begins).master_stage
+        for stage in sorted(range(1, len(begins)), key=lambda stage: abs(2 * (stage - master) - 1)):
+            for cut in (bounds[stage] + 1, bounds[stage] - 1):
+                if bounds[stage - 1] < cut < bounds[stage + 1]:
+                    yield (*begins[:stage], cut, *begins[stage + 1 :])
+
+    def look(self, begins: Cuts) -> Measured:
+        """What the scheme takes."""
+        if begins not in self.seen:
+            self.seen[begins] = measured(self.line.stages(begins), self.num_microbatches)
+            self.num_steps += self.seen[begins].num_steps
+        return self.seen[begins]
+
+
+@dataclass(slots=True)
+class _AutoPipeSearch(_Polish):
+    costs: ChainCosts = field(kw_only=True)
+    balance: ShortestStages = field(kw_only=True)
 
     def run(self, begins: Cuts) -> None:
         """Step 1 to 3 of the paper; everything simulated is in ``seen``."""
@@ -252,35 +308,6 @@ class _AutoPipeSearch:
     def fitting(self, fits: Fitting | None) -> list[Cuts]:
         """Those of the schemes simulated that fit."""
         return [begins for begins in self.seen if fits is None or fits.all_fit(begins)]
-
-    def polished(self, begins: Cuts, fits: Fitting | None) -> Cuts:
-        """Move one border by one block at a time as long as that helps, the best first. Not in the paper."""
-        most = min(MAX_STEPS, self.num_steps + max(self.num_steps, LEAST_POLISHING))
-        while True:
-            best = begins
-            for each in checked(self.near(begins), 1):
-                if self.num_steps >= most:
-                    break
-                if (fits is None or fits.all_fit(each)) and self.look(each).iteration_ns < self.look(best).iteration_ns:
-                    best = each
-            if best == begins:
-                return begins
-            begins = best
-
-    def near(self, begins: Cuts) -> Iterator[Cuts]:
-        """Schemes with one border moved by one block, those next to the master stage first."""
-        bounds, master = (*begins, self.costs.num_blocks), self.look(begins).master_stage
-        for stage in sorted(range(1, len(begins)), key=lambda stage: abs(2 * (stage - master) - 1)):
-            for cut in (bounds[stage] + 1, bounds[stage] - 1):
-                if bounds[stage - 1] < cut < bounds[stage + 1]:
-                    yield (*begins[:stage], cut, *begins[stage + 1 :])
-
-    def look(self, begins: Cuts) -> Measured:
-        """What the scheme takes."""
-        if begins not in self.seen:
-            self.seen[begins] = measured(self.costs.stages(begins), self.num_microbatches)
-            self.num_steps += self.seen[begins].num_steps
-        return self.seen[begins]
 
     def settled(self, begins: Cuts, master: int) -> Cuts:
         """Step 2: no bubble in the master's cooldown; ends early where another stage becomes the master.
@@ -314,6 +341,19 @@ class _AutoPipeSearch:
                 yield (*self.balance.begins_of(cut, stage), *later)
 
 
+MOST_CUTS = 100
+"""So few cuts of a chain are all looked at."""
+
+
+def polished(line: Cuttable, begins: Cuts, num_microbatches: int, fits: FitTest) -> Cuts:
+    """The best cut from ``begins``, which fits, by 1F1B, one border moved at a time; of few cuts the best."""
+    search, inner = _Polish(line, num_microbatches), range(1, line.num_blocks)
+    if math.comb(len(inner), len(begins) - 1) <= MOST_CUTS:
+        every = ((0, *cuts) for cuts in checked(combinations(inner, len(begins) - 1), 1))
+        begins = min(filter(fits.all_fit, every), key=lambda cuts: search.look(cuts).iteration_ns)
+    return search.polished(begins, fits)
+
+
 def plan_chain(costs: ChainCosts, num_stages: int, num_microbatches: int, fits: Fitting | None = None) -> Planned:
     """Cut a chain into stages with a short 1F1B iteration: never longer than Algorithm 1's split, where that fits.
 
@@ -344,7 +384,7 @@ def _planned(
             f"{format_bytes(fits.memory_bytes)} per device{would}",
             enough,
         )
-    search = _AutoPipeSearch(costs, num_microbatches, balance)
+    search = _AutoPipeSearch(costs, num_microbatches, costs=costs, balance=balance)
     start = balance.begins_of(costs.num_blocks, num_stages)
     search.run(start)
     if fits is not None and not search.fitting(fits):

@@ -23,7 +23,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -213,6 +213,29 @@ def levelled(chain: Chain, begins: Cuts) -> Cuts:
     fits = not any(chain.missing(begins))
     better = shortest_run(chain, run_time(chain, begins) if fits else (PER_DEVICE + 1) * chain.times[-1] + 1)
     return begins if better is None else _descended(chain, better, longest=chain.longest(better))
+
+
+def balanced(chain: Chain) -> tuple[int, ...]:
+    """Cuts without a look at memory: the least longest stage; of devices that run several stages loads are levelled.
+
+    One border is moved by a block or two at a time, as long as the busier of its two devices then works less.
+    """
+    begins = evenest(chain, lambda begins, ends: np.ones(begins.shape, dtype=bool))
+    assert begins is not None  # there are as many blocks as stages
+    if chain.num_stages == len(chain.memory):
+        return begins
+    borders, loads, moved = [*begins, chain.num_blocks], chain.loads(begins), True
+    while moved:
+        moved = False
+        for stage, by in checked(product(range(1, chain.num_stages), (1, -1, 2, -2)), 64):
+            border, left, right = borders[stage] + by, chain.devices[stage - 1], chain.devices[stage]
+            if left == right or not borders[stage - 1] < border < borders[stage + 1]:
+                continue
+            taken = chain.times[border] - chain.times[borders[stage]]
+            after = loads[left] + taken, loads[right] - taken
+            if max(after) < max(loads[left], loads[right]):
+                borders[stage], (loads[left], loads[right]), moved = border, after, True
+    return tuple(borders[:-1])
 
 
 def even(chain: Chain) -> tuple[int, ...]:

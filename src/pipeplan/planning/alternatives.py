@@ -1,0 +1,181 @@
+"""The best different plans of a search with what limits each, and why common layouts are not the best.
+
+From what a search knows at its end: schedules it has found, and the table of uniform layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.planning.candidates import uniform_choices
+from pipeplan.planning.trials import PlanSearch, Trial
+from pipeplan.planning.uniform_space import BoundedChoice, Choice
+from pipeplan.schedule.state import Schedule, scheduler_words
+from pipeplan.texts import counted
+from pipeplan.units import format_bytes, format_ns
+from pipeplan.workload.task_graph import earliest_starts
+from pipeplan.workload.workload import Workload
+
+MOST_ALTERNATIVES = 10
+"""Plans that are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A plan that was found, and how its iteration splits up, in ns.
+
+    ``work_ns`` is what a device computes on average, all devices counted, ``recomputed`` the stages that recompute;
+    ``uneven_ns`` what the busiest has more; ``messages_ns`` how much sooner all would end if messages took no time, of
+    a long run about; ``bubble_ns`` what else the busiest waits; ``ending_ns`` what follows the last action. Bytes are
+    those of the device with least left, and of its memory (None: no limit).
+    """
+
+    what: str
+    iteration_ns: int
+    work_ns: int
+    uneven_ns: int
+    messages_ns: int
+    bubble_ns: int
+    ending_ns: int
+    recomputed: int
+    peak_bytes: int
+    memory_bytes: int | None
+
+    @property
+    def limits(self) -> str:
+        """What makes it longer than its work, the most first, and how full memory is."""
+        parts = [
+            (self.uneven_ns, "uneven stages"),
+            (self.messages_ns, "exposed messages"),
+            (self.bubble_ns, "bubble"),
+            (self.ending_ns, "sums and the optimizer's step"),
+        ]
+        said = [f"{name} {ns / self.iteration_ns:.1%}" for ns, name in sorted(parts, reverse=True) if ns > 0]
+        if self.memory_bytes is not None:
+            full = f"memory {self.peak_bytes / self.memory_bytes:.0%}"
+            said.append(f"{full}, {counted(self.recomputed, 'stage')} recomputed" if self.recomputed else full)
+        return "; ".join(said)
+
+
+@dataclass(frozen=True, slots=True)
+class Common:
+    """A common layout and why it is not the best: what the table of layouts knows of it."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What :func:`explained` finds."""
+
+    alternatives: tuple[Alternative, ...]
+    common: tuple[Common, ...]
+
+    def figures(self) -> dict[str, object]:
+        """As in JSON."""
+        return {
+            "alternatives": [asdict(each) | {"limits": each.limits} for each in self.alternatives],
+            "common": [asdict(each) for each in self.common],
+        }
+
+
+def explained(search: PlanSearch) -> Explanation:
+    """The best plans of a search that differ in more than their schedules, and common layouts beside them."""
+    best: dict[str, Trial] = {}
+    for trial in sorted(search.done, key=lambda trial: trial.value_ns or 0):
+        best.setdefault(_layout(trial), trial)
+    some = list(best.values())[:MOST_ALTERNATIVES]
+    value = some[0].value_ns or 0
+    return Explanation(tuple(map(_alternative, some)), tuple(_common(search, value)))
+
+
+def _layout(trial: Trial) -> str:
+    """Splits of a placement in words; of stages that differ, those of all."""
+    workload, batch = trial.ways[0], trial.candidate.batch
+    splits = dict.fromkeys((stage.shards, stage.replicas, stage.zero) for stage in trial.candidate.placement.stages)
+    positions = len({stage.devices for stage in workload.stages})
+    of_each = len(workload.stages) // positions
+    return (
+        " and ".join(f"tp {tp} dp {dp}" + (f" ZeRO {zero}" if zero else "") for tp, dp, zero in splits)
+        + f" pp {positions}"
+        + (f" x {of_each}" if of_each > 1 else "")
+        + f", {trial.candidate.placement.strategy}, {counted(batch.num_microbatches, 'micro-batch', 'es')}"
+    )
+
+
+def _alternative(trial: Trial) -> Alternative:
+    schedule = trial.parted or trial.best
+    assert schedule is not None  # it is done
+    workload = schedule.workload
+    devices = range(len(workload.devices))
+    work = [sum(map(workload.work_of, workload.on_resource[device])) for device in devices]
+    mean, busiest = sum(work) // len(work), max(work)
+    makespan = schedule.makespan_ns
+    messages = min(_exposed(schedule, workload), max(0, makespan - busiest))
+    fullest = schedule.fullest
+    return Alternative(
+        what=f"{_layout(trial)}; {scheduler_words(schedule.scheduler)}",
+        iteration_ns=schedule.iteration_ns,
+        work_ns=mean,
+        uneven_ns=busiest - mean,
+        messages_ns=messages,
+        bubble_ns=max(0, makespan - busiest - messages),
+        ending_ns=max(0, schedule.iteration_ns - makespan),
+        recomputed=sum(stage.recomputes for stage in workload.stages),
+        peak_bytes=fullest[0],
+        memory_bytes=fullest[1],
+    )
+
+
+def _exposed(schedule: Schedule, workload: Workload) -> int:
+    """Ns by which the same orders end sooner where messages take no time; of a repeated part as of what is written."""
+    graph, actions = schedule.graph, schedule.graph.num_actions
+    free = replace(
+        graph,
+        durations=[*graph.durations[:actions], *(0 for _ in graph.durations[actions:])],
+        successors=[[(task, 0) for task, _ in each] for each in graph.successors],
+    )
+    sooner = graph.makespan(schedule.starts) - free.makespan(earliest_starts(free, schedule.orders))
+    return max(0, sooner) * workload.num_microbatches // graph.workload.num_microbatches
+
+
+def _common(search: PlanSearch, best_ns: int) -> Iterator[Common]:
+    """1F1B and interleaved 1F1B, each tensor-parallel size at its best: by closed forms, where nothing is recomputed
+    that need not be."""
+    seen: set[tuple[int, str]] = set()
+    limit = min((size for size in search.request.memory if size is not None), default=None)
+    for each in uniform_choices(search.request):
+        choice = each.choice
+        if choice.usual is None or choice.usual.splits or not choice.usual.name:
+            continue
+        if (choice.shards, choice.usual.name) not in seen:
+            seen.add((choice.shards, choice.usual.name))
+            yield Common(_words(choice), _why(each, best_ns, limit))
+
+
+def _words(choice: Choice) -> str:
+    zero = f" ZeRO {choice.zero.level}" if choice.zero.level else ""
+    name = "" if choice.usual is None else f", {choice.usual.name}"
+    turns = "" if not STRATEGIES[choice.strategy].chunked else " in turn"
+    return f"tp {choice.shards} dp {choice.replicas}{zero} pp {choice.positions}{turns}{name}"
+
+
+def _why(each: BoundedChoice, best_ns: int, limit: int | None) -> str:
+    about = f"about {format_ns(round(each.usual_ns))}"
+    if each.least_ns > best_ns:
+        return f"at least {format_ns(each.least_ns)}: its work alone takes longer than the best plan"
+    if limit is not None and each.usual_bytes > limit:
+        short = f"it would hold {format_bytes(round(each.usual_bytes))} of {format_bytes(limit)}"
+        return f"{about}: {short}" + (
+            ", so that blocks are recomputed" if each.choice.levels else ", which does not fit"
+        )
+    return f"{about}: uneven stages and its bubble"
+
+
+def lines_of(explanation: Explanation) -> Sequence[tuple[str, str, str]]:
+    """(plan, iteration, what limits it or why it is not the best)"""
+    found = [(each.what, format_ns(each.iteration_ns), each.limits) for each in explanation.alternatives]
+    return [*found, *((each.what, "-", each.why) for each in explanation.common)]

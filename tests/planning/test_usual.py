@@ -1,0 +1,107 @@
+"""Known schedules by closed form against their true orders, and what a search says of other plans."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from builders.profiles import joined
+from pipeplan.costs import build_workload
+from pipeplan.files import Block, CostRow, Profile
+from pipeplan.partition.placement import place
+from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.planning.request import Request
+from pipeplan.planning.steps import search_plan
+from pipeplan.planning.usual import USUAL, Usual, usual_of
+from pipeplan.schedule.classic import CLASSIC
+from pipeplan.workload.memory import peak_memory
+from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.task_graph import task_graph
+
+
+def chain(count: int, shards: tuple[int, ...] = (1,), **others: Any) -> Profile:
+    """Blocks of equal costs, of which each micro-batch holds one byte."""
+
+    def row(parts: int) -> CostRow:
+        times = {"forward_ns": 40, "backward_ns": 80, "input_grad_ns": 40, "weight_grad_ns": 40}
+        parted = {name: ns // parts + (parts > 1) for name, ns in times.items()}
+        parted["backward_ns"] = parted["input_grad_ns"] + parted["weight_grad_ns"]
+        return CostRow(microbatch_size=1, shards=parts, activation_bytes=64 // parts, **parted, **others)
+
+    rows = tuple(map(row, shards))
+    return joined([Block(id=f"b{index}", operator="ffn", parameter_bytes=8, costs=rows) for index in range(count)])
+
+
+@pytest.mark.parametrize("usual", [each for each in USUAL if each.name], ids=lambda each: each.name)
+@pytest.mark.parametrize("positions", [2, 4, 5])
+def test_schedules_hold_as_much_in_flight_as_their_closed_forms_say(usual: Usual, positions: int) -> None:
+    """Of V-Half no more, as its turns need not wait; of the others exactly as much, on every position."""
+    chunks = 2 if STRATEGIES[usual.strategy].chunked else 1
+    profile, count = chain(positions * chunks), 4 * positions
+    placement = place(profile, usual.strategy, positions, microbatch_size=1)
+    workload = build_workload(
+        profile, placement, num_microbatches=count, microbatch_size=1, split_backward=usual.splits
+    )
+    problem = OneMicrobatch.of(workload)
+    graph = task_graph(problem.workload)
+    peaks = peak_memory(graph, CLASSIC[usual.name].orders(problem, graph))
+    static = [problem.workload.static_bytes(device) for device in range(positions)]
+    held = [(peak.peak_bytes - own) / 64 for peak, own in zip(peaks, static, strict=True)]
+    said = sum(usual.in_flight(np.array(positions), np.array(count), chunks, np.arange(positions)))
+    if usual.name == "v-half":
+        assert (np.array(held) <= said).all()
+        assert said.max() <= positions + 1
+    else:
+        assert held == said.tolist()
+
+
+def test_strategies_without_a_known_schedule_hold_as_much_as_another() -> None:
+    assert [each.name for each in usual_of("v-shape", 2, True, "auto")] == ["zb-v", "v-half"]
+    assert [each.name for each in usual_of("v-shape", 4, True, "auto")] == ["interleaved-1f1b"]
+    assert [each.name for each in usual_of("one-to-one", 1, False, "auto")] == ["1f1b"]
+    assert [each.name for each in usual_of("one-to-one", 1, True, "zb-h1")] == ["zb-h1"]
+
+
+def test_stages_with_several_chunks_recompute_what_they_must() -> None:
+    """Split blocks, and two stages per device: neither everything nor nothing is recomputed, and it fits."""
+    asked: dict[str, Any] = {"devices": 8, "mini_batch": 16, "shards": 2, "placement": "circular", "chunks": 2}
+    quick: dict[str, Any] = {"time_limit": 0.5, "deterministic": True, "scheduler": "interleaved-1f1b", "positions": 4}
+    request = Request.of(chain(16, (1, 2)), memory_bytes=600, replicas=1, **asked, **quick)
+    plan = search_plan(request).plan
+    again = [flag for stage in plan.stages for flag in _flags(stage.recompute, len(stage.blocks))]
+    assert len(again) == 16
+    assert 0 < sum(map(bool, again)) < len(again)
+    assert all(memory.peak_bytes <= 600 for memory in plan.predicted.memory)
+    with_all = search_plan(
+        Request.of(chain(16, (1, 2)), memory_bytes=600, replicas=1, recompute=True, **asked, **quick)
+    )
+    assert plan.predicted.iteration_ns < with_all.plan.predicted.iteration_ns
+
+
+def _flags(recompute: Any, count: int) -> list[Any]:
+    return list(recompute) if isinstance(recompute, (tuple, list)) else [recompute] * count
+
+
+def test_explained_plans_are_best_first_and_their_parts_add_up() -> None:
+    request = Request.of(
+        chain(8, (1, 2)), devices=4, mini_batch=8, memory_bytes=2000, time_limit=0.5, deterministic=True
+    )
+    result = search_plan(request, explain=True)
+    assert result.explanation is not None
+    found = result.explanation.alternatives
+    assert 1 < len(found) <= 10
+    assert len({each.what.split(";")[0] for each in found}) == len(found), "they differ in more than their schedules"
+    assert found[0].iteration_ns == result.plan.predicted.iteration_ns
+    assert [each.iteration_ns for each in found] == sorted(each.iteration_ns for each in found)
+    for each in found:
+        parts = each.work_ns + each.uneven_ns + each.messages_ns + each.bubble_ns + each.ending_ns
+        assert abs(parts - each.iteration_ns) <= 1
+        assert each.peak_bytes <= 2000 == each.memory_bytes
+        assert each.limits.count("memory") == 1
+    assert {each.what.split()[1] for each in result.explanation.common} == {"1", "2"}
+    figures = json.loads(json.dumps(result.figures()))
+    assert figures["alternatives"][0]["iteration_ns"] == found[0].iteration_ns
+    assert "alternatives" not in search_plan(request).figures()
