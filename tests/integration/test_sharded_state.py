@@ -500,9 +500,12 @@ EIGHT = profile_of([1000] * 8)
 
 @pytest.mark.parametrize(("memory", "level"), [(80_000, 1), (60_000, 2), (52_000, 3)])
 def test_search_divides_as_much_as_it_must(memory: int, level: int) -> None:
-    """Beside state there are a micro-batch's 800 bytes; gradients of two blocks, 8,000; copies of two, 4,000."""
+    """Beside state there are a micro-batch's 800 bytes; gradients of two blocks, 8,000; copies of two, 4,000.
+
+    Exchanges with each micro-batch take longer than compute, so that the least that fits is the quickest.
+    """
     for zero in (None, "auto"):
-        found = search_plan(asked(EIGHT, memory_bytes=memory, replicas=4, zero=zero))
+        found = search_plan(asked(EIGHT, memory_bytes=memory, replicas=4, zero=zero, cluster=cluster_of(4)))
         assert {stage.zero for stage in found.plan.stages} == {level}
         assert max(each.peak_bytes for each in found.plan.predicted.memory) <= memory
     if level > 1:

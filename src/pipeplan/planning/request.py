@@ -17,8 +17,8 @@ from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions
 from pipeplan.costs.recipes import computing_dtype
-from pipeplan.costs.stages import require_apart, require_totals
-from pipeplan.costs.zero import AUTO, WHOLE, Zero
+from pipeplan.costs.stages import require_apart, require_totals, shared_in
+from pipeplan.costs.zero import AUTO, GATHERED, WHOLE, Zero
 from pipeplan.errors import PipeplanError, UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
 from pipeplan.partition.chain.rebalance import PER_DEVICE
@@ -136,12 +136,11 @@ class Request:
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
     and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
-    and AUTO where nothing fits. AUTO begins with ``auto_level``, the least at which something may fit.
-    ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
-    of a chain, ``positions`` how many devices, or groups of them, blocks pass in turn, ``spread`` whether shared blocks
-    stand on all devices, ``num_parted`` how
-    many leading micro-batches run their warmup forwards in two parts. ``time_limit`` is in seconds: by the clock, or
-    ``deterministic`` by work that takes about as long.
+    and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``. ``zero_group`` is how many of them have
+    one copy of that, None all. ``shards`` is how many devices split each block of a chain, ``positions`` how many
+    devices, or groups of them, blocks pass in turn, ``spread`` whether shared blocks stand on all devices,
+    ``num_parted`` how many leading micro-batches run their warmup forwards in two parts. ``time_limit`` is in seconds:
+    by the clock, or ``deterministic`` by work that takes about as long.
 
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
     ``samples_assumed``: nobody said how many samples an iteration has.
@@ -240,6 +239,14 @@ class Request:
             )
         if group is not None and group > most:
             raise UsageError(f"--zero-group {group} is more replicas than --devices {most} has room for; lower it")
+
+    @property
+    def levels(self) -> tuple[Request, ...]:
+        """The request with each level that replicas may have, where that is open."""
+        if self.zero != AUTO:
+            return (self,)
+        most = 1 if shared_in(self.profile) else GATHERED
+        return (self, *(replace(self, auto_level=level) for level in range(self.auto_level + 1, most + 1)))
 
     def sharing(self, replicas: int) -> Zero | None:
         """What so many replicas of a stage divide; None where there cannot be so many, as groups do not divide them."""

@@ -7,16 +7,16 @@ a search of its schedules takes a share of the time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cmp_to_key
+from itertools import islice
 from typing import ClassVar
 
 from pipeplan.costs import build_workload, can_split
-from pipeplan.costs.stages import shared_in
-from pipeplan.costs.zero import AUTO, GATHERED, IN_ACTIONS
+from pipeplan.costs.zero import AUTO
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement, Plan
 from pipeplan.partition.mapping import mapped
@@ -352,7 +352,6 @@ class PlanSearch:
     made: MadePlan | None = None
     _seen: set[Hashable] = field(default_factory=set)
     _said: tuple[int, str] | None = None
-    _rounds: int = 1
     _bounded: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -372,13 +371,9 @@ class PlanSearch:
                 self.others[None] = 1  # the least a bound is; it takes longer than the first plan to find out more
             in_turn = [step for step in steps if step.in_turn]
             self._try_all(candidates, in_turn)
-            asked = self.request
-            while self.best is None and self._divides_more:
-                self.request = replace(self.request, zero=AUTO, auto_level=self._level)
-                self._rounds, self.begun = self._rounds + 1, False
+            if self.best is None and self._may_divide and any(isinstance(e, InfeasibleError) for e in self.failures):
+                self.request, self.begun = replace(self.request, zero=AUTO), False
                 self._try_all(candidates, in_turn)
-            if self.best is None and self.request is not asked:
-                self.request = replace(asked, zero=AUTO)  # of which the least memory is said
             self.finalists = sorted(self.done, key=cmp_to_key(_compared))
             left = [step for step in steps if not step.in_turn]
             while left:
@@ -407,38 +402,26 @@ class PlanSearch:
 
     def _try_all(self, candidates: Callable[[Request], Iterator[Proposal]], steps: Sequence[PlanStep]) -> None:
         for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
-            self.open, self.fallback, self.all_seen = candidates(self.request), fallback, False
+            self.open = _in_turns([candidates(each) for each in self.request.levels])
+            self.fallback, self.all_seen = fallback, False
             self._repeat(steps)
             if self.best is not None:
                 return
 
     @property
-    def _divides_more(self) -> bool:
-        """Whether there may be replicas, in limited memory, and nobody has said that they divide no more."""
+    def _may_divide(self) -> bool:
+        """Whether there may be replicas, in limited memory, and nobody has said what they divide."""
         request = self.request
-        if request.zero not in (None, AUTO) or request.least_memory is None or self._level > GATHERED:
-            return False
-        if self.all_seen and not any(isinstance(error, InfeasibleError) for error in self.failures):
-            return False
-        if self._level >= IN_ACTIONS and shared_in(request.profile):
+        if request.zero is not None or request.least_memory is None:
             return False
         if isinstance(request.placement, Placement):
-            return any(stage.replicas > 1 and stage.zero < self._level for stage in request.placement.stages)
+            return any(stage.replicas > 1 and not stage.zero for stage in request.placement.stages)
         return request.num_devices > 1 and request.replicas != 1
 
     @property
-    def _level(self) -> int:
-        """What replicas may divide next."""
-        return 1 + (self.request.auto_level if self.request.zero == AUTO else 0)
-
-    @property
     def gives_way(self) -> bool:
-        """Whether half of the time is over without a plan: the rest is for replicas that divide what they keep.
-
-        Half of that is for those that divide more, and so on.
-        """
-        begun = self.budget.seconds * (1 - 0.5**self._rounds)
-        return self.best is None and self._divides_more and self.budget.used > begun
+        """Whether half of the time is over without a plan: the rest is for replicas that divide what they keep."""
+        return self.best is None and self._may_divide and self.budget.used > self.budget.seconds / 2
 
     def _repeat(self, steps: Sequence[PlanStep]) -> None:
         while not self.all_seen:
@@ -609,3 +592,13 @@ def _backward_ways(request: Request) -> list[bool]:
     if request.split_backward is None:
         return [True, False] if possible else [False]
     return [request.split_backward]
+
+
+def _in_turns(streams: Sequence[Iterator[Proposal]]) -> Iterator[Proposal]:
+    """One of each after another, as long as there are some."""
+    left = deque(streams)
+    while left:
+        stream = left.popleft()
+        for proposal in islice(stream, 1):
+            yield proposal
+            left.append(stream)
