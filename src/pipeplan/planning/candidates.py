@@ -213,7 +213,7 @@ def _uniform(request: Request, shards: int) -> Iterator[Choice]:
     levels = levels_of(request.profile) if len(request.recomputes) > 1 else ()
     recomputes = (False,) if levels else request.recomputes
     units, blocks = len(neighbours(request.cluster, request.num_devices, shards)), len(request.profile.blocks)
-    every = range(1, units + 1) if request.placement == "auto" else (1,)
+    every: Sequence[int] = range(1, units + 1) if request.placement == "auto" else (1,)
     if request.positions is not None and request.replicas is None:  # all devices
         every = (units // request.positions,) if units >= request.positions else ()
     for replicas in checked(every if request.replicas is None else (request.replicas,), 1):

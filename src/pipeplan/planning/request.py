@@ -291,9 +291,9 @@ class Request:
                 num_microbatches = num_microbatches_of(rules.order)
         if devices is None and cluster is not None and (profile.placement is None or placement == ALL):
             devices = cluster.num_devices
-        layout = [others.get("shards"), others.get("positions"), others.get("replicas")]
-        if devices is None and cluster is None and placement == "auto" and None not in layout:
-            devices = math.prod(layout)
+        layout = [others.get(name) for name in ("shards", "positions", "replicas")]
+        if devices is None and cluster is None and placement == "auto" and all(layout):
+            devices = math.prod(each or 1 for each in layout)
         chosen, num_devices = choose_placement(profile, placement, devices, rules)
         batch = resolve_batch(
             profile,
@@ -311,7 +311,8 @@ class Request:
                 profile, chosen, num_devices, others["shards"], others.get("replicas"), others.get("spread")
             )
         if others.get("positions") is not None:
-            _require_positions(profile, chosen, num_devices, *layout)
+            shards, positions, replicas = others.get("shards"), others["positions"], others.get("replicas")
+            _require_positions(profile, chosen, num_devices, shards, positions, replicas)
         made = cls(
             profile,
             num_devices,

@@ -28,7 +28,7 @@ from pipeplan.partition.problem import Pricing
 from pipeplan.partition.recomputation import kept_whole, kind_of, savings
 from pipeplan.partition.strategies import STRATEGIES, PlacementStrategy
 from pipeplan.planning.request import Batch, Request
-from pipeplan.planning.usual import Usual, usual_of
+from pipeplan.planning.usual import Counts, Numbers, Usual, usual_of
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
@@ -396,7 +396,8 @@ class _BoundTable:
             return np.fromiter(values, dtype=np.float64)
 
         def summed(name: str) -> FloatArray:
-            return column(getattr(each, name) for _, each in alike.values())[rows]
+            found: FloatArray = column(getattr(each, name) for _, each in alike.values())[rows]
+            return found
 
         known = [STRATEGIES[each.strategy] for each in choices]
         p, m = column(each.positions or 1 for each in choices), column(x.batch.num_microbatches for x in choices)
@@ -426,10 +427,11 @@ class _BoundTable:
         least = np.maximum(least, m * summed("area") / np.maximum(room, 1.0))
 
         held, again = _fitted(request, choices, schedules, p, m, rows, [each for _, each in alike.values()], limit)
-        parts = [summed(name) / p for name in ("forward_ns", "input_ns", "weight_ns")]
+        forward, inputs, weights = (summed(name) / p for name in ("forward_ns", "input_ns", "weight_ns"))
         ramps = np.zeros(len(choices))
         for known_schedule, own in schedules:
-            ramps[own] = known_schedule.bubble(*(part[own] for part in parts), int(per_position[own[0]]))
+            chunks = int(per_position[own[0]])
+            ramps[own] = known_schedule.bubble(forward[own], inputs[own], weights[own], chunks)
         even = work / p  # of several stages on a position, some are longer and others shorter than that
         uneven = np.maximum(0.0, longest[of_line, p.astype(np.int64) - 1] - even) / per_position
         busiest = even + uneven + again / p
@@ -457,6 +459,12 @@ def _by_usual(choices: Sequence[Choice], usual: Sequence[Usual]) -> list[tuple[U
     return [(usual[rows[0]], np.array(rows)) for rows in found.values()]
 
 
+def _of_each(counts: Counts | None, where: tuple[Numbers, Numbers, int, Numbers]) -> FloatArray:
+    """[row, position] micro-batches of an average stage."""
+    found: FloatArray = np.zeros(1) if counts is None else np.add.reduce(counts(*where)) / where[2]
+    return found
+
+
 def _fitted(
     request: Request,
     choices: Sequence[Choice],
@@ -482,12 +490,12 @@ def _fitted(
         chunks, routes = chunks_of(request, how), 1 + how.two_ways
         places, at = positions[own], np.arange(int(p[own].max()))[None, :]
         there, at = at < places, np.minimum(at, places - 1)
-        flight = routes * sum(usual.in_flight(places, count[own], chunks, at)) / chunks
-        owed = 0.0 if usual.owed is None else sum(usual.owed(places, count[own], chunks, at)) / chunks
+        where = places, count[own], chunks, at
+        flight, owed = routes * _of_each(usual.in_flight, where), _of_each(usual.owed, where)
         beside = (routes * static[own] + owed * owed_bytes[own]) / places + workspace[own]
         need = np.where(there, beside + flight * held[own] / places, 0.0)
         needs[own] = need.max(axis=1)
-        left = 0.0 if usual.ending is None else sum(usual.ending(places, count[own], chunks, at)) / chunks
+        left = _of_each(usual.ending, where)
         ends = np.where(there, (routes * static[own] + left * owed_bytes[own]) / places, 0.0).max(axis=1) <= limit
         short = np.where(there, (need - limit) * places / np.maximum(flight, 1e-9), 0.0)  # of all blocks
         for place in np.unique(rows[own]):

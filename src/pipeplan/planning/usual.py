@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipeplan.partition.chain.costs import Array, FloatArray
+from pipeplan.partition.chain.costs import FloatArray
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 
-Counts = Callable[[Array, Array, int, Array], list[Array]]
+Numbers = NDArray[Any]
+"""Whole numbers, as integers or floats."""
+
+Counts = Callable[[Numbers, Numbers, int, Numbers], list[Numbers]]
 """(p, m, v, d) -> [chunk] micro-batches on position d, of arrays that broadcast."""
 
 Bubble = Callable[[FloatArray, FloatArray, FloatArray, int], FloatArray]
@@ -51,27 +56,27 @@ class Usual:
         )
 
 
-def _one_f_one_b(p: Array, m: Array, v: int, d: Array) -> list[Array]:
+def _one_f_one_b(p: Numbers, m: Numbers, v: int, d: Numbers) -> list[Numbers]:
     return [np.minimum(m, p - d)]
 
 
-def _interleaved(p: Array, m: Array, v: int, d: Array) -> list[Array]:
+def _interleaved(p: Numbers, m: Numbers, v: int, d: Numbers) -> list[Numbers]:
     """Those of the warmup and one more, in groups of p micro-batches, chunk after chunk."""
     forwards = np.minimum(m * v, 2 * (p - 1 - d) + (v - 1) * p + 1)
     whole, rest = np.divmod(forwards, p * v)
     return [np.minimum(m, whole * p + np.clip(rest - chunk * p, 0, p)) for chunk in range(v)]
 
 
-def _zero_bubble_v(p: Array, m: Array, v: int, d: Array) -> list[Array]:
+def _zero_bubble_v(p: Numbers, m: Numbers, v: int, d: Numbers) -> list[Numbers]:
     return [np.minimum(m, 2 * p - 1 - d), np.minimum(m, d + 1)]
 
 
-def _v_half(p: Array, m: Array, v: int, d: Array) -> list[Array]:
+def _v_half(p: Numbers, m: Numbers, v: int, d: Numbers) -> list[Numbers]:
     """A micro-batch is on the first chunk for 6 (p - 1) + 3 - 3 d slots and on the second for 3 d + 1, six to each."""
     return [np.minimum(m, p - d // 2), np.minimum(m, 1 + d // 2)]
 
 
-def _both_ways(p: Array, m: Array, v: int, d: Array) -> list[Array]:
+def _both_ways(p: Numbers, m: Numbers, v: int, d: Numbers) -> list[Numbers]:
     """On each route, half of the micro-batches of 1F1B's first stage; with chunks those that come in between, too."""
     held = np.minimum(m, p * (1 + (v > 1) * (p - 1) / (p * v))) / 2
     return [held + 0 * d] * v
