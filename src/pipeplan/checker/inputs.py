@@ -15,7 +15,7 @@ from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_rec
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
 from pipeplan.time_limit import checked
-from pipeplan.workload.elements import Dependency, Hop, Operation, Stage, TiedState
+from pipeplan.workload.elements import Bucket, Dependency, Hop, Operation, Stage, TiedState
 from pipeplan.workload.kinds import (
     BACKWARD_ROLES,
     GRADIENT_ROLES,
@@ -768,7 +768,7 @@ def _tensor_bytes(edge: Edge, samples: int) -> int:
 
 
 def _compare(
-    place: str, stated: Stage | TiedState | Operation | Hop, expected: dict[str, int], findings: Findings
+    place: str, stated: Stage | Bucket | TiedState | Operation | Hop, expected: dict[str, int], findings: Findings
 ) -> None:
     for name, value in expected.items():
         if getattr(stated, name) != value:

@@ -364,13 +364,17 @@ def _assumed(ctx: click.Context, profile: Profile) -> Iterator[str]:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage collection, a sixth of the time of importing torch and of tracing, which leave nothing to collect."""
+    """No garbage collection, a sixth of the time of importing torch and of tracing, which leave nothing to collect.
+
+    Nor is what they made gone through when it begins again: the process ends soon.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if was_enabled:
+            gc.freeze()
             gc.enable()
 
 

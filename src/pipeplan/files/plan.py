@@ -48,7 +48,6 @@ from pipeplan.workload.elements import (
 from pipeplan.workload.kinds import GRADIENT_ROLES, MASTER, PARAMETERS, Role
 from pipeplan.workload.network_jobs import gradient_sums
 from pipeplan.workload.samples import Slots
-from pipeplan.workload.tail import Tail, tail_of
 from pipeplan.workload.workload import Workload
 
 ActionText = Annotated[str, StringConstraints(pattern=ACTION_PATTERN)]
@@ -487,14 +486,6 @@ class Plan(File):
                 if stage.blocks
             ),
         )
-
-    @property
-    def tail(self) -> Tail:
-        """What follows the last actions at the plan's start times."""
-        skipped = 0 if self.loop is None else self.loop.skipped_ns
-        workload = self.workload
-        ends = [max(self.starts_ns[each.id]) + each.duration_ns + skipped for each in workload.operations]
-        return tail_of(workload, ends)
 
     def held_parameters(self, stage: Stage) -> int:
         """Bytes of parameters as a device has them: of the copy that computes, or of those that are cast to it."""

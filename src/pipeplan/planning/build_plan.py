@@ -35,6 +35,7 @@ from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.slices import num_sliced, repetend_of, repetend_of_loop
 from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.steady_state.rate import steady_bubble_rate
+from pipeplan.workload.tail import Tail, tail_at
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts
 from pipeplan.workload.workload import Workload
 
@@ -281,6 +282,11 @@ class Result(Displayed):
         measure = Yardstick.of_plan(plan)
         return measure.throughput(plan.mini_batch, plan.predicted.iteration_ns, len(plan.devices))
 
+    @property
+    def tail(self) -> Tail:
+        """What follows the plan's last actions."""
+        return tail_at(self.plan.workload, self.plan.starts_ns, self.plan.loop)
+
     def figures(self) -> dict[str, object]:
         """The figures of ``search --json``: all of them the plan's. One that does not repeat has no period."""
         predicted, repetend = self.plan.predicted, self.plan.repetend
@@ -290,7 +296,7 @@ class Result(Displayed):
             "scheduler": self.plan.provenance.scheduler,
             "makespan_ns": predicted.makespan_ns,
             "iteration_ns": predicted.iteration_ns,
-            **self.plan.tail.figures(),
+            **self.tail.figures(),
             **self.throughput.figures(),
             "lower_bound_ns": self.lower_bound_ns,
             "gap": self.gap,

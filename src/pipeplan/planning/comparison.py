@@ -385,7 +385,7 @@ def _rank(row: ComparisonRow) -> tuple[bool, int, bool, int]:
 
 
 def _ours(result: Result, recompute: Again, memory: Sequence[int | None]) -> ComparisonRow:
-    plan, predicted = result.plan, result.plan.predicted
+    plan, predicted, tail = result.plan, result.plan.predicted, result.tail
     over = overflow(result.schedule.graph, result.schedule.orders, memory, result.schedule.loop)
     return ComparisonRow(
         OURS,
@@ -403,8 +403,10 @@ def _ours(result: Result, recompute: Again, memory: Sequence[int | None]) -> Com
         predicted.bubble_rate_span,
         tuple(each.peak_bytes for each in predicted.memory),
         predicted.lower_bound_ns,
-        **plan.tail.figures(),
-        why="" if over is None else str(over),
+        tail.exposed_reduction_ns,
+        tail.exposed_step_ns,
+        tail.exposed_gather_ns,
+        "" if over is None else str(over),
         cut_short=result.candidates.left > 0 and not result.interrupted,
     )
 
@@ -589,6 +591,7 @@ def _row(
     graph, orders = run.graph, run.orders
     graph = graph.summed_best(run.starts, 0 if run.loop is None else run.loop.skipped_ns)
     figures, over = rates(graph, orders, run.starts, run.loop), overflow(graph, orders, memory, run.loop)
+    tail = figures.tail
     return ComparisonRow(
         name,
         problem.workload.placement,
@@ -605,6 +608,8 @@ def _row(
         figures.bubble_rate_span,
         tuple(each.peak_bytes for each in peak_memory(graph, orders, run.loop)),
         bound_ns,
-        **figures.tail.figures(),
-        why="" if over is None else str(over),
+        tail.exposed_reduction_ns,
+        tail.exposed_step_ns,
+        tail.exposed_gather_ns,
+        "" if over is None else str(over),
     )

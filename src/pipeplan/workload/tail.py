@@ -12,10 +12,11 @@ its devices have stepped, on their networks, in the same manner. The iteration e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, permutations
 
+from pipeplan.workload.elements import Loop
 from pipeplan.workload.kinds import GRADIENT_ROLES
 from pipeplan.workload.network_jobs import NetworkJob
 from pipeplan.workload.workload import Workload
@@ -81,6 +82,12 @@ def tail_of(workload: Workload, ends_ns: Sequence[int], order: Collection[int] =
     _one_after_another(gathers, [max(stepped[device] for device in each.devices) for each in gathers], free)
     ended = [max(pair) for pair in zip(stepped, free, strict=True)]
     return Tail(tuple(times), tuple(acted), tuple(summed), tuple(stepped), tuple(ended))
+
+
+def tail_at(workload: Workload, starts_ns: Mapping[str, Sequence[int]], loop: Loop | None) -> Tail:
+    """What follows where the actions of each operation, by its id, begin at these ns, as a plan says them."""
+    later = 0 if loop is None else loop.skipped_ns
+    return tail_of(workload, [max(starts_ns[each.id]) + each.duration_ns + later for each in workload.operations])
 
 
 def _actions_of(workload: Workload, ends_ns: Sequence[int]) -> tuple[list[int], list[int]]:

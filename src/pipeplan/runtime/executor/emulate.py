@@ -44,6 +44,7 @@ from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions,
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
 from pipeplan.units import format_ns
 from pipeplan.workload.elements import Hop
+from pipeplan.workload.tail import tail_at
 
 _CPU = torch.device("cpu")
 _CLOSE, _AIM = 0.03, 0.02
@@ -191,7 +192,7 @@ class _Emulation:
 
 def _after_actions(plan: Plan) -> list[int]:
     """[device] ns between the end of its last action and of all that follows, as predicted."""
-    tail = plan.tail
+    tail = tail_at(plan.workload, plan.starts_ns, plan.loop)
     return [after - acted for after, acted in zip(tail.ended_ns, tail.acted_ns, strict=True)]
 
 

@@ -54,7 +54,7 @@ from pipeplan.runtime.profiling.build_profile import (
     unsplit_of,
 )
 from pipeplan.runtime.profiling.flops import product_flops
-from pipeplan.runtime.profiling.fusion import FusedTrace, Step, Trace, View
+from pipeplan.runtime.profiling.fusion import BlockTrace, FusedTrace, Step, View
 from pipeplan.runtime.profiling.instruments import Meter, Usage, blamed, saved_tensors, storages
 from pipeplan.runtime.profiling.optimizer_step import estimated_rate
 from pipeplan.runtime.profiling.rounds import Benches, Progress, RunCounter, UnfinishedProfile
@@ -221,7 +221,7 @@ def counted(
     tallies: list[_Tally] = []
 
     def tally(_: torch.device) -> Meter:
-        tallies.append(_Tally(Trace() if fused else None))
+        tallies.append(_Tally(BlockTrace() if fused else None))
         return tallies[-1]
 
     benches = Benches(shapes, recompute, dtype, _META, 0, UnfinishedProfile(), (), tally, _FakeBench)
@@ -455,7 +455,7 @@ _NORMS = {_aten.native_layer_norm, _aten.native_batch_norm}
 class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has its constructors without types
     """Notes every operator's work, and the bytes in use, while phases run; in a ``trace``, what it reads and makes."""
 
-    def __init__(self, trace: Trace | None = None) -> None:
+    def __init__(self, trace: BlockTrace | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # the same
         self.trace = trace
         self._numbers: dict[int, int] = {}  # of storages, by identities that may come again
@@ -511,7 +511,7 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
 
     def _note(
         self,
-        trace: Trace,
+        trace: BlockTrace,
         func: Any,
         kernel: Kernel | None,
         given: list[Tensor],

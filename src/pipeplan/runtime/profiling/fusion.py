@@ -57,7 +57,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Trace:
+class BlockTrace:
     """What was noted of a block that ran: ``sizes`` of storages, ``born`` [storage made inside] and ``dead`` when,
     and ``phases`` with their names, begin and end. ``outputs`` are what others take of it.
     """
@@ -85,7 +85,7 @@ class Trace:
 
 
 @dataclass(slots=True)
-class _Group:
+class _Joint:
     """Steps that run as one kernel: a product with what it adds, or what fuses."""
 
     phase: int
@@ -107,7 +107,7 @@ class _Group:
 class FusedTrace:
     """The same with fused kernels: ``kernels`` [phase name] and those of attention ``core``, of the last such phase."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: BlockTrace) -> None:
         self._trace = trace
         self._readers: dict[int, list[Step]] = defaultdict(list)
         for step in trace.steps:
@@ -180,10 +180,10 @@ class FusedTrace:
             found[name] = Usage(start, peak)
         return found
 
-    def _grouped(self) -> Iterator[_Group]:
+    def _grouped(self) -> Iterator[_Joint]:
         """Steps by kernel, in order."""
-        groups: list[_Group] = []
-        products: dict[int, _Group] = {}  # of this phase, by what they make
+        groups: list[_Joint] = []
+        products: dict[int, _Joint] = {}  # of this phase, by what they make
         phase = -1
         for step in self._trace.steps:
             if step.phase != phase:
@@ -196,14 +196,14 @@ class FusedTrace:
             elif step.fuses and groups and groups[-1].fuses and groups[-1].phase == phase:
                 groups[-1].steps.append(step)
             else:
-                groups.append(_Group(phase, [step], step.fuses))
+                groups.append(_Joint(phase, [step], step.fuses))
                 if step.kernel is not None and step.kernel.matrix:
                     products.update(dict.fromkeys(step.made, groups[-1]))
         return self._joined(groups)
 
-    def _joined(self, groups: Sequence[_Group]) -> Iterator[_Group]:
+    def _joined(self, groups: Sequence[_Joint]) -> Iterator[_Joint]:
         """Those that fuse together with the last before them whose results they take, where nothing is in between."""
-        found: list[_Group] = []
+        found: list[_Joint] = []
         for group in groups:
             at = next((at for at in reversed(range(len(found))) if found[at].fuses), None)
             before = None if at is None else found[at]
@@ -221,7 +221,7 @@ class FusedTrace:
             found[at:] = [joined, *between] if earlier else [*between, joined]
         return iter(found)
 
-    def _adding(self, step: Step, products: dict[int, _Group]) -> _Group | None:
+    def _adding(self, step: Step, products: dict[int, _Joint]) -> _Joint | None:
         """The product that adds its result to another one's or to what is there, if this is that."""
         given = list({view.storage: view for view in step.reads}.values())
         own = [view.storage for view in given if view.storage in products and len(self._readers[view.storage]) == 1]
@@ -257,7 +257,7 @@ class FusedTrace:
                 elif not step.random and not self._is_small(storage, group):
                     self._may_go(storage, group, end)
 
-    def _may_go(self, storage: int, group: _Group, end: int) -> None:
+    def _may_go(self, storage: int, group: _Joint, end: int) -> None:
         """Not to hold a storage, where what it is made of takes less."""
         trace, sources = self._trace, self._sources(storage, group)
         more = sum(
@@ -268,7 +268,7 @@ class FusedTrace:
         if more < trace.sizes[storage] and not sources & self._inside:
             self._from[storage] = sources
 
-    def _sources(self, storage: int, group: _Group) -> frozenset[int]:
+    def _sources(self, storage: int, group: _Joint) -> frozenset[int]:
         """From outside its kernel, or written by it, what a storage is made of."""
         inside = {made for step in group.steps for made in step.made}
         found: set[int] = set()
@@ -288,12 +288,12 @@ class FusedTrace:
                     found.add(each)
         return frozenset(found)
 
-    def _is_small(self, storage: int, group: _Group) -> bool:
+    def _is_small(self, storage: int, group: _Joint) -> bool:
         """Whether it is a statistic of what its kernel reads."""
         read = max((view.size for step in group.steps for view in step.reads), default=0)
         return self._trace.sizes[storage] * _SMALL <= read
 
-    def _kernel(self, group: _Group, steps: list[Step]) -> Kernel | None:
+    def _kernel(self, group: _Joint, steps: list[Step]) -> Kernel | None:
         """One kernel of steps of a group; None for a message."""
         first = steps[0].kernel
         if first is None or (len(steps) == 1 and not group.fuses):

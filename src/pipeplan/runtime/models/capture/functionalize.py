@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -201,6 +202,7 @@ class CapturedGraph:
     num_dropouts: int = 0
 
 
+@lru_cache(maxsize=4096)
 def name_of_target(target: Any) -> str:
     """``linear`` of ``aten.linear.default``."""
     return str(getattr(target, "__name__", target)).split(".")[0]

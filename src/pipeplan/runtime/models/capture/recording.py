@@ -183,9 +183,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
             cut.needs_grad = False
         return cut
 
-    def _like(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: OpNode) -> OpNode:
-        """Append a call that gives what ``like`` does."""
-        op = OpNode("call", "", target, arguments, keywords, like.turns, like.value)
+    def _like(
+        self,
+        target: Any,
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        like: OpNode,
+        turns: _Turns | None = None,
+    ) -> OpNode:
+        """Append a call that gives what ``like`` does, in the ``turns`` of modules, by default in the same."""
+        op = OpNode("call", "", target, arguments, keywords, like.turns if turns is None else turns, like.value)
         is_new = op.operator.endswith("_like") or op.operator.startswith("new_")  # of sizes, not of numbers
         op.needs_grad = not is_new and any(each.needs_grad for each in op.sources) and _is_differentiable(op.value)
         self.operations.append(op)
@@ -264,9 +271,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
 
         for op in layer.operations:
             inner = tuple((place(path), turn(called)) for path, called in op.turns[len(layer.turns) :])
-            like = OpNode("call", "", op.target, turns=(*turns, *inner), value=op.value)
             arguments, keywords = map_aggregate(op.arguments, copied), map_aggregate(op.keywords, copied)
-            known[op] = self._like(op.target, arguments, keywords, like)
+            known[op] = self._like(op.target, arguments, keywords, op, (*turns, *inner))
         self.num_dropouts += layer.num_dropouts
         return [copied(op) for op in layer.made]
 
