@@ -13,9 +13,11 @@ from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import write_file
 from pipeplan.schedule.classic import CLASSIC
 from support.commands import interrupted, pipeplan
+from support.marks import slow_but
 
 GB = 10**9
 QUICK = ("--deterministic", "--time-limit", "1s")
+QUICKER = ("--deterministic", "--time-limit", "300ms")
 
 
 def compared(*arguments: str | Path) -> dict[str, Any]:
@@ -83,11 +85,11 @@ def test_the_table(zero_bubble: Path) -> None:
 
 
 def test_without_a_placement_all_strategies_are_compared(blocks: Path) -> None:
-    rows = compared(blocks, "--devices", "4", *QUICK)["rows"]
+    rows = compared(blocks, "--devices", "4", *QUICKER)["rows"]
     where = {(row["schedule"], row["placement"]) for row in rows}
     assert {("pipeplan", name) for name in ("one-to-one", "circular", "v-shape")} <= where
     assert {("1f1b", "one-to-one"), ("interleaved-1f1b", "circular"), ("zb-v", "v-shape")} <= where
-    one = compared(blocks, "--devices", "4", "--placement", "circular", *QUICK)["rows"]
+    one = compared(blocks, "--devices", "4", "--placement", "circular", *QUICKER)["rows"]
     assert {row["placement"] for row in one} == {"circular"}
 
 
@@ -101,7 +103,7 @@ def test_all_strategies_whatever_the_profile_says_and_rules_beside_them(zero_bub
 
 
 def test_too_few_blocks_for_some_placements(blocks: Path) -> None:
-    found = compared(blocks, "--devices", "8", *QUICK)
+    found = compared(blocks, "--devices", "8", *QUICKER)
     assert {row["placement"] for row in found["rows"]} == {"one-to-one", "bidirectional"}
     reasons = {missing["placement"]: missing["why"] for missing in found["not_applicable"] if not missing["schedule"]}
     assert set(reasons) == {"circular", "v-shape", "bidirectional-v-shape"}
@@ -128,7 +130,7 @@ def test_overhead_of_splitting_decides(zero_bubble: Path) -> None:
     assert dear[0]["makespan_ns"] > free[0]["makespan_ns"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@slow_but("number", [signal.SIGINT, signal.SIGTERM], lambda number: number == signal.SIGINT)
 def test_interruption_prints_what_is_known(tmp_path: Path, number: signal.Signals) -> None:
     costs = ShapeCosts(101, None, 97, 89, comm_ns=10, activation_bytes=2 * GB, weight_grad_bytes=GB)
     profile = tmp_path / "profile.json"

@@ -8,7 +8,7 @@ from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.examples import SHAPES, ShapeCosts, shape
 from pipeplan.files import Profile, parse, to_json
-from support.marks import slow_but
+from support.marks import always, slow_but
 from support.paths import ROOT
 
 MS = 1_000_000
@@ -123,7 +123,7 @@ def test_split_costs_are_the_chains_alone() -> None:
         )
 
 
-@slow_but("name", SHAPES, lambda name: name in ("v", "mllm", "k", "circular"))
+@slow_but("name", SHAPES, lambda name: name in ("v", "mllm", "k", "circular"), always)
 def test_thousands_of_devices(name: str) -> None:
     num_devices = 4096
     loads = work(shape(name, num_devices))

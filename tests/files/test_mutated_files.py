@@ -21,7 +21,7 @@ from pipeplan.checker import Report, check
 from pipeplan.errors import FileError
 from pipeplan.files import Cluster, FileModel, Plan, Profile, parse, sha256_of, to_json
 from support.damage import Data, damage
-from support.marks import slow_but
+from support.marks import always, slow_but
 
 NUM_FILES = 5_000
 PIECES = 10
@@ -102,7 +102,7 @@ def require_places(report: Report) -> None:
         assert "\n" not in str(problem)
 
 
-@slow_but("seed", range(PIECES), lambda seed: seed < 4)
+@slow_but("seed", range(PIECES), lambda seed: seed < 4, always)
 def test_damaged_files(seed: int) -> None:
     rng = random.Random(seed)
     outcomes: Counter[str] = Counter()
@@ -173,6 +173,7 @@ def test_files_that_ask_for_too_much_are_refused_at_once(model: type[FileModel],
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 250_000  # KiB
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_plans_that_make_checking_long_are_still_checked_at_once() -> None:
     """Groups of many devices, actions of many micro-batches, dependencies said again and again - and no programs."""

@@ -31,7 +31,7 @@ from pipeplan.workload.steady_state.loop import LoopedOrders, looped
 from pipeplan.workload.steady_state.rate import CutOrders
 from pipeplan.workload.steady_state.repetend import extend, find_repetend
 from pipeplan.workload.task_graph import earliest_starts, task_graph
-from support.marks import slow_but
+from support.marks import always, slow_but
 
 
 def unrolled(plan: Plan) -> Plan:
@@ -58,6 +58,7 @@ def simulated(plan: Plan) -> dict[str, Any]:
     "name, split",
     [(name, split) for name in ("v", "x", "m", "nn", "circular", "zbv") for split in (False, True)],
     lambda case: case in (("v", True), ("circular", True), ("m", True), ("x", False), ("zbv", False)),
+    always,
 )
 def test_classic_schedules_are_as_when_written_out(name: str, split: bool) -> None:
     """Everything, also the order of sends, is what the ordinary way through many micro-batches gives."""

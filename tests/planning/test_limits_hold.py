@@ -226,7 +226,7 @@ def test_a_first_plan_does_not_grow_with_the_number_of_microbatches() -> None:
     """However deep the pipeline is, in which nothing repeats for long."""
 
     def first(num_microbatches: int) -> tuple[int, Plan]:
-        asked = of(48, 24, num_microbatches=num_microbatches, microbatch_size=1, time_limit=1000.0)
+        asked = of(96, 48, num_microbatches=num_microbatches, microbatch_size=1, time_limit=1000.0)
         search = PlanSearch(asked, Budget(asked.time_limit), None, STEPS)
         calls = counted(lambda: EvenCut(growth=0.0).run(search))
         assert search.made is not None

@@ -42,7 +42,10 @@ def iteration(result: Result) -> int:
 
 
 @pytest.mark.slow  # 15 to 30 s each
-@pytest.mark.parametrize(("name", "memory"), [("gpt2-1.3b-a100-80gb", 24 * GB), ("mmt-v100-16gb", 4 * GB)])
+@pytest.mark.parametrize(
+    ("name", "memory"),
+    [pytest.param("gpt2-1.3b-a100-80gb", 24 * GB, marks=pytest.mark.long), ("mmt-v100-16gb", 4 * GB)],
+)
 def test_never_worse_than_a_strategy_forced_by_flags(name: str, memory: int) -> None:
     model, cluster = profile(name), cluster_of(4)
     batch = Batch(8, 4)
@@ -69,7 +72,8 @@ def test_never_worse_than_a_strategy_forced_by_flags(name: str, memory: int) -> 
     assert sum(value is not None for value in forced) >= 4
 
 
-@pytest.mark.slow  # 15 to 30 s each
+@pytest.mark.slow  # 15 to 30 s
+@pytest.mark.long  # test_refusals has smaller ones for every verb
 def test_what_is_said_where_nothing_fits_is_true() -> None:
     model = profile("mmt-v100-16gb")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count, product
@@ -29,6 +29,7 @@ from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
 from pipeplan.simulator.metrics import rates
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
+from support.marks import slow_but
 from support.paths import ROOT
 
 PROFILES = ROOT / "profiles"
@@ -43,11 +44,11 @@ def request(memory: int | None = None, *, devices: int = 2, mini_batch: int = 4,
     return Request(model, devices, batch, sizes=(1, 2), memory_bytes=memory, **asked)
 
 
-def brute(asked: Request) -> int:
+def brute(asked: Request, strategies: Iterable[str]) -> int:
     """The shortest iteration of all cells and rules, each made by itself without bounds."""
     best = []
     for strategy, replicas, size, recompute, split in product(
-        STRATEGIES, (1, 2), asked.sizes, (False, True), (False, True)
+        strategies, (1, 2), asked.sizes, (False, True), (False, True)
     ):
         microbatch = size * replicas
         try:
@@ -82,10 +83,11 @@ def brute(asked: Request) -> int:
     return min(best)
 
 
-def test_the_best_row_is_that_of_brute_force() -> None:
-    asked = replace(request(3 * GB), sizes=(2,))
+@slow_but("placement", ["auto", "v-shape"], "v-shape".__eq__)
+def test_the_best_row_is_that_of_brute_force(placement: str) -> None:
+    asked = replace(request(3 * GB), placement=placement, sizes=(2,))
     found = tune(asked)
-    assert found.rows[0].iteration_ns == brute(asked)
+    assert found.rows[0].iteration_ns == brute(asked, STRATEGIES if placement == "auto" else [placement])
     assert found.result.plan.predicted.iteration_ns == found.rows[0].iteration_ns
     assert found.num_open == 0
     assert check(found.result.plan, asked.profile).valid

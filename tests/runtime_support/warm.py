@@ -50,6 +50,15 @@ def warm_left_over() -> list[int]:
     return [] if server is None else list(map(int, Path(f"/proc/{server}/task/{server}/children").read_text().split()))
 
 
+def warm_run(code: str) -> None:
+    """Run text in a forked process, which may import what it likes."""
+    _start_server()
+    process = _SERVER.Process(target=exec, args=(code, {"__name__": "__main__"}))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, "what it said is on stderr"
+
+
 def share_server() -> None:
     """In a process forked from the one that has started the server: ranks are forked from that."""
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[attr-defined]  # it waits for a child, its own

@@ -50,7 +50,7 @@ def test_known_tools(name: str, devices: int, microbatches: int, memory: float, 
 
 
 @pytest.mark.slow  # 7 to 13 s each
-@pytest.mark.parametrize(("memory", "best"), [(1, 4020), (0.5, 6380)])
+@pytest.mark.parametrize(("memory", "best"), [pytest.param(1, 4020, marks=pytest.mark.long), (0.5, 6380)])
 def test_four_devices_are_proved(memory: float, best: int) -> None:
     found = search_schedule(zero_bubble("v", 4, 12, memory).workload, Budget(120, deterministic=True))
     assert found.makespan_ns == found.bound_ns == best

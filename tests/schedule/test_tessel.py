@@ -17,7 +17,7 @@ from pipeplan.schedule.search import search_schedule
 from pipeplan.workload.bounds import strong_iteration_bound, work_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
-from support.marks import slow_but
+from support.marks import always, slow_but
 
 MS = 1_000_000
 
@@ -150,7 +150,7 @@ def test_zero_bubble_repetends_are_proved(name: str, num_devices: int) -> None:
     assert searched(problem).repetend_ns == work_bound(problem.workload)
 
 
-@slow_but("num_devices", [*range(2, 9), 12, 16], lambda devices: devices <= 8)
+@slow_but("num_devices", [*range(2, 9), 12, 16], lambda devices: devices <= 8, always)
 def test_v_shape_makespan(num_devices: int) -> None:
     """Fig. 3 and 4's setting, forward 1 and backward 2: (N + D - 1) * 3, which is also the bound."""
     costs = ShapeCosts(backward_ns=2 * MS)

@@ -11,15 +11,27 @@ Case = TypeVar("Case")
 
 
 def slow_but(
-    names: str, values: Iterable[Any], is_quick: Callable[[Any], bool], **options: Any
+    names: str,
+    values: Iterable[Any],
+    is_quick: Callable[[Any], bool],
+    is_long: Callable[[Any], bool] = lambda _: False,
+    **options: Any,
 ) -> pytest.MarkDecorator:
-    """``parametrize``, with all values but the quick ones marked slow."""
+    """``parametrize``, with all values but the quick ones marked slow, and of these the long ones long, too."""
     several = "," in names
-    found = [
-        pytest.param(*(value if several else (value,)), marks=() if is_quick(value) else pytest.mark.slow)
-        for value in values
-    ]
+
+    def marks(value: Any) -> list[pytest.MarkDecorator]:
+        if is_quick(value):
+            return []
+        return [pytest.mark.slow, pytest.mark.long] if is_long(value) else [pytest.mark.slow]
+
+    found = [pytest.param(*(value if several else (value,)), marks=marks(value)) for value in values]
     return pytest.mark.parametrize(names, found, **options)
+
+
+def always(value: object) -> bool:
+    """Of every case."""
+    return True
 
 
 def asked_for(request: pytest.FixtureRequest, cases: Mapping[str, Case]) -> dict[str, Case]:

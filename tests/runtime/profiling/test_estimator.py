@@ -32,7 +32,7 @@ from pipeplan.runtime.profiling.build_profile import splits_of
 from pipeplan.runtime.profiling.estimate import counted, estimate_model
 from pipeplan.runtime.profiling.instruments import saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
-from support.marks import slow_but
+from support.marks import always, slow_but
 from support.paths import ROOT
 
 A100 = device_preset("a100-80gb")
@@ -303,6 +303,7 @@ LLAMA = (
     "name, sequence",
     [(name, sequence) for name in ("tessel-gpt-tiny", LLAMA) for sequence in (16, 10)],
     lambda case: case not in ((LLAMA, 16), ("tessel-gpt-tiny", 10)),
+    always,
 )
 def test_shards_hold_their_part_of_all_activations(name: str, sequence: int) -> None:
     """But where they cannot divide the sequence: rows say which it is."""

@@ -35,7 +35,7 @@ from pipeplan.runtime.profiling.instruments import drift_of, meter_for, num_outl
 from pipeplan.runtime.profiling.measure import profile_model
 from pipeplan.runtime.profiling.rounds import RowKey, UnfinishedProfile
 from runtime_support.whole_model import in_one_piece, measure_whole
-from support.marks import slow_but
+from support.marks import always, slow_but
 
 LLAMA = "LlamaConfig(num_hidden_layers=1, vocab_size=100"
 WIDTH = 8
@@ -459,7 +459,7 @@ def test_a_module_that_does_not_say_how_it_is_split_is_not_captured(monkeypatch:
         load_model("my:own", shards=(1, 2))
 
 
-@slow_but("dtype", [torch.float16, torch.bfloat16], lambda dtype: dtype is torch.bfloat16)
+@slow_but("dtype", [torch.float16, torch.bfloat16], lambda dtype: dtype is torch.bfloat16, always)
 def test_all_cases_in_short_formats(dtype: torch.dtype) -> None:
     found = measure(load_model("gpt2-tiny"), shards=(1, 2), recompute=True, dtype=dtype)
     wide = 16 * 32 * 2

@@ -47,7 +47,7 @@ def cases() -> dict[str, tuple[str, list[Plan]]]:
     return found
 
 
-QUICK = ("four devices, then two, then one", "split over four, over two twice, then whole", "sequential", "captured")
+QUICK = ("four devices, then two, then one", "sequential", "captured")
 
 
 def options_of(name: str, **changes: Any) -> TrainOptions:
