@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, can_split
 from pipeplan.costs.communication import all_reduce_time
-from pipeplan.costs.devices import likeness
 from pipeplan.costs.zero import WHOLE, Zero
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Edge, Profile
+from pipeplan.files import Edge, Profile
 from pipeplan.partition.chain.costs import Array, FloatArray
 from pipeplan.partition.problem import Pricing
 from pipeplan.partition.strategies import STRATEGIES, PlacementStrategy
@@ -72,8 +71,9 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
     Each says its positions.
     """
     blocks = _Blocks.of(request.profile)
-    sums = {each: _Sums.of(request, blocks, each) for each in checked(dict.fromkeys(one.pricing for one in choices), 1)}
-    known = [(choice, own) for choice in choices if (own := sums[choice.pricing]) is not None]
+    pricings = dict.fromkeys(one.pricing for one in checked(choices))
+    sums = {each: _Sums.of(request, blocks, each) for each in checked(pricings, 1)}
+    known = [(choice, own) for choice in checked(choices) if (own := sums[choice.pricing]) is not None]
     if not known:
         return []
     table = _BoundTable.of(request, *map(list, zip(*known, strict=True)))
@@ -81,16 +81,16 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
     order = np.lexsort((table.usual, fewer, ~table.fits))
     return [
         BoundedChoice(known[row][0], int(table.least[row]), float(table.usual[row]), float(table.needs[row]))
-        for row in order.tolist()
+        for row in checked(order.tolist())
         if table.possible[row]
     ]
 
 
 def _fewer(choices: Sequence[Choice]) -> list[bool]:
     """[choice] whether the same with more positions is another of them: that is seldom longer, and looked at first."""
-    likes = [(each.strategy, each.shards, each.replicas, each.batch, each.recompute) for each in choices]
+    likes = [(each.strategy, each.shards, each.replicas, each.batch, each.recompute) for each in checked(choices)]
     most: dict[tuple[object, ...], int] = {}
-    for like, each in zip(likes, choices, strict=True):
+    for like, each in checked(zip(likes, choices, strict=True)):
         most[like] = max(most.get(like, 0), each.positions or 0)
     return [(each.positions or 0) < most[like] for like, each in zip(likes, choices, strict=True)]
 
@@ -116,18 +116,15 @@ class _Blocks:
             into[edge.target].append(edge)
         tied = {block for each in profile.tied for block in each.blocks}
         order, by_id = profile.topological_order(), {block.id: block for block in profile.blocks}
-        kinds: dict[tuple[object, ...], list[Block]] = defaultdict(list)
-        numbers: dict[str, int] = {}
+        numbers: dict[tuple[object, ...], int] = {}
         found, each = [], list[str]()
-        for name in order:
-            block = by_id[name]
-            like = likeness(block), tuple(edge.bytes_per_sample for edge in into[name]), name if name in tied else ""
-            same = next((one for one in kinds[like] if one.model_copy(update={"id": name}) == block), None)
-            if same is None:
-                kinds[like].append(block)
-                numbers[name] = len(each)
+        for name in checked(order, 16):
+            fed = tuple(edge.bytes_per_sample for edge in into[name])
+            like = by_id[name].model_dump_json(exclude={"id"}), fed, name if name in tied else ""
+            if like not in numbers:
+                numbers[like] = len(each)
                 each.append(name)
-            found.append(numbers[name if same is None else same.id])
+            found.append(numbers[like])
         pairs = {(edge.source, edge.target) for edge in profile.edges}
         return cls(
             profile,
@@ -175,26 +172,26 @@ class _Sums:
         except UsageError:
             return None
         splits = request.split_backward is not False and can_split(request.profile)
-        work, way = ([of(cost, splits) for cost in costs] for of in (_work_ns, _way_ns))
+        work, way = ([of(cost, splits) for cost in checked(costs)] for of in (_work_ns, _way_ns))
         if request.num_parted != 0 and pricing.samples % 2 == 0:  # forwards may run in halves
             with suppress(UsageError):
                 halves = blocks.costs(pricing._replace(samples=pricing.samples // 2))
-                work = [min(ns, 2 * _work_ns(half, splits)) for ns, half in zip(work, halves, strict=True)]
-                way = [min(ns, _way_ns(half, splits)) for ns, half in zip(way, halves, strict=True)]
+                work = [min(ns, 2 * _work_ns(half, splits)) for ns, half in checked(zip(work, halves, strict=True))]
+                way = [min(ns, _way_ns(half, splits)) for ns, half in checked(zip(way, halves, strict=True))]
         tied = Counter(chain.from_iterable(cost.tied for cost in costs))
         again = sum((each.state * (count - 1) for each, count in tied.items()), MemoryBytes())
         apart = not blocks.shares_tensors
         return cls(
             sums_ns=np.array([0, *accumulate(work)], dtype=np.int64),
             most_ns=max(work),
-            plain_ns=sum(cost.compute_ns for cost in costs),
+            plain_ns=sum(cost.compute_ns for cost in checked(costs)),
             way_ns=sum(way) if blocks.chained else max(way),
             share=min((own / ns for own, ns in zip(way, work, strict=True) if ns), default=0.0) * blocks.chained,
-            static_bytes=sum(cost.static_bytes for cost in costs) - again.total,
-            gradient_bytes=sum(cost.gradient_bytes for cost in costs) - again[GRADIENTS],
+            static_bytes=sum(cost.static_bytes for cost in checked(costs)) - again.total,
+            gradient_bytes=sum(cost.gradient_bytes for cost in checked(costs)) - again[GRADIENTS],
             activation_bytes=apart * sum(cost.activation_bytes for cost in costs),
             workspace_bytes=max(cost.workspace_bytes for cost in costs),
-            alone_bytes=max(cost.memory_bytes(1) for cost in costs),
+            alone_bytes=max(cost.memory_bytes(1) for cost in checked(costs)),
             area=_area(costs) if apart and blocks.chained else 0.0,
             eased=_eased(costs, blocks.costs(pricing._replace(recompute=request.recompute or False))),
         )
@@ -205,7 +202,7 @@ def _eased(costs: Sequence[StageCost], kept: Sequence[StageCost]) -> float:
     return min(
         (
             own / again
-            for cost, other in zip(costs, kept, strict=True)
+            for cost, other in checked(zip(costs, kept, strict=True))
             for again, own in (
                 (cost.forward_ns, other.forward_ns),
                 (cost.backward_ns, other.backward_ns),
@@ -238,7 +235,7 @@ def _backwards(cost: StageCost, splits: bool, *, whole: bool) -> Iterator[int]:
 def _area(costs: Sequence[StageCost]) -> float:
     """What blocks hold from forward to (input) gradient, times all that runs between."""
     after, area = 0, 0.0
-    for cost in reversed(costs):
+    for cost in checked(reversed(costs)):
         after += cost.forward_ns + min(_backwards(cost, splits=True, whole=False))
         area += max(0, cost.activation_bytes - cost.weight_grad_bytes) * after
     return area
@@ -249,27 +246,33 @@ def longest_stages(sums: Sequence[Array], most: int) -> Array:
 
     Of 1 to ``most`` stages, all at once: whether stages that take as much as they may reach the end. What they may take
     is between an even share and that with the longest block, and is halved so often that what is left is some
-    thousandths of a block.
+    thousandths of a block. Where that is much, only every so-many-th number of stages is looked at: fewer stages are no
+    shorter than those.
     """
     count = len(sums[0])
     apart = 1 + max(int(each[-1]) for each in sums)  # chain after chain, so that one look-up is for all
     line = np.concatenate([each + 2 * apart * number for number, each in enumerate(sums)])
-    firsts = np.repeat(np.arange(len(sums)) * count, most).reshape(len(sums), most)
-    stages = np.arange(1, most + 1)
+    step = -(-len(sums) * most * most // _MOST_LOOK_UPS)
+    stages = np.arange(step, most + step, step)
+    firsts = np.repeat(np.arange(len(sums)) * count, len(stages)).reshape(len(sums), len(stages))
+    whole = np.array([each[-1] for each in sums])[:, None]
     blocks = np.array([np.diff(each).max() for each in sums])[:, None]
-    shares = -(-(line[firsts + count - 1] - line[firsts]) // stages)
-    low, high = np.maximum(shares, blocks), shares + blocks
+    low, high = np.maximum(-(-whole // stages), blocks), -(-whole // stages) + blocks
     for _ in range(_HALVINGS):
         middle = (low + high) // 2
         at = firsts.copy()
-        for stage in checked(range(most), 16):
-            ends = np.searchsorted(line, line[at] + middle, side="right") - 1
-            at = np.where(stage < stages, ends, at)
+        for stage in checked(range(int(stages[-1])), 16):
+            own = slice(stage // step, None)  # those of more stages
+            at[:, own] = np.searchsorted(line, line[at[:, own]] + middle[:, own], side="right") - 1
         reached = at == firsts + count - 1
         high, low = np.where(reached, middle, high), np.where(reached, low, middle + 1)
-    found: Array = low
+    every = np.arange(1, most + 1)
+    found: Array = np.maximum(np.maximum(-(-whole // every), blocks), low[:, (every - 1) // step])
     return found
 
+
+_MOST_LOOK_UPS = 2**20
+"""Of each halving: as many take some hundredths of a second."""
 
 _HALVINGS = 12
 
@@ -303,7 +306,7 @@ class _BoundTable:
         """Of these choices, each with the sums of its costs."""
 
         def column(values: Iterator[float]) -> FloatArray:
-            return np.fromiter(values, dtype=np.float64, count=len(choices))
+            return np.fromiter(checked(values, 1024), dtype=np.float64, count=len(choices))
 
         def summed(name: str) -> FloatArray:
             return column(getattr(each, name) for each in sums)
