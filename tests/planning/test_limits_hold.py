@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
+from itertools import accumulate
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from builders.profiles import profile_of
@@ -33,14 +35,16 @@ from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.placement import place
 from pipeplan.partition.problem import PartitionProblem
 from pipeplan.planning import steps as planning_steps
+from pipeplan.planning import uniform_space
 from pipeplan.planning.bounds import request_bound
-from pipeplan.planning.candidates import PlacementCandidate, even_cuts
+from pipeplan.planning.candidates import PlacementCandidate, even_cuts, uniform_choices
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.plan_frontier import plan_frontier
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import STEPS, EvenCut, search_plan, without
 from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
 from pipeplan.planning.tuning import tune
+from pipeplan.planning.uniform_space import longest_stages
 from pipeplan.schedule import steps as schedule_steps
 from pipeplan.schedule.cpsat.solver import Budget, load_solver, solve
 from pipeplan.schedule.cpsat.windows import Ramps
@@ -159,6 +163,52 @@ def test_planners_ask_for_the_time(name: str) -> None:
     calls = counted(PLANNERS[name])
     assert calls.most <= MOST_CALLS
     assert calls.all > 2_000
+
+
+def split(num_blocks: int) -> Profile:
+    """Blocks of which none is like another, each on one, two or four devices."""
+    rows = [
+        [
+            CostRow(
+                microbatch_size=size,
+                shards=shards,
+                forward_ns=size * (1000 + number) // shards,
+                backward_ns=size * 2000 // shards,
+                activation_bytes=100 * size,
+            )
+            for size in (1, 2)
+            for shards in (1, 2, 4)
+        ]
+        for number in range(num_blocks)
+    ]
+    return profile_of(rows, bytes_per_sample=50)
+
+
+def test_the_table_of_layouts_asks_for_the_time_and_grows_with_blocks_alone() -> None:
+    def looked_up(num_blocks: int) -> Calls:
+        joined = cluster(16, 10**9)
+        asked = Request.of(split(num_blocks), devices=16, cluster=joined, num_microbatches=4, microbatch_size=1)
+        calls = counted(lambda: uniform_choices(asked))
+        assert uniform_choices(asked)
+        return calls
+
+    small, large = looked_up(100), looked_up(200)
+    assert large.most <= MOST_CALLS
+    assert large.all <= 2.2 * small.all
+
+
+@pytest.mark.parametrize("most", [3, 400])
+def test_the_longest_stage_of_even_cuts_is_bounded_whatever_is_left_out(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where not every number of stages is looked at, bounds are as low as those of more stages, and no higher."""
+    sums = [np.array([0, *accumulate(100 + 37 * place % 90 + number for place in range(400))]) for number in range(2)]
+    every = longest_stages(sums, most)
+    monkeypatch.setattr(uniform_space, "_MOST_LOOK_UPS", 2 * most * most // 3 + 1)
+    some = longest_stages(sums, most)
+    assert (some <= every).all()
+    assert (some[:, 2::3] == every[:, 2::3]).all()
+    assert some.min() >= min(np.diff(each).max() for each in sums)
 
 
 @cache

@@ -39,6 +39,9 @@ from pipeplan.units import format_bytes
 if TYPE_CHECKING:
     from pipeplan._api import Cluster, LinkOptions, LinkPoint, LinkResult, Model, Profile, UnfinishedProfile
 
+OnBlock = Callable[[int, int, str], None]
+"""Called before every block: how many are done, of how many, and which one."""
+
 INTERRUPTED = 130
 
 
@@ -378,35 +381,70 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def measured(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any) -> Profile:
+class _Remarks:
+    """What a reader must know of a profile, said when its first block is about to run: not of one that is refused."""
+
+    def __init__(self, tell: Callable[[str], None], progress: OnBlock | None) -> None:
+        self._tell, self._progress = tell, progress
+        self._kept: list[str] = []
+
+    def keep(self, remark: str) -> None:
+        """For later."""
+        self._kept.append(remark)
+
+    def update(self, done: int, total: int, what: str) -> None:
+        """The progress, before which remarks are said."""
+        self.say()
+        if self._progress is not None:
+            self._progress(done, total, what)
+
+    def say(self) -> None:
+        """Each remark once, also where nothing was left to run."""
+        while self._kept:
+            self._tell(self._kept.pop(0))
+
+
+def measured(
+    given: Mapping[str, Any], tell: Callable[[str], None], *, progress: OnBlock | None = None, **how: Any
+) -> Profile:
     """The profile of the model that the parameters name; ``tell`` gets what a reader must know of it."""
-    return _api.profile(
-        _model(given, tell),
+    remarks = _Remarks(tell, progress)
+    profile = _api.profile(
+        _model(given, remarks.keep),
         given["microbatch"],
         **{name: given[name] for name in (*_MEASURING, *_RECIPE, "dtype")},
         cluster=given_file("cluster", given["cluster"]),
+        progress=remarks.update,
         **how,
     )
+    remarks.say()
+    return profile
 
 
-def estimated(given: Mapping[str, Any], tell: Callable[[str], None], **how: Any) -> Profile:
+def estimated(
+    given: Mapping[str, Any], tell: Callable[[str], None], *, progress: OnBlock | None = None, **how: Any
+) -> Profile:
     """The same, estimated for a device preset, and calibrated by a measured profile or published runs if given."""
+    remarks = _Remarks(tell, progress)
     calibration = given["calibrate"]
     if isinstance(calibration, str):
         calibration = _api.read_calibration(calibration, given["device"])
     runs = calibration if isinstance(calibration, _api.RunsFit) else None
     if runs is not None:
-        tell(runs.notes)
-    return _api.estimate(
-        _model(given, tell, meta=True),
+        remarks.keep(runs.notes)
+    profile = _api.estimate(
+        _model(given, remarks.keep, meta=True),
         given["microbatch"],
         device=given["device"],
         **{name: given[name] for name in ("dtype", *_RECIPE, "shards", "recompute", "kernels")},
         calibration=None if runs is not None else given_file("profile", calibration),
         runs=runs,
         cluster=given_file("cluster", given["cluster"]),
+        progress=remarks.update,
         **how,
     )
+    remarks.say()
+    return profile
 
 
 def _model(given: Mapping[str, Any], tell: Callable[[str], None], *, meta: bool = False) -> Model:

@@ -218,7 +218,7 @@ def _uniform(request: Request, shards: int) -> Iterator[Choice]:
         every = (units // request.positions,) if units >= request.positions else ()
     for replicas in checked(every if request.replicas is None else (request.replicas,), 1):
         batches = list(_batches(request, replicas, False, shards))
-        for zero, batch, strategy in product(_sharings(request, replicas), batches, _strategies(request)):
+        for zero, batch, strategy in checked(product(_sharings(request, replicas), batches, _strategies(request)), 1):
             how = STRATEGIES[strategy]
             if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
                 continue
@@ -553,10 +553,11 @@ def _replicas(request: Request) -> Sequence[int]:
 
 def _batches(request: Request, replicas: int, spread: bool, shards: int | None = None) -> Iterator[Batch]:
     """Micro-batches that replicas can share, of sizes per replica that all blocks were profiled around."""
-    low, high = _profiled(request, replicas, spread, shards)
     mini_batch, unit = request.batch.mini_batch, replicas * (2 if request.num_parted else 1)
-    for size in _sizes(request, replicas):
-        if mini_batch % size == 0 and size % unit == 0 and low <= size // replicas <= high:
+    dividing = [size for size in _sizes(request, replicas) if mini_batch % size == 0 and size % unit == 0]
+    low, high = _profiled(request, replicas, spread, shards) if dividing else (1, 0)  # which looks at every block
+    for size in dividing:
+        if low <= size // replicas <= high:
             yield Batch(mini_batch // size, size)
 
 

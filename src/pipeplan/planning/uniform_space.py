@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, can_split
 from pipeplan.costs.after import AfterActions, least_steps_ns
-from pipeplan.costs.devices import likeness
 from pipeplan.costs.zero import WHOLE, Zero
 from pipeplan.errors import UsageError
-from pipeplan.files import Block, Edge, Profile
+from pipeplan.files import Edge, Profile
 from pipeplan.partition.chain.costs import Array, FloatArray
 from pipeplan.partition.problem import Pricing
 from pipeplan.partition.recomputation import kept_whole, kind_of, savings
@@ -81,7 +80,7 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
     of them; else a choice is there once, with the best of its schedules.
     """
     blocks, splits = _Blocks.of(request.profile), request.split_backward is not False and can_split(request.profile)
-    keys = dict.fromkeys((one.pricing, one.levels) for one in choices)
+    keys = dict.fromkeys((one.pricing, one.levels) for one in checked(choices))
     whole = {
         key: _Sums.of(request, blocks, *key)
         for key in checked(dict.fromkeys((pricing._replace(zero=WHOLE), levels) for pricing, levels in keys), 1)
@@ -97,7 +96,7 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
     }
     known = [
         (choice, each, own)
-        for choice in choices
+        for choice in checked(choices)
         if (own := sums[choice.pricing, choice.levels]) is not None
         for each in usual[choice.strategy]
     ]
@@ -108,7 +107,7 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
     order = np.lexsort((table.usual, fewer, ~table.fits))
     found: list[BoundedChoice] = []
     seen: set[int] = set()
-    for row in order[table.possible[order]].tolist():
+    for row in checked(order[table.possible[order]].tolist()):
         choice, own_usual, _ = known[row]
         if not table.again[row]:
             if id(choice) in seen:
@@ -123,10 +122,10 @@ def _fewer(choices: Sequence[Choice]) -> list[bool]:
     """[choice] whether the same with more positions is another of them: that is seldom longer, and looked at first."""
     likes = [
         (each.strategy, each.shards, each.replicas, each.batch, each.recompute, each.zero, each.levels)
-        for each in choices
+        for each in checked(choices)
     ]
     most: dict[tuple[object, ...], int] = {}
-    for like, each in zip(likes, choices, strict=True):
+    for like, each in checked(zip(likes, choices, strict=True)):
         most[like] = max(most.get(like, 0), each.positions or 0)
     return [(each.positions or 0) < most[like] for like, each in zip(likes, choices, strict=True)]
 
@@ -152,18 +151,15 @@ class _Blocks:
             into[edge.target].append(edge)
         tied = {block for each in profile.tied for block in each.blocks}
         order, by_id = profile.topological_order(), {block.id: block for block in profile.blocks}
-        kinds: dict[tuple[object, ...], list[Block]] = defaultdict(list)
-        numbers: dict[str, int] = {}
+        numbers: dict[tuple[object, ...], int] = {}
         found, each = [], list[str]()
-        for name in order:
-            block = by_id[name]
-            like = likeness(block), tuple(edge.bytes_per_sample for edge in into[name]), name if name in tied else ""
-            same = next((one for one in kinds[like] if one.model_copy(update={"id": name}) == block), None)
-            if same is None:
-                kinds[like].append(block)
-                numbers[name] = len(each)
+        for name in checked(order, 16):
+            fed = tuple(edge.bytes_per_sample for edge in into[name])
+            like = by_id[name].model_dump_json(exclude={"id"}), fed, name if name in tied else ""
+            if like not in numbers:
+                numbers[like] = len(each)
                 each.append(name)
-            found.append(numbers[name if same is None else same.id])
+            found.append(numbers[like])
         pairs = {(edge.source, edge.target) for edge in profile.edges}
         return cls(
             profile,
@@ -222,12 +218,12 @@ class _Sums:
         except UsageError:
             return None
         splits = request.split_backward is not False and can_split(request.profile)
-        work, way = ([of(cost, splits) for cost in costs] for of in (_work_ns, _way_ns))
+        work, way = ([of(cost, splits) for cost in checked(costs)] for of in (_work_ns, _way_ns))
         if request.num_parted != 0 and pricing.samples % 2 == 0:  # forwards may run in halves
             with suppress(UsageError):
                 halves = blocks.costs(pricing._replace(samples=pricing.samples // 2))
-                work = [min(ns, 2 * _work_ns(half, splits)) for ns, half in zip(work, halves, strict=True)]
-                way = [min(ns, _way_ns(half, splits)) for ns, half in zip(way, halves, strict=True)]
+                work = [min(ns, 2 * _work_ns(half, splits)) for ns, half in checked(zip(work, halves, strict=True))]
+                way = [min(ns, _way_ns(half, splits)) for ns, half in checked(zip(way, halves, strict=True))]
         static, gradients = _static_bytes(costs)
         apart = not blocks.shares_tensors
         each_way = list(zip(*(own for _, own in ways), strict=True)) or [(cost,) for cost in costs]
@@ -289,7 +285,7 @@ def _eased(costs: Sequence[StageCost], kept: Sequence[StageCost]) -> float:
     return min(
         (
             own / again
-            for cost, other in zip(costs, kept, strict=True)
+            for cost, other in checked(zip(costs, kept, strict=True))
             for again, own in (
                 (cost.forward_ns, other.forward_ns),
                 (cost.backward_ns, other.backward_ns),
@@ -322,7 +318,7 @@ def _backwards(cost: StageCost, splits: bool, *, whole: bool) -> Iterator[int]:
 def _area(costs: Sequence[StageCost], held: Sequence[StageCost]) -> float:
     """What blocks hold at least from forward to (input) gradient, times all that runs between."""
     after, area = 0, 0.0
-    for cost, least in zip(reversed(costs), reversed(held), strict=True):
+    for cost, least in checked(zip(reversed(costs), reversed(held), strict=True)):
         after += cost.forward_ns + min(_backwards(cost, splits=True, whole=False))
         area += max(0, least.activation_bytes - cost.weight_grad_bytes) * after
     return area
@@ -333,27 +329,33 @@ def longest_stages(sums: Sequence[Array], most: int) -> Array:
 
     Of 1 to ``most`` stages, all at once: whether stages that take as much as they may reach the end. What they may take
     is between an even share and that with the longest block, and is halved so often that what is left is some
-    thousandths of a block.
+    thousandths of a block. Where that is much, only every so-many-th number of stages is looked at: fewer stages are no
+    shorter than those.
     """
     count = len(sums[0])
     apart = 1 + max(int(each[-1]) for each in sums)  # chain after chain, so that one look-up is for all
     line = np.concatenate([each + 2 * apart * number for number, each in enumerate(sums)])
-    firsts = np.repeat(np.arange(len(sums)) * count, most).reshape(len(sums), most)
-    stages = np.arange(1, most + 1)
+    step = -(-len(sums) * most * most // _MOST_LOOK_UPS)
+    stages = np.arange(step, most + step, step)
+    firsts = np.repeat(np.arange(len(sums)) * count, len(stages)).reshape(len(sums), len(stages))
+    whole = np.array([each[-1] for each in sums])[:, None]
     blocks = np.array([np.diff(each).max() for each in sums])[:, None]
-    shares = -(-(line[firsts + count - 1] - line[firsts]) // stages)
-    low, high = np.maximum(shares, blocks), shares + blocks
+    low, high = np.maximum(-(-whole // stages), blocks), -(-whole // stages) + blocks
     for _ in range(_HALVINGS):
         middle = (low + high) // 2
         at = firsts.copy()
-        for stage in checked(range(most), 16):
-            ends = np.searchsorted(line, line[at] + middle, side="right") - 1
-            at = np.where(stage < stages, ends, at)
+        for stage in checked(range(int(stages[-1])), 16):
+            own = slice(stage // step, None)  # those of more stages
+            at[:, own] = np.searchsorted(line, line[at[:, own]] + middle[:, own], side="right") - 1
         reached = at == firsts + count - 1
         high, low = np.where(reached, middle, high), np.where(reached, low, middle + 1)
-    found: Array = low
+    every = np.arange(1, most + 1)
+    found: Array = np.maximum(np.maximum(-(-whole // every), blocks), low[:, (every - 1) // step])
     return found
 
+
+_MOST_LOOK_UPS = 2**20
+"""Of each halving: as many take some hundredths of a second."""
 
 _HALVINGS = 12
 
@@ -393,7 +395,7 @@ class _BoundTable:
         rows = np.array([alike[id(each)][0] for each in sums])
 
         def column(values: Iterator[float]) -> FloatArray:
-            return np.fromiter(values, dtype=np.float64)
+            return np.fromiter(checked(values, 1024), dtype=np.float64)
 
         def summed(name: str) -> FloatArray:
             found: FloatArray = column(getattr(each, name) for _, each in alike.values())[rows]

@@ -27,6 +27,7 @@ from pipeplan.runtime.training.trainer import model_of
 from runtime_support import losses
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, model_plan, placed_plan, reports_of
 from runtime_support.warm import warm_ranks
+from support.commands import pipeplan
 
 OPTIONS = replace(TRAINING, model="runtime_support.losses:language", data="runtime_support.losses:Texts")
 
@@ -244,6 +245,13 @@ def test_profiles_say_it() -> None:
     remedy = "to train with dropout, write a Model of blocks (docs/profiling.md#a-model-of-your-own)"
     assert advice_on(model) == f"{model.remark}; {remedy}"
     assert remedy not in advice_on(replace(model, switched_off={"BatchNorm1d": 2}))
+
+
+def test_nothing_is_said_of_a_model_whose_profile_is_refused() -> None:
+    """Only where its first block runs; it came before the refusal."""
+    asked = ("profile", OPTIONS.model, "--device", "h100-80gb", "--microbatch", 1, "-o", "-")
+    assert pipeplan(*asked).stderr.startswith("pipeplan: --device 'h100-80gb' is not a device")
+    assert pipeplan(*asked, "--estimate").stderr.startswith("pipeplan: Dropout x 4 of language run in evaluation mode")
 
 
 def test_what_runs_in_evaluation_mode_is_counted() -> None:
