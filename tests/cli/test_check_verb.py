@@ -90,6 +90,9 @@ def test_json_of_a_valid_plan(run: Check, plan_path: str) -> None:
     assert data.pop("bubble_rate") == pytest.approx(3 / 11)
     assert data.pop("bubble_rate_span") == pytest.approx(3 / 11)
     assert data == {
+        "exposed_gather_ns": 0,
+        "exposed_reduction_ns": 0,
+        "exposed_step_ns": 0,
         "valid": True,
         "num_problems": 0,
         "problems": [],

@@ -52,7 +52,7 @@ def row(index: int) -> ComparisonRow:
     names = SCHEDULES[index % 4], PLACES[index % 3], 128, 16, index % 2 > 0, index % 4 > 1
     rates, peaks = (0.1234 + index / 20, 0.2345 + index / 30), (12_340_000_000 + index,)
     why = "device 0 needs 14.55GB, 6.553GB more than its 8GB" if index == 7 else ""
-    return ComparisonRow(*names, 4, (4, 4 + index), not why, time, time + 98_765, *rates, peaks, time - 10**10, why)
+    return ComparisonRow(*names, 4, (4, 4 + index), not why, time, time + 98_765, *rates, peaks, time - 10**10, why=why)
 
 
 def comparison(file: TextIO) -> None:
