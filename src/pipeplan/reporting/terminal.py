@@ -138,14 +138,10 @@ def print_proof(result: Result, file: TextIO | None = None) -> None:
 def print_explanation(explanation: Explanation, file: TextIO | None = None) -> None:
     """Print the best different plans with what limits each, and why common layouts are not the best."""
     console = console_for(file)
-    what, times, limits = zip(*lines_of(explanation), strict=True)
-    columns = [
-        Column("plan", what, key=True, words=True),
-        Column("iteration", times),
-        Column("what limits it", limits, words=True),
-    ]
-    for part in tables(columns, console.width):
-        console.print(part)
+    for what, time, limits in lines_of(explanation):
+        console.print(flowed(what if time == "-" else f"{time}  {what}", console.width))
+        for line in flowed(limits, console.width - 4).plain.splitlines():
+            console.print(f"    {line}", markup=False)
     console.print()
 
 
