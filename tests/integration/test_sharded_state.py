@@ -629,6 +629,10 @@ def test_reports_say_the_level_and_what_it_would_bring(tmp_path: Any) -> None:
     assert "--zero auto: the fullest device keeps 18kB instead of 36kB of state" in said()
     figures = json.loads(CliRunner().invoke(cli, ["search", str(tmp_path / "profile.json"), *words, "--json"]).stdout)
     assert "zero" not in figures
+    chosen = said("--tp", "1", "--pp", "1", "--memory", "30KB")
+    assert "ZeRO 1 over 4 replicas" in chosen
+    assert "--zero 0: a plan that pipeplan run can train with: it cannot divide state yet" in chosen
+    assert "--zero 0" not in said("--memory", "30KB"), "nothing fits without"
     figures = search_plan(asked(replicas=4, zero=1)).figures()
     assert figures["zero"] == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from typing import Any
 
@@ -16,7 +17,9 @@ from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.usual import USUAL, Usual, usual_of
+from pipeplan.reporting.terminal import print_explanation
 from pipeplan.schedule.classic import CLASSIC
+from pipeplan.units import format_ns
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
@@ -105,3 +108,9 @@ def test_explained_plans_are_best_first_and_their_parts_add_up() -> None:
     figures = json.loads(json.dumps(result.figures()))
     assert figures["alternatives"][0]["iteration_ns"] == found[0].iteration_ns
     assert "alternatives" not in search_plan(request).figures()
+    shown = io.StringIO()
+    print_explanation(result.explanation, shown)
+    above, below = shown.getvalue().split("common layouts, and why they are not best\n")
+    assert above.startswith("the best different plans\n")
+    assert all(f"  {format_ns(each.iteration_ns)}  {each.what.split(';')[0]}" in above for each in found)
+    assert all(f"  {each.what}\n" in below for each in result.explanation.common)

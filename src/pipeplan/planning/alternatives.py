@@ -5,7 +5,7 @@ From what a search knows at its end: schedules it has found, and the table of un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from pipeplan.partition.strategies import STRATEGIES
@@ -173,9 +173,3 @@ def _why(each: BoundedChoice, best_ns: int, limit: int | None) -> str:
             ", so that blocks are recomputed" if each.choice.levels else ", which does not fit"
         )
     return f"{about}: uneven stages and its bubble"
-
-
-def lines_of(explanation: Explanation) -> Sequence[tuple[str, str, str]]:
-    """(plan, iteration, what limits it or why it is not the best)"""
-    found = [(each.what, format_ns(each.iteration_ns), each.limits) for each in explanation.alternatives]
-    return [*found, *((each.what, "-", each.why) for each in explanation.common)]

@@ -177,12 +177,16 @@ def open_shards(request: Request) -> tuple[int, ...]:
 def uniform_choices(request: Request) -> list[BoundedChoice]:
     """Chains whose blocks may be split, best first: all uniform choices that may fit, on all devices or on some.
 
-    None where only whole blocks are open, in pipelines of any length: then there are fewer choices, on all devices.
+    None where there is no table of them.
     """
+    return _uniform_of(_SameRequest(request)) if has_table(request) else []
+
+
+def has_table(request: Request) -> bool:
+    """Whether uniform layouts are one table: where only whole blocks are open, in pipelines of any length, there are
+    fewer choices, on all devices."""
     plain = open_shards(request) == (1,) and request.positions is None
-    if plain or isinstance(request.placement, Placement) or request.placement == SUBMODULES:
-        return []
-    return _uniform_of(_SameRequest(request))
+    return not (plain or isinstance(request.placement, Placement) or request.placement == SUBMODULES)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -481,7 +485,7 @@ def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidat
         candidate = _with_recomputation(request, choice, source, *found)
         if usual.exact:
             return candidate
-        over = excess(_workload(request, candidate, usual.splits), usual)
+        over = excess(workload_of(request, candidate, split_backward=usual.splits), usual)
         if over is None or not any(over):
             return candidate
         fewer = tuple(each._replace(limit=each.limit - over[each.position]) for each in chain.holdings)
@@ -504,16 +508,24 @@ def _cut_to_fit(chain: FittingChain, choice: Choice) -> tuple[tuple[int, ...], l
     return chain.levelled(lambda costs: balanced(Chain.of(costs, devices, [None] * len(set(devices)))))
 
 
-def _workload(request: Request, candidate: PlacementCandidate, split_backward: bool) -> Workload:
+def workload_of(request: Request, candidate: PlacementCandidate, *, split_backward: bool) -> Workload:
+    """The workload of a candidate, with backward split or whole.
+
+    Raises:
+        UsageError: the profile has no such costs.
+    """
     return build_workload(
         request.profile,
         candidate.placement,
         num_microbatches=candidate.batch.num_microbatches,
         microbatch_size=candidate.batch.microbatch_size,
         split_backward=split_backward,
+        split_overhead_ns=request.split_overhead_ns,
+        recompute=candidate.recompute,
         cluster=request.cluster,
         memory_bytes=request.whole_memory,
         reserve_bytes=request.reserve,
+        given=candidate.given,
     )
 
 

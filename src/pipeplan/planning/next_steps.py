@@ -14,7 +14,7 @@ from pipeplan.costs.zero import AUTO
 from pipeplan.errors import PipeplanError
 from pipeplan.files import File, Placement
 from pipeplan.planning.build_plan import Result
-from pipeplan.planning.candidates import PlacementCandidate, sharing
+from pipeplan.planning.candidates import PlacementCandidate, has_table, sharing
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import placement_bound
 from pipeplan.simulator.simulation import Simulation, simulate
@@ -127,7 +127,11 @@ def _less_recomputation(request: Request, result: Result, simulation: Simulation
 def _sharded_state(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
     """What replicas would have to spare if they divided the optimizer's state, or whether there might be some then."""
     workload = simulation.workload
-    if request.zero is not None or request.num_devices < 2 or any(stage.sharers > 1 for stage in workload.stages):
+    if request.zero is not None or request.num_devices < 2:
+        return
+    if any(stage.sharers > 1 for stage in workload.stages):
+        if has_table(request) and max(stage.zero for stage in workload.stages) == 1:  # else nothing fits without
+            yield NextStep("--zero 0", "a plan that pipeplan run can train with: it cannot divide state yet", 0.5)
         return
     if all(stage.replicas == 1 for stage in workload.stages):
         recomputed = sum(stage.recomputes for stage in workload.stages)

@@ -136,11 +136,11 @@ class Request:
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
     and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
-    and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``. ``zero_group`` is how many of them
-    have one copy of that, None all. ``shards`` is how many devices split each block of a chain, ``positions`` how many
-    devices, or groups of them, blocks pass in turn, ``spread`` whether shared blocks stand on all devices,
-    ``num_parted`` how many leading micro-batches run their warmup forwards in two parts. ``time_limit`` is in seconds:
-    by the clock, or ``deterministic`` by work that takes about as long.
+    in a table of uniform layouts 0 or 1, and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
+    ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
+    of a chain, ``positions`` how many devices, or groups of them, blocks pass in turn, ``spread`` whether shared blocks
+    stand on all devices, ``num_parted`` how many leading micro-batches run their warmup forwards in two parts.
+    ``time_limit`` is in seconds: by the clock, or ``deterministic`` by work that takes about as long.
 
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
     ``samples_assumed``: nobody said how many samples an iteration has.
@@ -419,12 +419,7 @@ def _require_shards(
     if shards == 1:
         return
     flag = f"--tp {shards}"
-    if isinstance(placement, Placement) or placement == SUBMODULES:
-        own = "the rules, which place submodules," if placement == SUBMODULES else "the placement"
-        raise UsageError(
-            f"{flag} would do nothing: {own} of profile {profile.name!r} say how many devices split each stage; "
-            "leave --tp out, or choose --placement all or a strategy"
-        )
+    _require_strategy(profile, placement, flag, "how many devices split each stage")
     if spread:
         raise UsageError(
             f"{flag} has each stage's devices split its blocks, --shard-shared yes all devices the shared ones; "
@@ -447,6 +442,16 @@ def _require_shards(
         raise UsageError(f"{flag}{also} does not divide {num_devices} devices; {other}")
 
 
+def _require_strategy(profile: Profile, placement: Placement | str, flag: str, what: str) -> None:
+    """That a strategy places the blocks. Raises UsageError where a placement or rules say ``what`` the flag is for."""
+    if isinstance(placement, Placement) or placement == SUBMODULES:
+        own = "the rules, which place submodules," if placement == SUBMODULES else "the placement"
+        raise UsageError(
+            f"{flag} would do nothing: {own} of profile {profile.name!r} say {what}; leave {flag.split()[0]} out, or "
+            "choose --placement all or a strategy"
+        )
+
+
 def _require_positions(
     profile: Profile,
     placement: Placement | str,
@@ -457,12 +462,7 @@ def _require_positions(
 ) -> None:
     """That a pipeline can be so long. Raises UsageError, which says how long it can be."""
     flag = f"--pp {positions}"
-    if isinstance(placement, Placement) or placement == SUBMODULES:
-        own = "the rules, which place submodules," if placement == SUBMODULES else "the placement"
-        raise UsageError(
-            f"{flag} would do nothing: {own} of profile {profile.name!r} say which devices run each stage; leave --pp "
-            "out, or choose --placement all or a strategy"
-        )
+    _require_strategy(profile, placement, flag, "which devices run each stage")
     others = (shards or 1) * (replicas or 1)
     beside = "".join(f" x --{name} {count}" for name, count in (("tp", shards), ("dp", replicas)) if count)
     used, blocks = positions * others, len(profile.blocks)

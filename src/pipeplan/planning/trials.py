@@ -22,7 +22,7 @@ from pipeplan.files import Placement, Plan
 from pipeplan.partition.mapping import mapped
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.bounds import request_bound
-from pipeplan.planning.candidates import BoundedProposal, PlacementCandidate, Proposal
+from pipeplan.planning.candidates import BoundedProposal, PlacementCandidate, Proposal, workload_of
 from pipeplan.planning.request import Request
 from pipeplan.planning.usual import Usual
 from pipeplan.schedule.cpsat.solver import Budget
@@ -560,22 +560,7 @@ def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]
         UsageError: split backward is asked for, and the profile has no costs for it.
     """
     rules = request.rules
-    found = [
-        build_workload(
-            request.profile,
-            candidate.placement,
-            num_microbatches=candidate.batch.num_microbatches,
-            microbatch_size=candidate.batch.microbatch_size,
-            split_backward=split,
-            split_overhead_ns=request.split_overhead_ns,
-            recompute=candidate.recompute,
-            cluster=request.cluster,
-            memory_bytes=request.whole_memory,
-            reserve_bytes=request.reserve,
-            given=candidate.given,
-        )
-        for split in _backward_ways(request)
-    ]
+    found = [workload_of(request, candidate, split_backward=split) for split in _backward_ways(request)]
     if rules is None or not rules.instructions:
         return found
     with naming(rules):

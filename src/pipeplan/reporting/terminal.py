@@ -14,7 +14,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipeplan.planning.alternatives import Explanation, lines_of
+from pipeplan.planning.alternatives import Explanation
 from pipeplan.planning.build_plan import Result
 from pipeplan.reporting.layout import (
     Column,
@@ -138,10 +138,15 @@ def print_proof(result: Result, file: TextIO | None = None) -> None:
 def print_explanation(explanation: Explanation, file: TextIO | None = None) -> None:
     """Print the best different plans with what limits each, and why common layouts are not the best."""
     console = console_for(file)
-    for what, time, limits in lines_of(explanation):
-        console.print(flowed(what if time == "-" else f"{time}  {what}", console.width))
-        for line in flowed(limits, console.width - 4).plain.splitlines():
-            console.print(f"    {line}", markup=False)
+    plans = [(f"{format_ns(each.iteration_ns)}  {each.what}", each.limits) for each in explanation.alternatives]
+    common = [(each.what, each.why) for each in explanation.common]
+    for title, entries in (("the best different plans", plans), ("common layouts, and why they are not best", common)):
+        if entries:
+            console.print(title)
+        for what, why in entries:
+            console.print(flowed(f"  {what}", console.width))
+            for line in flowed(why, console.width - 6).plain.splitlines():
+                console.print(f"      {line}", markup=False)
     console.print()
 
 

@@ -29,7 +29,8 @@ from pipeplan.runtime.executor.stage import _RecomputedCores
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.profiling.build_profile import splits_of
-from pipeplan.runtime.profiling.estimate import counted, estimate_model
+from pipeplan.runtime.profiling.counting import counted
+from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.profiling.instruments import saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
 from support.marks import always, slow_but

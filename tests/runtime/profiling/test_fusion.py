@@ -12,14 +12,16 @@ from torch import Tensor, nn
 
 from pipeplan.costs.devices import Kernel, device_preset
 from pipeplan.costs.uniform.layer import head_of, layer_of
-from pipeplan.costs.uniform.shares import catalog_shares, machine_of, shares_for, usual_attention
+from pipeplan.costs.uniform.shares import catalog_shares, machine_of, own_shares, shares_for, usual_attention
+from pipeplan.costs.uniform.traced import FusedRates
 from pipeplan.costs.uniform.words import Transformer, UniformLayout
 from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, Profile
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.profiling.build_profile import splits_of
-from pipeplan.runtime.profiling.estimate import counted, estimate_model
+from pipeplan.runtime.profiling.counting import counted
+from pipeplan.runtime.profiling.estimate import estimate_model
 from support.marks import slow_but
 
 H100 = device_preset("h100-80gb")
@@ -228,6 +230,19 @@ def test_accelerators_have_fused_kernels_unless_asked(device: str, asked: str | 
     assert profile.source.notes is not None
     assert ("operator by operator" in profile.source.notes) == eager
     assert ("Kernels are fused" in profile.source.notes) == (not eager)
+
+
+def test_devices_without_published_runs_keep_their_own_curves() -> None:
+    """A product takes its whole tiles, at what the processor's curve ends at."""
+    cpu = device_preset("cpu")
+    rates = FusedRates.of(cpu, own_shares(cpu))
+    product = Kernel(2 * 256**3, 0, matrix=True, product=(256, 256, 256, 1))
+    assert rates.kernel_ns(product) == pytest.approx(1e9 * product.flops / (cpu.matrix_flops_per_s * 0.8))
+    model = chain(by_hand=False)
+    found, slower = (
+        rows_of(estimated(model, device=cpu, kernels=kernels, dtype=torch.float32)) for kernels in ("fused", "eager")
+    )
+    assert found["ffn"].activation_bytes < slower["ffn"].activation_bytes
 
 
 def test_what_was_measured_calibrates_operators_alone() -> None:

@@ -16,7 +16,8 @@ from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, Profile, Recipe
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.profiling.build_profile import splits_of
-from pipeplan.runtime.profiling.estimate import _kernel_ns, _on_device, counted
+from pipeplan.runtime.profiling.counting import counted
+from pipeplan.runtime.profiling.estimate import _kernel_ns, _on_device
 
 CHAIN = "runtime_support.models:chain"
 

@@ -57,6 +57,11 @@ def shares_for(kind: str, known: Mapping[str, Shares]) -> Shares:
     return known[kind]
 
 
+def own_shares(device: DevicePreset) -> Shares:
+    """Where a device's own curves end."""
+    return Shares(device.matrix_efficiency[-1][1], device.memory_efficiency[-1][1], device.name)
+
+
 def usual_attention(device: DevicePreset) -> str:
     """The fused attention that is usual on a device: cuDNN's from Hopper on, FlashAttention-2 before."""
     return "flash-2" if choices().generation(device.family) == "ampere" else "cudnn"
