@@ -604,10 +604,13 @@ def test_a_placement_without_replicas_has_nothing_to_divide() -> None:
         asked(devices=None, placement=placement, zero=1)
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_run_refuses_a_plan_with_sharded_state_by_name(tmp_path: Any, level: int) -> None:
+@pytest.mark.parametrize(
+    ("level", "divided"), [(1, "state"), (2, "state and gradients"), (3, "gradients and parameters")]
+)
+def test_run_refuses_a_plan_with_sharded_state_by_name(tmp_path: Any, level: int, divided: str) -> None:
     plan = planned(profile_of([100]), placed(([0], range(4), {"zero": level})))
-    with pytest.raises(UsageError, match=rf"stages\[0\] of the plan has zero {level}: .* --zero 0"):
+    message = rf"stages\[0\] of the plan has zero {level}: 4 replicas divide .* {divided}, which .* --zero 0"
+    with pytest.raises(UsageError, match=message):
         _api.run(plan, TrainOptions("gpt2-tiny"))
     write_file(plan, str(tmp_path / "plan.json"))
     answer = CliRunner().invoke(cli, ["run", str(tmp_path / "plan.json"), "--model", "gpt2-tiny", "--local"])

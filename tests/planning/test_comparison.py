@@ -275,6 +275,21 @@ def test_a_search_leaves_time_for_every_schedule_that_applies(monkeypatch: pytes
     assert not [absent for absent in found.missing if absent.placement == "one-to-one" and "no time" in absent.why]
 
 
+def test_schedules_of_the_first_placement_are_rows_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a search may leave nothing of the time limit; GPipe and 1F1B take next to nothing."""
+    now = [0.0]
+
+    def search_for_too_long(asked: Request, **_: Any) -> Result:
+        now[0] += 1000.0
+        return search_plan(replace(asked, **QUICK))
+
+    monkeypatch.setattr(comparison, "search_plan", search_for_too_long)
+    asked = Request(chain(8), 4, Batch(8, 1), time_limit=20.0)
+    found = compare_on(("one-to-one", "v-shape"), asked, within=Limit(20.0, clock=lambda: now[0]))
+    assert {"gpipe", "1f1b", "zb-h1"} <= {row.schedule for row in found.rows}
+    assert {absent.placement for absent in found.missing if not absent.reached} == {"v-shape"}
+
+
 def test_an_interruption_before_anything_is_known_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -336,6 +351,7 @@ def test_what_there_was_no_time_for_is_not_reached_and_not_said_to_be_impossible
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, timed = [0.0], comparison._row
+    monkeypatch.setattr(comparison, "FIRST_SECONDS", 0.0)
 
     def late(name: str, *rest: object) -> object:
         if name == "1f1b":

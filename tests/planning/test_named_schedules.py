@@ -59,7 +59,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", CLASSIC)
 def test_a_named_schedule_slices_nothing_and_splits_backward_only_by_its_definition(name: str) -> None:
-    result = found(shaped(SHAPES.get(name, "v")), name, devices=None)
+    profile = shaped(SHAPES.get(name, "v"))
+    assert Request.of(profile, scheduler=name).num_parted == 0
+    result = found(profile, name, devices=None)
     workload, figures = result.schedule.workload, result.figures()
     by_definition = name.startswith(("zb-", "v-", "dualpipe", "interleaved-zb"))
     assert workload.splits_backward is figures["split_backward"] is by_definition

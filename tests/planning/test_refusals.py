@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.problem import NoPartitionError, Partition, PartitionProblem
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
 from pipeplan.planning.request import Request
+from pipeplan.time_limit import Limit
 from pipeplan.units import parse_bytes
 
 QUICK = ("--time-limit", "100ms", "--deterministic", "--scheduler", "1f1b")
@@ -205,3 +207,29 @@ def test_a_planner_that_is_not_asked_why_does_not_look(profile_path: str) -> Non
     assert not asked
     assert "raise --memory to 404MB" in str(error)
     assert asked
+
+
+CLOCKLESS = [
+    ("search", "--devices 4 --memory 300MB --placement one-to-one --microbatch-size 2 --scheduler 1f1b"),
+]
+
+
+@pytest.mark.parametrize(("verb", "asked"), CLOCKLESS)
+def test_what_would_do_is_looked_for_by_work_where_time_is_work(
+    profile_path: str, verb: str, asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine where an age passes between two lines, the same is said."""
+    command = verb, profile_path, *asked.split(), "--time-limit", "100ms", "--deterministic"
+    wanted = refused(*command)
+    assert wanted is not None
+    assert "raise --memory to" in str(wanted)
+    monkeypatch.setattr(Limit, "elapsed", property(lambda limit: 1e9))
+    assert str(refused(*command)) == str(wanted)
+
+
+def test_a_planner_says_what_would_do_whatever_the_clock(profile_path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no clock counts it has no limit."""
+    problem = PartitionProblem.of(read_profile(profile_path), 4, 16, memory_bytes=4 * 10**8, patience=math.inf)
+    monkeypatch.setattr(Limit, "elapsed", property(lambda limit: 1e9))
+    with pytest.raises(NoPartitionError, match="raise --memory to"):
+        next(pipedream(problem))

@@ -34,6 +34,9 @@ from pipeplan.workload.elements import Again, Recompute
 AllReduce = Callable[[int, int], int]
 """(bytes of gradients, replicas) -> ns of what follows a stage's actions; not less for more bytes."""
 
+PATIENCE = 2.0
+"""Seconds by the clock that it may take to find out how much memory would do."""
+
 
 def free(size: int, replicas: int) -> int:
     """An all-reduce that takes no time."""
@@ -124,7 +127,8 @@ class PartitionProblem:
     ``rows`` are the numbers of samples that a replica can have, each of which divides ``mini_batch``, without and with
     recomputation as far as stages may choose. ``memory_bytes`` of every device; None is no limit. What follows the
     actions of a stage is ``all_reduce``; of one without replicas nothing does unless it ``steps``. ``repeats`` [row]
-    are tensors that several blocks count as held, for the blocks in topological ``order``.
+    are tensors that several blocks count as held, for the blocks in topological ``order``. Where nothing fits, it may
+    take ``patience`` seconds by the clock to find out how much memory would do; inf where no clock may count.
     """
 
     costs: Mapping[str, Costs]
@@ -137,6 +141,7 @@ class PartitionProblem:
     all_reduce: AllReduce = free
     steps: bool = False
     repeats: tuple[tuple[Repeat, ...], ...] = ()
+    patience: float = PATIENCE
 
     @classmethod
     def of(
@@ -153,6 +158,7 @@ class PartitionProblem:
         zero: Callable[[int], Zero | None] = lambda replicas: WHOLE,
         all_reduce: AllReduce = free,
         steps: bool = False,
+        patience: float = PATIENCE,
     ) -> PartitionProblem:
         """The question about a profile; by default micro-batch sizes are the powers of two that divide the mini-batch.
 
@@ -192,6 +198,7 @@ class PartitionProblem:
             free if all_reduce is free else cache(all_reduce),
             steps,
             repeats=_repeats_of(profile, rows),
+            patience=patience,
         )
 
     @property
@@ -245,15 +252,14 @@ class PartitionProblem:
 class NoPartitionError(InfeasibleError):
     """What a planner finds ``nothing`` to say of: no partition of a problem fits into its memory.
 
-    How much would do is found out when the text is asked for, in ``seconds``: a search that goes on to other planners
-    need not wait for it. ``fits`` says whether the same planner finds something in that many bytes per device.
+    How much would do is found out when the text is asked for, with the problem's ``patience``: a search that goes on to
+    other planners need not wait for it. ``fits`` says whether the same planner finds something in so many bytes per
+    device.
     """
 
-    def __init__(
-        self, nothing: str, problem: PartitionProblem, fits: Callable[[int], bool], seconds: float = 2.0
-    ) -> None:
+    def __init__(self, nothing: str, problem: PartitionProblem, fits: Callable[[int], bool]) -> None:
         super().__init__(nothing)
-        self._nothing, self._problem, self._fits, self._seconds = nothing, problem, fits, seconds
+        self._nothing, self._problem, self._fits = nothing, problem, fits
 
     @cached_property
     def _text(self) -> str:
@@ -262,7 +268,7 @@ class NoPartitionError(InfeasibleError):
             return f"{self._nothing} on {devices}, whatever their memory"
         where = f"{self._nothing} on {devices} of {format_bytes(limit)}"
         try:
-            with Limit(self._seconds).enforced():
+            with Limit(self._problem.patience).enforced():
                 self.enough_bytes = least_enough(self._fits, limit)
         except (SearchTimeoutError, TimeUpError):
             return f"{where}; there was no time to find out how much would do"

@@ -25,7 +25,7 @@ from pipeplan.partition.chain.rebalance import PER_DEVICE, balanced, even
 from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.mapping import neighbours
 from pipeplan.partition.placement import Cut, can_spread, place, place_submodules, undivided
-from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, free
+from pipeplan.partition.problem import PATIENCE, Partition, PartitionProblem, Pricing, free
 from pipeplan.partition.recomputation import FittingChain, Holding, kept_whole, levels_of, recomputing
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
@@ -708,6 +708,7 @@ def _problem(
         shards=shards,
         all_reduce=after,
         steps=after.steps,
+        patience=math.inf if request.deterministic else PATIENCE,
     )
 
 

@@ -18,7 +18,7 @@ from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.infeasibility import most_telling
 from pipeplan.planning.request import Batch, Request, follows_rules, input_notes
 from pipeplan.planning.steps import search_plan
-from pipeplan.planning.trials import workloads
+from pipeplan.planning.trials import FIRST_SECONDS, workloads
 from pipeplan.schedule.classic import CLASSIC, Classic, always, as_given
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.longer import ShorterRun
@@ -308,7 +308,8 @@ class _RowsSoFar:
     def _add(self, asked: Request, result: Result, limit: Limit) -> None:
         """The search's row, and those of the classic schedules on its placement, for the memory that there is.
 
-        Those are timed until the limit is over, or half of what is left for the other placements.
+        Those are timed until the limit is over, or half of what is left for the other placements; on the first
+        placement not before the process has worked for a while, however late it is.
         """
         plan, memory = result.plan, self._request.memory
         recompute = any(stage.recomputes for stage in plan.stages)
@@ -327,6 +328,8 @@ class _RowsSoFar:
             limit = Limit(_LAST_SECONDS if alone else 0.0)
         elif limit.remaining < self.limit.remaining / 2:
             limit = Limit(self.limit.remaining / 2, whole=self.limit, clock=self.limit.clock)
+        if alone and not self.limit.interrupted:
+            limit.wait(0.0, FIRST_SECONDS)
         timing = _Timing(placed, candidate, ours, memory, self._schedules, self._rules)
         begun = self.limit.elapsed
         with limit.ended():

@@ -30,10 +30,10 @@ from pipeplan.planning.candidates import (
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
 from pipeplan.planning.uniform_space import Choice
-from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, SECONDS_PER_QUESTION, Budget
 from pipeplan.schedule.search import SEARCHING
 from pipeplan.schedule.state import Schedule
-from pipeplan.time_limit import Limit, TimeUpError
+from pipeplan.time_limit import TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, rounded_up
 from pipeplan.workload.memory import peak_memory
 
@@ -121,7 +121,8 @@ class _Least:
     """
 
     def __init__(self, request: Request, limit: int, step: ExplainShortage) -> None:
-        self._request, self._limit, self._step, self._time = request, limit, step, Limit()
+        self._request, self._limit, self._step = request, limit, step
+        self._time = Budget(deterministic=request.deterministic)
         self.memory: _Fit | None = None
         self.enough = 0
         self.devices: int | None = None
@@ -130,20 +131,26 @@ class _Least:
 
     def find(self, seconds: float) -> None:
         """Find both, each in half of the time."""
-        whole = Limit(seconds)
+        whole = Budget(seconds, self._request.seed, self._request.deterministic)
         parts = [self._find_memory]
         if not isinstance(self._request.placement, Placement):
             parts.append(self._find_devices)
         parts.append(self._find_others)
         for number, part in enumerate(parts, 1):
-            self._time = Limit(number * seconds / len(parts) - whole.elapsed)
-            try:
-                with self._time.enforced():
-                    part()
-            except TimeUpError as up:
-                if up.limit is not self._time:
-                    raise
-                self.in_time = self.in_time and part == self._find_others  # what it finds is no less
+            with whole.share(number * seconds / len(parts) - whole.used) as self._time:
+                try:
+                    with self._time.enforced():
+                        part()
+                except TimeUpError as up:
+                    if up.limit is not self._time:
+                        raise
+                    self.in_time = self.in_time and part == self._find_others  # what it finds is no less
+
+    def _go_on(self, worked: float = 0.0) -> None:
+        """While there is time, of which as much has gone where it is work that counts."""
+        self._time.charge(worked)
+        if self._time.expired:
+            raise TimeUpError(self._time)
 
     def _find_memory(self) -> None:
         for point in _points(self._request):
@@ -175,14 +182,14 @@ class _Least:
 
     def _begin(self, fit: _FitOf) -> None:
         """Some memory that is enough: what a plan without a limit takes, or little more."""
-        self._time.check()
+        self._go_on()
         unlimited = fit(self._request.within(None))
         if unlimited is not None:
             need = max(unlimited.peak_bytes, self._limit)
             any(self._less_memory(fit, times * need) for times in (1, 2, 4))
 
     def _less_memory(self, fit: _FitOf, memory: int) -> bool:
-        self._time.check()
+        self._go_on()
         found = fit(self._request.within(rounded_up(memory)))
         if found is None:
             return False
@@ -206,29 +213,25 @@ class _Least:
                 low = middle
 
     def _fewer_devices(self, fit: _FitOf, count: int) -> bool:
-        self._time.check()
+        self._go_on()
         if fit(replace(self._request.within(self._limit), num_devices=count)) is None:
             return False
         self.devices = count
         return True
 
     def _chain(self, request: Request) -> _Fit | None:
-        return self._first_fit(request, self._timely(placed(request, point, least_short) for point in _points(request)))
+        return self._first_fit(request, (placed(request, point, least_short) for point in _points(request)))
 
     def _graph(self, request: Request) -> _Fit | None:
-        return self._first_fit(request, self._timely(propose() for propose in StageGraphs().candidates(request)))
+        return self._first_fit(request, (propose() for propose in StageGraphs().candidates(request)))
 
     def _point(self, point: Choice | PlacementCandidate, request: Request) -> _Fit | None:
         return self._first_fit(request, [placed(request, point, least_short)])
 
-    def _timely(self, found: Iterable[CandidateOrError | None]) -> Iterator[CandidateOrError | None]:
-        for each in found:
-            self._time.check()
-            yield each
-
     def _first_fit(self, request: Request, found: Iterable[CandidateOrError | None]) -> _Fit | None:
         """The first candidate's schedule that fits, if there is one."""
         for each in found:
+            self._go_on(SECONDS_PER_QUESTION + len(request.profile.blocks) * request.num_devices * SECONDS_PER_LOOK)
             schedule = self._schedule(request, each) if isinstance(each, PlacementCandidate) else None
             if schedule is not None:
                 peaks = [memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders, schedule.loop)]
@@ -245,7 +248,7 @@ class _Least:
                 trial.look()
             else:
                 trial, seconds = Trial.of(request, candidate), self._step.seconds_per_schedule
-                trial.search(request, Budget(seconds, request.seed), seconds)
+                trial.search(request, self._time, seconds)
         except PipeplanError:
             return None
         return trial.best

@@ -136,7 +136,7 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
     if all(stage.replicas == 1 for stage in workload.stages):
         recomputed = sum(stage.recomputes for stage in workload.stages)
         if recomputed and request.replicas is None and not isinstance(request.placement, Placement):
-            brings = f"replicas that share one optimizer may fit where now {counted(recomputed, 'stage')} recompute"
+            brings = f"replicas that divide state may fit where now {counted(recomputed, 'stage')} recompute"
             yield NextStep("--zero auto", brings + "s" * (recomputed == 1))
         return
     with suppress(PipeplanError):

@@ -294,6 +294,22 @@ def test_large_models_need_little_memory() -> None:
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 10**9
 
 
+def test_samples_of_which_only_the_form_counts_are_not_made() -> None:
+    """A million of them took minutes and gigabytes."""
+    asked: list[int] = []
+
+    def batch(num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
+        asked.append(num_samples)
+        return sequences(num_samples, step, seed)
+
+    told = estimate(replace(chain("linear"), batch=batch), (1_000, 1_000_000))
+    assert max(asked) < 10
+    assert all(row.activation_bytes for block in told.blocks for row in block.costs)
+    for block in told.blocks:
+        few, many = block.costs
+        assert many.activation_bytes == pytest.approx(1000 * few.activation_bytes, rel=1e-3)
+
+
 LLAMA = (
     "LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, "
     "intermediate_size=128, vocab_size=64)"

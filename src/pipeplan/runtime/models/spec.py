@@ -24,6 +24,9 @@ from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh
 Grain = Literal["layer", "half", "operator"]
 """What a block is of a model that is captured: a layer, half of one, or an operator."""
 
+_ENOUGH = 8
+"""Samples that are made where only their form counts."""
+
 Batch = Mapping[str, Tensor]
 """The named tensors of a mini-batch, each with samples in its first dimension."""
 
@@ -315,16 +318,26 @@ class Model:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> dict[str, Tensor]:
-        """A mini-batch on a device, its floats of the given dtype. Raises UsageError where ``batch`` fails."""
+        """A mini-batch on a device, its floats of the given dtype. Raises UsageError where ``batch`` fails.
+
+        On the meta device, which has no data, a few samples stand for all: a million may not fit into memory.
+        """
+        drawn = num_samples if torch.device(device).type != "meta" else min(num_samples, _ENOUGH)
         try:
-            made = self.batch(num_samples, step, seed)
+            made = self.batch(drawn, step, seed)
         except Exception as error:
             raise UsageError(
-                f"model {self.name!r} made no batch of {num_samples} samples: {type(error).__name__}: {error}"
+                f"model {self.name!r} made no batch of {drawn} samples: {type(error).__name__}: {error}"
             ) from error
-        return {
+        found = {
             name: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
             for name, tensor in made.items()
+        }
+        if drawn == num_samples:
+            return found
+        return {
+            name: tensor.new_empty((num_samples, *tensor.shape[1:])) if tensor.shape[:1] == (drawn,) else tensor
+            for name, tensor in found.items()
         }
 
 

@@ -205,6 +205,14 @@ class TrainOptions(RunOptions):
         }
 
 
+_DIVIDED = {
+    1: "the optimizer's state",
+    2: "the optimizer's state and gradients",
+    3: "the optimizer's state, gradients and parameters",
+}
+"""{ZeRO level: what replicas divide}."""
+
+
 def settled(options: RunOptions, plan: Plan) -> RunOptions:
     """The options with what the plan says where they leave it open.
 
@@ -215,8 +223,9 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
     if sharded is not None and isinstance(options, TrainOptions):
         stage = plan.stages[sharded]
         raise UsageError(
-            f"stages[{sharded}] of the plan has zero {stage.zero}: {stage.sharers} replicas share one optimizer, which "
-            "run cannot do yet; search with --zero 0 for a plan to train with, or replay this one with --emulate"
+            f"stages[{sharded}] of the plan has zero {stage.zero}: {stage.sharers} replicas divide "
+            f"{_DIVIDED[stage.zero]}, which run cannot do yet; search with --zero 0 for a plan to train with, or "
+            "replay this one with --emulate"
         )
     return options.by_plan(plan) if isinstance(options, TrainOptions) else options
 

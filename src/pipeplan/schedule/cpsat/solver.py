@@ -25,6 +25,9 @@ _DETERMINISTIC_PER_SECOND = 0.2
 _SOLVE_SECONDS = 0.02
 """What building a model counts when seconds are deterministic, so that many small solves end, too."""
 
+SECONDS_PER_QUESTION = 0.01
+"""What placing blocks once counts then, whatever their number."""
+
 # What work outside the solver counts per action when seconds are deterministic:
 
 SECONDS_PER_LOOK = 5e-5
