@@ -442,7 +442,8 @@ class _BoundTable:
             ramps[own] = known_schedule.bubble(forward[own], inputs[own], weights[own], chunks)
         even = work / p  # of several stages on a position, some are longer and others shorter than that
         uneven = np.maximum(0.0, longest[of_line, p.astype(np.int64) - 1] - even) / per_position
-        busiest = even + uneven + again / p
+        paced = column(_paced(choices, [each.sums_ns for each in sums]))
+        busiest = np.where(paced > 0, paced, even + uneven) + again / p
         after = AfterActions.of(request.profile, request.cluster)
         sums_ns = column(_after_ns(after, each, own) for each, own in zip(choices, sums, strict=True))
         stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.shards for each in choices))
@@ -514,6 +515,31 @@ def _fitted(
             taken = np.where(there[alike], taken, 0.0).sum(axis=1) / p[own[alike]]
             again[own[alike]] = np.where(ends[alike], taken, math.inf)
     return needs, again
+
+
+def _paced(choices: Sequence[Choice], lines: Sequence[Array]) -> Iterator[float]:
+    """[choice] ns of a micro-batch where stages go round in turn; 0 elsewhere.
+
+    All positions run their stages of a turn side by side, so that each turn goes as fast as the longest of them: of the
+    cut whose borders are as near as blocks allow to even ones.
+    """
+    known: dict[tuple[int, int, int], float] = {}
+    for choice, line in zip(choices, lines, strict=True):
+        turns, positions = choice.per_position, choice.positions or 1
+        if choice.strategy != "circular":
+            yield 0.0
+            continue
+        key = id(line), turns, positions
+        if key not in known:
+            count = turns * positions
+            ideal, places = line[-1] * np.arange(1, count) / count, np.arange(1, count)
+            after = np.searchsorted(line, ideal)
+            nearest = np.where(line[after] - ideal < ideal - line[after - 1], after, after - 1)
+            borders = np.maximum.accumulate(np.maximum(nearest, places) - places) + places
+            borders = np.minimum(borders, len(line) - 1 - count + places)
+            stages = np.diff(line[[0, *borders, len(line) - 1]])
+            known[key] = float(stages.reshape(turns, positions).max(axis=1).sum())
+        yield known[key]
 
 
 def _hops_ns(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
