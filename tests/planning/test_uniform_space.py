@@ -232,6 +232,20 @@ def test_blocks_are_split_where_that_is_quicker_or_asked_for() -> None:
     assert asked_for.lower_bound_ns <= asked_for.plan.predicted.iteration_ns
 
 
+def test_virtual_stages_are_a_choice() -> None:
+    """Of 16 alike blocks on 4 devices, 4 micro-batches are ended soonest by 4 blocks in turn on each."""
+    row = CostRow(microbatch_size=1, forward_ns=10, backward_ns=20, activation_bytes=1)
+    blocks = [Block(id=f"b{at}", operator="layer", parameter_bytes=1, costs=(row,)) for at in range(16)]
+    given = {"scheduler": "interleaved-1f1b", "positions": 4, "placement": "circular"}
+    request = replace(asked(joined(blocks), 4), **given, batch=Batch(4, 1), sizes=(1,))
+    assert {each.choice.per_position for each in uniform_choices(request)} == {2, 3, 4}
+    assert len(search_plan(request).plan.stages) == 16
+    two = search_plan(replace(request, chunks=2)).plan
+    assert len(two.stages) == 8
+    assert two.predicted.iteration_ns > search_plan(request).plan.predicted.iteration_ns
+    assert {each.choice.per_position for each in uniform_choices(replace(request, chunks=3))} == {3}
+
+
 def test_pipelines_are_as_long_as_asked_for() -> None:
     """What tensor, pipeline and data parallel sizes are given is kept, and the others follow from the devices."""
     for said, sizes in (

@@ -276,7 +276,7 @@ _OPTIONS = (
     click.option(
         *("--chunks", "--vp", "--virtual-stages", "chunks"),
         type=click.IntRange(min=1),
-        help="Virtual stages: stages per device, where there are several.  [default: 2]",
+        help="Virtual stages: stages per device, where there are several.  [default: 2, searched for stages in turn]",
     ),
     click.option(
         *("--replicas", "--dp", "replicas"),

@@ -29,7 +29,7 @@ from pipeplan.partition.problem import PATIENCE, Partition, PartitionProblem, Pr
 from pipeplan.partition.recomputation import FittingChain, Holding, kept_whole, levels_of, recomputing
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
-from pipeplan.planning.uniform_space import BoundedChoice, Choice, best_first, chunks_of
+from pipeplan.planning.uniform_space import BoundedChoice, Choice, best_first
 from pipeplan.planning.usual import USUAL, Counts, Usual, excess
 from pipeplan.schedule.state import SearchStep
 from pipeplan.texts import counted
@@ -226,12 +226,27 @@ def _uniform(request: Request, shards: int) -> Iterator[Choice]:
             how = STRATEGIES[strategy]
             if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
                 continue
-            most = min(units // replicas, blocks // chunks_of(request, how))
-            lengths = [each for each in range(1, most + 1) if request.positions in (None, each)]
-            for positions, recompute in product(lengths, recomputes):
+            every_length = range(1, units // replicas + 1)
+            lengths = [each for each in every_length if request.positions in (None, each)]
+            for chunks, positions, recompute in product(_chunks(request, strategy), lengths, recomputes):
+                if positions * (chunks or 1) > blocks:
+                    continue
                 if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
-                    each = Choice(strategy, replicas, batch, recompute, False, shards, positions, zero, levels)
-                    yield each
+                    open_ = {"shards": shards, "positions": positions, "zero": zero, "levels": levels, "chunks": chunks}
+                    yield Choice(strategy, replicas, batch, recompute, False, **open_)
+
+
+CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
+"""How many stages a device may have in turn: virtual stages of interleaved schedules."""
+
+
+def _chunks(request: Request, strategy: str) -> Sequence[int | None]:
+    """How many stages a position may have on each route: as asked; those of a V or W are two, or as asked."""
+    if not STRATEGIES[strategy].chunked:
+        return (None,)
+    if request.chunks is not None:
+        return (request.chunks,)
+    return CHUNKS if strategy == "circular" else (2,)
 
 
 def _sharings(request: Request, replicas: int) -> list[Zero]:
@@ -360,8 +375,10 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
             for recompute, strategy in product(request.recomputes, _strategies(request)):
                 for spread, possible in batches.items():
                     if batch in possible:
-                        shards = request.shards or 1
-                        yield Choice(strategy, replicas, batch, recompute, spread, shards, request.positions, zero)
+                        shards, chunks = request.shards or 1, request.chunks
+                        yield Choice(
+                            strategy, replicas, batch, recompute, spread, shards, request.positions, zero, chunks=chunks
+                        )
 
 
 def _strategies(request: Request) -> Iterable[str]:
@@ -427,7 +444,7 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
             f"--microbatches {batch.num_microbatches + 1}"
         )
     else:
-        how |= {"chunks": request.chunks, "spread": choice.spread, "wide": _wide(request, choice)}
+        how |= {"chunks": choice.chunks, "spread": choice.spread, "wide": _wide(request, choice)}
         placement = place(request.profile, strategy, request.num_devices, **how)
     fallback = _is_fallback(request, choice.recompute)
     return PlacementCandidate(placement, batch, choice.recompute, source, fallback, usual=choice.usual)
@@ -441,7 +458,7 @@ def fitting_chain(request: Request, choice: Choice) -> FittingChain:
     """
     order, how, usual = request.profile.topological_order(), STRATEGIES[choice.strategy], choice.usual
     assert usual is not None  # it is of the table
-    groups, chunks = _groups(request, choice), chunks_of(request, how)
+    groups, chunks = _groups(request, choice), choice.per_position
     count, every = np.array(choice.batch.num_microbatches), np.arange(len(groups))
 
     def of(counts: Counts | None) -> Array:

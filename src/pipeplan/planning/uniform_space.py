@@ -17,7 +17,7 @@ from itertools import accumulate, chain, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs import StageCost, can_split
+from pipeplan.costs import StageCost, can_split, transfer_time
 from pipeplan.costs.after import AfterActions, least_steps_ns
 from pipeplan.costs.zero import WHOLE, Zero
 from pipeplan.errors import UsageError
@@ -25,7 +25,7 @@ from pipeplan.files import Edge, Profile
 from pipeplan.partition.chain.costs import Array, FloatArray
 from pipeplan.partition.problem import Pricing
 from pipeplan.partition.recomputation import kept_whole, kind_of, savings
-from pipeplan.partition.strategies import STRATEGIES, PlacementStrategy
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.usual import Counts, Numbers, Usual, usual_of
 from pipeplan.time_limit import checked
@@ -37,7 +37,8 @@ from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 class Choice:
     """A strategy for chains and everything it leaves open.
 
-    ``shards`` devices split each block. ``positions`` are how many groups of them and their replicas there are, by
+    ``shards`` devices split each block. Each position has ``chunks`` stages on each route where the strategy takes a
+    number, by default two. ``positions`` are how many groups of them and their replicas there are, by
     default as many as there are devices for; ``batch`` is of all replicas together, which divide what they keep by
     ``zero``. Of the ``levels`` of recomputation each block has the one that costs least while the ``usual`` schedule
     fits; without any, all blocks have ``recompute``.
@@ -53,6 +54,12 @@ class Choice:
     zero: Zero = WHOLE
     levels: tuple[Again, ...] = ()
     usual: Usual | None = None
+    chunks: int | None = None
+
+    @property
+    def per_position(self) -> int:
+        """How many stages each position has, on each route."""
+        return (self.chunks or 2) if STRATEGIES[self.strategy].chunked else 1
 
     @property
     def pricing(self) -> Pricing:
@@ -91,14 +98,13 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
         else own.shared(blocks, pricing)
         for pricing, levels in checked(keys, 1)
     }
-    usual = {
-        name: usual_of(name, chunks_of(request, how), splits, request.scheduler) for name, how in STRATEGIES.items()
-    }
+    kinds = dict.fromkeys((choice.strategy, choice.per_position) for choice in checked(choices))
+    usual = {kind: usual_of(*kind, splits, request.scheduler) for kind in kinds}
     known = [
         (choice, each, own)
         for choice in checked(choices)
         if (own := sums[choice.pricing, choice.levels]) is not None
-        for each in usual[choice.strategy]
+        for each in usual[choice.strategy, choice.per_position]
     ]
     if not known:
         return []
@@ -121,7 +127,7 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
 def _fewer(choices: Sequence[Choice]) -> list[bool]:
     """[choice] whether the same with more positions is another of them: that is seldom longer, and looked at first."""
     likes = [
-        (each.strategy, each.shards, each.replicas, each.batch, each.recompute, each.zero, each.levels)
+        (each.strategy, each.chunks, each.shards, each.replicas, each.batch, each.recompute, each.zero, each.levels)
         for each in checked(choices)
     ]
     most: dict[tuple[object, ...], int] = {}
@@ -403,7 +409,7 @@ class _BoundTable:
 
         known = [STRATEGIES[each.strategy] for each in choices]
         p, m = column(each.positions or 1 for each in choices), column(x.batch.num_microbatches for x in choices)
-        per_position = column(chunks_of(request, each) for each in known)
+        per_position = column(each.per_position for each in choices)
         routes = column(1 + each.two_ways for each in known)
         way, static = summed("way_ns"), summed("static_bytes")
         work = column(each.sums_ns[-1] for _, each in alike.values())[rows]
@@ -436,11 +442,13 @@ class _BoundTable:
             ramps[own] = known_schedule.bubble(forward[own], inputs[own], weights[own], chunks)
         even = work / p  # of several stages on a position, some are longer and others shorter than that
         uneven = np.maximum(0.0, longest[of_line, p.astype(np.int64) - 1] - even) / per_position
-        busiest = even + uneven + again / p
+        paced = column(_paced(choices, [each.sums_ns for each in sums]))
+        busiest = np.where(paced > 0, paced, even + uneven) + again / p
         after = AfterActions.of(request.profile, request.cluster)
         sums_ns = column(_after_ns(after, each, own) for each, own in zip(choices, sums, strict=True))
         stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.shards for each in choices))
-        usual_ns = np.maximum(m * busiest + (p - 1) * np.maximum(0.0, ramps), least) + sums_ns
+        hops = 2 * (p * per_position - 1) * column(_hops_ns(request, choices))  # of the first and the last micro-batch
+        usual_ns = np.maximum(m * busiest + (p - 1) * np.maximum(0.0, ramps) + hops, least) + sums_ns
         eased = summed("eased")
         least = np.maximum(least * eased, m * work / p * eased + stepped)  # all parameters are stepped once
         return cls(
@@ -454,10 +462,10 @@ class _BoundTable:
 
 
 def _by_usual(choices: Sequence[Choice], usual: Sequence[Usual]) -> list[tuple[Usual, NDArray[np.int64]]]:
-    """The schedules, each of one strategy, with the rows that have it."""
-    found: dict[tuple[int, str], list[int]] = defaultdict(list)
+    """The schedules, each of one strategy and number of chunks, with the rows that have it."""
+    found: dict[tuple[int, str, int], list[int]] = defaultdict(list)
     for row, (choice, each) in enumerate(zip(choices, usual, strict=True)):
-        found[id(each), choice.strategy].append(row)
+        found[id(each), choice.strategy, choice.per_position].append(row)
     return [(usual[rows[0]], np.array(rows)) for rows in found.values()]
 
 
@@ -488,8 +496,8 @@ def _fitted(
     )
     positions, count = p[:, None], m[:, None]
     for usual, own in schedules:
-        how = STRATEGIES[choices[own[0]].strategy]
-        chunks, routes = chunks_of(request, how), 1 + how.two_ways
+        first = choices[own[0]]
+        chunks, routes = first.per_position, 1 + STRATEGIES[first.strategy].two_ways
         places, at = positions[own], np.arange(int(p[own].max()))[None, :]
         there, at = at < places, np.minimum(at, places - 1)
         where = places, count[own], chunks, at
@@ -509,9 +517,46 @@ def _fitted(
     return needs, again
 
 
-def chunks_of(request: Request, strategy: PlacementStrategy) -> int:
-    """How many stages a strategy has on each position, on each route."""
-    return (request.chunks or 2) if strategy.chunked else 1
+def _paced(choices: Sequence[Choice], lines: Sequence[Array]) -> Iterator[float]:
+    """[choice] ns of a micro-batch where stages go round in turn; 0 elsewhere.
+
+    All positions run their stages of a turn side by side, so that each turn goes as fast as the longest of them: of the
+    cut whose borders are as near as blocks allow to even ones.
+    """
+    known: dict[tuple[int, int, int], float] = {}
+    for choice, line in zip(choices, lines, strict=True):
+        turns, positions = choice.per_position, choice.positions or 1
+        if choice.strategy != "circular":
+            yield 0.0
+            continue
+        key = id(line), turns, positions
+        if key not in known:
+            count = turns * positions
+            ideal, places = line[-1] * np.arange(1, count) / count, np.arange(1, count)
+            after = np.searchsorted(line, ideal)
+            nearest = np.where(line[after] - ideal < ideal - line[after - 1], after, after - 1)
+            borders = np.maximum.accumulate(np.maximum(nearest, places) - places) + places
+            borders = np.minimum(borders, len(line) - 1 - count + places)
+            stages = np.diff(line[[0, *borders, len(line) - 1]])
+            known[key] = float(stages.reshape(turns, positions).max(axis=1).sum())
+        yield known[key]
+
+
+def _hops_ns(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
+    """[choice] ns of a message of one micro-batch between neighbours, of the profile's edges that of a middling one."""
+    edges = request.profile.edges
+    of_sample = sorted(edge.bytes_per_sample for edge in edges if edge.transfer_ns is None) or [0]
+    fixed = sorted(edge.transfer_ns for edge in edges if edge.transfer_ns is not None)
+    middling, least = of_sample[len(of_sample) // 2], fixed[len(fixed) // 2] if 2 * len(fixed) > len(edges) else 0
+    known: dict[tuple[int, int], int] = {}
+    for choice in choices:
+        samples, apart = choice.pricing.samples, choice.shards * choice.replicas
+        if apart >= request.num_devices:
+            yield 0.0
+            continue
+        if (samples, apart) not in known:
+            known[samples, apart] = least or sum(transfer_time(request.cluster, 0, apart, middling * samples))
+        yield known[samples, apart]
 
 
 def _after_ns(after: AfterActions, choice: Choice, sums: _Sums) -> int:

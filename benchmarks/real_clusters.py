@@ -1,0 +1,455 @@
+"""What `search` finds for real models on clusters of eight accelerators a node, beside what else there is.
+
+Each case is one model on some devices, 4 Mi tokens a step. For each: the search; every cell of the uniform grid
+(tensor, data and pipeline sizes, virtual stages, micro-batch, ZeRO level; 1F1B, interleaved and zero-bubble schedules),
+cut evenly, recomputing what it must, and simulated; ``frontier --plans``; and published configurations of the same
+model on as many devices of the same kind. All have the same costs, estimated with what predicts published runs.
+
+    python benchmarks/real_clusters.py --state FOLDER [--only PARTS] [--limit 60] [--parts search,grid]
+    python benchmarks/real_clusters.py --state FOLDER --table
+    python benchmarks/real_clusters.py --list
+
+A cell whose bound is above the best that is known is counted and not simulated, but for one in fifty: those show that
+bounds hold. What is done is kept in FOLDER cell by cell, and not done again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tables import machine, markdown, note
+
+from pipeplan._api import search
+from pipeplan.checker import check
+from pipeplan.costs.throughput import Yardstick
+from pipeplan.errors import PipeplanError
+from pipeplan.files import read_cluster, read_profile
+from pipeplan.planning.candidates import PlacementCandidate, placed, uniform_choices
+from pipeplan.planning.request import Request
+from pipeplan.planning.trials import Trial, on_cluster
+from pipeplan.planning.uniform_space import BoundedChoice
+
+TOKENS = 4 * 2**20
+"""Of a step."""
+
+SAMPLED = 50
+"""One in so many cells that are not simulated is, to see that its bound holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model as ``profile`` takes it; ``sizes`` are samples of a micro-batch of one replica."""
+
+    name: str
+    config: str
+    sequence: int
+    sizes: str = "1,2,4"
+    shards: str = "1,2,4,8"
+
+    @property
+    def samples(self) -> int:
+        """Of a step."""
+        return TOKENS // self.sequence
+
+
+GPT3 = "GPT2Config(n_embd=12288, n_layer=96, n_head=96, vocab_size=51200, n_positions=2048)"
+GPT2 = "GPT2Config(n_embd=2048, n_layer=24, n_head=32, vocab_size=51200, n_positions=1024)"
+
+MODELS = {
+    each.name: each
+    for each in (
+        Model("gpt2-1.3b", GPT2, 1024, sizes="1,2,4,8,16"),
+        Model("llama3-8b", "llama3-8b", 8192),
+        Model("llama3-70b", "llama3-70b", 8192),
+        Model("llama3-405b", "llama3-405b", 8192, sizes="1,2"),
+        Model("gpt3-175b", GPT3, 2048),
+        Model("mixtral-8x7b", "mixtral-8x7b", 8192),
+        Model("mixtral-8x22b", "mixtral-8x22b", 8192),
+        Model("deepseek-v3", "deepseek-v3", 8192, sizes="1,2", shards="1"),
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model on devices of a kind."""
+
+    model: str
+    devices: int
+    kind: str = "h100"
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} on {self.devices} {self.kind.upper()}s"
+
+    @property
+    def stem(self) -> str:
+        return f"{self.model}-{self.devices}-{self.kind}"
+
+
+CASES = (
+    *(Case("gpt2-1.3b", devices) for devices in (8, 64, 512)),
+    *(Case("llama3-8b", devices) for devices in (8, 64, 512)),
+    *(Case("llama3-70b", devices) for devices in (64, 512)),
+    Case("llama3-405b", 512),
+    *(Case("gpt3-175b", devices) for devices in (64, 512)),
+    *(Case("mixtral-8x7b", devices) for devices in (64, 512)),
+    *(Case("mixtral-8x22b", devices) for devices in (64, 512)),
+    Case("deepseek-v3", 512),
+    Case("gpt3-175b", 64, "a100"),
+)
+
+PRESETS = {"h100": "h100-80gb", "a100": "a100-80gb"}
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A configuration that was run, as flags; ``run`` is its row in data/published-runs.json."""
+
+    case: str
+    run: str
+    flags: str
+    samples: int
+
+
+PUBLISHED = (
+    Published("gpt3-175b-64-a100", "korthikanti-175B-selective+sp", "--tp 8 --pp 8 --vp 3 --microbatch-size 1", 64),
+)
+
+
+class State:
+    """Files of one folder: inputs, and what was found of each case."""
+
+    def __init__(self, folder: Path, limit: float) -> None:
+        self.folder, self.limit = folder, limit
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def request(self, case: Case, **others: Any) -> Request:
+        """What is asked of a case."""
+        model = MODELS[case.model]
+        asked = {"mini_batch": model.samples, "time_limit": self.limit} | others
+        return Request.of(read_profile(self.profile(case)), cluster=read_cluster(self.cluster(case)), **asked)
+
+    def profile(self, case: Case) -> Path:
+        """The model's, estimated where it is not there yet."""
+        model, path = MODELS[case.model], self.folder / f"{case.model}-{case.kind}.json"
+        if not path.exists():
+            begun = time.process_time(), time.monotonic()
+            said = [
+                *("profile", model.config, "--estimate", "--device", PRESETS[case.kind]),
+                *("--sequence", str(model.sequence), "--microbatch", model.sizes, "--shards", model.shards),
+            ]
+            self.run([*said, "-o", str(path)])
+            note(f"{path.name}: {time.monotonic() - begun[1]:.0f} s")
+        return path
+
+    def cluster(self, case: Case) -> Path:
+        """Nodes of eight."""
+        path = self.folder / f"cluster-{case.kind}-{case.devices}.json"
+        if not path.exists():
+            self.run(["example", f"cluster-{case.kind}", "--devices", str(case.devices), "-o", str(path)])
+        return path
+
+    @staticmethod
+    def run(arguments: Sequence[str]) -> str:
+        """The command line's standard output.
+
+        Raises:
+            SystemExit: it failed.
+        """
+        done = subprocess.run([sys.executable, "-m", "pipeplan", *arguments], capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"pipeplan {shlex.join(arguments)}: {done.stderr.strip()[-600:]}")
+        return done.stdout
+
+    def of(self, case: Case, what: str, made: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """A part of a case, made where it is not there yet."""
+        path = self.folder / f"{case.stem}.{what}.json"
+        if not path.exists():
+            found = dict(made())
+            path.write_text(json.dumps(found, indent=1))
+        kept: dict[str, Any] = json.loads(path.read_text())
+        return kept
+
+    def known(self, case: Case, what: str) -> dict[str, Any] | None:
+        """A part of a case, if it is there."""
+        path = self.folder / f"{case.stem}.{what}.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+def searched(state: State, case: Case) -> dict[str, Any]:
+    """The search in a process of its own: what it found, when it knew what, and its memory."""
+    given = [sys.executable, __file__, "--state", str(state.folder), "--limit", str(state.limit), "--child", case.stem]
+    state.profile(case), state.cluster(case)
+    done = subprocess.run(given, capture_output=True, text=True)
+    if done.returncode:
+        return {"failed": done.stderr.strip()[-300:]}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def child(state: State, case: Case) -> None:
+    """Search and print what was found. Times are from when the profile has been read."""
+    request = state.request(case)
+    begun, told = time.monotonic(), list[tuple[float, int]]()
+
+    def hear(what: str, best: int | None, *rest: Any) -> None:
+        if best and (not told or best < told[-1][1]):
+            told.append((time.monotonic() - begun, best))
+
+    result = search(request, progress=hear)
+    plan, seconds = result.plan, time.monotonic() - begun
+    predicted = plan.predicted
+    near = next((at for at, best in told if best <= 1.02 * predicted.iteration_ns), seconds)
+    problems = check(plan, read_profile(state.profile(case)), read_cluster(state.cluster(case))).problems
+    layouts = dict.fromkeys((stage.shards, stage.replicas, stage.zero) for stage in plan.stages)
+    rates = Yardstick.of_plan(plan).throughput(plan.mini_batch, predicted.iteration_ns, len(plan.devices))
+    print(
+        json.dumps(
+            {
+                "iteration_ns": predicted.iteration_ns,
+                "lower_bound_ns": result.lower_bound_ns,
+                "seconds": seconds,
+                "first_s": told[0][0] if told else seconds,
+                "near_s": near,
+                "memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+                "layout": " and ".join(
+                    f"tp {shards} dp {replicas}" + (f" ZeRO {zero}" if zero else "")
+                    for shards, replicas, zero in layouts
+                ),
+                "share_of_peak": rates.model_flops_utilisation,
+                "stages": len(plan.stages),
+                "positions": len({s.devices for s in plan.stages}),
+                "recomputed": sum(bool(s.recompute) for s in plan.stages),
+                "microbatch_size": plan.microbatch_size // plan.stages[0].replicas,
+                "scheduler": plan.provenance.scheduler,
+                "valid": not problems,
+                "notes": list(result.notes),
+            }
+        )
+    )
+
+
+def grid(state: State, case: Case, best_ns: int | None) -> dict[str, Any]:
+    """Every cell of the uniform grid whose bound is below the best known, simulated; best first."""
+    request = replace(state.request(case), num_parted=0)
+    named = [each for each in uniform_choices(request) if each.choice.usual is not None and each.choice.usual.name]
+    path = state.folder / f"{case.stem}.cells.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    known = {line["cell"]: line for line in lines}
+    best = min([*(line["ns"] for line in lines if line["ns"]), *([best_ns] if best_ns else [])], default=None)
+    bounded, wrong = 0, list[str]()
+    with path.open("a") as cells:
+        for number, each in enumerate(named):
+            above = best is not None and each.least_ns >= best
+            bounded += above
+            name = _cell(each)
+            if name not in known and not (above and bounded % SAMPLED):
+                ns, why = _simulated(request, each)
+                known[name] = {"cell": name, "ns": ns, "least_ns": each.least_ns, "above": above, "why": why}
+                cells.write(json.dumps(known[name]) + "\n")
+                cells.flush()
+                if number % 50 == 0:
+                    note(f"{case.name}: cell {number} of {len(named)}, best {best and best / 1e9}")
+            if name in known and (ns := known[name]["ns"]) is not None:
+                best = ns if best is None else min(best, ns)
+                if ns < each.least_ns:
+                    wrong.append(name)
+    simulated = [line for line in known.values() if line["ns"] is not None]
+    winner = min(simulated, key=lambda line: line["ns"], default=None)
+    return {
+        "cells": len(named),
+        "above": bounded,
+        "simulated": len(simulated),
+        "without_schedule": len(known) - len(simulated),
+        "sampled": sum(line["above"] for line in simulated),
+        "wrong": wrong,
+        "best_ns": winner and winner["ns"],
+        "best": winner and winner["cell"],
+    }
+
+
+def _cell(each: BoundedChoice) -> str:
+    choice = each.choice
+    assert choice.usual is not None
+    zero = f" zero {choice.zero.level}" if choice.zero.level else ""
+    turns = f" vp {choice.per_position}" if choice.per_position > 1 else ""
+    size = choice.batch.microbatch_size // choice.replicas
+    return f"tp {choice.shards} dp {choice.replicas} pp {choice.positions}{turns}{zero} mb {size} {choice.usual.name}"
+
+
+def _simulated(request: Request, each: BoundedChoice) -> tuple[int | None, str]:
+    """An iteration's ns by the cell's own schedule, or why there is none."""
+    candidate = placed(request, each.choice)
+    if not isinstance(candidate, PlacementCandidate):
+        return None, str(candidate)[:120]
+    try:
+        trial = Trial.of(request, on_cluster(request, candidate) or candidate)
+        trial.look(usual=each.choice.usual)
+    except PipeplanError as error:
+        return None, str(error)[:120]
+    return (trial.value_ns, "") if trial.best is not None else (None, "no schedule fits")
+
+
+def front(state: State, case: Case) -> dict[str, Any]:
+    """The shortest plan of ``frontier --plans`` with the same time."""
+    model = MODELS[case.model]
+    said = [
+        *("frontier", str(state.profile(case)), "--cluster", str(state.cluster(case)), "--plans"),
+        *("--mini-batch", str(model.samples), "--time-limit", f"{state.limit:g}s", "--json"),
+    ]
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "pipeplan", *said], capture_output=True, text=True)
+    seconds = time.monotonic() - begun
+    if done.returncode:
+        return {"failed": done.stderr.strip()[-300:], "seconds": seconds}
+    points = json.loads(done.stdout)["points"]
+    return {"best_ns": min((point["iteration_ns"] for point in points), default=None), "seconds": seconds}
+
+
+def published(state: State, case: Case) -> dict[str, Any]:
+    """What was published of the same model on as many devices, and our search for as many samples."""
+    found = []
+    for each in PUBLISHED:
+        if each.case != case.stem:
+            continue
+        model = replace(MODELS[case.model])
+        base = [
+            *("search", str(state.profile(case)), "--cluster", str(state.cluster(case)), "--json"),
+            *("--mini-batch", str(each.samples), "--time-limit", f"{state.limit:g}s"),
+        ]
+        theirs = json.loads(state.run([*base, *shlex.split(each.flags)]))["iteration_ns"]
+        ours = json.loads(state.run(base))["iteration_ns"]
+        found.append({"run": each.run, "flags": each.flags, "model": model.name, "theirs_ns": theirs, "ours_ns": ours})
+    return {"runs": found}
+
+
+PARTS = ("search", "grid", "frontier", "published")
+
+
+def work(state: State, cases: Iterable[Case], parts: Sequence[str]) -> None:
+    """Do what is not done."""
+    for case in cases:
+        if "search" in parts:
+            state.of(case, "search", lambda case=case: searched(state, case))
+        if "grid" in parts:
+            best = (state.known(case, "search") or {}).get("iteration_ns")
+            state.of(case, "grid", lambda case=case, best=best: grid(state, case, best))
+        if "frontier" in parts:
+            state.of(case, "frontier", lambda case=case: front(state, case))
+        if "published" in parts:
+            state.of(case, "published", lambda case=case: published(state, case))
+
+
+def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
+    """What is known, as Markdown."""
+    rows, grids, others = [], [], []
+    for case in cases:
+        found = state.known(case, "search")
+        if found is None:
+            continue
+        if "failed" in found:
+            rows.append((case.name, found["failed"], *[""] * 8))
+            continue
+        ns, cells = found["iteration_ns"], state.known(case, "grid")
+        rows.append(
+            (
+                case.name,
+                f"{ns / 1e9:.2f}",
+                f"{found['share_of_peak']:.1%}",
+                f"{found['lower_bound_ns'] / 1e9:.2f}",
+                f"{found['layout']}, {found['stages']} stages on {found['positions']} positions, "
+                f"{found['recomputed']} recomputed, micro-batch {found['microbatch_size']}, {found['scheduler']}",
+                f"{found['first_s']:.1f}",
+                f"{found['near_s']:.1f}",
+                f"{found['seconds']:.1f}",
+                f"{found['memory_bytes'] / 1e9:.2f}",
+                "yes" if found["valid"] else "no",
+            )
+        )
+        if cells is not None:
+            best = cells["best_ns"]
+            grids.append(
+                (
+                    case.name,
+                    f"{ns / 1e9:.2f}",
+                    "none" if best is None else f"{best / 1e9:.2f}",
+                    cells["best"] or "",
+                    "" if best is None else f"{ns / best - 1:+.1%}",
+                    *(str(cells[key]) for key in ("cells", "simulated", "without_schedule", "above", "sampled")),
+                    str(len(cells["wrong"])),
+                )
+            )
+        other = state.known(case, "frontier")
+        if other is not None:
+            others.append(
+                (case.name, "`frontier --plans`", *_beside(other.get("best_ns"), ns, other.get("failed", "")))
+            )
+        for run in (state.known(case, "published") or {"runs": []})["runs"]:
+            what = f"{run['run']} (`{run['flags']}`)"
+            others.append((case.name, what, *_beside(run["theirs_ns"], run["ours_ns"])))
+    header = (
+        "case",
+        "iteration, s",
+        "of peak",
+        "bound",
+        "plan",
+        "first, s",
+        "near, s",
+        "ended, s",
+        "memory, GB",
+        "valid",
+    )
+    yield markdown(header, rows)
+    if grids:
+        counts = "cells", "simulated", "no schedule", "above", "of these simulated", "bounds that do not hold"
+        yield markdown(("case", "search, s", "best cell, s", "cell", "search is", *counts), grids)
+    if others:
+        yield markdown(("case", "beside", "its iteration, s", "search, s", "search is"), others)
+
+
+def _beside(theirs: int | None, ours: int, why: str = "") -> tuple[str, ...]:
+    """Two iterations, and how much longer the second is; or why there is no first."""
+    if theirs is None:
+        return why or "none", f"{ours / 1e9:.2f}", ""
+    return f"{theirs / 1e9:.2f}", f"{ours / 1e9:.2f}", f"{ours / theirs - 1:+.1%}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--state", type=Path, help="the folder where everything is kept, to go on from")
+    parser.add_argument("--only", default="", help="parts of cases' names, with commas")
+    parser.add_argument("--parts", default=",".join(PARTS), help="what to do")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds for each search")
+    parser.add_argument("--table", action="store_true", help="only print what is known")
+    parser.add_argument("--list", action="store_true", help="name the cases")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    cases = [case for case in CASES if any(part in case.stem for part in options.only.split(","))]
+    if options.list:
+        print("\n".join(case.stem for case in cases))
+        return
+    if options.state is None:
+        parser.error("--state FOLDER is needed")
+    state = State(options.state, options.limit)
+    if options.child:
+        child(state, next(case for case in CASES if case.stem == options.child))
+        return
+    if not options.table:
+        work(state, cases, options.parts.split(","))
+    print("\n\n".join(tables(state, cases)))
+    print(f"\n{options.limit:g} s per search; {machine()}.")
+
+
+if __name__ == "__main__":
+    main()
