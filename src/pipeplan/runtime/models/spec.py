@@ -24,9 +24,6 @@ from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh
 Grain = Literal["layer", "half", "operator"]
 """What a block is of a model that is captured: a layer, half of one, or an operator."""
 
-_ENOUGH = 8
-"""Samples that are made where only their form counts."""
-
 Batch = Mapping[str, Tensor]
 """The named tensors of a mini-batch, each with samples in its first dimension."""
 
@@ -322,7 +319,7 @@ class Model:
 
         On the meta device, which has no data, a few samples stand for all: a million may not fit into memory.
         """
-        drawn = num_samples if torch.device(device).type != "meta" else min(num_samples, _ENOUGH)
+        drawn = num_samples if torch.device(device).type != "meta" else min(num_samples, 8)
         try:
             made = self.batch(drawn, step, seed)
         except Exception as error:
@@ -333,12 +330,9 @@ class Model:
             name: tensor.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
             for name, tensor in made.items()
         }
-        if drawn == num_samples:
-            return found
-        return {
-            name: tensor.new_empty((num_samples, *tensor.shape[1:])) if tensor.shape[:1] == (drawn,) else tensor
-            for name, tensor in found.items()
-        }
+        for name, tensor in found.items() if drawn < num_samples else ():
+            found[name] = tensor.new_empty((num_samples, *tensor.shape[1:])) if tensor.shape[:1] == (drawn,) else tensor
+        return found
 
 
 def unsplittable(count: int, name: str) -> UsageError:
