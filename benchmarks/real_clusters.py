@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,19 +139,19 @@ class State:
         """What is asked of a case."""
         model = MODELS[case.model]
         asked = {"mini_batch": model.samples, "time_limit": self.limit} | others
-        return Request.of(read_profile(self.profile(case)), cluster=read_cluster(self.cluster(case)), **asked)
+        return Request.of(read_profile(str(self.profile(case))), cluster=read_cluster(str(self.cluster(case))), **asked)
 
     def profile(self, case: Case) -> Path:
         """The model's, estimated where it is not there yet."""
         model, path = MODELS[case.model], self.folder / f"{case.model}-{case.kind}.json"
         if not path.exists():
-            begun = time.process_time(), time.monotonic()
+            begun = time.monotonic()
             said = [
                 *("profile", model.config, "--estimate", "--device", PRESETS[case.kind]),
                 *("--sequence", str(model.sequence), "--microbatch", model.sizes, "--shards", model.shards),
             ]
             self.run([*said, "-o", str(path)])
-            note(f"{path.name}: {time.monotonic() - begun[1]:.0f} s")
+            note(f"{path.name}: {time.monotonic() - begun:.0f} s")
         return path
 
     def cluster(self, case: Case) -> Path:
@@ -211,7 +212,7 @@ def child(state: State, case: Case) -> None:
     plan, seconds = result.plan, time.monotonic() - begun
     predicted = plan.predicted
     near = next((at for at, best in told if best <= 1.02 * predicted.iteration_ns), seconds)
-    problems = check(plan, read_profile(state.profile(case)), read_cluster(state.cluster(case))).problems
+    problems = check(plan, read_profile(str(state.profile(case))), read_cluster(str(state.cluster(case)))).problems
     layouts = dict.fromkeys((stage.shards, stage.replicas, stage.zero) for stage in plan.stages)
     rates = Yardstick.of_plan(plan).throughput(plan.mini_batch, predicted.iteration_ns, len(plan.devices))
     print(
@@ -240,8 +241,9 @@ def child(state: State, case: Case) -> None:
     )
 
 
-def grid(state: State, case: Case, best_ns: int | None) -> dict[str, Any]:
+def grid(state: State, case: Case) -> dict[str, Any]:
     """Every cell of the uniform grid whose bound is below the best known, simulated; best first."""
+    best_ns = (state.known(case, "search") or {}).get("iteration_ns")
     request = replace(state.request(case), num_parted=0)
     named = [each for each in uniform_choices(request) if each.choice.usual is not None and each.choice.usual.name]
     path = state.folder / f"{case.stem}.cells.jsonl"
@@ -323,7 +325,7 @@ def published(state: State, case: Case) -> dict[str, Any]:
     for each in PUBLISHED:
         if each.case != case.stem:
             continue
-        model = replace(MODELS[case.model])
+        model = MODELS[case.model]
         base = [
             *("search", str(state.profile(case)), "--cluster", str(state.cluster(case)), "--json"),
             *("--mini-batch", str(each.samples), "--time-limit", f"{state.limit:g}s"),
@@ -340,15 +342,14 @@ PARTS = ("search", "grid", "frontier", "published")
 def work(state: State, cases: Iterable[Case], parts: Sequence[str]) -> None:
     """Do what is not done."""
     for case in cases:
-        if "search" in parts:
-            state.of(case, "search", lambda case=case: searched(state, case))
-        if "grid" in parts:
-            best = (state.known(case, "search") or {}).get("iteration_ns")
-            state.of(case, "grid", lambda case=case, best=best: grid(state, case, best))
-        if "frontier" in parts:
-            state.of(case, "frontier", lambda case=case: front(state, case))
-        if "published" in parts:
-            state.of(case, "published", lambda case=case: published(state, case))
+        ways: dict[str, Callable[[], Mapping[str, Any]]] = {
+            "search": partial(searched, state, case),
+            "grid": partial(grid, state, case),
+            "frontier": partial(front, state, case),
+            "published": partial(published, state, case),
+        }
+        for part in parts:
+            state.of(case, part, ways[part])
 
 
 def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:

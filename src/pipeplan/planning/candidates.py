@@ -232,8 +232,8 @@ def _uniform(request: Request, shards: int) -> Iterator[Choice]:
                 if positions * (chunks or 1) > blocks:
                     continue
                 if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
-                    open_ = {"shards": shards, "positions": positions, "zero": zero, "levels": levels, "chunks": chunks}
-                    yield Choice(strategy, replicas, batch, recompute, False, **open_)
+                    own = (strategy, replicas, batch, recompute, False, shards, positions, zero, levels)
+                    yield Choice(*own, chunks=chunks)
 
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
