@@ -303,7 +303,8 @@ def _even(
     request: Request, costs: Sequence[StageCost], groups: Sequence[Sequence[int]], batch: Batch
 ) -> tuple[Chain, tuple[int, ...], bool]:
     """A chain of blocks with these costs on groups of devices, its even cut, and whether that fits with 1F1B."""
-    known = [[request.memory[device] for device in group] for group in groups[: len(costs)]]
+    memory = request.memory
+    known = [[memory[device] for device in group] for group in groups[: len(costs)]]
     limits = [min((limit for limit in own if limit is not None), default=None) for own in known]
     chain = Chain.of(costs, range(len(known)), limits)
     begins = even(chain)
@@ -450,9 +451,8 @@ def fitting_chain(request: Request, choice: Choice) -> FittingChain:
         return np.ceil([np.broadcast_to(own, len(groups)) for own in each]).astype(np.int64)
 
     held, owed = of(usual.in_flight), of(usual.owed)
-    limits = [
-        min((size for x in group if (size := request.memory[x]) is not None), default=UNLIMITED) for group in groups
-    ]
+    memory = request.memory
+    limits = [min((size for x in group if (size := memory[x]) is not None), default=UNLIMITED) for group in groups]
     holdings = [
         Holding(at, stage, int(held[stage // len(groups), at]), int(owed[stage // len(groups), at]), limits[at])
         for route in how.routes(len(groups), chunks)
