@@ -79,7 +79,7 @@ def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoic
     Each says its positions. Where blocks may be recomputed there is one for each schedule that asks for another choice
     of them; else a choice is there once, with the best of its schedules.
     """
-    blocks, splits = _Blocks.of(request.profile), request.split_backward is not False and can_split(request.profile)
+    blocks, splits = Blocks.of(request.profile), request.split_backward is not False and can_split(request.profile)
     keys = dict.fromkeys((one.pricing, one.levels) for one in checked(choices))
     whole = {
         key: _Sums.of(request, blocks, *key)
@@ -131,7 +131,7 @@ def _fewer(choices: Sequence[Choice]) -> list[bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
+class Blocks:
     """A profile's blocks in the order that is cut, those that cost the same as one: ``kinds`` [block] of ``each``.
 
     ``chained``: each waits for the one before it. ``shares_tensors``: together some hold less than alone.
@@ -144,7 +144,7 @@ class _Blocks:
     shares_tensors: bool
 
     @classmethod
-    def of(cls, profile: Profile) -> _Blocks:
+    def of(cls, profile: Profile) -> Blocks:
         """Of a profile."""
         into: dict[str, list[Edge]] = defaultdict(list)
         for edge in profile.edges:
@@ -210,7 +210,7 @@ class _Sums:
     eased: float
 
     @classmethod
-    def of(cls, request: Request, blocks: _Blocks, pricing: Pricing, levels: Sequence[Again] = ()) -> _Sums | None:
+    def of(cls, request: Request, blocks: Blocks, pricing: Pricing, levels: Sequence[Again] = ()) -> _Sums | None:
         """None where a block has no such costs."""
         try:
             costs = blocks.costs(pricing)
@@ -260,7 +260,7 @@ class _Sums:
             eased=_eased(costs, blocks.costs(pricing._replace(recompute=request.recompute or False))),
         )
 
-    def shared(self, blocks: _Blocks, pricing: Pricing) -> _Sums:
+    def shared(self, blocks: Blocks, pricing: Pricing) -> _Sums:
         """The same where replicas divide what they keep."""
         if pricing.zero == WHOLE:
             return self

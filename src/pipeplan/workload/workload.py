@@ -207,7 +207,7 @@ class Workload:
 
     @cached_property
     def least_sums(self) -> tuple[Counter[int], ...]:
-        """[stage][leading device] ns that the sums of a stage take there at least after an action that adds to gradients."""
+        """[stage][leader] ns that the sums of a stage take there at least, after an action that adds to gradients."""
         found = tuple(Counter[int]() for _ in self.stages)
         left = tuple(Counter[int]() for _ in self.stages)
         ahead = [
