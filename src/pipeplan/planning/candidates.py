@@ -178,7 +178,7 @@ def uniform_choices(request: Request) -> list[BoundedChoice]:
 
     None where there is no table of them.
     """
-    return _uniform_of(_SameRequest(request), False) if has_table(request) else []
+    return _uniform_of(_SameRequest(request)) if has_table(request) else []
 
 
 def has_table(request: Request) -> bool:
@@ -202,10 +202,14 @@ class _SameRequest:
 
 
 @lru_cache(maxsize=8)
-def _uniform_of(same: _SameRequest, longest: bool) -> list[BoundedChoice]:
-    """The table of a request, which several steps of its search go through, or only the ``longest`` pipelines in it."""
-    open_ = open_shards(same.request)
-    return best_first(same.request, [each for shards in open_ for each in _uniform(same.request, shards, longest)])
+def _uniform_of(same: _SameRequest, longest: bool = False, only: tuple[int, ...] | None = None) -> list[BoundedChoice]:
+    """The table of a request, which several steps of its search go through, or ``only`` that of some shards.
+
+    Of all pipelines, or of the ``longest`` alone.
+    """
+    request = same.request
+    choices = [each for shards in only or open_shards(request) for each in _uniform(request, shards, longest)]
+    return best_first(request, choices, _blocks_of(same))
 
 
 def _uniform(request: Request, shards: int, longest: bool) -> Iterator[Choice]:
@@ -254,13 +258,19 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
     as may be. Each should fit with what 1F1B has in flight, or the schedule that is asked for; it takes a time linear
     in blocks and devices.
     """
-    blocks = _blocks_of(_SameRequest(request))
-    known: dict[Pricing, list[StageCost]] = {}
+    blocks, limits = _blocks_of(_SameRequest(request)), [limit for limit in request.memory if limit is not None]
+    room = max(limits) if len(limits) == request.num_devices else math.inf
+    known: dict[Pricing, tuple[list[StageCost], int]] = {}
     for choice in checked(_plain(request), 1):
         if choice.usual in (None, USUAL[0]) and choice.strategy == "one-to-one":
             if choice.pricing not in known:
-                known[choice.pricing] = blocks.costs(choice.pricing)
-            _, begins, fit = _even(request, known[choice.pricing], _groups(request, choice), choice.batch)
+                costs = blocks.costs(choice.pricing)
+                known[choice.pricing] = costs, 0 if request.profile.tied else sum(cost.static_bytes for cost in costs)
+            costs, kept = known[choice.pricing]
+            groups = _groups(request, choice)
+            if kept > room * len(groups):
+                continue  # whatever is cut where
+            _, begins, fit = _even(request, costs, groups, choice.batch)
         elif choice.levels:
             begins, fit = _evenly(fitting_chain(request, choice)), False
         else:
@@ -290,8 +300,11 @@ def _plain(request: Request) -> Iterator[Choice]:
     """The choices of :func:`even_cuts`."""
     name = request.scheduler
     if has_table(request):
-        able, seen = _by_name(request), set[Choice]()
-        for each in chain.from_iterable(_uniform_of(_SameRequest(request), longest) for longest in (True, False)):
+        able, seen, same = _by_name(request), set[Choice](), _SameRequest(request)
+        open_ = open_shards(request)
+        many = len(_blocks_of(same).each) * len(open_) > _MANY_KINDS
+        tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
+        for each in chain.from_iterable(_uniform_of(same, *which) for which in tables):
             suits = each.choice.strategy in able and (name != "auto" or each.choice.usual == USUAL[0])
             if suits and each.choice not in seen:
                 seen.add(each.choice)
@@ -305,6 +318,10 @@ def _plain(request: Request) -> Iterator[Choice]:
             fewer = batch is None or zero is None or request.num_devices % replicas
             if batch is not None and zero is not None and not fewer and count <= len(request.profile.blocks):
                 yield Choice("one-to-one", replicas, batch, recompute, False, zero=zero)
+
+
+_MANY_KINDS = 1_000
+"""Of more blocks that differ, times numbers of shards, the table takes a second: first come those of one number."""
 
 
 def _wide(request: Request, choice: Choice) -> list[tuple[int, ...]]:
@@ -613,7 +630,7 @@ def _replicas(request: Request) -> Sequence[int]:
 def _batches(
     request: Request, replicas: int, spread: bool, shards: int | None = None, known: tuple[int, int] | None = None
 ) -> Iterator[Batch]:
-    """Micro-batches that replicas can share, of sizes per replica that all blocks were profiled around, if ``known``."""
+    """Micro-batches that replicas can share, of sizes per replica that blocks were profiled around (``known``)."""
     mini_batch, unit = request.batch.mini_batch, replicas * (2 if request.num_parted else 1)
     dividing = [size for size in _sizes(request, replicas) if mini_batch % size == 0 and size % unit == 0]
     low, high = (known or _profiled(request, replicas, spread, shards)) if dividing else (1, 0)  # looks at every block

@@ -506,7 +506,7 @@ class PlanSearch:
             self.progress(what, 0, 0, self.budget.elapsed)
 
     def found_first(self, trial: Trial, *, spare: bool) -> None:
-        """Keep a first trial with a schedule, as the ``spare`` if its replicas divide more than they should by default."""
+        """Keep a first trial with a schedule; as the ``spare`` if its replicas divide more than they do by default."""
         self.looked_at += 1
         if spare:
             self.spare = trial
