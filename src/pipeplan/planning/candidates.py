@@ -544,10 +544,12 @@ def _cut_to_fit(chain: FittingChain, choice: Choice) -> tuple[tuple[int, ...], l
     """The first block of each stage, and what is recomputed."""
     if choice.strategy == "one-to-one":
         begins = chain.cut()
-        if begins is not None and choice.usual == USUAL[0]:
+        if begins is None:
+            begins = _evenly(chain)  # there may only have been too many ways to look at all
+        elif choice.usual == USUAL[0]:
             begins = polished(chain, begins, choice.batch.num_microbatches, chain)
-        again = None if begins is None else chain.chosen(begins)
-        return None if begins is None or again is None else (begins, again)
+        again = chain.chosen(begins)
+        return None if again is None else (begins, again)
     devices = [each.position for each in chain.holdings[: chain.num_stages]]
     return chain.levelled(lambda costs: balanced(Chain.of(costs, devices, [None] * len(set(devices)))))
 
