@@ -31,6 +31,7 @@ from pipeplan.planning.candidates import (
     StageGraphs,
     candidates,
     even_cuts,
+    has_table,
     is_large,
 )
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
@@ -426,8 +427,9 @@ class EvenCut(PlanStep):
         with limit.ended(), telling.enforced():
             self._look(search, search.request)
             if search.best is None and search.may_divide:
-                for level in replace(search.request, zero=AUTO).levels:
-                    if search.spare is None:
+                levels = replace(search.request, zero=AUTO).levels  # the table has the first by default
+                for level in levels[1:] if has_table(search.request) else levels:
+                    if search.spare is None and not telling.told:
                         self._look(search, level)
             if search.answer is None and not telling.told:
                 search.say(f"no {what} was found that fits: the search goes on")
