@@ -59,6 +59,7 @@ pipeplan.files.read_profile = files.read_profile = read_profile
 def watched(verb):
     own = getattr(_api, verb)
     def run(request, **how):
+        watch_plans()
         told = []
         progress = how.get("progress")
         def hear(what, best, *rest):
@@ -78,13 +79,14 @@ def watched(verb):
 for verb in ("search", "compare", "frontier", "tune"):
     if hasattr(_api, verb):
         watched(verb)
-import pipeplan.planning.steps as steps
-planned = steps.planned
-def made(*given):
-    found = planned(*given)
-    mark("made")
-    return found
-steps.planned = made
+def watch_plans():
+    import pipeplan.planning.steps as steps
+    planned = steps.planned
+    def made(*given):
+        found = planned(*given)
+        mark("made")
+        return found
+    steps.planned = made
 sys.argv = ["pipeplan", *sys.argv[1:]]
 if hasattr(__main__, "main"):
     __main__.main()
@@ -105,8 +107,8 @@ class Row:
     quick: bool = False
 
 
-def chain(num_blocks: int) -> Profile:
-    """Blocks that are all a little different."""
+def chain(num_blocks: int, shards: tuple[int, ...] = (1,)) -> Profile:
+    """Blocks that are all a little different, each whole or on several devices."""
     blocks = tuple(
         Block(
             id=f"b{number}",
@@ -115,11 +117,13 @@ def chain(num_blocks: int) -> Profile:
             costs=tuple(
                 CostRow(
                     microbatch_size=size,
-                    forward_ns=size * (1000 + 37 * (number % 11)),
-                    backward_ns=size * (2000 + 53 * (number % 13)),
-                    activation_bytes=size * 10**5,
+                    shards=each,
+                    forward_ns=size * (1000 + 37 * (number % 11)) // each,
+                    backward_ns=size * (2000 + 53 * (number % 13)) // each,
+                    activation_bytes=size * 10**5 // each,
                 )
                 for size in (1, 2)
+                for each in shards
             ),
         )
         for number in range(num_blocks)
@@ -146,6 +150,8 @@ INPUTS: dict[str, Callable[[], Profile | Cluster]] = {
     "gpt2-1.3b": lambda: model("gpt2-1.3b"),
     "chain2000": lambda: chain(2_000),
     "chain10000": lambda: chain(10_000),
+    "split2000": lambda: chain(2_000, (1, 2, 4, 8)),
+    "nodes": lambda: cluster(64, 80 * 10**9),
     "large": lambda: cluster(1_024, 80 * 10**9),
     "small": lambda: cluster(1_024, 300 * 10**6),
 }
@@ -170,7 +176,23 @@ ROWS = (
     Row("2,000 blocks, 1,024 devices of 0.3 GB", "search chain2000.json --cluster small.json", 30),
     Row("10,000 blocks, 8 devices", "search chain10000.json --devices 8", 10, quick=True),
     Row("10,000 blocks, 1,024 devices of 80 GB", "search chain10000.json --cluster large.json", 30),
+    Row(
+        "2,000 blocks on 1 to 8 devices each, 1,024 devices of 80 GB", "search split2000.json --cluster large.json", 30
+    ),
     Row("Llama 70B, estimated, 64 devices", "search llama.json --devices 64 --memory 80GB --mini-batch 512", 30),
+    Row(
+        "Llama 70B, 1 to 8 devices a block, 64 in nodes", "search llama.json --cluster nodes.json --mini-batch 256", 30
+    ),
+    Row(
+        "Llama 70B, 1 to 8 devices a block, of 22 GB",
+        "search llama.json --devices 64 --memory 22GB --mini-batch 256",
+        30,
+    ),
+    Row(
+        "Llama 70B, 1 to 8 devices a block, 1F1B",
+        "search llama.json --cluster nodes.json --mini-batch 256 --scheduler 1f1b",
+        10,
+    ),
 )
 
 
@@ -181,9 +203,10 @@ def llama(folder: Path, given: str | None) -> str | None:
         return None
     shape_of_it = (
         "LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, "
-        "num_key_value_heads=8)"
+        "num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192)"
     )
-    how = [*["profile"], shape_of_it, *["--estimate", "--device", "h100-80gb", "--microbatch", "1", "-o", "llama.json"]]
+    sizes = ["--sequence", "4096", "--shards", "1,2,4,8", "--microbatch", "1,2,4"]
+    how = ["profile", shape_of_it, "--estimate", "--device", "h100-80gb", *sizes, "-o", "llama.json"]
     done = subprocess.run([sys.executable, "-m", "pipeplan", *how], cwd=folder, capture_output=True, text=True)
     return done.stderr.strip()[-200:] if done.returncode else None
 

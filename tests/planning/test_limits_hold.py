@@ -29,6 +29,7 @@ from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError
 from pipeplan.examples import shape
 from pipeplan.files import Cluster, CostRow, Plan, Profile, Source
 from pipeplan.files.cluster import DeviceKind, LinkLevel
+from pipeplan.partition import recomputation
 from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
 from pipeplan.partition.graph.search import graphpipe
@@ -37,7 +38,7 @@ from pipeplan.partition.problem import PartitionProblem
 from pipeplan.planning import steps as planning_steps
 from pipeplan.planning import uniform_space
 from pipeplan.planning.bounds import request_bound
-from pipeplan.planning.candidates import PlacementCandidate, even_cuts, uniform_choices
+from pipeplan.planning.candidates import PlacementCandidate, even_cuts, fitting_chain, placed, uniform_choices
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.plan_frontier import plan_frontier
 from pipeplan.planning.request import Batch, Request
@@ -677,3 +678,80 @@ def test_where_memory_is_limited_the_solver_does_not_probe(limited: bool, monkey
     with suppress(RuntimeError):  # nothing was solved, so there is no answer to read
         solve(model, Budget(1.0, deterministic=True), 1.0)
     assert levels == [0 if limited else cp_model.CpSolver().parameters.cp_model_probing_level]
+
+
+def first_of(asked: Request) -> PlanSearch:
+    """A search after its first step."""
+    search = PlanSearch(asked, Budget(asked.time_limit), None, STEPS)
+    EvenCut(seconds=math.inf).run(search)
+    return search
+
+
+@pytest.mark.parametrize("scheduler", ["auto", "1f1b"])
+def test_a_first_plan_with_splits_takes_little_work_however_many_devices_there_are(scheduler: str) -> None:
+    """It is the whole table that grows with devices; named schedules are found in it, too."""
+
+    def work(num_devices: int) -> int:
+        asked = replace(
+            Request.of(split(40), cluster=cluster(num_devices, 10**5), mini_batch=512, time_limit=1000.0),
+            scheduler=scheduler,
+        )
+        found: list[PlanSearch] = []
+        calls = counted(lambda: found.append(first_of(asked)))
+        assert found[0].made is not None
+        assert found[0].made.plan.provenance.options["stages"] == "even"
+        return calls.all
+
+    few, many = work(32), work(128)
+    assert many <= 2 * few
+
+
+def test_where_only_more_sharding_fits_a_plan_with_it_is_kept_for_want_of_another() -> None:
+    """It is what an interruption ends with, and no other candidate is measured by it."""
+    row = CostRow(microbatch_size=1, forward_ns=100, backward_ns=200, activation_bytes=10)
+    profile = profile_of([[row]] * 16, parameters=[1_000] * 16)
+    asked = Request.of(profile, devices=32, mini_batch=128, memory_bytes=7_000, replicas=8, time_limit=1000.0)
+    search = first_of(asked)
+    assert search.best is None
+    assert search.answer is search.spare is not None
+    limit = Limit(math.inf)
+    found = search_plan(asked, within=limit, progress=lambda *_: limit.interrupt())
+    assert found.interrupted
+    assert all(stage.zero > 1 and stage.replicas > 1 for stage in found.plan.stages)
+    assert check(found.plan, profile).valid
+
+
+def test_a_chain_of_too_many_ways_to_be_cut_is_cut_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every range is kept for every stage: that was 15 GB for ten thousand blocks on a thousand devices."""
+    asked = Request.of(split(40), cluster=cluster(16, 3_000), mini_batch=16, shards=2, replicas=1)
+    choice = next(
+        each.choice
+        for each in uniform_choices(asked)
+        if (each.choice.strategy, each.choice.positions) == ("one-to-one", 8)
+    )
+    assert fitting_chain(asked, choice).cut() is not None
+    monkeypatch.setattr(recomputation, "_MOST_TIMES", 100)
+    assert fitting_chain(asked, choice).cut() is None
+    candidate = placed(asked, choice)
+    assert isinstance(candidate, PlacementCandidate)
+    assert {len(stage.blocks) for stage in candidate.placement.stages} <= {4, 5, 6}
+
+
+def test_what_is_left_is_not_made_after_an_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Candidates that nobody had time for are counted, not partitioned: that took seven seconds after a signal."""
+    made = list[int]()
+
+    def slowly(*given: Any) -> Iterator[Any]:
+        clock.now += 1.0
+        checkpoint()
+        made.append(1)
+        yield from ()
+
+    clock = Hand()
+    monkeypatch.setattr("pipeplan.planning.candidates.recomputing", slowly)
+    limit = Limit(100.0, clock=clock)
+    asked = Request.of(chain(12), devices=4, memory_bytes=10**6, time_limit=100.0)
+    found = search_plan(asked, within=limit, progress=lambda *_: limit.interrupt())
+    assert found.interrupted
+    assert found.candidates.left > 0
+    assert not made

@@ -111,6 +111,26 @@ def group_costs(
     return [summed(blocks) for blocks in checked(groups, 64)]
 
 
+def state_costs(profile: Profile, blocks: Iterable[str], shards: int, zero: Zero) -> list[StageCost]:
+    """[block] only what each keeps as a stage of its own, which does not depend on samples: the rest is zero.
+
+    Raises:
+        UsageError: a block shares what it would gather.
+    """
+    by_id, recipe, cut = (
+        {block.id: block for block in profile.blocks},
+        profile.recipe,
+        cuts(profile.recipe, zero, shards),
+    )
+    blocks, tied = list(blocks), _tied_in(profile, shards, cut)
+    if zero.level >= IN_ACTIONS:
+        require_apart(profile, zero.level, set(blocks))
+    return [
+        StageCost(0, 0, state=state_of(by_id[id_], recipe).share(cut), tied=frozenset(tied.get(id_, ())))
+        for id_ in checked(blocks, 64)
+    ]
+
+
 def require_apart(profile: Profile, level: int, blocks: Set[str]) -> None:
     """Refuse to exchange what some blocks share: it is gathered and reduced block by block, and would be with each.
 

@@ -424,32 +424,34 @@ class FittingChain:
         return 1 + max(each.stage for each in self.holdings)
 
     def cut(self) -> Cuts | None:
-        """The first block of each stage, with one on each position; None where nothing fits.
+        """The first block of each stage, with one on each position; None where nothing fits, or ways are too many.
 
         The longest is as short as can be, then the sum of squares.
         """
         most = 3 * -(-int(self.sums.compute[0, -1]) // self.num_stages) + int(np.diff(self.sums.compute[0]).max())
         for limit in (most, UNLIMITED):
             table = self._table(limit)
-            found = least_split(table.cost, self.num_blocks, table.kinds, table.fits)
+            found = None if table is None else least_split(table.cost, self.num_blocks, table.kinds, table.fits)
             if found is not None:
                 return found
         return None
 
-    def _table(self, most: int) -> _FittingTable:
-        """Of stages that take no more than ``most`` ns with nothing recomputed."""
-        begins, ends = np.triu_indices(self.num_blocks + 1, 1)
-        short = self.sums.time(begins, ends)[0] <= most
-        begins, ends = begins[short], ends[short]
-        like = list(dict.fromkeys(each[2:] for each in self.holdings))
+    def _table(self, most: int) -> _FittingTable | None:
+        """Of stages that take no more than ``most`` ns with nothing recomputed; None where they are too many."""
+        like, times = list(dict.fromkeys(each[2:] for each in self.holdings)), self.sums.compute[0]
+        last = np.searchsorted(times, times[:-1] + min(most, int(times[-1])), side="right") - 1
+        counts = last - np.arange(self.num_blocks)
+        if int(counts.sum()) * len(like) > _MOST_TIMES:
+            return None
+        first = np.cumsum([0, *counts])
+        begins = np.repeat(np.arange(self.num_blocks), counts)
+        ends = begins + 1 + np.arange(len(begins)) - first[begins]
         limit = max(each.limit for each in self.holdings)
         in_flight, owed, room = (np.array(column) for column in zip(*like, strict=True))
         beside = owed[:, None] * (self.owed_bytes[ends] - self.owed_bytes[begins]) + (limit - room)[:, None]
-        times = self.choosing.least(self.sums, 0, (begins, ends), in_flight, limit, beside)
-        number = np.full((self.num_blocks + 1, self.num_blocks + 1), len(begins))
-        number[begins, ends] = np.arange(len(begins))
-        times = np.concatenate([times, np.full((len(like), 1), UNLIMITED)], axis=1)
-        return _FittingTable(times, number, [like.index(each[2:]) for each in self.holdings])
+        found = self.choosing.least(self.sums, 0, (begins, ends), in_flight, limit, beside)
+        found = np.concatenate([found, np.full((len(like), 1), UNLIMITED)], axis=1)
+        return _FittingTable(found, first, last, [like.index(each[2:]) for each in self.holdings])
 
     def stages(self, begins: Cuts) -> StageTimes:
         """What each stage takes when the chain is cut so, with one stage on each position."""
@@ -546,17 +548,28 @@ class FittingChain:
         return None if best is None else best[1:]
 
 
+_MOST_TIMES = 2**24
+"""Of a chain's ranges of blocks, times kinds of stages: so many take some hundreds of megabytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class _FittingTable:
-    """[kind of stage, range] ns, ``UNLIMITED`` where it does not fit; ``number`` [begin, end] of a range."""
+    """[kind of stage, range] ns, ``UNLIMITED`` where it does not fit, as the last range does not.
+
+    Those that begin with a block are in a row from ``first`` [begin] on, up to that which ends at ``last`` [begin].
+    """
 
     times: Array
-    number: Array
+    first: Array
+    last: Array
     kinds: list[int]
 
     def cost(self, kind: int, begins: Array, ends: Array) -> Array:
         """Ns of ranges as such a stage."""
-        found: Array = self.times[kind, self.number[begins, ends]]
+        there = np.minimum(begins, len(self.last) - 1)
+        number = self.first[there] + ends - begins - 1
+        known = (begins < ends) & (ends <= self.last[there])
+        found: Array = self.times[kind, np.where(known, number, self.times.shape[1] - 1)]
         return found
 
     def fits(self, kind: int, begins: Array, ends: Array) -> NDArray[np.bool_]:

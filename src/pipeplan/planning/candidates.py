@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import accumulate, chain, groupby, islice, product
+from itertools import accumulate, chain, groupby, islice, pairwise, product
 from typing import Any
 
 import numpy as np
@@ -29,12 +29,11 @@ from pipeplan.partition.problem import PATIENCE, Partition, PartitionProblem, Pr
 from pipeplan.partition.recomputation import FittingChain, Holding, kept_whole, levels_of, recomputing
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
-from pipeplan.planning.uniform_space import BoundedChoice, Choice, best_first
+from pipeplan.planning.uniform_space import Blocks, BoundedChoice, Choice, best_first
 from pipeplan.planning.usual import USUAL, Counts, Usual, excess
 from pipeplan.schedule.state import SearchStep
 from pipeplan.texts import counted
 from pipeplan.time_limit import Limit, TimeUpError, checked
-from pipeplan.units import MAX_BYTES
 from pipeplan.workload.elements import Again, recompute_of
 from pipeplan.workload.workload import Workload
 
@@ -202,17 +201,22 @@ class _SameRequest:
         return isinstance(other, _SameRequest) and self.request is other.request
 
 
-@lru_cache(maxsize=4)
-def _uniform_of(same: _SameRequest) -> list[BoundedChoice]:
-    """The table of a request, which several steps of its search go through."""
-    open_ = open_shards(same.request)
-    return best_first(same.request, [each for shards in open_ for each in _uniform(same.request, shards)])
+@lru_cache(maxsize=8)
+def _uniform_of(same: _SameRequest, longest: bool = False, only: tuple[int, ...] | None = None) -> list[BoundedChoice]:
+    """The table of a request, which several steps of its search go through, or ``only`` that of some shards.
+
+    Of all pipelines, or of the ``longest`` alone.
+    """
+    request = same.request
+    choices = [each for shards in only or open_shards(request) for each in _uniform(request, shards, longest)]
+    return best_first(request, choices, _blocks_of(same))
 
 
-def _uniform(request: Request, shards: int) -> Iterator[Choice]:
+def _uniform(request: Request, shards: int, longest: bool) -> Iterator[Choice]:
     """With so many shards: every number of replicas and of positions, strategy, size and recomputation.
 
-    Where that is open, and memory is limited, each block is recomputed as far as it must be.
+    Where that is open, and memory is limited, each block is recomputed as far as it must be. Only the ``longest``
+    pipelines of one strategy are few even for many devices, and what fits anywhere mostly fits in one of them.
     """
     levels = levels_of(request.profile) if len(request.recomputes) > 1 else ()
     recomputes = (False,) if levels else request.recomputes
@@ -220,33 +224,39 @@ def _uniform(request: Request, shards: int) -> Iterator[Choice]:
     every: Sequence[int] = range(1, units + 1) if request.placement == "auto" else (1,)
     if request.positions is not None and request.replicas is None:  # all devices
         every = (units // request.positions,) if units >= request.positions else ()
+    known = _profiled(request, 1, False, shards)
     for replicas in checked(every if request.replicas is None else (request.replicas,), 1):
-        batches = list(_batches(request, replicas, False, shards))
-        for zero, batch, strategy in checked(product(_sharings(request, replicas), batches, _strategies(request)), 1):
+        batches = list(_batches(request, replicas, False, shards, known))
+        if not batches:
+            continue
+        strategies = _by_name(request)[:1] if longest else _strategies(request)
+        for zero, batch, strategy in checked(product(_sharings(request, replicas), batches, strategies), 1):
             how = STRATEGIES[strategy]
             if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
                 continue
-            every_length = range(1, units // replicas + 1)
-            lengths = [each for each in every_length if request.positions in (None, each)]
-            for chunks, positions, recompute in product(_chunks(request, strategy), lengths, recomputes):
-                if positions * (chunks or 1) > blocks:
-                    continue
-                if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
-                    own = (strategy, replicas, batch, recompute, False, shards, positions, zero, levels)
-                    yield Choice(*own, chunks=chunks)
+            for chunks in _chunks(request, strategy, units)[: 1 if longest else None]:
+                most = min(units // replicas, blocks // (chunks or 1))
+                lengths = [each for each in range(1, most + 1) if request.positions in (None, each)]
+                for positions, recompute in product(lengths[-1:] if longest else lengths, recomputes):
+                    if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
+                        own = (strategy, replicas, batch, recompute, False, shards, positions, zero, levels)
+                        yield Choice(*own, chunks=chunks)
 
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
 """How many stages a device may have in turn: virtual stages of interleaved schedules."""
 
+MOST_IN_TURN = 256
+"""Of more groups of devices each has two stages in turn, unless another number is asked for."""
 
-def _chunks(request: Request, strategy: str) -> Sequence[int | None]:
+
+def _chunks(request: Request, strategy: str, units: int) -> Sequence[int | None]:
     """How many stages a position may have on each route: as asked; those of a V or W are two, or as asked."""
     if not STRATEGIES[strategy].chunked:
         return (None,)
     if request.chunks is not None:
         return (request.chunks,)
-    return CHUNKS if strategy == "circular" else (2,)
+    return CHUNKS if strategy == "circular" and units <= MOST_IN_TURN else (2,)
 
 
 def _sharings(request: Request, replicas: int) -> list[Zero]:
@@ -258,48 +268,77 @@ def _sharings(request: Request, replicas: int) -> list[Zero]:
 
 
 def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
-    """Chains cut evenly by time that should fit with what 1F1B has in flight: the quickest to plan.
+    """Chains cut evenly by time, in the order in which they are likely to fit and to be quick: the quickest to plan.
 
-    Where blocks may be split, those come first that usually take least time. Else those with fewest stages, each on as
-    many replicas, then those that recompute; their micro-batches are as small as may be. Each takes a time linear in
-    blocks and devices.
+    Where blocks may be split, those come first that usually take least time, of the longest pipelines and then of all.
+    Else those with fewest stages, each on as many replicas, then those that recompute; their micro-batches are as small
+    as may be. Each should fit with what 1F1B has in flight, or the schedule that is asked for; it takes a time linear
+    in blocks and devices.
     """
-    order = request.profile.topological_order()
-    known: dict[Pricing, list[StageCost]] = {}
-    for choice in _plain(request):
-        if choice.pricing not in known:
-            known[choice.pricing] = choice.pricing.costs(request.profile, order)
-        groups = _groups(request, choice)
-        chain, begins, fit = _even(request, known[choice.pricing], groups, choice.batch)
-        if not fit and choice.levels and (again := fitting_chain(request, choice).chosen(begins)) is not None:
-            yield _with_recomputation(request, choice, "even", begins, again)
-        elif fit:
-            stages = tuple(
-                PlacedStage(
-                    blocks=order[begin:end],
-                    devices=group,
-                    shards=choice.shards,
-                    replicas=choice.replicas,
-                    **choice.zero.keys(choice.replicas),
-                )
-                for (begin, end), group in zip(chain.ranges(begins), groups, strict=True)
-            )
-            placement = Placement(strategy="one-to-one", num_devices=request.num_devices, stages=stages)
-            yield PlacementCandidate(placement, choice.batch, choice.recompute, "even")
+    blocks, limits = _blocks_of(_SameRequest(request)), [limit for limit in request.memory if limit is not None]
+    room = max(limits) if len(limits) == request.num_devices else math.inf
+    known: dict[Pricing, tuple[list[StageCost], int]] = {}
+    for choice in checked(_plain(request), 1):
+        if choice.usual in (None, USUAL[0]) and choice.strategy == "one-to-one":
+            if choice.pricing not in known:
+                costs = blocks.costs(choice.pricing)
+                known[choice.pricing] = costs, 0 if request.profile.tied else sum(cost.static_bytes for cost in costs)
+            costs, kept = known[choice.pricing]
+            groups = _groups(request, choice)
+            if kept > room * len(groups):
+                continue  # whatever is cut where
+            _, begins, fit = _even(request, costs, groups, choice.batch)
+        elif choice.levels:
+            begins, fit = _evenly(fitting_chain(request, choice)), False
+        else:
+            candidate = placed(request, choice, even)
+            if isinstance(candidate, PlacementCandidate):
+                yield replace(candidate, source="even")
+            continue
+        if fit:
+            yield _cut_so(request, choice, "even", begins)
+        elif choice.levels and (again := fitting_chain(request, choice).chosen(begins)) is not None:
+            yield _cut_so(request, choice, "even", begins, again)
+
+
+def _evenly(chain: FittingChain) -> tuple[int, ...]:
+    """The even cut of a chain, with nothing computed again."""
+    devices = [each.position for each in chain.holdings[: chain.num_stages]]
+    return even(Chain.of(chain.ways[0][1], devices, [None] * len(set(devices))))
+
+
+@lru_cache(maxsize=4)
+def _blocks_of(same: _SameRequest) -> Blocks:
+    """The blocks of a request's profile, those that cost the same as one."""
+    return Blocks.of(same.request.profile)
 
 
 def _plain(request: Request) -> Iterator[Choice]:
-    """One stage for each group of devices: the choices of :func:`even_cuts`."""
-    uniform = [each.choice for each in uniform_choices(request) if each.choice.usual == USUAL[0]]
-    if uniform:
-        yield from uniform
-        return
-    for recompute, replicas in product(request.recomputes, sorted(_replicas(request), reverse=True)):
-        batch = next(_batches(request, replicas, False), None)
-        count, zero = request.num_devices // replicas, request.sharing(replicas)
-        if batch is None or zero is None or request.num_devices % replicas or count > len(request.profile.blocks):
-            continue
-        yield Choice("one-to-one", replicas, batch, recompute, False, zero=zero)
+    """The choices of :func:`even_cuts`."""
+    name = request.scheduler
+    if has_table(request):
+        able, seen, same = _by_name(request), set[Choice](), _SameRequest(request)
+        open_ = open_shards(request)
+        many = len(_blocks_of(same).each) * len(open_) > _MANY_KINDS
+        tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
+        for each in chain.from_iterable(_uniform_of(same, *which) for which in tables):
+            suits = each.choice.strategy in able and (name != "auto" or each.choice.usual == USUAL[0])
+            if suits and each.choice not in seen:
+                seen.add(each.choice)
+                yield each.choice
+    elif name != "auto" or request.placement not in ("auto", "one-to-one"):
+        yield from strategy_choices(request)
+    else:
+        for recompute, replicas in product(request.recomputes, sorted(_replicas(request), reverse=True)):
+            batch = next(_batches(request, replicas, False), None)
+            count, zero = request.num_devices // replicas, request.sharing(replicas)
+            fewer = batch is None or zero is None or request.num_devices % replicas
+            if batch is not None and zero is not None and not fewer and count <= len(request.profile.blocks):
+                yield Choice("one-to-one", replicas, batch, recompute, False, zero=zero)
+
+
+_MANY_KINDS = 1_000
+"""Of more blocks that differ, times numbers of shards, the table takes a second: first come those of one number."""
 
 
 def _wide(request: Request, choice: Choice) -> list[tuple[int, ...]]:
@@ -318,7 +357,8 @@ def _even(
     request: Request, costs: Sequence[StageCost], groups: Sequence[Sequence[int]], batch: Batch
 ) -> tuple[Chain, tuple[int, ...], bool]:
     """A chain of blocks with these costs on groups of devices, its even cut, and whether that fits with 1F1B."""
-    known = [[request.memory[device] for device in group] for group in groups[: len(costs)]]
+    memory = request.memory
+    known = [[memory[device] for device in group] for group in groups[: len(costs)]]
     limits = [min((limit for limit in own if limit is not None), default=None) for own in known]
     chain = Chain.of(costs, range(len(known)), limits)
     begins = even(chain)
@@ -386,6 +426,13 @@ def _strategies(request: Request) -> Iterable[str]:
     if request.placement != "auto":
         return (request.placement,)
     return ("one-to-one",) if request.num_parted else STRATEGIES
+
+
+def _by_name(request: Request) -> list[str]:
+    """Those for which the schedule that is asked for is usual, or else all."""
+    every = list(_strategies(request))
+    own = [usual.strategy for usual in USUAL if usual.name == request.scheduler]
+    return [each for each in every if each in own] or every
 
 
 def _any_stages(request: Request) -> bool:
@@ -467,9 +514,8 @@ def fitting_chain(request: Request, choice: Choice) -> FittingChain:
         return np.ceil([np.broadcast_to(own, len(groups)) for own in each]).astype(np.int64)
 
     held, owed = of(usual.in_flight), of(usual.owed)
-    limits = [
-        min((size for x in group if (size := request.memory[x]) is not None), default=UNLIMITED) for group in groups
-    ]
+    memory = request.memory
+    limits = [min((size for x in group if (size := memory[x]) is not None), default=UNLIMITED) for group in groups]
     holdings = [
         Holding(at, stage, int(held[stage // len(groups), at]), int(owed[stage // len(groups), at]), limits[at])
         for route in how.routes(len(groups), chunks)
@@ -499,7 +545,7 @@ def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidat
         found = _cut_to_fit(chain, choice)
         if found is None:
             break
-        candidate = _with_recomputation(request, choice, source, *found)
+        candidate = _cut_so(request, choice, source, *found)
         if usual.exact:
             return candidate
         over = excess(workload_of(request, candidate, split_backward=usual.splits), usual)
@@ -517,10 +563,12 @@ def _cut_to_fit(chain: FittingChain, choice: Choice) -> tuple[tuple[int, ...], l
     """The first block of each stage, and what is recomputed."""
     if choice.strategy == "one-to-one":
         begins = chain.cut()
-        if begins is not None and choice.usual == USUAL[0]:
+        if begins is None:
+            begins = _evenly(chain)  # there may only have been too many ways to look at all
+        elif choice.usual == USUAL[0]:
             begins = polished(chain, begins, choice.batch.num_microbatches, chain)
-        again = None if begins is None else chain.chosen(begins)
-        return None if begins is None or again is None else (begins, again)
+        again = chain.chosen(begins)
+        return None if again is None else (begins, again)
     devices = [each.position for each in chain.holdings[: chain.num_stages]]
     return chain.levelled(lambda costs: balanced(Chain.of(costs, devices, [None] * len(set(devices)))))
 
@@ -546,16 +594,36 @@ def workload_of(request: Request, candidate: PlacementCandidate, *, split_backwa
     )
 
 
-def _with_recomputation(
-    request: Request, choice: Choice, source: str, begins: tuple[int, ...], again: Sequence[Sequence[Again]]
+def _cut_so(
+    request: Request,
+    choice: Choice,
+    source: str,
+    begins: Sequence[int],
+    again: Sequence[Sequence[Again]] | None = None,
 ) -> PlacementCandidate:
-    """The candidate cut so, of which each stage recomputes this of its blocks."""
-    whole = _chain(replace(request, memory_bytes=MAX_BYTES), choice, source, lambda chain: begins)
+    """The candidate of a choice whose stages begin there, and each recompute this of their blocks, if anything."""
+    order, groups, how = request.profile.topological_order(), _groups(request, choice), STRATEGIES[choice.strategy]
+    ranges = list(pairwise((*begins, len(order))))
+    routes = how.routes(len(groups), choice.per_position)
+    places = [
+        (route, position, *own) for route, each in enumerate(routes) for position, own in zip(each, ranges, strict=True)
+    ]
     stages = tuple(
-        stage.model_copy(update={"recompute": recompute_of(own)})
-        for stage, own in zip(whole.placement.stages, again, strict=True)
+        PlacedStage(
+            blocks=order[begin:end],
+            devices=groups[position],
+            shards=choice.shards,
+            replicas=choice.replicas,
+            route=route,
+            recompute=None if again is None else recompute_of(again[number]),
+            **choice.zero.keys(choice.replicas),
+        )
+        for number, (route, position, begin, end) in enumerate(places)
     )
-    return replace(whole, placement=whole.placement.model_copy(update={"stages": stages}))
+    placement = Placement(
+        strategy=choice.strategy, num_devices=request.num_devices, num_routes=len(routes), stages=stages
+    )
+    return PlacementCandidate(placement, choice.batch, choice.recompute, source, usual=choice.usual)
 
 
 def _is_fallback(request: Request, recompute: Again) -> bool:
@@ -580,11 +648,13 @@ def _replicas(request: Request) -> Sequence[int]:
     return list(dict.fromkeys(in_turn))
 
 
-def _batches(request: Request, replicas: int, spread: bool, shards: int | None = None) -> Iterator[Batch]:
-    """Micro-batches that replicas can share, of sizes per replica that all blocks were profiled around."""
+def _batches(
+    request: Request, replicas: int, spread: bool, shards: int | None = None, known: tuple[int, int] | None = None
+) -> Iterator[Batch]:
+    """Micro-batches that replicas can share, of sizes per replica that blocks were profiled around (``known``)."""
     mini_batch, unit = request.batch.mini_batch, replicas * (2 if request.num_parted else 1)
     dividing = [size for size in _sizes(request, replicas) if mini_batch % size == 0 and size % unit == 0]
-    low, high = _profiled(request, replicas, spread, shards) if dividing else (1, 0)  # which looks at every block
+    low, high = (known or _profiled(request, replicas, spread, shards)) if dividing else (1, 0)  # looks at every block
     for size in dividing:
         if low <= size // replicas <= high:
             yield Batch(mini_batch // size, size)

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pipeplan.costs.zero import AUTO, WHOLE, Zero
-from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
+from pipeplan.errors import InfeasibleError, NotApplicableError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan
-from pipeplan.partition.chain.rebalance import even
 from pipeplan.partition.recomputation import choices_of
 from pipeplan.planning.alternatives import explained
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
@@ -32,9 +31,8 @@ from pipeplan.planning.candidates import (
     StageGraphs,
     candidates,
     even_cuts,
+    has_table,
     is_large,
-    placed,
-    strategy_choices,
 )
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.request import Request
@@ -49,7 +47,7 @@ from pipeplan.planning.trials import (
     preferred,
     workloads,
 )
-from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget, load_solver
+from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FewerBytes, FirstLook
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
@@ -378,56 +376,92 @@ def _reason_against_parts(workload: Workload) -> str | None:
 
 @dataclass(frozen=True)
 class EvenCut(PlanStep):
-    """A first plan of a large request: cut evenly, with 1F1B or GPipe; in ``seconds`` at most, or it is said.
+    """A first plan: cut evenly, with 1F1B or GPipe, or the schedule that is asked for by name.
 
-    In others the first candidate is as quick; but where no more than ``hurry`` seconds are left they have one, too,
-    which takes so little that it is made however late it is. A schedule that is asked for by name has one in any case,
-    of the first choice of the strategies that fits, recomputing or not. Pipelines so deep that such a plan runs group
-    by group get larger groups as long as making their plan takes no more than a ``growth`` of the time that is left.
+    Where there is none after ``seconds`` that is said, and for a ``share`` of the time that is left it is looked for
+    all the same. Where no more than ``hurry`` seconds are left it takes so little that it is made however late it is.
+    If nothing fits with what replicas may divide by default, something with more of it is kept for when nothing else is
+    found. Pipelines so deep that such a plan runs group by group get larger groups as long as making their plan takes
+    no more than a ``growth`` of the time that is left.
     """
 
-    seconds: float = 2.5
+    seconds: float = 2.0
+    share: float = 0.2
     hurry: float = 1.0
     growth: float = 0.2
     name = "even cut"
     when = (
-        f"first, once; more than {LARGE} blocks x devices, or at most {hurry} s are left; --placement auto or "
-        "one-to-one, --scheduler auto; or any strategy with a named schedule"
+        "first, once; any strategy, with --scheduler auto or a named schedule. With --deterministic only for more than "
+        f"{LARGE} blocks x devices, with --placement auto or one-to-one and --scheduler auto"
     )
+    of = "what is left"
     in_turn = True
 
     def run(self, search: PlanSearch) -> None:
         request = search.request
-        plain = request.placement in ("auto", "one-to-one") and request.scheduler == "auto"
-        if search.begun or not (plain or _is_named(request)) or request.num_parted or request.spread:
+        if search.begun or isinstance(request.placement, Placement) or request.num_parted or request.spread:
+            return
+        if request.scheduler != "auto" and not _is_named(request):
             return
         search.begun = True
-        if _is_named(request):
-            if not search.budget.deterministic and not isinstance(request.placement, Placement):
-                with search.budget.share(self.seconds) as share, share.ended():
-                    self._look_named(search)
-                _secure(search)
-        elif is_large(request):
-            self._large(search)
-        elif not search.budget.deterministic and search.budget.left() <= self.hurry:
+        if search.budget.deterministic:
+            if request.scheduler == "auto" and request.placement in ("auto", "one-to-one") and is_large(request):
+                self._look(search, request)
+        elif search.budget.left() <= self.hurry and not is_large(request):
             with shielded():
-                self._look(search)
+                self._look(search, request)
                 _secure(search)
-
-    def _large(self, search: PlanSearch) -> None:
-        limit = Limit(math.inf if search.budget.deterministic else self.seconds)
-        with limit.ended():
-            self._look(search)
-        if search.best is None:
-            known = "found yet that fits" if limit.over else "found that fits"
-            search.say(f"no even cut with GPipe or 1F1B was {known}: the search goes on")
-            if limit.over:
-                self._look(search)
+        else:
+            self._in_time(search)
         _secure(search)
+        self._larger_groups(search)
+
+    def _in_time(self, search: PlanSearch) -> None:
+        what = "even cut with GPipe or 1F1B" if search.request.scheduler == "auto" else "even cut with the schedule"
+        telling = _Telling(
+            self.seconds,
+            clock=search.budget.clock,
+            tell=lambda: search.say(f"no {what} was found yet that fits: the search goes on"),
+        )
+        limit = Limit(max(self.seconds, self.share * search.budget.remaining), clock=search.budget.clock)
+        with limit.ended(), telling.enforced():
+            self._look(search, search.request)
+            if search.best is None and search.may_divide:
+                levels = replace(search.request, zero=AUTO).levels  # the table has the first by default
+                for level in levels[1:] if has_table(search.request) else levels:
+                    if search.spare is None and not telling.told:
+                        self._look(search, level)
+            if search.answer is None and not telling.told:
+                search.say(f"no {what} was found that fits: the search goes on")
+
+    def _look(self, search: PlanSearch, request: Request) -> None:
+        """The first that fits."""
+        unsuited: set[str] = set()
+        for candidate in even_cuts(request):
+            if candidate.placement.strategy in unsuited:
+                continue
+            trial = Trial.of(search.request, candidate, search.steps)
+            try:
+                if _is_named(request):
+                    trial.search(request, search.budget, search.budget.remaining)
+                elif candidate.placement.strategy == "one-to-one":
+                    trial.look_plainly()
+                else:
+                    trial.look(usual=candidate.usual)
+            except NotApplicableError:
+                unsuited.add(candidate.placement.strategy)
+            except PipeplanError:  # it does not fit
+                continue
+            if trial.best is not None:
+                search.found_first(trial, spare=request is not search.request)
+                return
+
+    def _larger_groups(self, search: PlanSearch) -> None:
         entries = MOST_ENTRIES
         while (
             (made := search.made) is not None
             and made.schedule.scheduler.endswith("+groups")
+            and search.best is not None
             and _MORE * made.seconds < self.growth * search.budget.remaining
         ):
             entries *= _MORE
@@ -436,31 +470,21 @@ class EvenCut(PlanStep):
             if search.made is made:
                 return
 
-    def _look(self, search: PlanSearch) -> None:
-        """The first that fits."""
-        for candidate in even_cuts(search.request):
-            trial = Trial.of(search.request, candidate, search.steps)
-            trial.look_plainly()
-            if trial.best is not None:
-                search.trials.append(trial)
-                search.looked_at += 1
-                search.report(trial)
-                return
 
-    def _look_named(self, search: PlanSearch) -> None:
-        """The first that fits with the schedule that is asked for."""
-        for choice in strategy_choices(search.request):
-            checkpoint()
-            candidate = placed(search.request, choice, even)
-            if isinstance(candidate, PipeplanError):
-                continue
-            with suppress(PipeplanError):
-                trial = Trial.of(search.request, candidate, search.steps)
-                trial.search(search.request, search.budget, search.budget.remaining)
-                search.trials.append(trial)
-                search.looked_at += 1
-                search.report(trial)
-                return
+@dataclass(slots=True, eq=False)
+class _Telling(Limit):
+    """Ends nothing, but when its time is up that is told at the next checkpoint, once."""
+
+    tell: Callable[[], None] = field(kw_only=True)
+    told: bool = field(default=False, init=False)
+
+    @property
+    def over(self) -> bool:
+        """Never."""
+        if not self.told and self.elapsed > self.seconds:
+            self.told = True
+            self.tell()
+        return False
 
 
 def _is_named(request: Request) -> bool:
@@ -641,14 +665,13 @@ def search_plan(
         InfeasibleError: nothing fits; the text names the device, the bytes and what to change.
         UsageError: a request that contradicts the profile.
     """
-    load_solver()
     clock = time.monotonic if within is None else within.clock
     budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within, clock=clock)
     looking = named(steps, LookAtCandidates) or LookAtCandidates()
     with request.reserve_said():
         search = PlanSearch(request, budget, progress, steps)
         search.run(lambda asked: candidates(asked, steps, looking.chains_between, looking.chains_first))
-        best = search.best
+        best = search.answer
         if best is None:
             raise _nothing(search)
     last = _last_plan(search, best)
@@ -658,7 +681,7 @@ def search_plan(
     counts = CandidateCounts(
         search.looked_at,
         search.refuted + refuted,
-        search.unfinished + sum(not search.refutes(propose) for propose in search.open),
+        search.unfinished + _left(search),
     )
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
     notes = [*search.notes, *(note for trial in search.trials for note in trial.notes)]
@@ -675,6 +698,20 @@ def search_plan(
         notes=(*dict.fromkeys(notes), *slices_left_out(request, schedule.workload, "what was found does not fit so")),
         explanation=explained(search) if explain else None,
     )
+
+
+def _left(search: PlanSearch) -> int:
+    """How many candidates there was no time for, as far as that is known without making them, which takes long."""
+    found, all_seen = 0, False
+    with Limit(math.inf if search.budget.deterministic else _COUNTING, clock=search.budget.clock).ended():
+        for propose in checked(search.open):
+            found += not search.refutes(propose)
+        all_seen = True
+    return found if all_seen else found + 1
+
+
+_COUNTING = 0.05
+"""Seconds in which what is left is counted."""
 
 
 def _nothing(search: PlanSearch) -> BaseException:
@@ -695,7 +732,7 @@ def _secure(search: PlanSearch) -> None:
     plan that takes long is also made again when there is a better one, as long as making plans takes little of the
     time: after an interruption there are only moments for it.
     """
-    best, made = search.best, search.made
+    best, made = search.answer, search.made
     if search.budget.deterministic or best is None or best.best is None:
         return
     size = best.best.graph.num_tasks

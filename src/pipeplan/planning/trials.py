@@ -328,7 +328,8 @@ class PlanSearch:
     {key: ns} are bounds of what is none of the trials: of all that the request leaves open (None), of candidates that
     are not tried or were given up. ``finalists`` are the trials with a schedule at the end, best first. ``notes`` say
     what went wrong, ``made`` is the plan that was made last, by which it is known how long that takes: that much time
-    is reserved for it. ``making_seconds`` is what making plans has taken.
+    is reserved for it. ``making_seconds`` is what making plans has taken. The ``spare`` trial is for want of any other:
+    its replicas divide more than they do by default.
     """
 
     request: Request
@@ -350,6 +351,7 @@ class PlanSearch:
     begun: bool = False
     making_seconds: float = 0.0
     made: MadePlan | None = None
+    spare: Trial | None = None
     _seen: set[Hashable] = field(default_factory=set)
     _said: tuple[int, str] | None = None
     _bounded: bool = field(init=False)
@@ -371,8 +373,9 @@ class PlanSearch:
                 self.others[None] = 1  # the least a bound is; it takes longer than the first plan to find out more
             in_turn = [step for step in steps if step.in_turn]
             self._try_all(candidates, in_turn)
-            if self.best is None and self._may_divide and any(isinstance(e, InfeasibleError) for e in self.failures):
-                self.request, self.begun = replace(self.request, zero=AUTO), False
+            if self.best is None and self.may_divide and any(isinstance(e, InfeasibleError) for e in self.failures):
+                self.request, self.begun = replace(self.request, zero=AUTO), self.spare is not None
+                self.trials += [] if self.spare is None else [self.spare]
                 self._try_all(candidates, in_turn)
             self.finalists = sorted(self.done, key=cmp_to_key(_compared))
             left = [step for step in steps if not step.in_turn]
@@ -395,7 +398,7 @@ class PlanSearch:
 
     def _bound(self) -> None:
         """Find out once, when there is a plan, what no plan that the request leaves open is below."""
-        if self.best is not None and not self._bounded:
+        if self.answer is not None and not self._bounded:
             self._bounded = True
             with shielded():
                 self.others[None] = request_bound(self.request)
@@ -409,7 +412,7 @@ class PlanSearch:
                 return
 
     @property
-    def _may_divide(self) -> bool:
+    def may_divide(self) -> bool:
         """Whether there may be replicas, in limited memory, and nobody has said what they divide."""
         request = self.request
         if request.zero is not None or request.least_memory is None:
@@ -421,7 +424,7 @@ class PlanSearch:
     @property
     def gives_way(self) -> bool:
         """Whether half of the time is over without a plan: the rest is for replicas that divide what they keep."""
-        return self.best is None and self._may_divide and self.budget.used > self.budget.seconds / 2
+        return self.best is None and self.may_divide and self.budget.used > self.budget.seconds / 2
 
     def _repeat(self, steps: Sequence[PlanStep]) -> None:
         while not self.all_seen:
@@ -440,6 +443,11 @@ class PlanSearch:
         least = min((trial.value_ns for trial in self.done if trial.value_ns is not None), default=None)
         equal = [trial for trial in self.done if trial.value_ns == least]
         return min(equal, key=cmp_to_key(_compared)) if equal else None
+
+    @property
+    def answer(self) -> Trial | None:
+        """The best trial, or for want of one the spare."""
+        return self.best or self.spare
 
     @property
     def done(self) -> list[Trial]:
@@ -497,9 +505,18 @@ class PlanSearch:
         if self.progress is not None:
             self.progress(what, 0, 0, self.budget.elapsed)
 
+    def found_first(self, trial: Trial, *, spare: bool) -> None:
+        """Keep a first trial with a schedule; as the ``spare`` if its replicas divide more than they do by default."""
+        self.looked_at += 1
+        if spare:
+            self.spare = trial
+        else:
+            self.trials.append(trial)
+        self.report(trial)
+
     def report(self, trial: Trial) -> None:
         """Report the best and the bound after a look at a trial."""
-        self._say(f"{trial.candidate.source} {trial.candidate.placement.strategy}", self.best)
+        self._say(f"{trial.candidate.source} {trial.candidate.placement.strategy}", self.answer)
 
     def listen(self, trial: Trial) -> Progress | None:
         """What the search of a trial's schedules calls: the best and the bound that are said are the whole search's."""
@@ -507,10 +524,10 @@ class PlanSearch:
             return None
 
         def heard(what: str, iteration_ns: int, bound_ns: int, seconds: float) -> None:
-            if self.best is None and not iteration_ns and self.progress is not None:
+            if self.answer is None and not iteration_ns and self.progress is not None:
                 self.progress(what, 0, bound_ns, self.budget.elapsed)
             else:
-                self._say(what, self.best, iteration_ns or None)
+                self._say(what, self.answer, iteration_ns or None)
 
         return heard
 

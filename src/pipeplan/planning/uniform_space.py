@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, can_split, transfer_time
 from pipeplan.costs.after import AfterActions, least_steps_ns
+from pipeplan.costs.stages import state_costs
 from pipeplan.costs.zero import WHOLE, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Edge, Profile
@@ -80,22 +81,27 @@ class BoundedChoice:
     usual_bytes: float
 
 
-def best_first(request: Request, choices: Sequence[Choice]) -> list[BoundedChoice]:
+def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> list[BoundedChoice]:
     """Those that may fit, each with a usual schedule: first what fits with that, by how long an iteration then takes.
 
     Each says its positions. Where blocks may be recomputed there is one for each schedule that asks for another choice
     of them; else a choice is there once, with the best of its schedules.
     """
-    blocks, splits = _Blocks.of(request.profile), request.split_backward is not False and can_split(request.profile)
+    splits = request.split_backward is not False and can_split(request.profile)
     keys = dict.fromkeys((one.pricing, one.levels) for one in checked(choices))
     whole = {
         key: _Sums.of(request, blocks, *key)
         for key in checked(dict.fromkeys((pricing._replace(zero=WHOLE), levels) for pricing, levels in keys), 1)
     }
+    kept = {
+        (shards, zero): blocks.kept(shards, zero)
+        for shards, zero in checked(dict.fromkeys((pricing.shards, pricing.zero) for pricing, _ in keys), 1)
+        if zero != WHOLE
+    }
     sums = {
-        (pricing, levels): None
-        if (own := whole[pricing._replace(zero=WHOLE), levels]) is None
-        else own.shared(blocks, pricing)
+        (pricing, levels): own
+        if (own := whole[pricing._replace(zero=WHOLE), levels]) is None or pricing.zero == WHOLE
+        else own.shared(kept[pricing.shards, pricing.zero])
         for pricing, levels in checked(keys, 1)
     }
     kinds = dict.fromkeys((choice.strategy, choice.per_position) for choice in checked(choices))
@@ -137,7 +143,7 @@ def _fewer(choices: Sequence[Choice]) -> list[bool]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks:
+class Blocks:
     """A profile's blocks in the order that is cut, those that cost the same as one: ``kinds`` [block] of ``each``.
 
     ``chained``: each waits for the one before it. ``shares_tensors``: together some hold less than alone.
@@ -150,7 +156,7 @@ class _Blocks:
     shares_tensors: bool
 
     @classmethod
-    def of(cls, profile: Profile) -> _Blocks:
+    def of(cls, profile: Profile) -> Blocks:
         """Of a profile."""
         into: dict[str, list[Edge]] = defaultdict(list)
         for edge in profile.edges:
@@ -178,6 +184,11 @@ class _Blocks:
     def costs(self, pricing: Pricing) -> list[StageCost]:
         """[block] as a stage of its own. Raises UsageError where one has no such costs."""
         known = pricing.costs(self.profile, self.each)
+        return [known[kind] for kind in self.kinds]
+
+    def kept(self, shards: int, zero: Zero) -> list[StageCost]:
+        """[block] only what it keeps. Raises UsageError where one shares what it would gather."""
+        known = state_costs(self.profile, self.each, shards, zero)
         return [known[kind] for kind in self.kinds]
 
 
@@ -216,7 +227,7 @@ class _Sums:
     eased: float
 
     @classmethod
-    def of(cls, request: Request, blocks: _Blocks, pricing: Pricing, levels: Sequence[Again] = ()) -> _Sums | None:
+    def of(cls, request: Request, blocks: Blocks, pricing: Pricing, levels: Sequence[Again] = ()) -> _Sums | None:
         """None where a block has no such costs."""
         try:
             costs = blocks.costs(pricing)
@@ -266,13 +277,10 @@ class _Sums:
             eased=_eased(costs, blocks.costs(pricing._replace(recompute=request.recompute or False))),
         )
 
-    def shared(self, blocks: _Blocks, pricing: Pricing) -> _Sums:
-        """The same where replicas divide what they keep."""
-        if pricing.zero == WHOLE:
-            return self
-        costs = blocks.costs(pricing)
-        static, gradients = _static_bytes(costs)
-        alone = max(cost.static_bytes + beside for cost, beside in zip(costs, self.beside_bytes, strict=True))
+    def shared(self, kept: Sequence[StageCost]) -> _Sums:
+        """The same where replicas divide what they keep: these are the blocks' states."""
+        static, gradients = _static_bytes(kept)
+        alone = max(cost.static_bytes + beside for cost, beside in zip(kept, self.beside_bytes, strict=True))
         return replace(self, static_bytes=static, gradient_bytes=gradients, alone_bytes=alone)
 
 
@@ -487,7 +495,8 @@ def _fitted(
 ) -> tuple[FloatArray, FloatArray]:
     """[choice] bytes of the fullest position of an even cut, and ns that all recompute together where that must fit.
 
-    ``inf`` where nothing fits. ``rows`` [choice] are the places of their sums.
+    ``inf`` where nothing fits. ``rows`` [choice] are the places of their sums. Of more than :data:`_MOST_LOOKED_AT`
+    positions only so many are looked at, evenly from the first to the last, which stand for the others.
     """
     needs, again = np.zeros(len(choices)), np.zeros(len(choices))
     static, held, owed_bytes, workspace = (
@@ -498,8 +507,11 @@ def _fitted(
     for usual, own in schedules:
         first = choices[own[0]]
         chunks, routes = first.per_position, 1 + STRATEGIES[first.strategy].two_ways
-        places, at = positions[own], np.arange(int(p[own].max()))[None, :]
-        there, at = at < places, np.minimum(at, places - 1)
+        places = positions[own]
+        looked = np.minimum(places, _MOST_LOOKED_AT)
+        number = np.arange(int(looked.max()))[None, :]
+        there = number < looked
+        at = np.where(there, number * (places - 1) // np.maximum(looked - 1, 1), places - 1)
         where = places, count[own], chunks, at
         flight, owed = routes * _of_each(usual.in_flight, where), _of_each(usual.owed, where)
         beside = (routes * static[own] + owed * owed_bytes[own]) / places + workspace[own]
@@ -512,7 +524,7 @@ def _fitted(
             alike = rows[own] == place
             saved, longer = sums[place].saved_bytes, sums[place].again_ns
             taken = np.interp(short[alike].clip(min=0.0), saved, longer, right=math.inf)
-            taken = np.where(there[alike], taken, 0.0).sum(axis=1) / p[own[alike]]
+            taken = np.where(there[alike], taken, 0.0).sum(axis=1) / looked[alike, 0]
             again[own[alike]] = np.where(ends[alike], taken, math.inf)
     return needs, again
 
@@ -557,6 +569,10 @@ def _hops_ns(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
         if (samples, apart) not in known:
             known[samples, apart] = least or sum(transfer_time(request.cluster, 0, apart, middling * samples))
         yield known[samples, apart]
+
+
+_MOST_LOOKED_AT = 64
+"""Of a thousand positions each is much like its neighbours."""
 
 
 def _after_ns(after: AfterActions, choice: Choice, sums: _Sums) -> int:

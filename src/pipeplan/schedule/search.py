@@ -200,8 +200,8 @@ class FirstLook(SearchStep):
     needed = True
 
 
-MOST_ENTRIES = 30_000
-"""A first plan's programs have no more entries, computing and messages, than this: one takes some microseconds."""
+MOST_ENTRIES = 10_000
+"""A first plan's programs have no more entries, computing and messages, than this: one takes some 40 microseconds."""
 
 
 def plain_look(workload: Workload, most_entries: int = MOST_ENTRIES) -> Schedule | None:

@@ -77,10 +77,11 @@ def tail_of(workload: Workload, ends_ns: Sequence[int], order: Collection[int] =
     free = [0] * len(acted)
     times = _one_after_another(workload.gradient_sums, ready, free, order or workload.sum_order)
     summed = [max(pair) for pair in zip(acted, free, strict=True)]
+    summed = [summed[leader] for leader in workload.leaders]
     stepped = [time + step for time, step in zip(summed, workload.steps_ns, strict=True)]
     gathers = workload.gathers
     _one_after_another(gathers, [max(stepped[device] for device in each.devices) for each in gathers], free)
-    ended = [max(pair) for pair in zip(stepped, free, strict=True)]
+    ended = [max(stepped[leader], free[leader]) for leader in workload.leaders]
     return Tail(tuple(times), tuple(acted), tuple(summed), tuple(stepped), tuple(ended))
 
 
@@ -173,6 +174,9 @@ def _least_iteration(workload: Workload, ends_ns: Sequence[int]) -> int:
         job = workload.gradient_sums[number]
         for device in job.devices:
             network[device] = max(network[device], ready[number]) + job.duration_ns
-    gathers = [sum(job.duration_ns for job in workload.gathers if device in job.devices) for device in range(len(free))]
+    gathers = [0] * len(free)
+    for job in workload.gathers:
+        for device in job.devices:
+            gathers[device] += job.duration_ns
     ends = zip(map(max, zip(free, network, strict=True)), workload.steps_ns, gathers, strict=True)
     return max(map(sum, ends))

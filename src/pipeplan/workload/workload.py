@@ -11,7 +11,7 @@ are numbered after the devices.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, compress
@@ -145,14 +145,34 @@ class Workload:
         return tuple(found)
 
     @cached_property
+    def leaders(self) -> tuple[int, ...]:
+        """[device] the first device with the same stages: whatever one of them does all of them do."""
+        own: list[list[int]] = [[] for _ in self.devices]
+        for number, stage in enumerate(self.stages):
+            for device in stage.devices:
+                own[device].append(number)
+        first: dict[tuple[int, ...], int] = {}
+        return tuple(first.setdefault(tuple(stages), device) for device, stages in enumerate(own))
+
+    @cached_property
     def gradient_sums(self) -> tuple[NetworkJob, ...]:
-        """The sums of gradients that take time: those of stages, by the first of them, then those of what is tied."""
-        return gradient_sums(self.stages, self.tied)
+        """The sums of gradients that take time: those of stages, by the first of them, then those of what is tied.
+
+        Their devices are only the :attr:`leaders`.
+        """
+        return self._led(gradient_sums(self.stages, self.tied))
 
     @cached_property
     def gathers(self) -> tuple[NetworkJob, ...]:
-        """The gatherings of stages' updated parameters that take time."""
-        return gathers_of(self.stages)
+        """The gatherings of stages' updated parameters that take time; their devices are only the :attr:`leaders`."""
+        return self._led(gathers_of(self.stages))
+
+    def _led(self, jobs: Sequence[NetworkJob]) -> tuple[NetworkJob, ...]:
+        found: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for each in jobs:
+            if each.devices not in found:
+                found[each.devices] = tuple(device for device in each.devices if self.leaders[device] == device)
+        return tuple(replace(each, devices=found[each.devices]) for each in jobs)
 
     @cached_property
     def steps_ns(self) -> tuple[int, ...]:
@@ -180,13 +200,14 @@ class Workload:
             max(
                 later[d] + min(way[each.stage][d] for way in sums) * (each.role in GRADIENT_ROLES)
                 for d in self.stages[each.stage].devices
+                if self.leaders[d] == d
             )
             for each in self.operations
         )
 
     @cached_property
     def least_sums(self) -> tuple[Counter[int], ...]:
-        """[stage][device] ns that the sums of a stage take there at least, after an action that adds to gradients."""
+        """[stage][leader] ns that the sums of a stage take there at least, after an action that adds to gradients."""
         found = tuple(Counter[int]() for _ in self.stages)
         left = tuple(Counter[int]() for _ in self.stages)
         ahead = [

@@ -100,7 +100,7 @@ class Answer:
 
 
 def load_solver() -> None:
-    """Import CP-SAT, which takes half a second and more, so that the clock of a search can start after it."""
+    """Import CP-SAT, which takes half a second and more, for what is timed or counted without it."""
     importlib.import_module("ortools.sat.python.cp_model")
 
 
