@@ -227,6 +227,7 @@ def layers(
                 collectives=exchanged(shards, *leaving(stack, shards), *entering(stack, shards)),
                 split=stack.split(partial(half, stack), half.cuts(stack)),
                 divided=stack.divides(shards),
+                form=(half, stack, shards.count, shards.index),
             )
             blocks.append(block)
     return blocks
