@@ -60,7 +60,7 @@ def test_ends_with_one_message_and_no_process_left(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["stopped", "killed"])
+@pytest.mark.parametrize("kind", [pytest.param("stopped", marks=pytest.mark.long), "killed"])
 def test_under_torchrun(kind: str) -> None:
     """A stopped rank could not take the signal that torchrun ends it with; a killed one is named before who lost it."""
     fault = Fault(kind, 0, step=1, counter=counter_of(split_chain(), 0, "W"))
