@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
 
 from builders.requests import request_of
 from pipeplan.cli.main import main
@@ -31,6 +32,7 @@ from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.runtime.profiling.build_profile import splits_of
 from pipeplan.runtime.profiling.counting import counted
 from pipeplan.runtime.profiling.estimate import estimate_model
+from pipeplan.runtime.profiling.flops import ProductCounter
 from pipeplan.runtime.profiling.instruments import saved_tensors, storages
 from pipeplan.runtime.profiling.measure import profile_model
 from support.marks import always, slow_but
@@ -446,6 +448,14 @@ def test_command_counts_the_products_of_experts_whatever_was_estimated_before(
     floor_ns = 1e9 * 2 * tokens * 2 * 3 * 4096 * 14336 / device_preset("h100-80gb").matrix_flops_per_s
     assert moe.costs[0].forward_ns > floor_ns
     assert (moe.costs[0].input_grad_ns or 0) > 2 * floor_ns
+
+
+def test_formulas_that_are_registered_later_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of grouped products are, when a model with experts is loaded."""
+    monkeypatch.setitem(flop_registry, torch.ops.aten.mul, lambda *_, **__: 7)
+    with ProductCounter() as counter:
+        torch.ones(2) * torch.ones(2)
+    assert counter.flops == 7
 
 
 @pytest.mark.slow
