@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from pipeplan import _api
 from pipeplan.checker import check
 from pipeplan.cli.main import cli
 from pipeplan.examples import ShapeCosts, shape
@@ -42,6 +44,17 @@ def chain(tmp_path: Path) -> Path:
     path = tmp_path / "chain.json"
     write_file(profile.model_copy(update={"placement": None}), str(path))
     return path
+
+
+def test_what_the_search_notes_is_said(v: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a person, a program or a file gets the answer: that a better plan was lost is not kept from anybody."""
+    own = _api.search
+    noted = "a schedule of 1ms was found, and there was no time to make its plan"
+    monkeypatch.setattr(_api, "search", lambda *given, **how: replace(own(*given, **how), notes=(noted,)))
+    for asked, stream in (((), "stdout"), (("--details",), "stdout"), (("--json",), "stderr"), (("-o", "-"), "stderr")):
+        done = CliRunner().invoke(cli, ["search", str(v), *PLAIN, *asked], env={"COLUMNS": "120"})
+        assert done.exit_code == 0, done.output
+        assert noted in getattr(done, stream)
 
 
 def test_figures_and_plan(v: Path, tmp_path: Path) -> None:

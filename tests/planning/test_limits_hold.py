@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from itertools import accumulate
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -411,6 +411,49 @@ def test_after_a_signal_a_plan_that_takes_long_is_not_made(monkeypatch: pytest.M
     assert clock.now <= found[-1] + 0.7
     assert "there was no time to make its plan" in result.notes[-1]
     assert check(result.plan).valid
+
+
+def test_a_last_plan_that_takes_too_long_ends_with_the_lateness(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of the limit, in which what follows it fits, too; the one made before is the answer."""
+    clock, planned, found = Hand(), planning_steps.planned, list[float]()
+
+    def slowly(*given: Any) -> Plan:
+        found.append(clock.now)
+        while len(found) > 1:
+            clock.now += 0.01
+            checkpoint()
+        return planned(*given)
+
+    def found_late(step: Ramps, state: SearchState) -> None:
+        clock.now = max(clock.now, 20.0)
+
+    monkeypatch.setattr(planning_steps, "planned", slowly)
+    monkeypatch.setattr(Ramps, "run", found_late)
+    asked = request_of(shape("m", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0)
+    result = search_plan(asked, within=Limit(20.0, clock=clock))
+    assert len(found) == 2
+    assert 21.5 < clock.now <= 21.95
+    assert "there was no time to make its plan" in result.notes[-1]
+
+
+@pytest.mark.parametrize(("value", "reserved"), [(9, 3.5), (10, 1.75), (None, 1.75)])
+def test_all_that_is_left_is_kept_for_a_better_plan_that_is_not_made_yet(value: int | None, reserved: float) -> None:
+    """It is expected to take 4.5 s; for one like that which was made half of what is left is kept."""
+    clock = Hand()
+    budget = Budget(20.0, clock=clock)
+    clock.now = 16.5
+
+    def schedule_of(actions: int) -> SimpleNamespace:
+        workload = SimpleNamespace(entries=12, operations=[None] * 4)
+        return SimpleNamespace(graph=SimpleNamespace(num_actions=actions), workload=workload)
+
+    predicted = SimpleNamespace(iteration_ns=10)
+    made = SimpleNamespace(seconds=3.0, schedule=schedule_of(100), plan=SimpleNamespace(predicted=predicted))
+    best = SimpleNamespace(best=schedule_of(150), value_ns=value)
+    search: Any = SimpleNamespace(budget=budget, answer=best, made=made, making_seconds=3.0)
+    planning_steps._secure(search)
+    assert budget.reserved == reserved
+    assert budget.expired == (value == 9)
 
 
 def test_a_first_plan_that_is_not_made_in_time_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

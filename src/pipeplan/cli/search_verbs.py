@@ -95,7 +95,7 @@ def search_command(
         if result.interrupted:
             say("pipeplan: interrupted; this is the best plan so far", err=True)
         if as_json or outputs.on_stdout:
-            say_notes(_api.input_notes(request))
+            say_notes((*result.notes, *_api.input_notes(request)))
         if as_json:
             say(json.dumps((tuning or result).figures()))
         elif not outputs.on_stdout:
@@ -129,7 +129,7 @@ def _print_result(
     )
 
     simulation = _api.simulate(result.plan)
-    notes = [*_api.input_notes(request), *([] if details else simulation.notes)]
+    notes = [*result.notes, *_api.input_notes(request), *([] if details else simulation.notes)]
     print_answer(request, result, simulation, written, file=sys.stdout)
     if result.explanation is not None:
         print_explanation(result.explanation, file=sys.stdout)

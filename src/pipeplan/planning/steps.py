@@ -713,6 +713,9 @@ def _left(search: PlanSearch) -> int:
 _COUNTING = 0.05
 """Seconds in which what is left is counted."""
 
+_ENDING = 5 * _COUNTING
+"""Seconds a search takes after its last plan: a large one that was not made is given up, what is left is counted."""
+
 
 def _nothing(search: PlanSearch) -> BaseException:
     """Why there is no plan."""
@@ -728,27 +731,38 @@ def _nothing(search: PlanSearch) -> BaseException:
 def _secure(search: PlanSearch) -> None:
     """Make the first plan at once, so that nothing can lose it, and keep as long for making the last one.
 
-    How long that takes is taken to grow with the number of actions; it is found out again when there are many more. A
+    How long that takes is taken to grow with the programs' entries; it is found out again when there are many more. A
     plan that takes long is also made again when there is a better one, as long as making plans takes little of the
-    time: after an interruption there are only moments for it.
+    time: after an interruption there are only moments for it. At most half of what is left is kept, but all of it for
+    a better one that is not made yet: searching on would lose that.
     """
     best, made = search.answer, search.made
     if search.budget.deterministic or best is None or best.best is None:
         return
-    size = best.best.graph.num_tasks
+    size = _entries(best.best)
     if made is None:
         made = _first_made(search, best)
     else:
-        expected = made.seconds * size / made.schedule.graph.num_tasks
-        larger = size > 2 * made.schedule.graph.num_tasks
-        value = best.value_ns
-        better = value is not None and value < made.plan.predicted.iteration_ns
+        expected = made.seconds * size / _entries(made.schedule)
+        larger = size > 2 * _entries(made.schedule)
         cheap = search.making_seconds + expected <= _MAKING * search.budget.elapsed
-        if larger or (better and expected > _MOMENT / 2 and cheap):
-            made = _made(search, best)
+        if larger or (_improves(best, made) and expected > _MOMENT / 2 and cheap):
+            made = _made_late(search, best)
     search.budget.wait_no_longer()
-    expected = made.seconds * size / made.schedule.graph.num_tasks
-    search.budget.reserved = min(expected, max(0.0, search.budget.left() + search.budget.reserved) / 2)
+    expected = made.seconds * size / _entries(made.schedule)
+    left = max(0.0, search.budget.left() + search.budget.reserved)
+    search.budget.reserved = min(expected, left if _improves(best, made) else left / 2)
+
+
+def _entries(schedule: Schedule) -> float:
+    """About how many the programs of its plan have, computing and messages."""
+    workload = schedule.workload
+    return workload.entries * schedule.graph.num_actions / len(workload.operations)
+
+
+def _improves(trial: Trial, made: MadePlan) -> bool:
+    """Whether its iteration is shorter than that of what was made."""
+    return trial.value_ns is not None and trial.value_ns < made.plan.predicted.iteration_ns
 
 
 _FEW = 4_000
@@ -777,6 +791,16 @@ def _made(search: PlanSearch, trial: Trial) -> MadePlan:
     return search.made
 
 
+def _made_late(search: PlanSearch, trial: Trial) -> MadePlan:
+    """The same, for which the search may be late: what ends in the middle is lost."""
+    budget = search.budget
+    budget.reserved, budget.patience = 0.0, max(0.0, search.lateness - _ENDING)
+    try:
+        return _made(search, trial)
+    finally:
+        budget.patience = 0.0
+
+
 def _first_made(search: PlanSearch, trial: Trial) -> MadePlan:
     """The first plan, made in any case where that takes little; else while there is time, whatever is heard: once."""
     assert trial.best is not None
@@ -801,10 +825,9 @@ def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
                 f"a schedule was found in {budget.elapsed:.1f} s, but there was no time to make its plan; raise "
                 "--time-limit"
             ) from None
-    budget.reserved, budget.patience = 0.0, search.lateness
     try:
         with budget.finishing(_MOMENT):
-            return _made(search, best)
+            return _made_late(search, best)
     except (KeyboardInterrupt, TimeUpError):
         known, value = before.plan.predicted.iteration_ns, best.value_ns or 0
         search.notes.append(

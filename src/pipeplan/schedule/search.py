@@ -210,8 +210,7 @@ def plain_look(workload: Workload, most_entries: int = MOST_ENTRIES) -> Schedule
     They are those of :func:`first_look`, which follows rules action by action. Of a run whose programs would have more
     entries it is a part that is repeated. None where they do not apply or fit.
     """
-    each = sum(len(devices) for devices in workload.holders) + sum(2 * len(d.hops) for d in workload.dependencies)
-    fewer = max(1, most_entries // each)
+    fewer = max(1, most_entries // workload.entries)
     if workload.num_microbatches <= 2 * fewer:
         return _plain(workload)
     short = _plain(workload.with_microbatches(fewer))

@@ -336,6 +336,12 @@ class Workload:
         return compute + tuple((len(self.devices) + transfer.link,) for transfer in self.transfers)
 
     @cached_property
+    def entries(self) -> int:
+        """How many each micro-batch has in the programs of all devices together, computing and messages."""
+        computing = sum(map(len, self.holders[: len(self.operations)]))
+        return computing + sum(2 * len(dependency.hops) for dependency in self.dependencies)
+
+    @cached_property
     def on_resource(self) -> tuple[tuple[int, ...], ...]:
         """[device, link] the items that run there, ascending."""
         found: list[list[int]] = [[] for _ in range(self.num_resources)]
