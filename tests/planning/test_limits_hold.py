@@ -621,6 +621,15 @@ def test_a_large_request_has_an_even_cut_first_and_says_where_none_fits() -> Non
     assert found.timed_out
 
 
+def test_that_no_even_cut_fits_is_said_once() -> None:
+    """Not again when all is tried with replicas that divide more."""
+    said: list[str] = []
+    tight = of(8, 8, 500, time_limit=20.0)
+    with pytest.raises(InfeasibleError):
+        search_plan(tight, progress=lambda what, *_: said.append(what), within=Limit(20.0, clock=Hand()))
+    assert len([what for what in said if "even cut" in what]) == 1
+
+
 def test_what_is_enforced_ends_an_even_cut() -> None:
     limit = Limit(1.0)
     limit.started -= 10

@@ -354,6 +354,7 @@ class PlanSearch:
     spare: Trial | None = None
     _seen: set[Hashable] = field(default_factory=set)
     _said: tuple[int, str] | None = None
+    _told: str = ""
     _bounded: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -501,8 +502,9 @@ class PlanSearch:
         return min([*self.others.values(), *(trial.bound_ns for trial in self.trials if given)], default=0)
 
     def say(self, what: str) -> None:
-        """Report that no plan is known yet."""
-        if self.progress is not None:
+        """Report that no plan is known yet; once, though all is tried again with replicas that divide more."""
+        if self.progress is not None and self._told != what:
+            self._told = what
             self.progress(what, 0, 0, self.budget.elapsed)
 
     def found_first(self, trial: Trial, *, spare: bool) -> None:
