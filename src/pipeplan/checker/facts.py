@@ -19,7 +19,7 @@ from pipeplan.workload.kinds import Role
 from pipeplan.workload.samples import Slots
 
 Deliveries = dict[tuple[int, int], dict[int, int]]
-"""{(target device, replica of the source): {micro-batch of the source: samples}}, of one period of both stages."""
+"""{(target device, copy of the source): {micro-batch of the source: samples}}, of one period of both stages."""
 
 
 def shares_evenly(stage: Stage) -> bool:
@@ -32,20 +32,23 @@ def period_of(source: Stage, target: Stage) -> int:
     return math.lcm(source.microbatch_size, target.microbatch_size) // source.microbatch_size
 
 
-def replicas_of(stage: Stage) -> dict[int, int]:
-    """{device: the replica of the stage that stands there}."""
+def copies_of(stage: Stage) -> dict[int, int]:
+    """{device: the copy of the stage that stands there}: of replica r with context c those from number r * c on."""
     return {device: index // stage.shards for index, device in enumerate(stage.devices)}
 
 
 def deliveries_of(source: Stage, target: Stage) -> Deliveries:
     """What each device of the target works on and did not make itself as a device of the source.
 
-    Both stages are on one route and share their micro-batches evenly over their replicas.
+    Both stages are on one route and share their micro-batches evenly over their replicas, and sequences over as many
+    parts: a device works on the part that stands in the same place in its own replica.
     """
-    common, makers = _common_samples(source, target), replicas_of(source)
+    common, makers = _common_samples(source, target), copies_of(source)
     found: Deliveries = defaultdict(dict)
-    for device, user in replicas_of(target).items():
-        for (maker, microbatch), samples in common[user].items():
+    for device, copy in copies_of(target).items():
+        user, part = divmod(copy, target.context)
+        for (replica, microbatch), samples in common[user].items():
+            maker = replica * source.context + part
             if maker != makers.get(device):
                 found[device, maker][microbatch] = samples
     return dict(found)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from pipeplan.checker.facts import Findings, deliveries_of, replicas_of, shares_evenly
+from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
 from pipeplan.costs import block_costs, held_part, state_of, step_bytes, sum_time, transfer_time, with_recipe
 from pipeplan.costs.communication import Exchange, all_gather_time, all_reduce_time, time_of_groups
 from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_recipe
@@ -186,6 +186,7 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
                 _of_configuration(known.blocks[id_], stage.configuration),
                 samples,
                 stage.shards,
+                context=stage.context,
                 recompute=again,
                 input_bytes=sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ())),
                 recipe=known.recipe,
@@ -245,8 +246,8 @@ def _share(state: MemoryBytes, parts: int, stage: Stage, known: _Known, *, least
 
 
 def _sharers(stage: Stage) -> int:
-    """How many replicas have one copy of what they divide."""
-    return stage.replicas if stage.zero_group is None else stage.zero_group
+    """How many copies of the parameters have one of what they divide."""
+    return stage.replicas * stage.context if stage.zero_group is None else stage.zero_group
 
 
 def _parts_held(known: _Known, stage: Stage, place: int) -> tuple[HeldPart, ...]:
@@ -695,8 +696,8 @@ def _is_divided(block: str, stage: Stage, known: _Known) -> bool:
 
 def _taken_bytes(edge: Edge, samples: int, stage: Stage, known: _Known) -> int:
     """What each device of a stage has of what one of its blocks takes: a slice of each sample's sequence, or all."""
-    size = _tensor_bytes(edge, samples)
-    return size if edge.broadcast or not _is_divided(edge.target, stage, known) else math.ceil(size / stage.shards)
+    parts = stage.context * (stage.shards if _is_divided(edge.target, stage, known) else 1)
+    return _tensor_bytes(edge, samples, parts)
 
 
 def _gathers_at_ends(
@@ -724,7 +725,7 @@ def _gathers_at_ends(
         samples = stage.microbatch_size // stage.replicas
         replicas = [stage.devices[first : first + stage.shards] for first in range(0, len(stage.devices), stage.shards)]
         times = [
-            max(all_gather_time(cluster, replica, _tensor_bytes(edge, samples)) for replica in replicas)
+            max(all_gather_time(cluster, replica, _tensor_bytes(edge, samples, stage.context)) for replica in replicas)
             for edge in edges.values()
         ]
         found[number][direction] = sum(times) if _knows_links(plan, cluster) else None
@@ -743,28 +744,31 @@ def _check_hops(
     source, target = plan.stage_of(dependency.source), plan.stage_of(dependency.target)
     if not (source.route == target.route and shares_evenly(source) and shares_evenly(target)):
         return
-    carried, makers = deliveries_of(source, target), replicas_of(source)
+    if source.context != target.context:  # refused whatever the profile
+        return
+    carried, makers = deliveries_of(source, target), copies_of(source)
     for index, hop in enumerate(dependency.hops):
         place = f"dependencies[{number}].hops[{index}]"
         samples = max(carried.get((hop.target_device, makers[hop.source_device]), {}).values(), default=0)
-        expected = {"bytes": sum(_tensor_bytes(edge, samples) for edge in edges)}
+        expected = {"bytes": sum(_tensor_bytes(edge, samples, source.context) for edge in edges)}
         if _knows_links(plan, cluster):
-            expected |= _times(hop, edges, samples, cluster)
+            expected |= _times(hop, edges, samples, source.context, cluster)
         _compare(place, hop, expected, findings)
 
 
-def _times(hop: Hop, edges: Sequence[Edge], samples: int, cluster: Cluster | None) -> dict[str, int]:
+def _times(hop: Hop, edges: Sequence[Edge], samples: int, parts: int, cluster: Cluster | None) -> dict[str, int]:
     priced = [edge for edge in edges if edge.transfer_ns is None]
     fixed = max((edge.transfer_ns for edge in edges if edge.transfer_ns is not None), default=0)
     latency, occupancy = 0, 0
     if priced:
-        size = sum(_tensor_bytes(edge, samples) for edge in priced)
+        size = sum(_tensor_bytes(edge, samples, parts) for edge in priced)
         latency, occupancy = transfer_time(cluster, hop.source_device, hop.target_device, size)
     return {"latency_ns": max(latency, fixed), "occupancy_ns": occupancy}
 
 
-def _tensor_bytes(edge: Edge, samples: int) -> int:
-    return edge.bytes_per_sample if edge.broadcast else edge.bytes_per_sample * samples
+def _tensor_bytes(edge: Edge, samples: int, parts: int = 1) -> int:
+    """Of one of equal parts of each sample, rounded up; what is one for all samples is whole everywhere."""
+    return edge.bytes_per_sample if edge.broadcast else -(-edge.bytes_per_sample * samples // parts)
 
 
 def _compare(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection
 
-from pipeplan.checker.facts import Findings, deliveries_of, goes_with, period_of, replicas_of, shares_evenly
+from pipeplan.checker.facts import Findings, copies_of, deliveries_of, goes_with, period_of, shares_evenly
 from pipeplan.files import Plan
 from pipeplan.files.placement import configuration_problem
 from pipeplan.time_limit import checked
-from pipeplan.workload.elements import Dependency, Operation
+from pipeplan.workload.elements import Dependency, Operation, context_problem
 from pipeplan.workload.kinds import BACKWARD_ROLES, COMPUTE_KINDS, PASSES, Role, in_order, role_of
 
 _FEEDS = {Role.FORWARD: (Role.FORWARD,), Role.BACKWARD: BACKWARD_ROLES, Role.INPUT_GRAD: BACKWARD_ROLES}
@@ -71,7 +71,13 @@ def _check_dependencies(plan: Plan, findings: Findings) -> None:
 
 
 def _check_shares(plan: Plan, findings: Findings) -> None:
-    """Replicas share each micro-batch's samples evenly, and so do the devices of each configuration."""
+    """Replicas share each micro-batch's samples evenly, and so do the devices of each configuration.
+
+    Sequences are in as many parts on all stages.
+    """
+    parted, configured = (s.num_parted for s in plan.stages), (bool(s.configurations) for s in plan.stages)
+    if problem := context_problem((stage.context for stage in plan.stages), parted, configured):
+        findings.add("stages", "stages", problem)
     for number, stage in enumerate(plan.stages):
         if not shares_evenly(stage):
             text = f"is {stage.microbatch_size}, which its {stage.replicas} replicas cannot share evenly"
@@ -102,7 +108,7 @@ def _check_blocks(plan: Plan, findings: Findings) -> None:
 def _divided(plan: Plan, number: int) -> str:
     """What the replicas of a stage divide: nothing where each has a copy of its own."""
     stage = plan.stages[number]
-    group = stage.zero_group or stage.replicas
+    group = stage.zero_group or stage.copies
     return f"zero {stage.zero} over {group} replicas" if stage.zero and group > 1 else "zero 0"
 
 
@@ -191,9 +197,11 @@ def _check_deliveries(plan: Plan, number: int, dependency: Dependency, findings:
     """Every device of the target gets just the samples it works on and did not make itself, each from one device."""
     source, target = plan.stage_of(dependency.source), plan.stage_of(dependency.target)
     same_samples = source.microbatch_size == target.microbatch_size or plan.num_routes == 1
+    if source.context != target.context:  # refused among stages
+        return
     if source.route != target.route or not (same_samples and shares_evenly(source) and shares_evenly(target)):
         return
-    needed, period, makers = deliveries_of(source, target), period_of(source, target), replicas_of(source)
+    needed, period, makers = deliveries_of(source, target), period_of(source, target), copies_of(source)
     brought: dict[tuple[int, int], str] = {}
     for index, hop in enumerate(dependency.hops):
         place = f"dependencies[{number}].hops[{index}]"
@@ -209,8 +217,8 @@ def _check_deliveries(plan: Plan, number: int, dependency: Dependency, findings:
         brought.setdefault(key, place)
     if dependency.has_instruction:  # it brings what it needs, and what others take of it, itself
         return
-    for device, replica in sorted(set(needed) - set(brought)):
-        devices = " or ".join(map(str, source.devices[replica * source.shards : (replica + 1) * source.shards]))
+    for device, copy in sorted(set(needed) - set(brought)):
+        devices = " or ".join(map(str, source.devices[copy * source.shards : (copy + 1) * source.shards]))
         text = f"{dependency.target} on device {device} works on samples made on device {devices}; a hop is missing"
         findings.add("hops", f"dependencies[{number}].hops", text)
 

@@ -22,11 +22,14 @@ def block_costs(
     microbatch_size: int,
     shards: int = 1,
     *,
+    context: int = 1,
     recompute: Again = False,
     input_bytes: int = 0,
     recipe: Recipe | None = None,
 ) -> CostRow:
     """The block's row for a micro-batch size, interpolated linearly between its neighbours where it has none.
+
+    A device has one of ``context`` parts of each sequence.
 
     With a ``recipe`` by which parameters are cast when they are used, the workspace has their part of the copy.
 
@@ -36,9 +39,9 @@ def block_costs(
     says; a row that says nothing of one stays as it is.
 
     Raises:
-        UsageError: no rows for this shard count, or the size is outside the rows' range.
+        UsageError: no rows for this shard count and context, or the size is outside the rows' range.
     """
-    row = _row_for(block, microbatch_size, shards, recompute=recompute, input_bytes=input_bytes)
+    row = _row_for(block, microbatch_size, shards, context, recompute=recompute, input_bytes=input_bytes)
     running = 0 if recipe is None else running_bytes(block, recipe)
     return row.model_copy(update={"workspace_bytes": row.workspace_bytes - (-running // shards)}) if running else row
 
@@ -64,17 +67,24 @@ def require_row(where: str, row: Mapping[str, Any]) -> None:
 _MOST = {"ns": MAX_NS, "bytes": MAX_BYTES}
 
 
-def _row_for(block: Block, microbatch_size: int, shards: int, *, recompute: Again, input_bytes: int) -> CostRow:
+def _row_for(
+    block: Block, microbatch_size: int, shards: int, context: int, *, recompute: Again, input_bytes: int
+) -> CostRow:
     if recompute == "selective":
-        return _core_recomputed(_row_for(block, microbatch_size, shards, recompute=False, input_bytes=0))
-    rows = sorted(
-        (row for row in block.costs if row.shards == shards and row.recompute == recompute and not row.configuration),
-        key=lambda row: row.microbatch_size,
-    )
+        return _core_recomputed(_row_for(block, microbatch_size, shards, context, recompute=False, input_bytes=0))
+    own = (row for row in block.rows(context) if row.shards == shards and row.recompute == recompute)
+    rows = sorted((row for row in own if not row.configuration), key=lambda row: row.microbatch_size)
     if not rows and recompute:
-        return _recomputed(_row_for(block, microbatch_size, shards, recompute=False, input_bytes=0), input_bytes)
+        whole = _row_for(block, microbatch_size, shards, context, recompute=False, input_bytes=0)
+        return _recomputed(whole, input_bytes)
+    if not rows and not block.rows(context):
+        known = sorted({row.context for row in block.costs})
+        raise UsageError(
+            f"block {block.id!r} has no costs for context {context}, only for {known}; profile it with --estimate "
+            f"--context {context}"
+        )
     if not rows:
-        known = sorted({row.shards for row in block.costs})
+        known = sorted({row.shards for row in block.rows(context)})
         raise UsageError(f"block {block.id!r} has no costs for {shards} shards, only for {known}; profile it with them")
     below = [row for row in rows if row.microbatch_size <= microbatch_size]
     above = [row for row in rows if row.microbatch_size >= microbatch_size]
@@ -134,6 +144,7 @@ def _between(low: CostRow, high: CostRow, microbatch_size: int) -> CostRow:
     values: dict[str, object] = {
         "microbatch_size": microbatch_size,
         "shards": low.shards,
+        "context": low.context,
         "recompute": low.recompute,
         "sequence_parallel": low.sequence_parallel,
     }

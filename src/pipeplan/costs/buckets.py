@@ -38,7 +38,7 @@ def with_buckets(
         stage = stages[operation.stage]
         if stage.zero > 1:
             continue
-        summed = stage.replicas > 1 or not with_others.isdisjoint(stage.blocks)
+        summed = stage.copies > 1 or not with_others.isdisjoint(stage.blocks)
         if operation.role in GRADIENT_ROLES and summed and len(stage.blocks) > 1 and operation.stage not in given:
             apart = {each.name for each in tied if operation.stage in each.stages}
             found[operation.stage] = replace(stage, buckets=_buckets(shared, stage, apart, operation))
@@ -56,7 +56,7 @@ def _buckets(shared: SharedState, stage: Stage, apart: Collection[str], operatio
         return ()
     samples = stage.microbatch_size // stage.replicas
     rows = [
-        block_costs(shared.blocks[id_], samples, stage.shards, recompute=again)
+        block_costs(shared.blocks[id_], samples, stage.shards, context=stage.context, recompute=again)
         for id_, again in zip(stage.blocks, stage.again, strict=True)
     ]
     deferred = operation.role is Role.WEIGHT_GRAD

@@ -378,7 +378,7 @@ def measured_rows(profile: Profile) -> list[tuple[Block, CostRow]]:
     """A row for each likeness and micro-batch size of unsplit blocks that keep their activations."""
     found: dict[tuple[Likeness, int], tuple[Block, CostRow]] = {}
     for block in profile.blocks:
-        for row in block.costs:
+        for row in block.rows():
             if row.shards == 1 and not row.recompute and row.configuration is None:
                 found.setdefault((likeness(block), row.microbatch_size), (block, row))
     return list(found.values())

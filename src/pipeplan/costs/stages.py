@@ -50,6 +50,7 @@ def stage_costs(
     microbatch_size: int,
     shards: int = 1,
     *,
+    context: int = 1,
     recompute: Recompute = False,
     zero: Zero = WHOLE,
     exchanging: Exchanging = _NOWHERE,
@@ -59,14 +60,14 @@ def stage_costs(
     Times, activations and parameters add up; a tensor that several of the blocks take and give a gradient for is held
     once (of blocks that divide it along the sequence, a slice), and so are parameters that they share. Workspace is the
     largest, since only one block runs at a time. Of what replicas divide by ``zero`` there is one part, and what they
-    exchange of each block takes its time where they are ``exchanging``; by default that is left out.
+    exchange of each block takes its time where they are ``exchanging``; by default that is left out. A device has one
+    of ``context`` parts of each sequence.
 
     Raises:
         UsageError: a block has no costs for this micro-batch size or shard count, or shares what it would gather.
     """
-    (cost,) = group_costs(
-        profile, [tuple(blocks)], microbatch_size, shards, recompute=recompute, zero=zero, exchanging=exchanging
-    )
+    how: dict[str, Any] = {"context": context, "recompute": recompute, "zero": zero, "exchanging": exchanging}
+    (cost,) = group_costs(profile, [tuple(blocks)], microbatch_size, shards, **how)
     return cost
 
 
@@ -76,6 +77,7 @@ def group_costs(
     microbatch_size: int,
     shards: int = 1,
     *,
+    context: int = 1,
     recompute: Recompute = False,
     zero: Zero = WHOLE,
     exchanging: Exchanging = _NOWHERE,
@@ -106,7 +108,7 @@ def group_costs(
 
     def summed(blocks: Sequence[str]) -> StageCost:
         chosen = [by_id[id_] for id_ in blocks]
-        return _summed(chosen, into, kept, tied, recipe, microbatch_size, shards, exchanged, recompute=recompute)
+        return _summed(chosen, into, kept, tied, recipe, microbatch_size, shards, context, exchanged, recompute)
 
     return [summed(blocks) for blocks in checked(groups, 64)]
 
@@ -168,12 +170,12 @@ def _summed(
     recipe: Recipe,
     microbatch_size: int,
     shards: int,
+    context: int,
     exchanged: Callable[[Block, CostRow], CostRow],
-    *,
     recompute: Recompute,
 ) -> StageCost:
     """Costs of the chosen blocks, with the edges ``into`` each block, what a device keeps of it, and what it shares."""
-    edges = [[(edge, places_divided(block, shards)) for edge in into.get(block.id, ())] for block in chosen]
+    edges = [[(edge, context * places_divided(block, shards)) for edge in into.get(block.id, ())] for block in chosen]
     rows = [
         exchanged(
             block,
@@ -181,6 +183,7 @@ def _summed(
                 block,
                 microbatch_size,
                 shards,
+                context=context,
                 recompute=again,
                 input_bytes=sum(_edge_bytes(edge, microbatch_size, parts) for edge, parts in each),
                 recipe=recipe,
@@ -446,7 +449,7 @@ def _costs_of(
 ) -> list[StageCost]:
     """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
     found = dict(given)
-    alike = defaultdict[tuple[int, int, Recompute, Zero, tuple[tuple[int, ...], ...]], list[int]](list)
+    alike = defaultdict[tuple[int, int, int, Recompute, Zero, tuple[tuple[int, ...], ...]], list[int]](list)
     for number, stage in enumerate(stages):
         if number in given:
             continue
@@ -457,10 +460,11 @@ def _costs_of(
             )
         again = stage.again if stage.recompute is True else stage.recompute  # the ends of a model, too, where so said
         samples, groups = stage.microbatch_size // stage.replicas, Exchanging.of(stage, cluster).groups
-        alike[samples, stage.shards, again, Zero.of(stage), groups].append(number)
-    for (samples, shards, recompute, zero, groups), numbers in alike.items():
-        blocks, exchanging = [stages[number].blocks for number in numbers], Exchanging(cluster, groups)
-        costs = group_costs(profile, blocks, samples, shards, recompute=recompute, zero=zero, exchanging=exchanging)
+        alike[samples, stage.shards, stage.context, again, Zero.of(stage), groups].append(number)
+    for (samples, shards, context, recompute, zero, groups), numbers in alike.items():
+        how: dict[str, Any] = {"context": context, "recompute": recompute, "zero": zero}
+        how["exchanging"] = Exchanging(cluster, groups)
+        costs = group_costs(profile, [stages[number].blocks for number in numbers], samples, shards, **how)
         found.update(zip(numbers, costs, strict=True))
     return [found[number] for number in range(len(stages))]
 
@@ -493,7 +497,7 @@ def _with_whole_ends(
             continue
         groups = [stage.devices[at : at + stage.shards] for at in range(0, len(stage.devices), stage.shards)]
         samples = stage.microbatch_size // stage.replicas
-        sizes = [_edge_bytes(edge, samples) for edge in _distinct(edges) if not edge.broadcast]
+        sizes = [_edge_bytes(edge, samples, stage.context) for edge in _distinct(edges) if not edge.broadcast]
         more = sum(max(all_gather_time(cluster, group, size) for group in groups) for size in sizes)
         if is_forward:
             found[number] = replace(cost, forward_ns=cost.forward_ns + more)
@@ -569,7 +573,14 @@ def _with_parts(profile: Profile, stage: Stage, operation: Operation, cluster: C
     samples = stage.microbatch_size // stage.replicas // 2
     zero, exchanging = Zero.of(stage), Exchanging.of(stage, cluster)
     cost = stage_costs(
-        profile, stage.blocks, samples, stage.shards, recompute=stage.again, zero=zero, exchanging=exchanging
+        profile,
+        stage.blocks,
+        samples,
+        stage.shards,
+        context=stage.context,
+        recompute=stage.again,
+        zero=zero,
+        exchanging=exchanging,
     )
     return replace(operation, part_ns=max(1, cost.forward_ns))
 
@@ -654,7 +665,7 @@ def _hops(
     by_target: dict[int, list[Hop]] = defaultdict(list)
     for (sender, receiver), samples in _carried(source, target, num_routes).items():
         size = max(samples.values())
-        hop = _hop(sender, receiver, edges, size, cluster)
+        hop = _hop(sender, receiver, edges, size, source.context, cluster)
         period = _period(source, target)
         first, last = min(samples), max(samples)
         if len(samples) < period:
@@ -683,9 +694,10 @@ def _carried(source: Stage, target: Stage, num_routes: int) -> dict[tuple[int, i
     return found
 
 
-def _hop(sender: int, receiver: int, edges: Sequence[Edge], samples: int, cluster: Cluster | None) -> Hop:
-    size = sum(_edge_bytes(edge, samples) for edge in edges)
-    priced = sum(_edge_bytes(edge, samples) for edge in edges if edge.transfer_ns is None)
+def _hop(sender: int, receiver: int, edges: Sequence[Edge], samples: int, parts: int, cluster: Cluster | None) -> Hop:
+    """A message of so many samples, of each of whose sequences it carries one of ``parts``."""
+    size = sum(_edge_bytes(edge, samples, parts) for edge in edges)
+    priced = sum(_edge_bytes(edge, samples, parts) for edge in edges if edge.transfer_ns is None)
     fixed = max((edge.transfer_ns for edge in edges if edge.transfer_ns is not None), default=0)
     latency, occupancy = transfer_time(cluster, sender, receiver, priced)
     if all(edge.transfer_ns is not None for edge in edges):

@@ -42,7 +42,7 @@ class Zero(NamedTuple):
     @classmethod
     def of(cls, stage: Stage | PlacedStage) -> Zero:
         """That of a stage; nothing is divided by one."""
-        group = stage.zero_group or stage.replicas
+        group = stage.zero_group or stage.copies
         return cls(stage.zero, group) if stage.zero and group > 1 else WHOLE
 
     def keys(self, replicas: int) -> dict[str, Any]:

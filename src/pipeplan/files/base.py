@@ -41,7 +41,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 from pydantic_core import CoreSchema, InitErrorDetails, core_schema, to_json
 
 from pipeplan.display import Displayed
-from pipeplan.workload.elements import Name, Printable, Text
+from pipeplan.workload.elements import WRITTEN_WHERE_SAID, Name, Printable, Text
 
 # Versions -----------------------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ FOLDER = "versions"
 
 Form = dict[str, Any]
 
-SAID_ONLY = "written_where_said"
+SAID_ONLY = WRITTEN_WHERE_SAID
 """Marks a key that files and canonical texts leave out where it has its default: one that came within a version."""
 
 _Place = tuple[str | int, ...]

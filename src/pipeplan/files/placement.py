@@ -9,6 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from pipeplan.files.base import SAID_ONLY, CurrentVersion, File, FileModel, current_version
 from pipeplan.workload.elements import (
+    CONTEXT,
     ZERO,
     ZERO_GROUP,
     Count,
@@ -18,6 +19,8 @@ from pipeplan.workload.elements import (
     Name,
     Recompute,
     ZeroLevel,
+    context_problem,
+    group_problem,
     mesh_of,
     recompute_problem,
     sharing_problem,
@@ -42,12 +45,16 @@ def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shar
 
 
 class PlacedStage(FileModel):
-    """A stage and its device group: ``shards`` devices split each block, ``replicas`` groups split the samples."""
+    """A stage and its device group: ``shards`` devices split each block, ``replicas`` groups split the samples.
+
+    Inside each replica ``context`` groups of shards split the sequence of every sample.
+    """
 
     blocks: Annotated[Items[Name], Field(min_length=1, description="block ids, in the order they run")]
     devices: Annotated[Items[Index], Field(min_length=1, description="the stage's device group")]
     shards: Annotated[Count, Field(description="devices that split each block (tensor parallel)")] = 1
     replicas: Annotated[Count, Field(description="groups that split the samples (data parallel)")] = 1
+    context: Annotated[Count, Field(description=CONTEXT, json_schema_extra={SAID_ONLY: True})] = 1
     microbatch_size: Annotated[
         Count | None, Field(description="samples in one micro-batch of this stage, if not the plan's")
     ] = None
@@ -70,21 +77,26 @@ class PlacedStage(FileModel):
     def _without_what_is_not_divided(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Placements that divide nothing stay as they were, and so do fingerprints of profiles that have them."""
         found: dict[str, Any] = written(self)
+        if found.get("context") == 1:
+            del found["context"]
         return {key: value for key, value in found.items() if value or key not in ("zero", "zero_group")}
+
+    @property
+    def copies(self) -> int:
+        """How many times its parameters are there: every replica has them once for each part of a sequence."""
+        return self.replicas * self.context
 
     @model_validator(mode="after")
     def _group_is_whole(self) -> PlacedStage:
         if len(set(self.devices)) != len(self.devices):
             raise ValueError("devices name a device twice")
-        if self.shards * self.replicas != len(self.devices):
-            raise ValueError(
-                f"shards {self.shards} x replicas {self.replicas} must equal the {len(self.devices)} devices"
-            )
+        if problem := group_problem(self.shards, self.context, self.replicas, len(self.devices)):
+            raise ValueError(problem)
         if len(set(self.blocks)) != len(self.blocks):
             raise ValueError("blocks name a block twice")
         size = self.microbatch_size
         samples = 0 if size is None else size // self.replicas  # without a size of its own it is not known yet
-        if problem := sharing_problem(self.zero, self.zero_group, self.replicas, bool(self.configurations)):
+        if problem := sharing_problem(self.zero, self.zero_group, self.copies, bool(self.configurations)):
             raise ValueError(problem)
         if problem := configuration_problem(self.configurations, len(self.blocks), self.shards, samples):
             raise ValueError(f"configurations {problem}")
@@ -158,4 +170,8 @@ class Placement(File):
                 seen[stage.route, block] = index
         if len(seen) != self.num_routes * len({block for _, block in seen}):
             raise ValueError(f"each of the {self.num_routes} routes must have the same blocks")
+        stages = self.stages
+        unlike = (bool(stage.configurations) for stage in stages)
+        if problem := context_problem((s.context for s in stages), (s.num_parted for s in stages), unlike):
+            raise ValueError(problem)
         return self

@@ -41,6 +41,7 @@ from pipeplan.workload.elements import (
     Text,
     TiedState,
     buckets_problem,
+    group_problem,
     recompute_problem,
     sharing_problem,
     slots_of,
@@ -186,6 +187,8 @@ class Plan(File):
             for key in ("step_ns", "gather_ns", "zero", "zero_group", "buckets"):
                 if not stage.get(key):
                     stage.pop(key, None)
+            if stage.get("context") == 1:
+                del stage["context"]
         return found
 
     @model_validator(mode="after")
@@ -221,9 +224,9 @@ class Plan(File):
                 )
         if len(set(stage.devices)) != len(stage.devices):
             raise ValueError(f"stages[{number}].devices name a device twice")
-        if stage.shards * stage.replicas != len(stage.devices):
-            raise ValueError(f"stages[{number}]: shards x replicas must equal its {len(stage.devices)} devices")
-        if problem := sharing_problem(stage.zero, stage.zero_group, stage.replicas, bool(stage.configurations)):
+        if problem := group_problem(stage.shards, stage.context, stage.replicas, len(stage.devices)):
+            raise ValueError(f"stages[{number}]: {problem}")
+        if problem := sharing_problem(stage.zero, stage.zero_group, stage.copies, bool(stage.configurations)):
             raise ValueError(f"stages[{number}]: {problem}")
         if problem := recompute_problem(stage.recompute, len(stage.blocks)):
             raise ValueError(f"stages[{number}].recompute {problem}")

@@ -35,6 +35,9 @@ class CostRow(FileModel):
     ``weight_grad_ns``, or all three. ``activation_bytes`` are held from the start of F to the end of B or I,
     ``weight_grad_bytes`` from the end of I to the end of W, ``workspace_bytes`` while an action runs.
 
+    With ``context`` c a device has one of c equal parts of each sample's sequence: a row is what it takes there, with
+    what it waits for keys and values of the others.
+
     With ``sequence_parallel`` the devices divide along the sequence what the block takes, keeps and gives outside of
     its split products (Korthikanti et al. 2022, section 4.2.2).
 
@@ -45,6 +48,13 @@ class CostRow(FileModel):
 
     microbatch_size: Annotated[Count, Field(description="samples in the micro-batch")]
     shards: Annotated[Count, Field(description="devices that split the block")] = 1
+    context: Annotated[
+        Count,
+        Field(
+            description="devices (or groups of shards) that share the sequence of each sample, in equal parts",
+            json_schema_extra={SAID_ONLY: True},
+        ),
+    ] = 1
     configuration: Annotated[Name | None, Field(description="named way of splitting, where there are several")] = None
     recompute: Annotated[bool, Field(description="costs with activation checkpointing of this block")] = False
     sequence_parallel: Annotated[
@@ -105,6 +115,8 @@ class CostRow(FileModel):
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Rows without sequence parallelism or an attention core stay as they were, and so do their fingerprints."""
         found: dict[str, Any] = written(self)
+        if self.context == 1:
+            found.pop("context", None)
         if not self.sequence_parallel:
             found.pop("sequence_parallel", None)
         if self.selective_ns is None:
@@ -119,9 +131,9 @@ class CostRow(FileModel):
         return halves if self.backward_ns is None else self.backward_ns
 
     @property
-    def key(self) -> tuple[int, int, str | None, bool]:
-        """What the row is for: micro-batch size, shards, configuration, recomputation."""
-        return (self.microbatch_size, self.shards, self.configuration, self.recompute)
+    def key(self) -> tuple[int, int, int, str | None, bool]:
+        """What the row is for: micro-batch size, shards, context, configuration, recomputation."""
+        return (self.microbatch_size, self.shards, self.context, self.configuration, self.recompute)
 
 
 Parameters = Annotated[int, Field(ge=0, le=MAX_BYTES)]
@@ -168,6 +180,10 @@ class Block(Parts):
     optimizer_bytes: OptimizerBytes = 0
     shared: Annotated[bool, Field(description="spread over all devices by placements that know shared blocks")] = False
     costs: Annotated[Items[CostRow], Field(min_length=1)]
+
+    def rows(self, context: int = 1) -> list[CostRow]:
+        """Its costs where each sequence is in so many parts; by default where it is whole."""
+        return [row for row in self.costs if row.context == context]
 
     @classmethod
     def of(
@@ -232,7 +248,8 @@ class Block(Parts):
             if row.key in seen:
                 raise ValueError(
                     f"costs[{index}] is for the same case as costs[{seen[row.key]}]: "
-                    f"microbatch_size {row.microbatch_size}, shards {row.shards}, recompute {row.recompute}"
+                    f"microbatch_size {row.microbatch_size}, shards {row.shards}, "
+                    f"{f'context {row.context}, ' if row.context > 1 else ''}recompute {row.recompute}"
                 )
             seen[row.key] = index
         return self
@@ -515,5 +532,5 @@ class Profile(File):
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
         """Micro-batch sizes for which every block has a row, ascending."""
-        sizes = [{row.microbatch_size for row in block.costs} for block in self.blocks]
+        sizes = [{row.microbatch_size for row in block.rows()} for block in self.blocks]
         return tuple(sorted(set.intersection(*sizes)))

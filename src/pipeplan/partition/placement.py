@@ -156,7 +156,7 @@ def _connected(profile: Profile) -> dict[str, int]:
 def can_spread(profile: Profile, shards: int) -> bool:
     """Whether there are shared blocks, and all have costs for being split over ``shards`` devices."""
     shared = [block for block in profile.blocks if block.shared]
-    return shards > 1 and bool(shared) and all(shards in {row.shards for row in block.costs} for block in shared)
+    return shards > 1 and bool(shared) and all(shards in {row.shards for row in block.rows()} for block in shared)
 
 
 def _groups(positions: int, replicas: int, units: Sequence[tuple[int, ...]], *, strided: bool) -> list[tuple[int, ...]]:
@@ -491,7 +491,7 @@ def _after_all(
     groups = sorted(feeding) or [stages[-1].devices]
     everyone = tuple(sorted(device for group in groups for device in group))
     by_id = {block.id: block for block in profile.blocks}
-    splits = all(len(everyone) in {row.shards for row in by_id[block].costs} for block in rest)
+    splits = all(len(everyone) in {row.shards for row in by_id[block].rows()} for block in rest)
     if replicas == 1 and splits:
         return PlacedStage(blocks=tuple(rest), devices=everyone, shards=len(everyone))
     return PlacedStage(blocks=tuple(rest), devices=groups[-1], replicas=replicas, **zero.keys(replicas))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, reduce
 from itertools import accumulate, pairwise
 from operator import add
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeplan.costs import StageCost, group_costs
 from pipeplan.costs.zero import WHOLE, Zero
@@ -46,13 +46,14 @@ def free(size: int, replicas: int) -> int:
 class Pricing(NamedTuple):
     """What costs are for: samples on one replica, whether activations are computed again, devices of a replica.
 
-    ``zero`` is what replicas divide of what is kept.
+    ``zero`` is what copies of the parameters divide of what is kept; a device has one of ``context`` parts of sequences.
     """
 
     samples: int
     recompute: Again = False
     shards: int = 1
     zero: Zero = WHOLE
+    context: int = 1
 
     def costs(self, profile: Profile, blocks: Iterable[str]) -> list[StageCost]:
         """[block] what each costs as a stage of its own, on each device of a replica.
@@ -60,9 +61,8 @@ class Pricing(NamedTuple):
         Raises:
             UsageError: a block was not profiled so.
         """
-        return group_costs(
-            profile, [(block,) for block in blocks], self.samples, self.shards, recompute=self.recompute, zero=self.zero
-        )
+        how: dict[str, Any] = {"context": self.context, "recompute": self.recompute, "zero": self.zero}
+        return group_costs(profile, [(block,) for block in blocks], self.samples, self.shards, **how)
 
 
 class Way(NamedTuple):
@@ -303,7 +303,7 @@ def _pairs(
     """(micro-batch size, replicas) for which every block has costs."""
     if num_devices < 1:
         raise UsageError(f"no stage of {profile.name!r} can run on {num_devices} devices; give more --devices")
-    known = [{row.microbatch_size for row in block.costs if row.shards == shards} for block in profile.blocks]
+    known = [{row.microbatch_size for row in block.rows() if row.shards == shards} for block in profile.blocks]
     missing = next((block.id for block, each in zip(profile.blocks, known, strict=True) if not each), None)
     if missing is not None:
         raise UsageError(

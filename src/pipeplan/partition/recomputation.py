@@ -285,9 +285,10 @@ def kept_whole(profile: Profile) -> frozenset[str]:
     return frozenset(block.id for block in profile.blocks if block.operator in NEVER_AGAIN)
 
 
-def choices_of(profile: Profile, blocks: Sequence[str], samples: int, shards: int) -> ChoosingBlocks:
+def choices_of(profile: Profile, blocks: Sequence[str], samples: int, shards: int, context: int = 1) -> ChoosingBlocks:
     """The blocks of one stage. Raises UsageError where one has no costs for so many samples and shards."""
-    ways = [(again, Pricing(samples, again, shards).costs(profile, blocks)) for again in levels_of(profile)]
+    plain = Pricing(samples, shards=shards, context=context)
+    ways = [(again, plain._replace(recompute=again).costs(profile, blocks)) for again in levels_of(profile)]
     kept = kept_whole(profile)
     return ChoosingBlocks.of(
         [

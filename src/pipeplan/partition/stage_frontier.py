@@ -312,7 +312,7 @@ def _all_alike(frontiers: StageFrontiers, num_devices: int) -> Iterator[SplitKin
 def _ways(frontiers: StageFrontiers, num_devices: int) -> Iterator[Way]:
     """Every way of a group, with shards that all blocks know."""
     size = frontiers.microbatch_size
-    for shards in sorted(set.intersection(*({row.shards for row in each.costs} for each in frontiers.profile.blocks))):
+    for shards in sorted(set.intersection(*({row.shards for row in each.rows()} for each in frontiers.profile.blocks))):
         zero = frontiers.zero(num_devices // shards)
         if num_devices % shards == 0 and size % (num_devices // shards) == 0 and zero is not None:
             for again in frontiers.recompute:
@@ -390,7 +390,7 @@ SPLITS: tuple[Callable[[StageFrontiers, int], Iterator[SplitKind]], ...] = (_all
 
 def _no_way(profile: Profile, microbatch_size: int) -> str:
     """Why no group can run any of the blocks."""
-    known = {block.id: sorted({row.shards for row in block.costs}) for block in profile.blocks}
+    known = {block.id: sorted({row.shards for row in block.rows()}) for block in profile.blocks}
     first = profile.blocks[0].id
     other = next((name for name, shards in known.items() if not set(shards) & set(known[first])), None)
     if other is None:

@@ -228,7 +228,7 @@ def _more_ways(profile: Profile) -> str:
 
 
 def _one_share(profile: Profile, whole_blocks: bool) -> bool:
-    return whole_blocks and all(row.shards == 1 for block in profile.blocks for row in block.costs)
+    return whole_blocks and all(row.shards == 1 for block in profile.blocks for row in block.rows())
 
 
 def frontier_request(
@@ -537,10 +537,10 @@ def _stage_words(stage: Stage) -> str:
         found = f"{named_devices(number)}, blocks split: {most_frequent(stage.configurations)}"
         found = f"({found})" if len(each) > 1 else found
     else:
-        counts = [(stage.replicas, "replicas"), (stage.shards, "shards")]
+        counts = [(stage.replicas, "replicas"), (stage.context, "context"), (stage.shards, "shards")]
         found = " x ".join(f"{count} {what}" for count, what in counts if count > 1) or "1 device"
     if stage.sharers > 1:
-        found += f" (ZeRO {stage.zero}{f' over {stage.sharers}' if stage.sharers < stage.replicas else ''})"
+        found += f" (ZeRO {stage.zero}{f' over {stage.sharers}' if stage.sharers < stage.copies else ''})"
     return f"{found}, {stage.recomputed}" if stage.recomputes else found
 
 

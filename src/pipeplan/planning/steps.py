@@ -119,7 +119,7 @@ def _eased(request: Request, trial: Trial, index: int, budget: Budget) -> Iterat
     if whole[1] is not None or stage.configurations or budget.expired:
         return
     size = (stage.microbatch_size or trial.candidate.batch.microbatch_size) // stage.replicas
-    choices = choices_of(request.profile, stage.blocks, size, stage.shards)
+    choices = choices_of(request.profile, stage.blocks, size, stage.shards, stage.context)
     low, high = 1, choices.num_undominated
     while low < high and not budget.expired:
         middle = (low + high) // 2
@@ -178,7 +178,7 @@ def _quicker_ways(request: Request, candidate: PlacementCandidate, divided: Work
     stages: dict[Zero, dict[int, _Change]] = {}
     for index, stage in enumerate(divided.stages):
         for zero in _less_divided(request, stage):
-            stages.setdefault(zero, {})[index] = {"zero": 0, "zero_group": None} | zero.keys(stage.replicas)
+            stages.setdefault(zero, {})[index] = {"zero": 0, "zero_group": None} | zero.keys(stage.copies)
     split = replace(request, split_backward=divided.splits_backward)
     found: dict[int, list[tuple[int, int, Zero]]] = {}
     for zero, changes in checked(stages.items(), 1):

@@ -211,6 +211,7 @@ def _way(workload: Workload, stage: Stage) -> str:
     words = [
         (stage.shards > 1 and bool(stage.blocks), f"{stage.shards} shards"),
         (bool(stage.configurations), _configurations(stage)),
+        (stage.context > 1, f"context {stage.context}"),
         (stage.replicas > 1, f"{stage.replicas} replicas of {size_in_words(stage.microbatch_size // stage.replicas)}"),
         (other_size, f"micro-batches of {size_in_words(stage.microbatch_size)}"),
         (stage.sharers > 1, zero_words([stage])),
@@ -222,13 +223,16 @@ def _way(workload: Workload, stage: Stage) -> str:
 
 
 def zero_words(stages: Sequence[Stage]) -> str:
-    """What replicas of some stages divide, of which the others divide nothing: ``ZeRO 1 over 8 replicas``."""
+    """What replicas of some stages divide, of which the others divide nothing: ``ZeRO 1 over 8 replicas``.
+
+    Where they share sequences, too, it is over copies of the parameters.
+    """
     dividing = [stage for stage in stages if stage.sharers > 1]
     if not dividing:
         return ""
     levels, groups = ({getattr(stage, name) for stage in dividing} for name in ("zero", "sharers"))
     level, group = ("-".join(map(str, dict.fromkeys((min(each), max(each))))) for each in (levels, groups))
-    return f"ZeRO {level} over {group} replicas"
+    return f"ZeRO {level} over {group} {'copies' if any(stage.context > 1 for stage in dividing) else 'replicas'}"
 
 
 def _configurations(stage: Stage) -> str:

@@ -615,7 +615,7 @@ def _block_scales(
 def _measured_over_computed(block: Block, nodes: Sequence[OperatorNode], preset: DevicePreset) -> tuple[float, float]:
     """Times of the block's row over those of its operators, forward and backward, at the nearest size it has."""
     samples = nodes[0].operation.axis("samples").size
-    sizes = [row.microbatch_size for row in block.costs if row.shards == 1]
+    sizes = [row.microbatch_size for row in block.rows() if row.shards == 1]
     if nodes[0].operation.kind == "block" or not sizes:
         return 1.0, 1.0
     row = row_for(block, min(sizes, key=lambda size: abs(size - samples)))

@@ -74,16 +74,25 @@ class FirstProblemOnly:
         return {**handler(source), "fail_fast": True}
 
 
+WRITTEN_WHERE_SAID = "written_where_said"
+"""Marks a key that files and canonical texts leave out where it has its default: one that came within a version."""
+
+
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a field means, in the words of its file's JSON Schema; and its default, where that is a new object."""
+    """What a field means, in the words of its file's JSON Schema; and its default, where that is a new object.
+
+    ``said_only``: files leave it out where it has its default.
+    """
 
     text: str
     default: dict[str, Any] | None = None
+    said_only: bool = False
 
     def __get_pydantic_json_schema__(self, core: Any, handler: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
         default = {} if self.default is None else {"default": self.default}
-        return {**default, **handler(core), "description": self.text}
+        marked = {WRITTEN_WHERE_SAID: True} if self.said_only else {}
+        return {**default, **handler(core), "description": self.text, **marked}
 
 
 Item = TypeVar("Item")
@@ -112,11 +121,42 @@ ZERO = (
     "what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, 2 gradients, too, "
     "3 parameters, too"
 )
-ZERO_GROUP = "neighbouring replicas that together have one copy of what is divided; none: all replicas"
+ZERO_GROUP = "neighbouring copies of the parameters (replicas x context) that together have one copy of what is divided; none: all"
+CONTEXT = "devices that share the sequence of each sample, in equal parts (context parallel)"
+
+
+def group_problem(shards: int, context: int, replicas: int, num_devices: int) -> str | None:
+    """What is wrong with how many devices a stage has, if anything."""
+    if shards * context * replicas == num_devices:
+        return None
+    between = f" x context {context}" if context > 1 else ""
+    return f"shards {shards}{between} x replicas {replicas} must equal the {num_devices} devices"
+
+
+def context_problem(contexts: Iterable[int], num_parted: Iterable[int], configured: Iterable[bool]) -> str | None:
+    """What is wrong with how stages share sequences, if anything: all share them alike, and split blocks alike.
+
+    A device hands on its own part of a sequence, which must be what the next stage's device takes.
+    """
+    first, own = None, 1
+    for number, (context, parted, unlike) in enumerate(zip(contexts, num_parted, configured, strict=True)):
+        first, own = (number, context) if first is None else (first, own)
+        if context != own:
+            return (
+                f"stages[{number}] has context {context}, and stages[{first}] has {own}: a device hands on its own part "
+                "of each sequence, so that all stages must have one context"
+            )
+        if context > 1 and unlike:
+            return f"stages[{number}] has context {context}, and blocks with configurations cannot; let context be 1"
+        if context > 1 and parted:
+            return f"stages[{number}] has context {context} and num_parted {parted}; leave one of them out"
+    return None
 
 
 def sharing_problem(zero: int, zero_group: int | None, replicas: int, configured: bool = False) -> str | None:
     """What is wrong with how a stage's replicas divide what they keep, if anything.
+
+    ``replicas`` counts all copies of the parameters: those that share a sequence, too.
 
     ``configured`` says that its blocks have configurations.
     """
@@ -216,8 +256,9 @@ def buckets_problem(buckets: Sequence[Bucket], num_blocks: int, duration_ns: int
 class Stage(Element):
     """A stage: blocks, device group, how it is split, and what it keeps on each of its devices.
 
-    Replica r stands on devices ``r * shards`` to ``(r + 1) * shards - 1`` of ``devices`` and works on the r-th of
-    equal shares of each micro-batch's samples.
+    Replica r stands on devices ``r * width`` to ``(r + 1) * width - 1`` of ``devices``, where the width is
+    ``shards * context``, and works on the r-th of equal shares of each micro-batch's samples. Of these, each ``shards``
+    neighbouring devices have one of ``context`` equal parts of every sequence, and a copy of the parameters.
 
     A stage of instructions has no blocks; its micro-batches say how often they run.
     """
@@ -226,6 +267,7 @@ class Stage(Element):
     devices: Annotated[Items[Index], MinLen(1)]
     shards: Count = 1
     replicas: Count = 1
+    context: Annotated[Count, Meaning(CONTEXT, said_only=True)] = 1
     configuration: Name | None = None
     configurations: Annotated[
         Items[Name], Meaning("how each block is split over the shards, such as samples2-shards2; none: all")
@@ -254,9 +296,14 @@ class Stage(Element):
     ] = ()
 
     @property
+    def copies(self) -> int:
+        """How many times its parameters are there: every replica has them once for each part of a sequence."""
+        return self.replicas * self.context
+
+    @property
     def sharers(self) -> int:
-        """Replicas that have one copy of what is divided among them; 1 where nothing is."""
-        return (self.zero_group or self.replicas) if self.zero else 1
+        """Copies that have one of what is divided among them; 1 where nothing is."""
+        return (self.zero_group or self.copies) if self.zero else 1
 
     @property
     def again(self) -> tuple[Again, ...]:

@@ -124,11 +124,16 @@ class Group(Protocol):
     def replicas(self) -> int:
         """Groups that split the samples."""
 
+    @property
+    def context(self) -> int:
+        """Parts of each sequence, each of which has ``shards`` neighbouring devices of a replica."""
+
 
 def replica_samples(samples: Range, replicas: int, replica: int) -> Range:
     """A replica's share of an action's samples: neighbours, equally many each.
 
-    Devices ``replica * shards`` to ``(replica + 1) * shards - 1`` of a stage are its replica number ``replica``.
+    Devices ``replica * width`` to ``(replica + 1) * width - 1`` of a stage are its replica number ``replica``, where the
+    width is ``shards * context``.
     """
     each = (samples[1] - samples[0]) // replicas
     return samples[0] + replica * each, samples[0] + (replica + 1) * each
@@ -140,17 +145,20 @@ def carried(
     """(source device, target device, samples): what has to be sent for one action of the target of one of the source.
 
     A target device is sent what its replica works on and its own copy of the source, if it has one, did not make. Of
-    source devices that hold the same, shard after shard sends in turn.
+    source devices that hold the same, shard after shard sends in turn. Where sequences are shared, a device is sent
+    its own part, by those that have the same; both stages share them alike.
     """
-    replica_of = {device: index // source.shards for index, device in enumerate(source.devices)}
+    copy_of = {device: index // source.shards for index, device in enumerate(source.devices)}
     first, each = source_samples[0], (source_samples[1] - source_samples[0]) // source.replicas
     for index, device in enumerate(target.devices):
-        needed = replica_samples(target_samples, target.replicas, index // target.shards)
-        own = replica_of.get(device)
+        user, part = divmod(index // target.shards, target.context)
+        needed = replica_samples(target_samples, target.replicas, user)
+        own = copy_of.get(device)
         after = min(source.replicas, -(-(needed[1] - first) // each))
         for replica in range(max(0, (needed[0] - first) // each), after):
             begin, end = replica_samples(source_samples, source.replicas, replica)
             begin, end = max(begin, needed[0]), min(end, needed[1])
-            if replica != own and begin < end:
-                sender = source.devices[replica * source.shards + index % target.shards % source.shards]
+            maker = replica * source.context + part
+            if maker != own and begin < end:
+                sender = source.devices[maker * source.shards + index % target.shards % source.shards]
                 yield sender, device, (begin, end)

@@ -219,6 +219,13 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
     Raises:
         UsageError: the plan contradicts them, or is of a training that ranks cannot do.
     """
+    shared = next((number for number, stage in enumerate(plan.stages) if stage.context > 1), None)
+    if shared is not None and isinstance(options, TrainOptions):
+        raise UsageError(
+            f"stages[{shared}] of the plan has context {plan.stages[shared].context}: so many devices share each "
+            "sequence (context parallelism), which run cannot do yet; search with --cp 1 for a plan to train with, or "
+            "replay this one with --emulate"
+        )
     sharded = next((number for number, stage in enumerate(plan.stages) if stage.sharers > 1), None)
     if sharded is not None and isinstance(options, TrainOptions):
         stage = plan.stages[sharded]
