@@ -613,6 +613,7 @@ def estimate(
     granularity: Granularity | None = None,
     shared: str | Sequence[str] = (),
     shards: Counts = 1,
+    context: Counts = 1,
     recompute: bool = False,
     dtype: Dtype | None = None,
     precision: str | None = None,
@@ -629,6 +630,7 @@ def estimate(
     Args:
         model: as all arguments that are not named here, see :func:`profile`.
         device: preset whose rates are taken, as ``"a100-80gb"``.
+        context: numbers of devices that share each sequence; costs of whole ones are there, too.
         dtype: number format; by default that of ``precision``, else the preset's.
         precision: recipe of what training keeps of every parameter; by default ``"bf16-mixed"`` for bfloat16,
             ``"fp16-mixed"`` for float16.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -91,23 +92,33 @@ class Stands:
     devices: tuple[int, ...]
     shards: int
     replicas: int
+    context: int = 1
 
-    def held(self, samples: tuple[int, int]) -> dict[int, set[int]]:
-        """{device: those of an action's samples that it works on}, sample by sample."""
+    def held(self, samples: tuple[int, int]) -> dict[int, set[tuple[int, int]]]:
+        """{device: those of an action's samples that it works on, with the part of each}, sample by sample."""
         each = (samples[1] - samples[0]) // self.replicas
-        found: dict[int, set[int]] = {device: set() for device in self.devices}
+        found: dict[int, set[tuple[int, int]]] = {device: set() for device in self.devices}
         for sample in range(*samples):
             replica = (sample - samples[0]) // each
-            for shard in range(self.shards):
-                found[self.devices[replica * self.shards + shard]].add(sample)
+            for part, shard in itertools.product(range(self.context), range(self.shards)):
+                place = (replica * self.context + part) * self.shards + shard
+                found[self.devices[place]].add((sample, part))
         return found
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> Stands:
+def groups(draw: st.DrawFn, context: int | None = None) -> Stands:
     shards, replicas = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    devices = draw(st.permutations(range(6)))[: shards * replicas]
-    return Stands(tuple(devices), shards, replicas)
+    context = context or draw(st.integers(1, 3))
+    devices = draw(st.permutations(range(18)))[: shards * context * replicas]
+    return Stands(tuple(devices), shards, replicas, context)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> tuple[Stands, Stands]:
+    """Two groups that share sequences alike."""
+    context = draw(st.integers(1, 3))
+    return draw(groups(context)), draw(groups(context))
 
 
 @SETTINGS
@@ -115,29 +126,31 @@ def groups(draw: st.DrawFn) -> Stands:
 def test_replicas_share_an_action_evenly(group: Stands, begin: int, each: int) -> None:
     samples = begin, begin + each * group.replicas
     for index, device in enumerate(group.devices):
-        share = replica_samples(samples, group.replicas, index // group.shards)
-        assert set(range(*share)) == group.held(samples)[device]
+        replica, part = divmod(index // group.shards, group.context)
+        share = replica_samples(samples, group.replicas, replica)
+        assert {(sample, part) for sample in range(*share)} == group.held(samples)[device]
 
 
 @SETTINGS
-@given(
-    groups(), groups(), st.tuples(st.integers(0, 8), st.integers(0, 8)), st.tuples(st.integers(1, 4), st.integers(1, 4))
-)
+@given(pairs(), st.tuples(st.integers(0, 8), st.integers(0, 8)), st.tuples(st.integers(1, 4), st.integers(1, 4)))
 def test_what_is_carried_is_what_is_missing(
-    source: Stands, target: Stands, begins: tuple[int, int], each: tuple[int, int]
+    both: tuple[Stands, Stands], begins: tuple[int, int], each: tuple[int, int]
 ) -> None:
     """Every device gets, once and from a device that has it, what it works on of the source's and did not make."""
+    source, target = both
     source_samples = begins[0], begins[0] + each[0] * source.replicas
     target_samples = begins[1], begins[1] + each[1] * target.replicas
     made, needed = source.held(source_samples), target.held(target_samples)
-    got: dict[int, list[int]] = {device: [] for device in target.devices}
+    got: dict[int, list[tuple[int, int]]] = {device: [] for device in target.devices}
+    part_of = {d: index // target.shards % target.context for index, d in enumerate(target.devices)}
     for sender, receiver, (begin, end) in carried(source, source_samples, target, target_samples):
         assert begin < end
         assert sender != receiver
-        assert set(range(begin, end)) <= made[sender]
-        got[receiver] += range(begin, end)
+        brought = [(sample, part_of[receiver]) for sample in range(begin, end)]
+        assert set(brought) <= made[sender]
+        got[receiver] += brought
     for device in target.devices:
-        wanted = (needed[device] & set(range(*source_samples))) - made.get(device, set())
+        wanted = {each for each in needed[device] if each[0] in range(*source_samples)} - made.get(device, set())
         assert sorted(got[device]) == sorted(wanted)
 
 
@@ -145,11 +158,11 @@ def test_what_is_carried_is_what_is_missing(
 @given(groups(), st.integers(1, 4))
 def test_shards_take_turns_in_sending(target: Stands, size: int) -> None:
     """Two devices that hold the same send to equally many, where all can."""
-    assume(target.shards == 2)
-    source = Stands((10, 11), 2, 1)
+    assume(target.shards == 2 and target.context == 1)
+    source = Stands((18, 19), 2, 1)
     samples = 0, size * target.replicas
     senders = [sender for sender, *_ in carried(source, samples, target, samples)]
-    assert senders.count(10) == senders.count(11) == target.replicas
+    assert senders.count(18) == senders.count(19) == target.replicas
 
 
 @pytest.mark.parametrize("num_routes", [1, 2, 3])

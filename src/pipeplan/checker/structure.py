@@ -75,8 +75,8 @@ def _check_shares(plan: Plan, findings: Findings) -> None:
 
     Sequences are in as many parts on all stages.
     """
-    parted, configured = (s.num_parted for s in plan.stages), (bool(s.configurations) for s in plan.stages)
-    if problem := context_problem((stage.context for stage in plan.stages), parted, configured):
+    configured = (bool(stage.configurations) for stage in plan.stages)
+    if problem := context_problem((stage.context for stage in plan.stages), configured):
         findings.add("stages", "stages", problem)
     for number, stage in enumerate(plan.stages):
         if not shares_evenly(stage):

@@ -171,6 +171,12 @@ def _read_text(path: str) -> str:
     help="Blocks to share over all devices, by id or operator; * is a wildcard.",
 )
 @click.option("--shards", type=COUNTS, default="1", help="Numbers of devices that split each block.")
+@click.option(
+    "--context",
+    type=COUNTS,
+    default="1",
+    help="Numbers of devices that share each sequence, for an estimate; whole ones are there, too.",
+)
 @click.option("--recompute", is_flag=True, help="Also give costs with activation checkpointing.")
 @click.option(
     "--dtype",
@@ -274,7 +280,7 @@ _USES = {
         {"communication", "output"},
         {"processes", "min_bytes", "max_bytes", "repeats", "warmup", "device", "cluster", "level", "as_json"},
     ),
-    "estimate": ({"name", "output", "estimate"}, _MODEL | {"calibrate", "kernels", "cluster", "as_json"}),
+    "estimate": ({"name", "output", "estimate"}, _MODEL | {"calibrate", "kernels", "context", "cluster", "as_json"}),
     "name": ({"name", "output"}, _MODEL | {"threads", "repeats", "warmup", "seed", "cluster", "as_json"}),
 }
 """What says which use is meant -> the parameters it needs, and those it may have."""
@@ -436,7 +442,7 @@ def estimated(
         _model(given, remarks.keep, meta=True),
         given["microbatch"],
         device=given["device"],
-        **{name: given[name] for name in ("dtype", *_RECIPE, "shards", "recompute", "kernels")},
+        **{name: given[name] for name in ("dtype", *_RECIPE, "shards", "context", "recompute", "kernels")},
         calibration=None if runs is not None else given_file("profile", calibration),
         runs=runs,
         cluster=given_file("cluster", given["cluster"]),

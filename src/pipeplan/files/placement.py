@@ -172,6 +172,6 @@ class Placement(File):
             raise ValueError(f"each of the {self.num_routes} routes must have the same blocks")
         stages = self.stages
         unlike = (bool(stage.configurations) for stage in stages)
-        if problem := context_problem((s.context for s in stages), (s.num_parted for s in stages), unlike):
+        if problem := context_problem((stage.context for stage in stages), unlike):
             raise ValueError(problem)
         return self

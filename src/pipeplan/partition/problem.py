@@ -46,7 +46,8 @@ def free(size: int, replicas: int) -> int:
 class Pricing(NamedTuple):
     """What costs are for: samples on one replica, whether activations are computed again, devices of a replica.
 
-    ``zero`` is what copies of the parameters divide of what is kept; a device has one of ``context`` parts of sequences.
+    ``zero`` is what copies of the parameters divide of what is kept, and a device has one of ``context``
+    parts of each sequence.
     """
 
     samples: int

@@ -121,7 +121,7 @@ ZERO = (
     "what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, 2 gradients, too, "
     "3 parameters, too"
 )
-ZERO_GROUP = "neighbouring copies of the parameters (replicas x context) that together have one copy of what is divided; none: all"
+ZERO_GROUP = "neighbouring replicas (each context times) that together have one copy of what is divided; none: all"
 CONTEXT = "devices that share the sequence of each sample, in equal parts (context parallel)"
 
 
@@ -133,23 +133,21 @@ def group_problem(shards: int, context: int, replicas: int, num_devices: int) ->
     return f"shards {shards}{between} x replicas {replicas} must equal the {num_devices} devices"
 
 
-def context_problem(contexts: Iterable[int], num_parted: Iterable[int], configured: Iterable[bool]) -> str | None:
+def context_problem(contexts: Iterable[int], configured: Iterable[bool]) -> str | None:
     """What is wrong with how stages share sequences, if anything: all share them alike, and split blocks alike.
 
     A device hands on its own part of a sequence, which must be what the next stage's device takes.
     """
-    first, own = None, 1
-    for number, (context, parted, unlike) in enumerate(zip(contexts, num_parted, configured, strict=True)):
-        first, own = (number, context) if first is None else (first, own)
-        if context != own:
+    first: int | None = None
+    for number, (context, unlike) in enumerate(zip(contexts, configured, strict=True)):
+        first = context if first is None else first
+        if context != first:
             return (
-                f"stages[{number}] has context {context}, and stages[{first}] has {own}: a device hands on its own part "
-                "of each sequence, so that all stages must have one context"
+                f"stages[{number}] has context {context}, and stages[0] has {first}: a device hands on its own part of "
+                "each sequence, so that all stages must have one context"
             )
         if context > 1 and unlike:
             return f"stages[{number}] has context {context}, and blocks with configurations cannot; let context be 1"
-        if context > 1 and parted:
-            return f"stages[{number}] has context {context} and num_parted {parted}; leave one of them out"
     return None
 
 

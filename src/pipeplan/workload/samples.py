@@ -132,7 +132,7 @@ class Group(Protocol):
 def replica_samples(samples: Range, replicas: int, replica: int) -> Range:
     """A replica's share of an action's samples: neighbours, equally many each.
 
-    Devices ``replica * width`` to ``(replica + 1) * width - 1`` of a stage are its replica number ``replica``, where the
+    Devices ``replica * width`` to ``(replica + 1) * width - 1`` of a stage are its replica number ``replica``; its
     width is ``shards * context``.
     """
     each = (samples[1] - samples[0]) // replicas

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from inspect import isclass, isroutine
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,27 +58,36 @@ def load_model(
         return _with_shared(_taken(name, kind, kind, grain, max(shards, default=1)), shared)
     if name in ZOO:
         _refuse_grain(name, grain)
-        return _with_shared(zoo_model(name, sequence=sequence, planned=planned_sequence), shared)
+        size = zoo_model(name, sequence=sequence, planned=planned_sequence)
+        return _with_shared(replace(size, parted=partial(_parted, name, size, {})), shared)
     if is_configuration(name):
-        name = configurations()[name].text if name in configurations() else name
+        said = configurations()[name].text if name in configurations() else name
         from pipeplan.runtime.models.huggingface import load_configuration
 
-        return _with_shared(
-            load_configuration(
-                name,
-                sequence=sequence,
-                planned_sequence=planned_sequence,
-                grain=grain or "half",
-                meta=meta,
-                seed=seed,
-                shards=shards,
-            ),
-            shared,
-        )
+        how: dict[str, Any] = {"grain": grain or "half", "meta": meta, "seed": seed, "shards": shards}
+        whole = load_configuration(said, sequence=sequence, planned_sequence=planned_sequence, **how)
+        return _with_shared(replace(whole, parted=partial(_parted, name, whole, how)), shared)
     require_model(name)
     if sequence is not None:
         raise UsageError(f"--sequence is for models of the zoo and configurations; {name} makes its own")
     return _with_shared(_made_by(name, grain, seed, max(shards, default=1)), shared)
+
+
+def _parted(name: str, model: Model, how: Mapping[str, Any], count: int) -> Model:
+    """The model that a name means, with samples of one of so many parts of each sequence.
+
+    Raises:
+        UsageError: its sequences cannot be divided so, or it has some of several lengths.
+    """
+    sequences = sorted({block.dimensions["sequence"] for block in model.blocks if "sequence" in block.dimensions})
+    if len(sequences) != 1 or not takes_sequence(name):
+        raise UsageError(f"--context {count}: samples of {name} are not one sequence each; leave --context out")
+    if sequences[0] % count:
+        raise UsageError(
+            f"--context {count}: {name} has sequences of {sequences[0]}, which {count} devices cannot share evenly; "
+            f"give a --sequence that is a multiple of {count}, or another --context"
+        )
+    return load_model(name, sequence=sequences[0] // count, **how)
 
 
 def takes_sequence(name: object) -> bool:

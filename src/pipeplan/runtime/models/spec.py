@@ -109,9 +109,10 @@ class Model:
     parameter name) pairs that stand for one parameter.
 
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
-    None if the model cannot be split over devices. ``texts`` is for models that can be trained on text. ``settings``
-    are all of the configuration that it was made of, if any. ``aliases`` are further names of tensors, and those that
-    ``names`` have. Raises UsageError where names do not fit.
+    None if the model cannot be split over devices. ``parted(count)`` gives the same model for samples that have one of
+    so many parts of each sequence; None where nothing says how long sequences are. ``texts`` is for models that can be
+    trained on text. ``settings`` are all of the configuration that it was made of, if any. ``aliases`` are further
+    names of tensors, and those that ``names`` have. Raises UsageError where names do not fit.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Model:
     made_up: bool = False
     switched_off: Mapping[str, int] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    parted: Callable[[int], Model] | None = None
 
     def __post_init__(self) -> None:
         where, known = f"model {self.name!r}", set[str]()

@@ -40,22 +40,27 @@ _WORTH_A_LOOK = 0.01
 
 @dataclass(frozen=True, slots=True)
 class RowKey:
-    """What is measured: a block at a micro-batch size, one device's share of it among ``shards``."""
+    """What is measured: a block at a micro-batch size, one device's share of it among ``shards``.
+
+    Samples have one of ``context`` parts of each sequence.
+    """
 
     block: str
     size: int
     shards: int = 1
     recompute: bool = False
+    context: int = 1
 
     @property
-    def kind(self) -> tuple[int, str]:
-        """Shards and block."""
-        return self.shards, self.block
+    def kind(self) -> tuple[int, int, str]:
+        """Shards, context and block."""
+        return self.shards, self.context, self.block
 
     @property
     def label(self) -> str:
         """For progress and errors."""
         split = f", split over {self.shards} devices" if self.shards > 1 else ""
+        split += f", sequences in {self.context} parts" if self.context > 1 else ""
         return f"block {self.block!r} at micro-batch size {self.size}{split}{', recomputed' * self.recompute}"
 
 
@@ -65,6 +70,7 @@ class KeptRow(FileModel):
     block: Name
     microbatch_size: Count
     shards: Count = 1
+    context: Count = 1
     recompute: bool = False
     activation_bytes: Bytes
     weight_grad_bytes: Bytes
@@ -74,7 +80,7 @@ class KeptRow(FileModel):
     @property
     def key(self) -> RowKey:
         """What was measured."""
-        return RowKey(self.block, self.microbatch_size, self.shards, self.recompute)
+        return RowKey(self.block, self.microbatch_size, self.shards, self.recompute, self.context)
 
 
 @dataclass(slots=True, eq=False)
@@ -167,6 +173,7 @@ class Bench:
             block=self.key.block,
             microbatch_size=self.key.size,
             shards=self.key.shards,
+            context=self.key.context,
             recompute=self.key.recompute,
             activation_bytes=self.activation_bytes,
             weight_grad_bytes=self.weight_grad_bytes,

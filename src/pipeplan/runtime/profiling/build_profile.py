@@ -10,7 +10,7 @@ import platform
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -28,8 +28,8 @@ from pipeplan.runtime.models.shapes import ShapedBlock, shaped_blocks, tokens_pe
 from pipeplan.runtime.models.spec import BlockSpec, Collective, Model, shards_named, unsplittable
 from pipeplan.runtime.profiling.flops import ProductCounter
 
-Kind = tuple[int, str]
-"""Shards and id of the block that is measured for all like it."""
+Kind = tuple[int, int, str]
+"""Shards, context and id of the block that is measured for all like it."""
 
 _NUM_SAMPLES, _MORE_SAMPLES = 3, 5  # what grows between them is of samples, the rest is shared by all
 
@@ -83,11 +83,15 @@ class BlockGraph:
 
 @dataclass(frozen=True, slots=True)
 class ModelShare:
-    """A model of which each block is one device's share among ``shards``, and what is known of it."""
+    """A model of which each block is one device's share among ``shards``, and what is known of it.
+
+    Its samples have one of ``context`` parts of each sequence.
+    """
 
     shards: int
     model: Model
     graph: BlockGraph
+    context: int = 1
 
 
 def kinds_of(splits: Sequence[ModelShare]) -> dict[Hashable, Kind]:
@@ -95,7 +99,7 @@ def kinds_of(splits: Sequence[ModelShare]) -> dict[Hashable, Kind]:
     found: dict[Hashable, Kind] = {}
     for split in splits:
         for block in split.graph.blocks:
-            found.setdefault(block.likeness, (split.shards, block.spec.id))
+            found.setdefault(block.likeness, (split.shards, split.context, block.spec.id))
     return found
 
 
@@ -258,9 +262,12 @@ def on_threads(count: int | None) -> Iterator[None]:
 
 
 def splits_of(
-    model: Model, shards: Sequence[int], dtype: torch.dtype, cluster: Cluster | None
+    model: Model, shards: Sequence[int], dtype: torch.dtype, cluster: Cluster | None, context: Sequence[int] = (1,)
 ) -> tuple[ModelShare, ...]:
-    """The model of one device for each number of devices. Raises UsageError."""
+    """The model of one device for each number of devices, and of those that share sequences. Raises UsageError.
+
+    Sequences are also whole.
+    """
     counts = sorted(set(shards))
     if not counts or counts[0] < 1:
         raise UsageError(f"--shards {list(counts)}: give at least one, each 1 or more")
@@ -271,8 +278,37 @@ def splits_of(
             f"--shards {counts[-1]}: the cluster has {cluster.num_devices} devices; give at most that, or a larger "
             "--cluster"
         )
-    models = {count: _share_of(model, count) for count in counts}
-    return tuple(ModelShare(count, each, block_graph_of(each, dtype)) for count, each in models.items())
+    parts = sorted({1, *context})
+    if parts[0] < 1:
+        raise UsageError(f"--context {list(context)}: give numbers of 1 or more")
+    if cluster is not None and counts[-1] * parts[-1] > cluster.num_devices:
+        raise UsageError(
+            f"--context {parts[-1]} with --shards {counts[-1]}: the cluster has {cluster.num_devices} devices; give "
+            "less, or a larger --cluster"
+        )
+    return tuple(
+        ModelShare(count, each, _apart(block_graph_of(each, dtype), part), part)
+        for part, whole in ((part, _part_of(model, part)) for part in parts)
+        for count, each in ((count, _share_of(whole, count)) for count in counts)
+    )
+
+
+def _part_of(model: Model, context: int) -> Model:
+    """The model whose samples have one of so many parts of each sequence. Raises UsageError."""
+    if context == 1:
+        return model
+    if model.parted is None:
+        raise UsageError(
+            f"--context {context}: {model.name} makes samples of its own; give a model of the zoo or a configuration"
+        )
+    return model.parted(context)
+
+
+def _apart(graph: BlockGraph, context: int) -> BlockGraph:
+    """The graph of parts of sequences, whose attention is over more than they have: its blocks are like no others."""
+    if context == 1:
+        return graph
+    return replace(graph, blocks=tuple(replace(block, likeness=(context, block.likeness)) for block in graph.blocks))
 
 
 def _share_of(model: Model, count: int) -> Model:
@@ -287,7 +323,8 @@ def _share_of(model: Model, count: int) -> Model:
 
 def unsplit_of(splits: Sequence[ModelShare], model: Model, dtype: torch.dtype) -> BlockGraph:
     """The unsplit model, whose sizes are those in a profile."""
-    return splits[0].graph if splits[0].shards == 1 else block_graph_of(model, dtype)
+    whole = splits[0].shards == splits[0].context == 1
+    return splits[0].graph if whole else block_graph_of(model, dtype)
 
 
 def profile_of_kinds(
@@ -308,7 +345,11 @@ def profile_of_kinds(
     for split in splits:
         for block in split.graph.blocks:
             for row in of_kind[kinds[block.likeness]]:
-                update = {"shards": split.shards, "sequence_parallel": block.spec.divided}
+                update = {
+                    "shards": split.shards,
+                    "context": split.context,
+                    "sequence_parallel": block.spec.divided,
+                }
                 own = row.model_copy(update=update)
                 whole = _with_collectives(own, block.spec.collectives, price)
                 require_row(f"block {block.spec.id!r}", dict(whole))

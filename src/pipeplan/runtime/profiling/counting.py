@@ -45,7 +45,7 @@ def counted(
     progress: Progress | None = None,
     *,
     fused: bool = False,
-) -> Iterator[tuple[Bench, Work]]:
+) -> Iterator[tuple[CountedBench, Work]]:
     """Every kind of block at every size, with its bytes, and its kernels in F, I and W: operators or ``fused``."""
     shapes = tuple(replace(split, model=_without_data(split.model, sizes, dtype)) for split in splits)
     tallies: list[_Tally] = []
@@ -54,11 +54,13 @@ def counted(
         tallies.append(_Tally(BlockTrace() if fused else None))
         return tallies[-1]
 
-    benches = Benches(shapes, recompute, dtype, _META, 0, UnfinishedProfile(), (), tally, _FakeBench)
+    benches = Benches(shapes, recompute, dtype, _META, 0, UnfinishedProfile(), (), tally, CountedBench)
     with attention_of_the_cpu():
         benches.fill(sizes, RunCounter(progress, benches.num_of_size * len(sizes)))
     for bench, found in zip(benches.all, tallies, strict=True):
         bench.times = [(0, 0, 0, 0)]
+        assert isinstance(bench, CountedBench)
+        bench.shared_bytes, bench.heads = found.core.shared_bytes, found.core.heads
         kernels, core = found.kernels, found.core.kernels
         if found.trace is not None:
             fused_ones = FusedTrace(found.trace)
@@ -67,13 +69,16 @@ def counted(
         yield bench, work if bench.row().selective_ns is None else {**work, CORE: core}
 
 
-class _FakeBench(Bench):
+class CountedBench(Bench):
     """A block that runs as seldom as can be: what F and I hold is noted while allocations are counted.
 
     ``core_bytes`` are less held where its attention core is computed again; None where it has no core.
+    ``shared_bytes`` are those of keys and values, of so many ``heads``.
     """
 
     core_bytes: int | None = None
+    shared_bytes: int = 0
+    heads: int = 0
     tally: _Tally | None = None
 
     def row(self) -> CostRow:
@@ -171,6 +176,8 @@ def _attention(
     """As torch has it for tensors on the CPU: fused if it can be, which the CPU is asked."""
     if _CORES:
         with _CORES[-1].inside(query, key, value, attn_mask) as core:
+            core.shared_bytes += key.numel() * key.itemsize + value.numel() * value.itemsize
+            core.heads = key.shape[-3]
             made = _core(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
             core.hand_out(made)
         return made
@@ -245,6 +252,7 @@ class _TracedCore:
         self.kernels: list[Kernel] = []
         self.made: dict[int, int] = {}
         self.given: dict[int, int] = {}
+        self.shared_bytes = self.heads = 0
         self.released = 0
         self.running = False
 

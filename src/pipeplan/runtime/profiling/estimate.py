@@ -5,11 +5,13 @@ device's rates, or fitted to what was measured.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
-from pipeplan.costs.communication import prices_in, prices_of
+from pipeplan.costs.communication import Exchange, Prices, prices_in, prices_of, time_of_groups
 from pipeplan.costs.devices import (
+    CORE,
     Calibration,
     DevicePreset,
     Kernel,
@@ -27,6 +29,7 @@ from pipeplan.costs.uniform.traced import FusedRates
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile, Recipe
 from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.profiling.benches import RowKey
 from pipeplan.runtime.profiling.build_profile import (
     STATE_NOTES,
     bare_profile,
@@ -36,7 +39,7 @@ from pipeplan.runtime.profiling.build_profile import (
     splits_of,
     unsplit_of,
 )
-from pipeplan.runtime.profiling.counting import counted
+from pipeplan.runtime.profiling.counting import CountedBench, counted
 from pipeplan.runtime.profiling.optimizer_step import estimated_rate
 from pipeplan.runtime.profiling.rounds import Progress
 
@@ -61,6 +64,7 @@ def estimate_model(
     device: DevicePreset,
     dtype: torch.dtype,
     shards: Sequence[int] = (1,),
+    context: Sequence[int] = (1,),
     recompute: bool = False,
     calibration: Profile | None = None,
     runs: RunsFit | None = None,
@@ -80,6 +84,7 @@ def estimate_model(
         device: whose rates are taken.
         dtype: of parameters and activations.
         shards: devices that split each block.
+        context: devices that share the sequence of each sample; it is also whole.
         recompute: rows with activation checkpointing of each block, too.
         calibration: a measured profile that times are fitted to: of this model, or of some of its blocks.
         runs: what published runs reach on the device, instead of a measured profile; by default what the catalog says
@@ -104,11 +109,11 @@ def estimate_model(
         raise UsageError(f"--calibrate fits measured times, which say nothing of FP8; leave --precision {recipe} out")
     if fp8:
         device.fp8_peak()  # before anything is traced
-    splits = splits_of(model, shards, dtype, cluster)
-    rows = {
-        bench.key: (_untimed(bench.row()), work)
-        for bench, work in counted(splits, sizes, dtype, recompute, progress, fused=fused)
-    }
+    splits = splits_of(model, shards, dtype, cluster, context)
+    rows, shared = dict[RowKey, tuple[CostRow, Work]](), dict[RowKey, int]()
+    for bench, work in counted(splits, sizes, dtype, recompute, progress, fused=fused):
+        rows[bench.key] = _untimed(bench.row()), over_whole_sequences(work, bench.key.context, bench.key.label)
+        shared[bench.key] = _of_key_value_heads(model, bench)
     unsplit, notes = unsplit_of(splits, model, dtype), f"{_NOTES} {_FUSED if fused else _EAGER}"
     shares = shares_for(device.name, catalog_shares()) if runs is None else runs.shares
     rates = FusedRates.of(device, shares if shares.runs else own_shares(device))
@@ -116,7 +121,19 @@ def estimate_model(
         device, notes = rates.device, f"{notes} {shares.notes if runs is None else runs.notes}"
 
     kernel_ns = _kernel_ns(rates if fused else device, fp8=fp8)
-    timed = {key: _on_device(row, work, kernel_ns) for key, (row, work) in rows.items()}
+    if calibration is not None and max(context) > 1:
+        raise UsageError(
+            "--calibrate fits measured times of whole sequences, and --context divides them; leave one of them out"
+        )
+    prices = prices_of(device) if cluster is None else None
+    timed = {
+        key: with_exchange(
+            _on_device(row, work, kernel_ns),
+            _gather_ns(key, shared[key] * key.context, prices, cluster),
+            *(_attention_ns(work[phase], kernel_ns) for phase in ("forward_ns", "input_grad_ns")),
+        )
+        for key, (row, work) in rows.items()
+    }
     if calibration is not None:
         bare = bare_profile(model, unsplit)
         fitted = _fitted(calibration, reference or model, dtype)
@@ -143,6 +160,67 @@ def _kernel_ns(rates: DevicePreset | FusedRates, *, fp8: bool) -> Callable[[Kern
 def _on_device(row: CostRow, work: Work, kernel_ns: Callable[[Kernel], float]) -> CostRow:
     times: dict[str, int] = {phase: round(sum(map(kernel_ns, kernels))) for phase, kernels in work.items()}
     return row.model_copy(update={**times, "backward_ns": times["input_grad_ns"] + times["weight_grad_ns"]})
+
+
+_ATTENTION = ("attention", "attention_backward")
+
+
+def over_whole_sequences(work: Work, context: int, label: str) -> Work:
+    """The work of a device that has one of ``context`` parts of each sequence.
+
+    What was counted is attention of a part over itself. Queries of a part meet the keys of the whole: as many more, on
+    average over parts where a causal mask leaves early ones less, since a device has an early and a late piece.
+
+    Raises:
+        UsageError: the block has attention that is not one kernel, and would have to hold its scores.
+    """
+    if context == 1:
+        return work
+    if work.get(CORE) and not any(kernel.form in _ATTENTION for kernel in work["forward_ns"]):
+        raise UsageError(
+            f"{label}: its attention is several kernels, which hold scores; --context is for fused attention only"
+        )
+
+    def longer(kernel: Kernel) -> Kernel:
+        return replace(kernel, flops=kernel.flops * context) if kernel.form in _ATTENTION else kernel
+
+    return {phase: [longer(kernel) for kernel in kernels] for phase, kernels in work.items()}
+
+
+def _attention_ns(kernels: Sequence[Kernel], kernel_ns: Callable[[Kernel], float]) -> float:
+    return sum(kernel_ns(kernel) for kernel in kernels if kernel.form in _ATTENTION)
+
+
+def _of_key_value_heads(model: Model, bench: CountedBench) -> int:
+    """Bytes of keys and values on a device, without copies that heads of queries have of them in what was counted."""
+    heads = model.settings.get("num_key_value_heads")
+    if not isinstance(heads, int) or not bench.heads:
+        return bench.shared_bytes
+    return bench.shared_bytes * min(bench.heads, max(1, heads // bench.key.shards)) // bench.heads
+
+
+def _gather_ns(key: RowKey, size: int, prices: Prices | None, cluster: Cluster | None) -> float:
+    """Keys and values of whole sequences, gathered by the devices that share them, or sent around a ring of these.
+
+    The shards of a block stand beside each other, so that those with the same are as far apart.
+    """
+    if key.context == 1 or not size:
+        return 0.0
+    exchange = Exchange("all_gather", size)
+    if prices is not None:
+        return prices(exchange, key.context)
+    width = key.shards * key.context
+    return time_of_groups(cluster, exchange, [range(shard, width, key.shards) for shard in range(key.shards)])
+
+
+def with_exchange(row: CostRow, gather_ns: float, forward_ns: float, backward_ns: float) -> CostRow:
+    """The row with what attention of these times cannot hide: keys and values in F; in I these and their gradients."""
+    ahead, back = (round(max(0.0, ns)) for ns in (gather_ns - forward_ns, 2 * gather_ns - backward_ns))
+    if not gather_ns or not (ahead or back):
+        return row
+    longer = {"forward_ns": ahead, "backward_ns": back + ahead * row.recompute}
+    longer["input_grad_ns"] = longer["backward_ns"]
+    return row.model_copy(update={name: (getattr(row, name) or 0) + more for name, more in longer.items()})
 
 
 def _untimed(row: CostRow) -> CostRow:

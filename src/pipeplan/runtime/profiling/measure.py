@@ -214,7 +214,7 @@ def _groups(splits: Sequence[ModelShare], kinds: Mapping[Hashable, Kind]) -> lis
             kind = kinds[block.likeness]
             counts[kind] = counts.get(kind, 0) + 1
         split_so = f" split over {split.shards}" if split.shards > 1 else ""
-        found += [f"{id_} for {count} blocks{split_so}" for (_, id_), count in counts.items() if count > 1]
+        found += [f"{id_} for {count} blocks{split_so}" for (*_, id_), count in counts.items() if count > 1]
     return found
 
 

@@ -156,10 +156,10 @@ class Benches:
             batch = split.model.mini_batch(size, 0, self.seed, dtype=self.dtype, device=self.device)
             kind_of = {block.spec.id: self.kinds[block.likeness] for block in split.graph.blocks}
             for block in split.graph.blocks:
-                kind = (split.shards, block.spec.id)
+                kind = (split.shards, split.context, block.spec.id)
                 if kind_of[block.spec.id] != kind:
                     continue
-                key = RowKey(block.spec.id, size, split.shards)
+                key = RowKey(block.spec.id, size, split.shards, context=split.context)
                 with blamed(key.label):
                     inputs = _inputs(block, outputs, kind_of)
                     samples = tuple(batch[name] for name in block.spec.samples)
@@ -170,7 +170,7 @@ class Benches:
                     yield self.bench(each, self._modules[kind], *own)
 
     def _outputs(self, split: ModelShare, block: BlockNode, arguments: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        kind, id_ = (split.shards, block.spec.id), block.spec.id
+        kind, id_ = (split.shards, split.context, block.spec.id), block.spec.id
         if kind not in self._modules:
             self._modules[kind] = split.model.build(id_, self.seed, dtype=self.dtype, device=self.device)
         with torch.no_grad():

@@ -1,0 +1,70 @@
+"""Estimated rows of devices that share sequences: parts of sequences, attention over whole ones, keys and values."""
+
+from __future__ import annotations
+
+import pytest
+
+import pipeplan
+from pipeplan.costs.communication import Exchange, prices_of
+from pipeplan.costs.devices import device_preset
+from pipeplan.costs.operators import attention_core
+from pipeplan.costs.uniform.layer import attention_ns
+from pipeplan.costs.uniform.shares import catalog_shares
+from pipeplan.costs.uniform.traced import FusedRates
+from pipeplan.errors import UsageError
+from pipeplan.files import CostRow, Profile
+
+CONFIG = (
+    "LlamaConfig(num_hidden_layers=1, hidden_size=512, num_attention_heads=8, num_key_value_heads=2, "
+    "intermediate_size=1024, vocab_size=1000, max_position_embeddings=8192)"
+)
+PART, HEADS, KV_HEADS, SIZE, WIDTH = 2048, 8, 2, 64, 2
+H100 = device_preset("h100-80gb")
+RATES = FusedRates.of(H100, catalog_shares()["h100-80gb"])
+
+
+def rows(profile: Profile, block: str) -> dict[tuple[int, int], CostRow]:
+    (own,) = (each for each in profile.blocks if each.id == block)
+    return {(row.shards, row.context): row for row in own.costs}
+
+
+def core_ns(context: int, shards: int, *, backward: bool) -> float:
+    """Closed form: queries of a part, keys of the whole, half of them behind a causal mask."""
+    operator = attention_core(1, PART, context * PART, HEADS // shards, SIZE, WIDTH, causal=True)
+    kernels = operator.input_grad if backward else operator.forward
+    peak = RATES.machine.matrix_flops_per_s
+    return sum(float(attention_ns(RATES.machine, peak, each.flops, SIZE, backward=backward)) for each in kernels)
+
+
+@pytest.mark.filterwarnings("ignore:blocks of")
+@pytest.mark.parametrize("context", [2, 4])
+def test_rows_are_of_shorter_sequences_with_attention_over_whole_ones(context: int) -> None:
+    how = {"device": "h100-80gb", "microbatch": 1, "shards": (1, 2)}
+    whole = pipeplan.estimate(CONFIG, sequence=context * PART, context=(context,), **how)
+    short = pipeplan.estimate(CONFIG, sequence=PART, **how)
+    assert {row.context for block in whole.blocks for row in block.costs} == {1, context}
+    for block in whole.blocks:
+        own, other = rows(whole, block.id), rows(short, block.id)
+        for shards in (1, 2):
+            row, part = own[shards, context], other[shards, 1]
+            assert row.activation_bytes == part.activation_bytes
+            assert row.workspace_bytes == part.workspace_bytes
+            assert row.weight_grad_ns == part.weight_grad_ns
+            if block.operator != "attention":
+                assert (row.forward_ns, row.backward_ns) == (part.forward_ns, part.backward_ns)
+                continue
+            moved = 2 * WIDTH * context * PART * max(1, KV_HEADS // shards) * SIZE
+            gather = prices_of(H100)(Exchange("all_gather", moved), context)
+            for backward, name in ((False, "forward_ns"), (True, "input_grad_ns")):
+                core = core_ns(context, shards, backward=backward)
+                waited = max(0.0, gather * (1 + backward) - core)
+                expected = getattr(part, name) + core * (1 - 1 / context) + waited
+                assert getattr(row, name) == pytest.approx(expected, rel=1e-3)
+
+
+def test_what_cannot_share_sequences_is_refused() -> None:
+    how = {"device": "h100-80gb", "microbatch": 1}
+    with pytest.raises(UsageError, match="sequences of 2048, which 3 devices cannot share evenly"):
+        pipeplan.estimate(CONFIG, sequence=PART, context=3, **how)
+    with pytest.raises(UsageError, match="makes samples of its own"):
+        pipeplan.estimate("runtime_support.models:chain", context=2, **how)
