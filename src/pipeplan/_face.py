@@ -170,6 +170,7 @@ def search(
     chunks: int | None = None,
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
+    cp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -214,7 +215,9 @@ def search(
         replicas: data-parallel size: copies of the whole pipeline; by default searched.
         tp: tensor-parallel size: devices that split every block, for which the profile must have costs; by default
             searched.
-        pp: pipeline-parallel size: devices, or groups of ``tp`` x ``replicas`` of them, that blocks pass in turn; by
+        cp: context-parallel size: devices that share each sequence, for which the profile must have costs; by
+            default searched where it has some.
+        pp: pipeline-parallel size: devices, or groups of ``tp`` x ``cp`` x ``replicas`` of them, that blocks pass in turn; by
             default searched.
         zero: what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, 2 gradients,
             too, 3 parameters, too, or ``"auto"``; by default 0, where memory is limited and the profile has costs of
@@ -293,6 +296,7 @@ def tune(
     chunks: int | None = None,
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
+    cp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -355,6 +359,7 @@ def compare(
     chunks: int | None = None,
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
+    cp: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,

@@ -292,9 +292,17 @@ _OPTIONS = (
         help="Tensor-parallel size: devices that split every block, for which the profile must have costs.",
     ),
     click.option(
+        *("--cp", "--context-parallel", "context"),
+        type=AutoOr(1, _MOST),
+        default="auto",
+        metavar="auto|N",
+        help="Context-parallel size: devices, or groups of --tp of them, that share each sequence, for which the "
+        "profile must have costs.",
+    ),
+    click.option(
         *("--pp", "--pipeline-parallel", "positions"),
         type=click.IntRange(min=1),
-        help="Pipeline-parallel size: devices, or groups of --tp x --dp of them, that blocks pass in turn.  "
+        help="Pipeline-parallel size: devices, or groups of --tp x --cp x --dp of them, that blocks pass in turn.  "
         "[default: searched]",
     ),
     click.option(
@@ -381,6 +389,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         split_overhead_ns=flags["split_overhead"],
         recompute=_RECOMPUTE[flags["recompute"]],
         shards=_number(flags["shards"]),
+        context=_number(flags["context"]),
         spread=_YES_NO[flags["spread"]],
         time_limit=flags["time_limit"] / 1e9,
     )

@@ -44,6 +44,7 @@ def place(
     memory_bytes: Sequence[int | None] | None = None,
     recompute: Again = False,
     replicas: int = 1,
+    context: int = 1,
     zero: Zero = WHOLE,
     spread: bool = False,
     wide: Sequence[tuple[int, ...]] = (),
@@ -59,8 +60,9 @@ def place(
     ``replicas`` neighbouring devices run each stage and share the ``microbatch_size`` samples of its micro-batches;
     they divide what they keep by ``zero``. With ``spread`` every shared block is a stage of its own on each route,
     split over all devices of a pipeline, which are then neighbours (Tessel's M and NN shapes). ``wide`` are groups of
-    equally many devices, each of which stands for one device: it splits every block (tensor parallelism); the devices
-    of none are left idle. ``cut`` cuts the chain otherwise.
+    equally many devices, each of which stands for one device: in ``context`` parts, each of which has one part of every
+    sequence, it splits every block (tensor parallelism); the devices of none are left idle. ``cut`` cuts the chain
+    otherwise.
 
     Raises:
         UsageError: an unknown strategy, devices, chunks or replicas that do not apply, or fewer blocks than stages.
@@ -68,11 +70,11 @@ def place(
     """
     units = wide or [(device,) for device in range(num_devices)]
     routes = _routes(strategy, len(units), chunks, replicas)
-    positions, shards = len(units) // replicas, len(units[0])
+    positions, shards = len(units) // replicas, len(units[0]) // context
     shared = _spread(profile, positions) if spread else ()
     order = [block for block in profile.topological_order() if block not in shared]
     _require_blocks(profile, strategy, len(units), replicas, order, routes)
-    pricing = Pricing(microbatch_size // replicas, recompute, shards, zero)
+    pricing = Pricing(microbatch_size // replicas, recompute, shards, zero, context)
     costs = pricing.costs(profile, order)
     everywhere = pricing._replace(shards=positions).costs(profile, shared * len(routes))
     groups = _groups(positions, replicas, units, strided=bool(shared))
@@ -94,8 +96,9 @@ def place(
             devices=groups[position],
             shards=shards,
             replicas=replicas,
+            context=context,
             route=route,
-            **zero.keys(replicas),
+            **zero.keys(replicas * context),
         )
         for route, positions in enumerate(routes)
         for (begin, end), position in zip(chain.ranges(begins), positions, strict=True)

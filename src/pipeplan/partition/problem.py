@@ -156,6 +156,7 @@ class PartitionProblem:
         recompute: Sequence[Again] = (False,),
         replicas: int | None = None,
         shards: int = 1,
+        context: int = 1,
         zero: Callable[[int], Zero | None] = lambda replicas: WHOLE,
         all_reduce: AllReduce = free,
         steps: bool = False,
@@ -164,14 +165,16 @@ class PartitionProblem:
         """The question about a profile; by default micro-batch sizes are the powers of two that divide the mini-batch.
 
         ``recompute`` lists the choices that every stage has; ``replicas`` is their number for all stages. Each of the
-        devices stands for ``shards`` that split every block. ``zero`` is what so many replicas divide of what they
-        keep, None where there cannot be so many.
+        devices stands for ``shards`` that split every block, of each of ``context`` parts of sequences. ``zero`` is
+        what so many replicas divide of what they keep, None where there cannot be so many.
 
         Raises:
             UsageError: sizes of which one does not divide the next, or the mini-batch; or none that the profile has
                 costs for on any number of these devices.
         """
-        pairs = _pairs(profile, num_devices, _checked_sizes(microbatch_sizes, mini_batch), replicas, mini_batch, shards)
+        pairs = _pairs(
+            profile, num_devices, _checked_sizes(microbatch_sizes, mini_batch), replicas, mini_batch, (shards, context)
+        )
         divided = [(size, count, each) for size, count in pairs if (each := zero(count)) is not None]
         if not divided:
             raise UsageError(
@@ -179,10 +182,10 @@ class PartitionProblem:
                 "leave it out, or choose a larger --microbatch-size"
             )
         priced = sorted({(size // count, each) for size, count, each in divided})
-        rows = tuple(Pricing(samples, again, shards, each) for again in recompute for samples, each in priced)
+        rows = tuple(Pricing(samples, again, shards, each, context) for again in recompute for samples, each in priced)
         place = {row: index for index, row in enumerate(rows)}
         ways = tuple(
-            Way(size, count, place[Pricing(size // count, again, shards, each)], again, 1, each)
+            Way(size, count, place[Pricing(size // count, again, shards, each, context)], again, 1, each)
             for again in recompute
             for size, count, each in divided
         )
@@ -299,12 +302,18 @@ def least_enough(fits: Callable[[int], bool], too_little: int) -> int | None:
 
 
 def _pairs(
-    profile: Profile, num_devices: int, sizes: Sequence[int], replicas: int | None, mini_batch: int, shards: int
+    profile: Profile,
+    num_devices: int,
+    sizes: Sequence[int],
+    replicas: int | None,
+    mini_batch: int,
+    split: tuple[int, int],
 ) -> list[tuple[int, int]]:
-    """(micro-batch size, replicas) for which every block has costs."""
+    """(micro-batch size, replicas) for which every block has costs where it is ``split``: shards and context."""
+    shards, context = split
     if num_devices < 1:
         raise UsageError(f"no stage of {profile.name!r} can run on {num_devices} devices; give more --devices")
-    known = [{row.microbatch_size for row in block.rows() if row.shards == shards} for block in profile.blocks]
+    known = [{row.microbatch_size for row in block.rows(context) if row.shards == shards} for block in profile.blocks]
     missing = next((block.id for block, each in zip(profile.blocks, known, strict=True) if not each), None)
     if missing is not None:
         raise UsageError(
@@ -379,7 +388,11 @@ def _repeats_of(profile: Profile, rows: Sequence[Pricing]) -> tuple[tuple[Repeat
     pairs = [(*pair, edges[0]) for edges in several for pair in pairwise(sorted(place[edge.target] for edge in edges))]
     return tuple(
         tuple(
-            (first, second, edge.bytes_per_sample * (1 if edge.broadcast else row.samples))
+            (
+                first,
+                second,
+                edge.bytes_per_sample if edge.broadcast else -(-edge.bytes_per_sample * row.samples // row.context),
+            )
             for first, second, edge in pairs
         )
         for row in rows

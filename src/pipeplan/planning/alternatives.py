@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
+from pipeplan.files import PlacedStage
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.candidates import uniform_choices
 from pipeplan.planning.trials import PlanSearch, Trial
@@ -95,11 +96,11 @@ def explained(search: PlanSearch) -> Explanation:
 def _layout(trial: Trial) -> str:
     """Splits of a placement in words; of stages that differ, those of all."""
     workload, batch = trial.ways[0], trial.candidate.batch
-    splits = dict.fromkeys((stage.shards, stage.replicas, stage.zero) for stage in trial.candidate.placement.stages)
+    splits = dict.fromkeys((_split(stage), stage.replicas, stage.zero) for stage in trial.candidate.placement.stages)
     positions = len({stage.devices for stage in workload.stages})
     of_each = len(workload.stages) // positions
     return (
-        " and ".join(f"tp {tp} dp {dp}" + (f" ZeRO {zero}" if zero else "") for tp, dp, zero in splits)
+        " and ".join(f"{split} dp {dp}" + (f" ZeRO {zero}" if zero else "") for split, dp, zero in splits)
         + f" pp {positions}"
         + (f" x {of_each}" if of_each > 1 else "")
         + f", {trial.candidate.placement.strategy}, {counted(batch.num_microbatches, 'micro-batch', 'es')}"
@@ -143,24 +144,29 @@ def _exposed(schedule: Schedule, workload: Workload) -> int:
 
 
 def _common(search: PlanSearch, best_ns: int) -> Iterator[Common]:
-    """1F1B and interleaved 1F1B, each tensor-parallel size at its best: by closed forms, where nothing is recomputed
-    that need not be."""
-    seen: set[tuple[int, str]] = set()
+    """1F1B and interleaved 1F1B, each tensor- and context-parallel size at its best: by closed forms, where nothing is
+    recomputed that need not be."""
+    seen: set[tuple[int, int, str]] = set()
     limit = min((size for size in search.request.memory if size is not None), default=None)
     for each in uniform_choices(search.request):
         choice = each.choice
         if choice.usual is None or choice.usual.splits or not choice.usual.name:
             continue
-        if (choice.shards, choice.usual.name) not in seen:
-            seen.add((choice.shards, choice.usual.name))
+        if (choice.shards, choice.context, choice.usual.name) not in seen:
+            seen.add((choice.shards, choice.context, choice.usual.name))
             yield Common(_words(choice), _why(each, best_ns, limit))
+
+
+def _split(of: Choice | PlacedStage) -> str:
+    """Tensor parallelism, and context parallelism where there is some."""
+    return f"tp {of.shards}" + (f" cp {of.context}" if of.context > 1 else "")
 
 
 def _words(choice: Choice) -> str:
     zero = f" ZeRO {choice.zero.level}" if choice.zero.level else ""
     name = "" if choice.usual is None else f", {choice.usual.name}"
     turns = "" if not STRATEGIES[choice.strategy].chunked else " in turn"
-    return f"tp {choice.shards} dp {choice.replicas}{zero} pp {choice.positions}{turns}{name}"
+    return f"{_split(choice)} dp {choice.replicas}{zero} pp {choice.positions}{turns}{name}"
 
 
 def _why(each: BoundedChoice, best_ns: int, limit: int | None) -> str:

@@ -41,7 +41,9 @@ def _any_plan(request: Request) -> int:
     per_sample, alone = Fraction(0), {}
     for block in checked(profile.blocks, 16):
         times = [(_compute_ns(splits, cost), cost) for cost in _possible(request, block, recomputes)]
-        per_sample += min((Fraction(ns * cost.shards, cost.microbatch_size) for ns, cost in times), default=Fraction(0))
+        per_sample += min(
+            (Fraction(ns * cost.shards * cost.context, cost.microbatch_size) for ns, cost in times), default=Fraction(0)
+        )
         alone[block.id] = min((ns for ns, _ in times), default=0)
     work = (per_sample * request.batch.mini_batch + least_steps_ns(profile)) / request.num_devices
     return max(1, math.ceil(work), _longest_way(profile, alone))
@@ -50,17 +52,20 @@ def _any_plan(request: Request) -> int:
 def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> Iterator[CostRow]:
     """A block's costs for every share of a micro-batch that a device may have, which divides what it is a share of."""
     whole = request.batch.mini_batch if request.sizes else request.batch.microbatch_size
-    for shards in sorted({row.shards for row in block.costs}) if request.shards is None else (request.shards,):
-        sizes = [row.microbatch_size for row in block.costs if row.shards == shards]
+    splits = sorted({(row.shards, row.context) for row in block.costs})
+    for shards, context in splits:
+        if request.shards not in (None, shards) or request.context not in (None, context):
+            continue
+        sizes = [row.microbatch_size for row in block.rows(context) if row.shards == shards]
         for size in range(min(sizes, default=1), min(max(sizes, default=0), whole) + 1):
             if whole % size == 0:
-                yield from _costs(block, size, shards, recomputes)
+                yield from _costs(block, size, shards, context, recomputes)
 
 
-def _costs(block: Block, size: int, shards: int, recomputes: Sequence[Again]) -> Iterator[CostRow]:
+def _costs(block: Block, size: int, shards: int, context: int, recomputes: Sequence[Again]) -> Iterator[CostRow]:
     for recompute in dict.fromkeys(asked_again([block], each)[0] for each in recomputes):
         try:
-            yield block_costs(block, size, shards, recompute=recompute)
+            yield block_costs(block, size, shards, context=context, recompute=recompute)
         except UsageError:  # no such costs: no plan has them
             continue
 
@@ -68,7 +73,7 @@ def _costs(block: Block, size: int, shards: int, recomputes: Sequence[Again]) ->
 def _of_choice(request: Request, choice: Choice) -> int | None:
     """Least iteration in ns of a strategy's plans with some replicas, size and recomputation; None: there are none."""
     profile, size = request.profile, choice.batch.microbatch_size // choice.replicas
-    positions, count = request.num_devices // (choice.replicas * choice.shards), choice.batch.num_microbatches
+    positions, count = request.num_devices // (choice.replicas * choice.width), choice.batch.num_microbatches
     splits = _may_split(request)
     parts = (1, 2) if request.num_parted != 0 and size % 2 == 0 else (1,)  # forwards may run in halves
     if positions < 1:
@@ -76,14 +81,15 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
     work, alone = 0, {}
     for block in checked(profile.blocks, 64):
         shards = shards_of(request, choice.replicas, choice.spread, block)
-        costs = {part: cost for part in parts for cost in _costs(block, size // part, shards, (choice.recompute,))}
+        split = shards, choice.context
+        costs = {part: cost for part in parts for cost in _costs(block, size // part, *split, (choice.recompute,))}
         times = {part: _compute_ns(splits, cost) for part, cost in costs.items()}
         if 1 not in times:
             return None
         alone[block.id] = min(times.values())
         work += min(part * ns for part, ns in times.items()) * shards // choice.shards
     way = _longest_way(profile, alone)
-    steps = least_steps_ns(profile) // (choice.replicas * choice.shards)  # one copy, over all devices of each position
+    steps = least_steps_ns(profile) // (choice.replicas * choice.width)  # one copy, over all devices of each position
     bound = max(way, -(-(work * count + steps) // positions))
     if choice.strategy == "one-to-one" and not choice.spread and request.num_parted == 0:
         bound = max(bound, count * max(alone.values()))  # each block runs all micro-batches of a copy on one device

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, chain, groupby, islice, pairwise, product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -93,7 +93,7 @@ def candidates(
         yield from islice(chains, chains_first)
     if _any_stages(request):
         found = chain.from_iterable(step.candidates(request) for step in steps if isinstance(step, CandidateStep))
-        if open_shards(request) == (1,):
+        if open_splits(request) == (SplitSizes(1, 1),):
             yield from islice(found, 1)
         for graph in found:
             yield from islice(chains, chains_between)
@@ -111,10 +111,10 @@ def sharing(request: Request, placement: Placement) -> Placement:
     """A placement whose replicas divide what the request says, where it says that; else what they say themselves."""
     if request.zero is None:
         return placement
-    shared = [(stage, request.sharing(stage.replicas)) for stage in placement.stages]
+    shared = [(stage, request.sharing(stage.copies)) for stage in placement.stages]
     keys: dict[str, int | None] = {"zero": 0, "zero_group": None}
     stages = tuple(
-        stage if zero is None else stage.model_copy(update=keys | zero.keys(stage.replicas)) for stage, zero in shared
+        stage if zero is None else stage.model_copy(update=keys | zero.keys(stage.copies)) for stage, zero in shared
     )
     return placement.model_copy(update={"stages": stages})
 
@@ -159,18 +159,30 @@ class BoundedProposal:
         return self.propose()
 
 
-def open_shards(request: Request) -> tuple[int, ...]:
-    """How many devices may split each block of a chain: those of a node for which all blocks have costs.
+class SplitSizes(NamedTuple):
+    """How many devices split each block, and in how many parts each sequence is, each of which has so many devices."""
+
+    shards: int
+    context: int
+
+
+def open_splits(request: Request) -> tuple[SplitSizes, ...]:
+    """How devices may share a chain's blocks and its sequences: those of a node for which all blocks have costs.
 
     The costs have the time of the devices' messages, which is that inside a node. One where a strategy is asked for and
     nothing is said, as with replicas.
     """
-    if request.shards is not None:
-        return (request.shards,)
-    if request.placement != "auto" or request.spread:
-        return (1,)
-    common = set.intersection(*({row.shards for row in block.costs} for block in request.profile.blocks))
-    return tuple(sorted(count for count in common if count <= min(request.unit, request.num_devices))) or (1,)
+    asked = request.shards, request.context
+    if None not in asked or request.placement != "auto" or request.spread:
+        return (SplitSizes(*(count or 1 for count in asked)),)
+    known = ({SplitSizes(row.shards, row.context) for row in block.costs} for block in request.profile.blocks)
+    most = max(min(request.unit, request.num_devices), *(count or 1 for count in asked))
+    common = [
+        each
+        for each in sorted(set.intersection(*known), key=lambda each: (each.context, each.shards))
+        if all(count in (None, own) for count, own in zip(asked, each, strict=True)) and math.prod(each) <= most
+    ]
+    return tuple(common) or (SplitSizes(*(count or 1 for count in asked)),)
 
 
 def uniform_choices(request: Request) -> list[BoundedChoice]:
@@ -184,7 +196,7 @@ def uniform_choices(request: Request) -> list[BoundedChoice]:
 def has_table(request: Request) -> bool:
     """Whether uniform layouts are one table: where only whole blocks are open, in pipelines of any length, there are
     fewer choices, on all devices."""
-    plain = open_shards(request) == (1,) and request.positions is None
+    plain = open_splits(request) == (SplitSizes(1, 1),) and request.positions is None
     return not (plain or isinstance(request.placement, Placement) or request.placement == SUBMODULES)
 
 
@@ -202,35 +214,41 @@ class _SameRequest:
 
 
 @lru_cache(maxsize=8)
-def _uniform_of(same: _SameRequest, longest: bool = False, only: tuple[int, ...] | None = None) -> list[BoundedChoice]:
-    """The table of a request, which several steps of its search go through, or ``only`` that of some shards.
+def _uniform_of(
+    same: _SameRequest, longest: bool = False, only: tuple[SplitSizes, ...] | None = None
+) -> list[BoundedChoice]:
+    """The table of a request, which several steps of its search go through, or ``only`` that of some splits.
 
     Of all pipelines, or of the ``longest`` alone.
     """
     request = same.request
-    choices = [each for shards in only or open_shards(request) for each in _uniform(request, shards, longest)]
+    choices = [each for split in only or open_splits(request) for each in _uniform(request, split, longest)]
     return best_first(request, choices, _blocks_of(same))
 
 
-def _uniform(request: Request, shards: int, longest: bool) -> Iterator[Choice]:
-    """With so many shards: every number of replicas and of positions, strategy, size and recomputation.
+def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Choice]:
+    """With so many shards and parts of sequences: every number of replicas and of positions, strategy, size and what is
+    recomputed.
 
     Where that is open, and memory is limited, each block is recomputed as far as it must be. Only the ``longest``
     pipelines of one strategy are few even for many devices, and what fits anywhere mostly fits in one of them.
     """
     levels = levels_of(request.profile) if len(request.recomputes) > 1 else ()
     recomputes = (False,) if levels else request.recomputes
-    units, blocks = len(neighbours(request.cluster, request.num_devices, shards)), len(request.profile.blocks)
+    width, blocks = math.prod(split), len(request.profile.blocks)
+    units = len(neighbours(request.cluster, request.num_devices, width))
     every: Sequence[int] = range(1, units + 1) if request.placement == "auto" else (1,)
     if request.positions is not None and request.replicas is None:  # all devices
         every = (units // request.positions,) if units >= request.positions else ()
-    known = _profiled(request, 1, False, shards)
+    known = _profiled(request, 1, False, split)
     for replicas in checked(every if request.replicas is None else (request.replicas,), 1):
-        batches = list(_batches(request, replicas, False, shards, known))
+        batches = list(_batches(request, replicas, False, split, known))
         if not batches:
             continue
         strategies = _by_name(request)[:1] if longest else _strategies(request)
-        for zero, batch, strategy in checked(product(_sharings(request, replicas), batches, strategies), 1):
+        for zero, batch, strategy in checked(
+            product(_sharings(request, replicas * split.context), batches, strategies), 1
+        ):
             how = STRATEGIES[strategy]
             if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
                 continue
@@ -239,8 +257,8 @@ def _uniform(request: Request, shards: int, longest: bool) -> Iterator[Choice]:
                 lengths = [each for each in range(1, most + 1) if request.positions in (None, each)]
                 for positions, recompute in product(lengths[-1:] if longest else lengths, recomputes):
                     if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
-                        own = (strategy, replicas, batch, recompute, False, shards, positions, zero, levels)
-                        yield Choice(*own, chunks=chunks)
+                        own = (strategy, replicas, batch, recompute, False, split.shards, positions, zero, levels)
+                        yield Choice(*own, chunks=chunks, context=split.context)
 
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
@@ -318,7 +336,7 @@ def _plain(request: Request) -> Iterator[Choice]:
     name = request.scheduler
     if has_table(request):
         able, seen, same = _by_name(request), set[Choice](), _SameRequest(request)
-        open_ = open_shards(request)
+        open_ = open_splits(request)
         many = len(_blocks_of(same).each) * len(open_) > _MANY_KINDS
         tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
         for each in chain.from_iterable(_uniform_of(same, *which) for which in tables):
@@ -343,7 +361,7 @@ _MANY_KINDS = 1_000
 
 def _wide(request: Request, choice: Choice) -> list[tuple[int, ...]]:
     """Groups of devices that split each block, as many as the choice has stages and replicas for."""
-    units = neighbours(request.cluster, request.num_devices, choice.shards)
+    units = neighbours(request.cluster, request.num_devices, choice.width)
     return units if choice.positions is None else units[: choice.positions * choice.replicas]
 
 
@@ -378,7 +396,8 @@ def _best_size_first(request: Request, choices: Sequence[Choice]) -> list[Choice
     for batch, recompute in product(checked(batches, 1), request.recomputes):
         replicas = choices[0].replicas
         try:
-            pricing = Pricing(batch.microbatch_size // replicas, recompute, zero=choices[0].zero)
+            first = choices[0]
+            pricing = first.pricing._replace(samples=batch.microbatch_size // replicas, recompute=recompute)
             costs = pricing.costs(request.profile, order)
         except UsageError:  # blocks are split where they stand
             return list(choices)
@@ -405,7 +424,7 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
     All strategies come early: there may not be time for all candidates.
     """
     for replicas in _replicas(request):
-        zero = request.sharing(replicas)
+        zero = request.sharing(replicas * (request.context or 1))
         if zero is None:
             continue
         batches = {spread: list(_batches(request, replicas, spread)) for spread in _spreads(request, replicas)}
@@ -415,10 +434,8 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
             for recompute, strategy in product(request.recomputes, _strategies(request)):
                 for spread, possible in batches.items():
                     if batch in possible:
-                        shards, chunks = request.shards or 1, request.chunks
-                        yield Choice(
-                            strategy, replicas, batch, recompute, spread, shards, request.positions, zero, chunks=chunks
-                        )
+                        own = (strategy, replicas, batch, recompute, spread, request.shards or 1, request.positions)
+                        yield Choice(*own, zero, chunks=request.chunks, context=request.context or 1)
 
 
 def _strategies(request: Request) -> Iterable[str]:
@@ -441,7 +458,8 @@ def _any_stages(request: Request) -> bool:
     Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
     """
     any_form = request.placement == "auto" and not request.num_parted and not request.spread
-    return any_form and request.replicas is request.positions is None and request.shards in (None, 1)
+    whole = request.shards in (None, 1) and request.context in (None, 1)
+    return any_form and request.replicas is request.positions is None and whole
 
 
 def _chains(request: Request) -> Iterator[Proposal]:
@@ -492,6 +510,7 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
         )
     else:
         how |= {"chunks": choice.chunks, "spread": choice.spread, "wide": _wide(request, choice)}
+        how["context"] = choice.context
         placement = place(request.profile, strategy, request.num_devices, **how)
     fallback = _is_fallback(request, choice.recompute)
     return PlacementCandidate(placement, batch, choice.recompute, source, fallback, usual=choice.usual)
@@ -614,9 +633,10 @@ def _cut_so(
             devices=groups[position],
             shards=choice.shards,
             replicas=choice.replicas,
+            context=choice.context,
             route=route,
             recompute=None if again is None else recompute_of(again[number]),
-            **choice.zero.keys(choice.replicas),
+            **choice.zero.keys(choice.copies),
         )
         for number, (route, position, begin, end) in enumerate(places)
     )
@@ -640,7 +660,7 @@ def _replicas(request: Request) -> Sequence[int]:
     if request.replicas is not None:
         return (request.replicas,)
     if request.positions is not None:
-        return (max(1, request.num_devices // ((request.shards or 1) * request.positions)),)
+        return (max(1, request.num_devices // (_width(request) * request.positions)),)
     if request.placement != "auto":
         return (1,)
     counts = [count for count in range(1, request.num_devices + 1) if request.num_devices % count == 0]
@@ -648,13 +668,18 @@ def _replicas(request: Request) -> Sequence[int]:
     return list(dict.fromkeys(in_turn))
 
 
+def _width(request: Request) -> int:
+    """Devices of a replica at each position, as far as that is said."""
+    return (request.shards or 1) * (request.context or 1)
+
+
 def _batches(
-    request: Request, replicas: int, spread: bool, shards: int | None = None, known: tuple[int, int] | None = None
+    request: Request, replicas: int, spread: bool, split: SplitSizes | None = None, known: tuple[int, int] | None = None
 ) -> Iterator[Batch]:
     """Micro-batches that replicas can share, of sizes per replica that blocks were profiled around (``known``)."""
     mini_batch, unit = request.batch.mini_batch, replicas * (2 if request.num_parted else 1)
     dividing = [size for size in _sizes(request, replicas) if mini_batch % size == 0 and size % unit == 0]
-    low, high = (known or _profiled(request, replicas, spread, shards)) if dividing else (1, 0)  # looks at every block
+    low, high = (known or _profiled(request, replicas, spread, split)) if dividing else (1, 0)  # looks at every block
     for size in dividing:
         if low <= size // replicas <= high:
             yield Batch(mini_batch // size, size)
@@ -669,7 +694,7 @@ def _no_size(request: Request, replicas: int, spread: bool) -> UsageError:
     low, high = _profiled(request, replicas, spread)
     if low > high:
         return _no_costs(request, replicas, spread)
-    if request.placement != "auto" and request.num_devices % (replicas * (request.shards or 1)):  # whatever the size
+    if request.placement != "auto" and request.num_devices % (replicas * _width(request)):  # whatever the size
         return undivided(request.num_devices, replicas)
     return UsageError(
         f"no micro-batch size of {', '.join(map(str, _sizes(request, replicas)))} suits "
@@ -707,11 +732,12 @@ def _other_sizes(request: Request, replicas: int, low: int, high: int, spread: b
         yield f"choose --replicas of {', '.join(fitting)}"
 
 
-def _profiled(request: Request, replicas: int, spread: bool, shards: int | None = None) -> tuple[int, int]:
+def _profiled(request: Request, replicas: int, spread: bool, split: SplitSizes | None = None) -> tuple[int, int]:
     """The least and most samples on a device that every block has costs for, as it stands; none: (1, 0)."""
-    ways = [shards or shards_of(request, replicas, spread, block) for block in request.profile.blocks]
+    blocks, context = request.profile.blocks, split.context if split else request.context or 1
+    ways = [split.shards if split else shards_of(request, replicas, spread, block) for block in blocks]
     sizes = [
-        [row.microbatch_size for row in block.costs if row.shards == way]
+        [row.microbatch_size for row in block.rows(context) if row.shards == way]
         for block, way in zip(request.profile.blocks, ways, strict=True)
     ]
     return (max(map(min, sizes)), min(map(max, sizes))) if all(sizes) else (1, 0)
@@ -729,7 +755,7 @@ def _or(remedy: str | None) -> str:
 def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
     """Some block has no costs for the way in which strategies would have it stand; or blocks have none in common."""
     for block in request.profile.blocks:
-        known = sorted({row.shards for row in block.costs})
+        known = sorted({row.shards for row in block.rows(request.context or 1)})
         shards = shards_of(request, replicas, spread, block)
         if shards not in known:
             return UsageError(
@@ -748,7 +774,7 @@ def _spreads(request: Request, replicas: int) -> Sequence[bool]:
     wanted = request.spread
     if wanted is not None:
         return (wanted,)
-    if request.shards not in (None, 1):
+    if _width(request) > 1:
         return (False,)
     possible = can_spread(request.profile, request.num_devices // replicas)
     return (False, True) if possible else (False,)
@@ -758,7 +784,7 @@ def _autopipe(request: Request, choice: Choice) -> CandidateOrError | None:
     try:
         sizes = [choice.batch.microbatch_size]
         units = len(_wide(request, choice))
-        alone = {"replicas": choice.replicas, "shards": choice.shards, "devices": units}
+        alone = {"replicas": choice.replicas, "shards": choice.shards, "context": choice.context, "devices": units}
         problem = _problem(request, sizes, (choice.recompute,), **alone)
         placement = next(autopipe(replace(problem, all_reduce=free))).placement
     except (InfeasibleError, UsageError):
@@ -775,11 +801,12 @@ def _problem(
     chunks: int = 1,
     replicas: int | None = None,
     shards: int = 1,
+    context: int = 1,
     devices: int | None = None,
 ) -> PartitionProblem:
     """The question for partitioners that give every stage devices of its own, or one of the ``chunks`` of them.
 
-    Each of the ``devices``, by default all, stands for ``shards`` of them.
+    Each of the ``devices``, by default all, stands for ``shards`` of them for each of ``context`` parts of sequences.
     """
     memory = request.least_memory
     after = AfterActions.of(request.profile, request.cluster, shards, request.sharing)
@@ -791,9 +818,10 @@ def _problem(
         memory_bytes=None if memory is None else memory // chunks,
         recompute=recompute,
         replicas=replicas,
-        zero=request.sharing,
+        zero=lambda replicas: request.sharing(replicas * context),
         shards=shards,
-        all_reduce=after,
+        context=context,
+        all_reduce=lambda size, replicas: after(size, replicas * context),
         steps=after.steps,
         patience=math.inf if request.deterministic else PATIENCE,
     )

@@ -133,7 +133,7 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
         if has_table(request) and max(stage.zero for stage in workload.stages) == 1:  # else nothing fits without
             yield NextStep("--zero 0", "a plan that pipeplan run can train with: it cannot divide state yet", 0.5)
         return
-    if all(stage.replicas == 1 for stage in workload.stages):
+    if all(stage.copies == 1 for stage in workload.stages):
         recomputed = sum(stage.recomputes for stage in workload.stages)
         if recomputed and request.replicas is None and not isinstance(request.placement, Placement):
             brings = f"replicas that divide state may fit where now {counted(recomputed, 'stage')} recompute"

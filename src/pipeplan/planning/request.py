@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
@@ -138,9 +138,10 @@ class Request:
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
     in a table of uniform layouts 0 or 1, and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
-    of a chain, ``positions`` how many devices, or groups of them, blocks pass in turn, ``spread`` whether shared blocks
-    stand on all devices, ``num_parted`` how many leading micro-batches run their warmup forwards in two parts.
-    ``time_limit`` is in seconds: by the clock, or ``deterministic`` by work that takes about as long.
+    of a chain, ``context`` how many of them, or groups, share each sequence, ``positions`` how many devices, or groups
+    of them, blocks pass in turn, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many
+    leading micro-batches run their warmup forwards in two parts. ``time_limit`` is in seconds: by the
+    clock, or ``deterministic`` by work that takes about as long.
 
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
     ``samples_assumed``: nobody said how many samples an iteration has.
@@ -170,6 +171,7 @@ class Request:
     zero_group: int | None = None
     auto_level: int = 1
     shards: int | None = None
+    context: int | None = None
     positions: int | None = None
     spread: bool | None = None
     num_parted: int | None = None
@@ -226,7 +228,7 @@ class Request:
             require_apart(self.profile, zero, {block.id for block in self.profile.blocks})
         given = self.placement.stages if isinstance(self.placement, Placement) else ()
         most = max(self.device_counts, default=self.num_devices)
-        able = [stage.replicas for stage in given] or [self.replicas or most]
+        able = [stage.copies for stage in given] or [(self.replicas or most) * (self.context or 1)]
         if zero not in (None, 0) and max(able) == 1:
             what = "no stage of the placement has" if given else f"--devices {most} leaves no room for"
             what = "--replicas 1 leaves no" if self.replicas == 1 else what
@@ -291,7 +293,7 @@ class Request:
                 num_microbatches = num_microbatches_of(rules.order)
         if devices is None and cluster is not None and (profile.placement is None or placement == ALL):
             devices = cluster.num_devices
-        layout = [others.get(name) for name in ("shards", "positions", "replicas")]
+        layout = [others.get(name) for name in ("shards", "positions", "replicas")] + [others.get("context") or 1]
         if devices is None and cluster is None and placement == "auto" and all(layout):
             devices = math.prod(each or 1 for each in layout)
         chosen, num_devices = choose_placement(profile, placement, devices, rules)
@@ -306,13 +308,13 @@ class Request:
         fixed = microbatch_size is not None or num_microbatches is not None
         if chunks is None and rules is not None and chosen == rules.placement:
             chunks = rules.chunks
-        if others.get("shards") is not None:
-            _require_shards(
-                profile, chosen, num_devices, others["shards"], others.get("replicas"), others.get("spread")
-            )
-        if others.get("positions") is not None:
-            shards, positions, replicas = others.get("shards"), others["positions"], others.get("replicas")
-            _require_positions(profile, chosen, num_devices, shards, positions, replicas)
+        asked = AskedSizes(*(others.get(name) for name in AskedSizes._fields))
+        if asked.context is not None:
+            _require_context(profile, chosen, num_devices, asked, others.get("spread"))
+        if asked.shards is not None:
+            _require_shards(profile, chosen, num_devices, asked, others.get("spread"))
+        if asked.positions is not None:
+            _require_positions(profile, chosen, num_devices, asked)
         made = cls(
             profile,
             num_devices,
@@ -407,15 +409,56 @@ class Request:
         return (False,) if self.least_memory is None else (False, True)
 
 
+class AskedSizes(NamedTuple):
+    """How many devices split each block, share each sequence, stand in turn, are copies; None where that is open."""
+
+    shards: int | None = None
+    context: int | None = None
+    positions: int | None = None
+    replicas: int | None = None
+
+    def beside(self, *names: str) -> tuple[int, str]:
+        """How many devices some of them make together, and their flags."""
+        said = [(_SIZE_FLAGS[name], count) for name in names if (count := getattr(self, name)) is not None]
+        return math.prod(count for _, count in said), "".join(f" x {flag} {count}" for flag, count in said if count > 1)
+
+
+_SIZE_FLAGS = {"shards": "--tp", "context": "--cp", "positions": "--pp", "replicas": "--dp"}
+
+
+def _require_context(
+    profile: Profile, placement: Placement | str, num_devices: int, asked: AskedSizes, spread: bool | None
+) -> None:
+    """That every block has costs for parts of sequences. Raises UsageError, which says for which it has."""
+    context, flag = asked.context or 1, f"--cp {asked.context}"
+    if context == 1:
+        return
+    _require_strategy(profile, placement, flag, "how many devices share each sequence")
+    if spread:
+        raise UsageError(f"{flag} and --shard-shared yes do not go together; leave one of them out")
+    known = {block.id: {row.context for row in block.costs} for block in profile.blocks}
+    common = sorted(set.intersection(*known.values()))
+    without = next((name for name, own in known.items() if context not in own), None)
+    if without is not None:
+        raise UsageError(
+            f"{flag}: block {without!r} of profile {profile.name!r} has costs for context "
+            f"{_listed(sorted(known[without]))}, not for {context}; choose --cp {_listed(common)}, or profile with "
+            f"--estimate --context {context}"
+        )
+    others, also = asked.beside("replicas")
+    used = context * others
+    if num_devices % used:
+        fitting = [count for count in common if num_devices % (count * others) == 0]
+        more = f"--devices {-(-num_devices // used) * used}"
+        other = f"choose --cp {_listed(fitting)}, or {more}" if fitting else f"choose {more}"
+        raise UsageError(f"{flag}{also} does not divide {num_devices} devices; {other}")
+
+
 def _require_shards(
-    profile: Profile,
-    placement: Placement | str,
-    num_devices: int,
-    shards: int,
-    replicas: int | None,
-    spread: bool | None,
+    profile: Profile, placement: Placement | str, num_devices: int, asked: AskedSizes, spread: bool | None
 ) -> None:
     """That every block can be split over so many devices. Raises UsageError, which says over how many it can."""
+    shards, context = asked.shards or 1, asked.context or 1
     if shards == 1:
         return
     flag = f"--tp {shards}"
@@ -425,7 +468,7 @@ def _require_shards(
             f"{flag} has each stage's devices split its blocks, --shard-shared yes all devices the shared ones; "
             "leave one of them out"
         )
-    known = {block.id: {row.shards for row in block.costs} for block in profile.blocks}
+    known = {block.id: {row.shards for row in block.rows(context)} for block in profile.blocks}
     common = sorted(set.intersection(*known.values()))
     without = next((name for name, own in known.items() if shards not in own), None)
     if without is not None:
@@ -433,10 +476,11 @@ def _require_shards(
             f"{flag}: block {without!r} of profile {profile.name!r} has costs for "
             f"{_listed(sorted(known[without]))} shards, not for {shards}; " + _other_shards(profile, common, shards)
         )
-    used = shards * (replicas or 1)
+    others, also = asked.beside("replicas", "context")
+    used = shards * others
     if num_devices % used:
-        fitting = [count for count in common if num_devices % (count * (replicas or 1)) == 0]
-        also = f" x --replicas {replicas}" if replicas else ""
+        fitting = [count for count in common if num_devices % (count * others) == 0]
+        also = also.replace("--dp", "--replicas")
         more = -(-num_devices // used) * used
         other = f"choose --tp {_listed(fitting)}, or --devices {more}" if fitting else f"choose --devices {more}"
         raise UsageError(f"{flag}{also} does not divide {num_devices} devices; {other}")
@@ -452,21 +496,16 @@ def _require_strategy(profile: Profile, placement: Placement | str, flag: str, w
         )
 
 
-def _require_positions(
-    profile: Profile,
-    placement: Placement | str,
-    num_devices: int,
-    shards: int | None,
-    positions: int,
-    replicas: int | None,
-) -> None:
+def _require_positions(profile: Profile, placement: Placement | str, num_devices: int, asked: AskedSizes) -> None:
     """That a pipeline can be so long. Raises UsageError, which says how long it can be."""
-    flag = f"--pp {positions}"
+    positions, flag = asked.positions or 1, f"--pp {asked.positions}"
     _require_strategy(profile, placement, flag, "which devices run each stage")
-    others = (shards or 1) * (replicas or 1)
-    beside = "".join(f" x --{name} {count}" for name, count in (("tp", shards), ("dp", replicas)) if count)
+    others, _ = asked.beside("shards", "context", "replicas")
+    said = [(flag, getattr(asked, name)) for name, flag in _SIZE_FLAGS.items() if name != "positions"]
+    beside = "".join(f" x {each} {count}" for each, count in said if count)
     used, blocks = positions * others, len(profile.blocks)
-    every = shards is not None and replicas is not None
+    whole = asked.context is not None or all(row.context == 1 for block in profile.blocks for row in block.costs)
+    every = whole and asked.shards is not None and asked.replicas is not None
     able = [each for each in range(1, num_devices + 1) if num_devices % (each * others) == 0 and each <= blocks]
     able = [each for each in able if not every or each * others == num_devices]
     choose = [f"choose --pp {_listed(able)}"] if able else []
@@ -524,9 +563,10 @@ def _request_notes(request: Request) -> Iterator[str]:
             yield other
     if request.num_devices == 1:
         return
-    if (request.shards or 1) > request.unit:
+    inside = (request.shards or 1) * (request.context or 1)
+    if inside > request.unit:
         yield (
-            f"{request.shards} devices that split a block are in several nodes of {request.unit}, but the profile has "
+            f"{inside} devices that split a block are in several nodes of {request.unit}, but the profile has "
             "the time of their messages as it was made: inside a node, unless profile was given this --cluster"
         )
     timed = sum(edge.transfer_ns is not None for edge in edges)

@@ -47,7 +47,10 @@ def may_move(request: Request, candidate: PlacementCandidate) -> bool:
     if cluster is None or len(cluster.levels) < 2 or isinstance(request.placement, Placement):
         return False
     everywhere = candidate.placement.num_devices
-    return not any(stage.shards > 1 and (stage.replicas > 1 or stage.shards < everywhere) for stage in stages)
+    return not any(
+        stage.shards * stage.context > 1 and (stage.replicas > 1 or stage.shards * stage.context < everywhere)
+        for stage in stages
+    )
 
 
 def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCandidate | None:
@@ -76,7 +79,7 @@ def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCand
                 traffic[ends] += hop.bytes * len(workload.messages(dependency, hop))
     sync = [0] * len(sizes)
     for stage in workload.stages:
-        if stage.replicas > 1:
+        if stage.copies > 1:
             sync[group_of[stage.devices[0]]] += stage.state[GRADIENTS]
     static = [workload.static_bytes(group_of.index(group)) for group in range(len(sizes))]
     try:
@@ -419,7 +422,7 @@ class PlanSearch:
         if request.zero is not None or request.least_memory is None:
             return False
         if isinstance(request.placement, Placement):
-            return any(stage.replicas > 1 and not stage.zero for stage in request.placement.stages)
+            return any(stage.copies > 1 and not stage.zero for stage in request.placement.stages)
         return request.num_devices > 1 and request.replicas != 1
 
     @property

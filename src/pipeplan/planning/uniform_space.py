@@ -38,10 +38,10 @@ from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 class Choice:
     """A strategy for chains and everything it leaves open.
 
-    ``shards`` devices split each block. Each position has ``chunks`` stages on each route where the strategy takes a
-    number, by default two. ``positions`` are how many groups of them and their replicas there are, by
-    default as many as there are devices for; ``batch`` is of all replicas together, which divide what they keep by
-    ``zero``. Of the ``levels`` of recomputation each block has the one that costs least while the ``usual`` schedule
+    ``shards`` devices split each block, and ``context`` such groups each sequence. Each position has ``chunks`` stages
+    on each route where the strategy takes a number, by default two. ``positions`` are how many groups of them
+    and their replicas there are, by default as many as there are devices for; ``batch`` is of all replicas together,
+    which divide what they keep by ``zero``. Of the ``levels`` of recomputation each block has the one that costs least while the ``usual`` schedule
     fits; without any, all blocks have ``recompute``.
     """
 
@@ -56,6 +56,17 @@ class Choice:
     levels: tuple[Again, ...] = ()
     usual: Usual | None = None
     chunks: int | None = None
+    context: int = 1
+
+    @property
+    def width(self) -> int:
+        """Devices of a replica at each position."""
+        return self.shards * self.context
+
+    @property
+    def copies(self) -> int:
+        """How many times parameters are there: every replica has them once for each part of a sequence."""
+        return self.replicas * self.context
 
     @property
     def per_position(self) -> int:
@@ -65,7 +76,8 @@ class Choice:
     @property
     def pricing(self) -> Pricing:
         """What a device's costs are for."""
-        return Pricing(self.batch.microbatch_size // self.replicas, self.recompute, self.shards, self.zero)
+        samples = self.batch.microbatch_size // self.replicas
+        return Pricing(samples, self.recompute, self.shards, self.zero, self.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +145,7 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
 def _fewer(choices: Sequence[Choice]) -> list[bool]:
     """[choice] whether the same with more positions is another of them: that is seldom longer, and looked at first."""
     likes = [
-        (each.strategy, each.chunks, each.shards, each.replicas, each.batch, each.recompute, each.zero, each.levels)
-        for each in checked(choices)
+        (each.strategy, each.chunks, each.pricing, each.replicas, each.batch, each.levels) for each in checked(choices)
     ]
     most: dict[tuple[object, ...], int] = {}
     for like, each in checked(zip(likes, choices, strict=True)):
@@ -454,7 +465,7 @@ class _BoundTable:
         busiest = np.where(paced > 0, paced, even + uneven) + again / p
         after = AfterActions.of(request.profile, request.cluster)
         sums_ns = column(_after_ns(after, each, own) for each, own in zip(choices, sums, strict=True))
-        stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.shards for each in choices))
+        stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.width for each in choices))
         hops = 2 * (p * per_position - 1) * column(_hops_ns(request, choices))  # of the first and the last micro-batch
         usual_ns = np.maximum(m * busiest + (p - 1) * np.maximum(0.0, ramps) + hops, least) + sums_ns
         eased = summed("eased")
@@ -560,15 +571,16 @@ def _hops_ns(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
     of_sample = sorted(edge.bytes_per_sample for edge in edges if edge.transfer_ns is None) or [0]
     fixed = sorted(edge.transfer_ns for edge in edges if edge.transfer_ns is not None)
     middling, least = of_sample[len(of_sample) // 2], fixed[len(fixed) // 2] if 2 * len(fixed) > len(edges) else 0
-    known: dict[tuple[int, int], int] = {}
+    known: dict[tuple[int, int, int], int] = {}
     for choice in choices:
-        samples, apart = choice.pricing.samples, choice.shards * choice.replicas
+        samples, parts, apart = choice.pricing.samples, choice.context, choice.width * choice.replicas
         if apart >= request.num_devices:
             yield 0.0
             continue
-        if (samples, apart) not in known:
-            known[samples, apart] = least or sum(transfer_time(request.cluster, 0, apart, middling * samples))
-        yield known[samples, apart]
+        if (samples, parts, apart) not in known:
+            size = middling * samples // parts
+            known[samples, parts, apart] = least or sum(transfer_time(request.cluster, 0, apart, size))
+        yield known[samples, parts, apart]
 
 
 _MOST_LOOKED_AT = 64
@@ -578,4 +590,4 @@ _MOST_LOOKED_AT = 64
 def _after_ns(after: AfterActions, choice: Choice, sums: _Sums) -> int:
     """Ns that an even stage takes after its actions: summing gradients over its replicas, step, gather."""
     own = replace(after, shards=choice.shards, sharing=lambda _: choice.zero)
-    return own(sums.gradient_bytes // (choice.positions or 1), choice.replicas)
+    return own(sums.gradient_bytes // (choice.positions or 1), choice.copies)
