@@ -217,8 +217,8 @@ def search(
             searched.
         cp: context-parallel size: devices that share each sequence, for which the profile must have costs; by
             default searched where it has some.
-        pp: pipeline-parallel size: devices, or groups of ``tp`` x ``cp`` x ``replicas`` of them, that blocks pass in turn; by
-            default searched.
+        pp: pipeline-parallel size: devices, or groups of ``tp`` x ``cp`` x ``replicas`` of them, that blocks pass in
+            turn; by default searched.
         zero: what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, 2 gradients,
             too, 3 parameters, too, or ``"auto"``; by default 0, where memory is limited and the profile has costs of
             several shards 0 or 1, and ``"auto"`` where nothing fits.

@@ -191,7 +191,7 @@ PLAN_DAMAGES = [
     (put("predicted.bubble_rate", 1.1), "predicted.bubble_rate: Input should be less than or equal to 1"),
     (put("stages.0.devices", [3]), "stages[0] stands on device 3, but the plan has 3 devices"),
     (put("stages.0.devices", [0, 0]), "stages[0].devices name a device twice"),
-    (put("stages.0.devices", [0, 1]), "stages[0]: shards x replicas must equal its 2 devices"),
+    (put("stages.0.devices", [0, 1]), "stages[0]: shards 1 x replicas 1 must equal the 2 devices"),
     (put("stages.0.microbatch_size", 3), "stages[0].microbatch_size 3 does not divide the mini-batch of 4"),
     (put("operations.0.stage", 3), "operations[0] is of stage 3, but there are 3 stages"),
     (put("operations.0.stage", 1), "operations[1] repeats operation 1F"),

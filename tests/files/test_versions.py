@@ -146,7 +146,13 @@ _FIELDS: dict[str, Any] = {name: (field.annotation, field) for name, field in Bl
 _FIELDS["family"] = _FIELDS.pop("operator")
 
 
-Block2 = create_model("Block2", __base__=Parts, **_FIELDS, trainable=(bool, ...))
+class CostedParts(Parts):
+    """What reads a profile asks of its blocks."""
+
+    rows = Block.rows
+
+
+Block2 = create_model("Block2", __base__=CostedParts, **_FIELDS, trainable=(bool, ...))
 
 
 def use(monkeypatch: pytest.MonkeyPatch, folder: Path, models: dict[str, type[File]]) -> None:

@@ -41,8 +41,8 @@ class Choice:
     ``shards`` devices split each block, and ``context`` such groups each sequence. Each position has ``chunks`` stages
     on each route where the strategy takes a number, by default two. ``positions`` are how many groups of them
     and their replicas there are, by default as many as there are devices for; ``batch`` is of all replicas together,
-    which divide what they keep by ``zero``. Of the ``levels`` of recomputation each block has the one that costs least while the ``usual`` schedule
-    fits; without any, all blocks have ``recompute``.
+    which divide what they keep by ``zero``. Of the ``levels`` of recomputation each block has the one that costs least
+    while the ``usual`` schedule fits; without any, all blocks have ``recompute``.
     """
 
     strategy: str
