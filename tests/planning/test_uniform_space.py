@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,15 +41,18 @@ UNIFORM = without({"stage graphs", "published planners", "slice forwards"}, STEP
 
 
 @st.composite
-def chains(draw: st.DrawFn, most: int = 6) -> Profile:
-    """Two to six blocks with costs for one and two shards and samples; half of a block takes more than half as long."""
+def chains(draw: st.DrawFn, most: int = 6, contexts: tuple[int, ...] = (1,)) -> Profile:
+    """Two to six blocks with costs for one and two shards and samples; half of a block takes more than half as long.
+
+    So does half of each sequence, where there are contexts.
+    """
 
     def block(index: int) -> Block:
         rows = []
         alone = draw(st.integers(2, 30)), draw(st.integers(2, 60)), draw(st.integers(1, 40))
-        for size, shards in itertools.product(SIZES, SHARDS):
-            forward, backward, held = (part * size // shards + draw(st.integers(0, 2)) for part in alone)
-            row = {"microbatch_size": size, "shards": shards, "activation_bytes": held}
+        for size, shards, context in itertools.product(SIZES, SHARDS, contexts):
+            forward, backward, held = (part * size // (shards * context) + draw(st.integers(0, 2)) for part in alone)
+            row = {"microbatch_size": size, "shards": shards, "context": context, "activation_bytes": held}
             rows.append(CostRow(**row, forward_ns=forward + 1, backward_ns=backward + 1))
         return Block(id=f"b{index}", operator="layer", parameter_bytes=draw(st.integers(0, 20)), costs=tuple(rows))
 
@@ -56,27 +60,30 @@ def chains(draw: st.DrawFn, most: int = 6) -> Profile:
 
 
 def iterations(profile: Profile, num_devices: int, memory: int | None, recompute: bool) -> Iterator[int]:
-    """1F1B on every cut, for every uniform (shards, replicas, stages, micro-batch size): where it fits, its ns.
+    """1F1B on every cut, for every uniform (shards, context, replicas, stages, size): where it fits, its ns.
 
     With what is recomputed open, too, it is the least of all choices of each stage's blocks that fits.
     """
     ids = [block.id for block in profile.blocks]
+    splits = sorted({(row.shards, row.context) for block in profile.blocks for row in block.costs})
 
     @cache
-    def stage(begin: int, end: int, samples: int, shards: int, in_flight: int) -> StageCost | None:
+    def stage(begin: int, end: int, samples: int, split: tuple[int, int], in_flight: int) -> StageCost | None:
         every = itertools.product((False, True), repeat=end - begin) if recompute else [(False,) * (end - begin)]
-        costs = [stage_costs(profile, ids[begin:end], samples, shards, recompute=each) for each in every]
+        shards, context = split
+        how = {"context": context}
+        costs = [stage_costs(profile, ids[begin:end], samples, shards, recompute=each, **how) for each in every]
         fitting = [cost for cost in costs if memory is None or cost.memory_bytes(in_flight) <= memory]
         return min(fitting, key=lambda cost: cost.backward_ns, default=None)
 
-    for shards, samples, replicas in itertools.product(SHARDS, SIZES, range(1, num_devices + 1)):
+    for split, samples, replicas in itertools.product(splits, SIZES, range(1, num_devices + 1)):
         if MINI_BATCH % (samples * replicas) == 0:
             count = MINI_BATCH // (samples * replicas)
-            for stages in range(1, min(len(ids), num_devices // (shards * replicas)) + 1):
+            for stages in range(1, min(len(ids), num_devices // (split[0] * split[1] * replicas)) + 1):
                 for cuts in itertools.combinations(range(1, len(ids)), stages - 1):
                     ends = [0, *cuts, len(ids)]
                     ranges = enumerate(itertools.pairwise(ends))
-                    found = [stage(a, b, samples, shards, min(count, stages - place)) for place, (a, b) in ranges]
+                    found = [stage(a, b, samples, split, min(count, stages - place)) for place, (a, b) in ranges]
                     costs = [cost for cost in found if cost is not None]
                     if len(costs) == stages:
                         times = StageTimes(
@@ -116,9 +123,18 @@ def test_search_finds_the_best_of_all_uniform_layouts(
     best_of_search(profile, num_devices, memory, recompute)
 
 
+@settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
+@given(chains(3, (1, 2)), st.integers(2, 5), LIMITS, st.booleans())
+def test_sizes_of_context_parallelism_are_among_them(
+    profile: Profile, num_devices: int, memory: int | None, recompute: bool
+) -> None:
+    """The same where devices may share sequences, too."""
+    best_of_search(profile, num_devices, memory, recompute)
+
+
 @pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
-@given(chains(6), st.integers(2, 8), LIMITS, st.booleans())
+@given(st.one_of(chains(6), chains(4, (1, 2))), st.integers(2, 8), LIMITS, st.booleans())
 def test_search_finds_the_best_of_more_layouts(
     profile: Profile, num_devices: int, memory: int | None, recompute: bool
 ) -> None:
@@ -283,6 +299,73 @@ def test_pipelines_are_as_long_as_asked_for() -> None:
 def test_refusals_say_what_would_do(said: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(text)):
         Request.of(SPLIT, **({"devices": 8, "mini_batch": 8} | said))
+
+
+SHARED = SPLIT.model_copy(
+    update={
+        "blocks": tuple(
+            block.model_copy(
+                update={
+                    "costs": tuple(
+                        row.model_copy(update={"context": context, "backward_ns": (row.backward_ns or 0) // context})
+                        for row in block.costs
+                        for context in (1, 2)
+                    )
+                }
+            )
+            for block in SPLIT.blocks
+        )
+    }
+)
+"""The same blocks, whose backward is as quick on two devices that share each sequence as it is divided."""
+
+
+def test_sequences_are_shared_where_that_is_quicker_or_asked_for() -> None:
+    """What four sizes are given is kept, the others follow; all of them together are the number of devices."""
+    free = search_plan(Request.of(SHARED, devices=4, mini_batch=1, **QUICK))
+    assert free.plan.predicted.iteration_ns == 300  # in four shards: half of a sequence takes as long forward
+    assert {stage.context for stage in free.plan.stages} == {1}
+    eight = search_plan(Request.of(SHARED, devices=8, mini_batch=1, **QUICK))
+    assert {(stage.shards, stage.context) for stage in eight.plan.stages} == {(4, 2)}
+    for said, sizes in (
+        ({"devices": 8, "positions": 2, "shards": 2, "context": 2}, (2, 2, 2, 1)),
+        ({"devices": 8, "positions": 2, "context": 2, "replicas": 2}, (2, 1, 2, 2)),
+        ({"devices": 8, "positions": 2, "shards": 1, "context": 2, "placement": "circular"}, (2, 1, 2, 2)),
+        ({"positions": 2, "shards": 2, "replicas": 2, "context": 2}, (2, 2, 2, 2)),
+        ({"devices": 8, "positions": 2, "shards": 2, "context": 1}, (2, 2, 1, 2)),
+    ):
+        plan = search_plan(Request.of(SHARED, mini_batch=8, **said, **QUICK)).plan
+        stages = plan.stages
+        assert len({stage.devices for stage in stages}) == sizes[0], said
+        assert {(stage.shards, stage.context, stage.replicas) for stage in stages} == {sizes[1:]}, said
+        assert len(plan.devices) == math.prod(sizes)
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"context": 4}, "has costs for context 1, 2, not for 4; choose --cp 1, 2, or profile with --estimate --cont"),
+        ({"devices": 3, "context": 2}, "--cp 2 does not divide 3 devices; choose --cp 1, or --devices 4"),
+        ({"shards": 4, "context": 2, "replicas": 2}, "--tp 4 x --replicas 2 x --cp 2 does not divide 8 devices"),
+        (
+            {"positions": 2, "shards": 1, "context": 2, "replicas": 1},
+            "--pp 2 x --tp 1 x --cp 2 x --dp 1 is 4 devices, not 8; choose --pp 4, or give --devices 4",
+        ),
+        ({"context": 2, "spread": True}, "--cp 2 and --shard-shared yes do not go together"),
+        (
+            {"devices": None, "context": 2, "placement": stage_per_block(SPLIT)},
+            "--cp 2 would do nothing: the placement",
+        ),
+    ],
+)
+def test_refusals_of_context_sizes_say_what_would_do(said: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        Request.of(SHARED, **({"devices": 8, "mini_batch": 8} | said))
+
+
+def test_a_profile_without_parts_of_sequences_says_how_to_get_them() -> None:
+    with pytest.raises(UsageError, match=re.escape("profile with --estimate --context 2")):
+        Request.of(SPLIT, devices=8, mini_batch=8, context=2)
 
 
 def test_a_group_beyond_a_node_is_noted() -> None:
