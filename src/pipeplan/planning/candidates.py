@@ -70,7 +70,7 @@ Proposal = Callable[[], CandidateOrError | None]
 class CandidateStep(SearchStep, ABC):
     """Placements other than chains. Where it is tried stages may be of any form."""
 
-    when = "--placement auto, without --slices, --shard-shared, --replicas, --pp and --tp above 1"
+    when = "--placement auto, without --slices, --shard-shared, --replicas, --pp, and --tp or --cp above 1"
 
     @abstractmethod
     def candidates(self, request: Request) -> Iterator[Proposal]:
