@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +12,15 @@ from builders.chains import chain_profile
 from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, Profile
 from pipeplan.partition.problem import PartitionProblem
-from pipeplan.planning.candidates import PlacementCandidate, StageGraphs, candidates
+from pipeplan.planning.candidates import (
+    CandidateStep,
+    PlacementCandidate,
+    Proposal,
+    PublishedPlanners,
+    RecomputedBlocks,
+    StageGraphs,
+    candidates,
+)
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import STEPS, EvenCut, search_plan
 from pipeplan.planning.trials import PlanSearch
@@ -96,3 +106,19 @@ def test_stages_of_any_sizes_get_more_time_than_those_of_one(monkeypatch: pytest
         assert isinstance(propose(), UsageError)
     assert limits == [6.0] + [3.0] * (len(limits) - 1)
     assert len(limits) > 2
+
+
+def test_no_step_waits_for_all_candidates_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts with recomputation take seconds each on large graphs; stages as a graph would never have their turn."""
+    asked = Request.of(sized(), devices=4, mini_batch=64, memory_bytes=1000 * MB)
+    steps, said = (RecomputedBlocks(), StageGraphs(), PublishedPlanners()), list[str]()
+
+    def saying(step: CandidateStep, request: Request) -> Iterator[Proposal]:
+        yield from (partial(said.append, step.name) for _ in range(3))
+
+    for step in steps:
+        monkeypatch.setattr(type(step), "candidates", saying)
+    for propose in candidates(asked, steps, 0):
+        if isinstance(propose, partial) and propose.func == said.append:
+            propose()
+    assert said == 3 * [step.name for step in steps]

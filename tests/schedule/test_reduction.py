@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,9 @@ from pipeplan.files import CostRow, PlacedStage, Placement, Profile
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.search import first_look, search_schedule
 from pipeplan.workload.bounds import strong_iteration_bound
+from pipeplan.workload.elements import Bucket, TiedState
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.kinds import GRADIENT_ROLES
 from pipeplan.workload.one_microbatch import OneMicrobatch, Reduction
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -93,6 +96,55 @@ def test_orders_mean_the_same_in_both(workload: Workload) -> None:
     assert max(map(sum, zip(starts, graph.durations, strict=True))) == found.makespan_ns
     static = [workload.static_bytes(device) for device in range(len(workload.devices))]
     assert static == [reduction.reduced.static_bytes(group) for group in reduction.groups]
+
+
+@st.composite
+def summing(draw: st.DrawFn) -> Workload:
+    """The same with sums of gradients, in buckets or not, steps, and gradients that stages share."""
+    workload = draw(workloads())
+    times = st.integers(0, 40)
+    most = {
+        operation.stage: operation.duration_ns for operation in workload.operations if operation.role in GRADIENT_ROLES
+    }
+    stages = tuple(
+        replace(
+            stage,
+            blocks=(*stage.blocks, f"{stage.blocks[0]} too"),
+            sync_ns=draw(times),
+            step_ns=draw(times),
+            buckets=draw(
+                st.sampled_from(
+                    [
+                        (),
+                        (
+                            Bucket(blocks=1, bytes=1, sync_ns=draw(times), ahead_ns=draw(st.integers(0, most[number]))),
+                            Bucket(blocks=1, bytes=1, sync_ns=draw(times)),
+                        ),
+                    ]
+                )
+            ),
+        )
+        for number, stage in enumerate(workload.stages)
+    )
+    users = [number for number, stage in enumerate(stages) if stage.blocks[0] in ("b0", "b1")]
+    tied = TiedState(
+        name="table", stages=tuple(users), devices=tuple(stages[n].devices for n in users), sync_ns=draw(times)
+    )
+    return replace(workload, stages=stages, tied=(tied,) if len(users) > 1 else ())
+
+
+@given(summing())
+@settings(max_examples=100)
+def test_what_follows_the_last_actions_is_the_same_in_both(workload: Workload) -> None:
+    """So that a search of what is reduced compares iterations as they will be."""
+    found = first_look(workload)
+    assert found is not None
+    reduction = Reduction.of(workload)
+    if reduction is None:
+        return
+    graph = task_graph(reduction.reduced)
+    reduced = reduction.to_reduced(found.orders[: len(workload.devices)])
+    assert graph.iteration(earliest_starts(graph, with_links(graph, reduced))) == found.iteration_ns
 
 
 @given(workloads())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -92,13 +93,23 @@ def candidates(
     if is_large(request):
         yield from islice(chains, chains_first)
     if _any_stages(request):
-        found = chain.from_iterable(step.candidates(request) for step in steps if isinstance(step, CandidateStep))
+        found = in_turns([step.candidates(request) for step in steps if isinstance(step, CandidateStep)])
         if open_splits(request) == (SplitSizes(1, 1),):
             yield from islice(found, 1)
         for graph in found:
             yield from islice(chains, chains_between)
             yield graph
     yield from chains
+
+
+def in_turns(streams: Sequence[Iterator[Proposal]]) -> Iterator[Proposal]:
+    """One of each after another, as long as there are some: none has to wait for all of another."""
+    left = deque(streams)
+    while left:
+        stream = left.popleft()
+        for proposal in islice(stream, 1):
+            yield proposal
+            left.append(stream)
 
 
 def _given(request: Request, placement: Placement) -> Iterator[PlacementCandidate]:

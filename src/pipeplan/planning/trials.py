@@ -7,12 +7,11 @@ a search of its schedules takes a share of the time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cmp_to_key
-from itertools import islice
 from typing import ClassVar
 
 from pipeplan.costs import build_workload, can_split
@@ -22,7 +21,7 @@ from pipeplan.files import Placement, Plan
 from pipeplan.partition.mapping import mapped
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.bounds import request_bound
-from pipeplan.planning.candidates import BoundedProposal, PlacementCandidate, Proposal, workload_of
+from pipeplan.planning.candidates import BoundedProposal, PlacementCandidate, Proposal, in_turns, workload_of
 from pipeplan.planning.request import Request
 from pipeplan.planning.usual import Usual
 from pipeplan.schedule.cpsat.solver import Budget
@@ -409,7 +408,7 @@ class PlanSearch:
 
     def _try_all(self, candidates: Callable[[Request], Iterator[Proposal]], steps: Sequence[PlanStep]) -> None:
         for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
-            self.open = _in_turns([candidates(each) for each in self.request.levels])
+            self.open = in_turns([candidates(each) for each in self.request.levels])
             self.fallback, self.all_seen = fallback, False
             self._repeat(steps)
             if self.best is not None:
@@ -599,13 +598,3 @@ def _backward_ways(request: Request) -> list[bool]:
     if request.split_backward is None:
         return [True, False] if possible else [False]
     return [request.split_backward]
-
-
-def _in_turns(streams: Sequence[Iterator[Proposal]]) -> Iterator[Proposal]:
-    """One of each after another, as long as there are some."""
-    left = deque(streams)
-    while left:
-        stream = left.popleft()
-        for proposal in islice(stream, 1):
-            yield proposal
-            left.append(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,7 +31,8 @@ def gradient_sums(stages: Sequence[Stage], tied: Sequence[TiedState]) -> tuple[N
     """The sums of gradients that take time: those of stages, by the first of them, then those of what is tied.
 
     Stages with some block in common are summed together, for as long as the one that takes longest says: in buckets
-    where all of them have the same blocks in the same buckets.
+    where all of them have the same blocks in the same buckets. What is tied waits for every stage with the blocks and
+    devices of those that are named: a round's micro-batches are such stages.
     """
     if not (any(stage.sync_ns for stage in stages) or any(each.sync_ns for each in tied)):
         return ()
@@ -38,8 +40,11 @@ def gradient_sums(stages: Sequence[Stage], tied: Sequence[TiedState]) -> tuple[N
     pairs = [(first_with.setdefault(block, n), n) for n, stage in enumerate(stages) for block in stage.blocks]
     together = sorted(sorted(part) for part in connected_parts(range(len(stages)), pairs))
     sums = [job for part in together for job in _sums_of(part, stages)]
+    alike: dict[tuple[tuple[str, ...], tuple[int, ...]], list[int]] = defaultdict(list)
+    for number, stage in enumerate(stages if tied else ()):
+        alike[stage.blocks, stage.devices].append(number)
     for each in tied:
-        numbers = tuple(sorted(set(each.stages)))
+        numbers = tuple(sorted({own for n in each.stages for own in alike[stages[n].blocks, stages[n].devices]}))
         sums.append(NetworkJob(numbers, tuple(sorted(each.all_devices)), each.sync_ns, (0,) * len(numbers)))
     return tuple(each for each in sums if each.duration_ns)
 

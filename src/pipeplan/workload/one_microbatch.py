@@ -387,11 +387,14 @@ def _in_rounds(workload: Workload, round_size: int) -> Workload:
 
 
 def _copy(stage: Stage, round_size: int, index: int) -> Stage:
-    """A stage for one of its micro-batches in a round; the first has its parameters."""
+    """A stage for one of its micro-batches in a round; the first has its parameters.
+
+    The others have its buckets, too: a sum waits for the last action of all of them.
+    """
     copy = replace(stage, microbatch_size=round_size, route=0)
     if index == 0:
         return copy
-    return replace(copy.with_state(MemoryBytes()), sync_ns=0, step_ns=0, gather_ns=0, buckets=())
+    return replace(copy.with_state(MemoryBytes()), sync_ns=0, step_ns=0, gather_ns=0)
 
 
 def _dependencies(workload: Workload, round_size: int, stage_firsts: Sequence[int]) -> tuple[Dependency, ...]:
