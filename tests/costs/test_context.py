@@ -110,6 +110,14 @@ def test_gradients_are_summed_and_state_divided_over_replicas_and_parts() -> Non
     assert workload(placement(replicas=1)).stages[0].sync_ns > 0
 
 
+def test_gradients_are_summed_in_buckets_where_only_parts_of_sequences_have_copies() -> None:
+    many = profile(1, 2)
+    many = many.model_copy(update={"blocks": tuple(b.model_copy(update={"parameters": 10**7}) for b in many.blocks)})
+    first, _ = workload(placement(replicas=1), many).stages
+    assert [bucket.bytes for bucket in first.buckets] == [4 * 10**7] * 2
+    assert not workload(placement(context=1, replicas=1), many).stages[0].buckets
+
+
 def plan_of(context: int = 2, **others: int) -> tuple[Profile, Plan]:
     known = profile(1, 2, 4)
     placed = placement(context, **others)

@@ -327,6 +327,7 @@ def test_sequences_are_shared_where_that_is_quicker_or_asked_for() -> None:
     assert {stage.context for stage in free.plan.stages} == {1}
     eight = search_plan(Request.of(SHARED, devices=8, mini_batch=1, **QUICK))
     assert {(stage.shards, stage.context) for stage in eight.plan.stages} == {(4, 2)}
+    assert eight.plan.predicted.iteration_ns == 200
     for said, sizes in (
         ({"devices": 8, "positions": 2, "shards": 2, "context": 2}, (2, 2, 2, 1)),
         ({"devices": 8, "positions": 2, "context": 2, "replicas": 2}, (2, 1, 2, 2)),
@@ -339,6 +340,19 @@ def test_sequences_are_shared_where_that_is_quicker_or_asked_for() -> None:
         assert len({stage.devices for stage in stages}) == sizes[0], said
         assert {(stage.shards, stage.context, stage.replicas) for stage in stages} == {sizes[1:]}, said
         assert len(plan.devices) == math.prod(sizes)
+
+
+def test_the_table_knows_what_sharing_a_sequence_takes() -> None:
+    """One stage has no bubble: what usually is, is what its plan takes, sums of gradients over both parts included."""
+    blocks = tuple(block.model_copy(update={"parameter_bytes": 1000}) for block in SHARED.blocks)
+    cluster = Cluster.of("one", 2, levels=[("all", 2, "10ns", "100GB")])
+    known = SHARED.model_copy(update={"blocks": blocks})
+    request = Request.of(known, cluster=cluster, mini_batch=2, shards=1, context=2, **QUICK)
+    table = [each for each in uniform_choices(request) if each.choice.positions == 1]
+    plan = search_plan(request).plan
+    assert [(stage.context, stage.sync_ns > 0) for stage in plan.stages] == [(2, True)]
+    assert {round(each.usual_ns) for each in table} == {plan.predicted.iteration_ns}
+    assert {2 * 4 * (100 + 100) - each.least_ns for each in table} == {1}, "floats are off by less than one"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from pipeplan.costs.uniform.layer import attention_ns
 from pipeplan.costs.uniform.shares import catalog_shares
 from pipeplan.costs.uniform.traced import FusedRates
 from pipeplan.errors import UsageError
-from pipeplan.files import CostRow, Profile
+from pipeplan.files import Cluster, CostRow, Profile
 
 CONFIG = (
     "LlamaConfig(num_hidden_layers=1, hidden_size=512, num_attention_heads=8, num_key_value_heads=2, "
@@ -20,6 +20,8 @@ CONFIG = (
 )
 PART, HEADS, KV_HEADS, SIZE, WIDTH = 2048, 8, 2, 64, 2
 H100 = device_preset("h100-80gb")
+LATENCY, BANDWIDTH = 1_000, 10**9
+SLOW = Cluster.of("slow", 8, levels=[("all", 8, LATENCY / 1e9, BANDWIDTH)])
 RATES = FusedRates.of(H100, catalog_shares()["h100-80gb"])
 
 
@@ -37,9 +39,9 @@ def core_ns(context: int, shards: int, *, backward: bool) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:blocks of")
-@pytest.mark.parametrize("context", [2, 4])
-def test_rows_are_of_shorter_sequences_with_attention_over_whole_ones(context: int) -> None:
-    how = {"device": "h100-80gb", "microbatch": 1, "shards": (1, 2)}
+@pytest.mark.parametrize(("context", "cluster"), [(2, None), (4, SLOW)], ids=["own links", "slow links"])
+def test_rows_are_of_shorter_sequences_with_attention_over_whole_ones(context: int, cluster: Cluster | None) -> None:
+    how = {"device": "h100-80gb", "microbatch": 1, "shards": (1, 2), "cluster": cluster}
     whole = pipeplan.estimate(CONFIG, sequence=context * PART, context=(context,), **how)
     short = pipeplan.estimate(CONFIG, sequence=PART, **how)
     assert {row.context for block in whole.blocks for row in block.costs} == {1, context}
@@ -55,6 +57,9 @@ def test_rows_are_of_shorter_sequences_with_attention_over_whole_ones(context: i
                 continue
             moved = 2 * WIDTH * context * PART * max(1, KV_HEADS // shards) * SIZE
             gather = prices_of(H100)(Exchange("all_gather", moved), context)
+            if cluster is not None:
+                gather = (context - 1) * (LATENCY + 1e9 * moved / context / BANDWIDTH)
+                assert gather > core_ns(context, shards, backward=True), "all of it is not hidden"
             for backward, name in ((False, "forward_ns"), (True, "input_grad_ns")):
                 core = core_ns(context, shards, backward=backward)
                 waited = max(0.0, gather * (1 + backward) - core)
