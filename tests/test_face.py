@@ -183,7 +183,12 @@ WRONG = [
     ({"devices": 2, "unroll": 0}, "unroll=0: '0' is neither auto nor a number from 1 to 64"),
     ({"devices": 2, "mini_batch": 7, "microbatches": 3}, "mini_batch=7 is not a multiple of microbatches=3"),
     ({}, "has no placement; give devices or a cluster"),
-    ({"devices": 2, "workers": 2}, "workers and cache are for scheduler='rules' without rules"),
+    ({"devices": 2, "cache": "cells.jsonl"}, "cache is for scheduler='rules' without rules"),
+    (
+        {"devices": 2, "workers": 2, "executor": "dask:tcp://host:1"},
+        "executor is not for workers; leave one of them out",
+    ),
+    ({"devices": 2, "executor": "slurm"}, "executor='slurm' is not known; give dask:ADDRESS"),
     ({"devices": 2, "cluster": 3}, "cluster is a Cluster or the path of its file, not of type int"),
 ]
 

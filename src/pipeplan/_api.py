@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 import os
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from concurrent.futures import Executor
     from typing import Any, Literal
 
     from pipeplan.checker import Report as Report
@@ -106,9 +107,17 @@ def __getattr__(name: str) -> object:
 
 
 def search(
-    request: Request, *, progress: Progress | None = None, within: Limit | None = None, explain: bool = False
+    request: Request,
+    *,
+    progress: Progress | None = None,
+    within: Limit | None = None,
+    explain: bool = False,
+    workers: int = 1,
+    executor: Executor | str | None = None,
 ) -> Result:
     """The best plan, with ``explain`` the next best ones, too; see :func:`pipeplan.planning.steps.search_plan`.
+
+    An ``executor`` may be named, as on the command line.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -117,7 +126,13 @@ def search(
     """
     from pipeplan.planning.steps import search_plan
 
-    return search_plan(request, progress=progress, within=within, explain=explain)
+    how: Any = {"progress": progress, "within": within, "explain": explain, "workers": workers}
+    if not isinstance(executor, str):
+        return search_plan(request, executor=executor, **how)
+    from pipeplan.planning.workers import named_executor
+
+    with named_executor(executor) as named:
+        return search_plan(request, executor=named, **how)
 
 
 def tune(

@@ -20,6 +20,8 @@ from pipeplan import _api
 from pipeplan.errors import ExecutionError, FileError, PipeplanError, SearchTimeoutError, UsageError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
     from pipeplan._api import (
         Cluster,
         Comparison,
@@ -186,6 +188,7 @@ def search(
     scheduler: str = "auto",
     rules: Rules | Path | None = None,
     workers: int | None = None,
+    executor: Executor | str | None = None,
     cache: Path | None = None,
     explain: bool = False,
     progress: SearchProgress | None = None,
@@ -237,7 +240,10 @@ def search(
             plan on any machine.
         scheduler: ``"auto"``, ``"repetend"``, ``"rules"`` or a classic schedule such as ``"1f1b"``.
         rules: for the scheduler ``"rules"``: :class:`Rules`, the name of a built-in set, or the path of a TOML file.
-        workers: processes of an auto-tuning (``scheduler="rules"`` without ``rules``); by default one per core.
+        workers: processes that evaluate candidates; by default 1, this one; of an auto-tuning (``scheduler="rules"``
+            without ``rules``) one per core. They import your main module: guard what it runs, as ever with processes.
+        executor: any :class:`concurrent.futures.Executor` that evaluates candidates instead, or its name, as
+            ``"dask:tcp://host:8786"``. It stays open.
         cache: file that keeps what an auto-tuning finds; see :func:`tune`.
         explain: ``.explanation`` then has the ten best different plans, what limits each, and why common layouts are
             not the best.
@@ -267,11 +273,15 @@ def search(
     request = search_request(_asked("search", locals()).params)
     if request.tunes and explain:
         raise UsageError("--explain is of plans that are searched, not of tuned rules; leave it out")
+    if executor is not None and (request.tunes or workers is not None):
+        beside = "auto-tuning, which has --workers" if request.tunes else "--workers"
+        raise UsageError(f"--executor is not for {beside}; leave one of them out")
     if request.tunes:
         return _api.tune(request, workers=workers, cache=_text(cache), progress=progress, within=within).result
-    if workers is not None or cache is not None:
-        raise UsageError("--workers and --cache are for --scheduler 'rules' without --rules; leave them out")
-    return _api.search(request, progress=progress, within=within, explain=explain)
+    if cache is not None:
+        raise UsageError("--cache is for --scheduler 'rules' without --rules; leave it out")
+    how: Any = {"progress": progress, "within": within, "explain": explain, "workers": workers or 1}
+    return _api.search(request, executor=executor, **how)
 
 
 def _text(path: Path | None) -> str | None:

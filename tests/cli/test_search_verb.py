@@ -310,7 +310,7 @@ def test_rules_without_a_file_are_a_tuning(chain: Path, tmp_path: Path) -> None:
     same = pipeplan("search", chain, "--rules", best, "--placement", stages, "-o", tmp_path / "same.json")
     assert same.returncode == 0, same.stderr
     assert read_plan(str(tmp_path / "same.json")).programs == read_plan(str(plan)).programs
-    refused = pipeplan("search", chain, "--devices", 2, "--workers", 2)
+    refused = pipeplan("search", chain, "--devices", 2, "--cache", "cells.jsonl")
     assert (refused.returncode, "--scheduler rules" in refused.stderr) == (2, True)
 
 

@@ -33,7 +33,14 @@ if TYPE_CHECKING:
     "--scheduler", type=SCHEDULER, default="auto", metavar="NAME", help="auto, repetend, rules, or a classic schedule."
 )
 @RULES_OPTION(help="Scheduling rules: a TOML file or the name of a built-in set.  [default: all built-in sets]")
-@click.option("--workers", type=click.IntRange(min=1), help="Worker processes for auto-tuning.  [default: cores]")
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    help="Processes that evaluate candidates.  [default: 1; of auto-tuning: cores]",
+)
+@click.option(
+    "--executor", metavar="NAME", help="What evaluates candidates instead: dask:ADDRESS, such as dask:tcp://host:8786."
+)
 @click.option("--cache", type=FILE, metavar="FILE", help="Cache file; configurations found in it are not re-evaluated.")
 @click.option(
     "--rules-output", type=FILE, metavar="FILE", help="Where to write the best rules found, to use with --rules."
@@ -51,6 +58,7 @@ if TYPE_CHECKING:
 )
 def search_command(
     workers: int | None,
+    executor: str | None,
     cache: str | None,
     rules_output: str | None,
     output: str | None,
@@ -69,10 +77,11 @@ def search_command(
     """
     request = search_request(flags)
     tunes = request.tunes
-    if not tunes and any(given is not None for given in (workers, cache, rules_output)):
-        raise UsageError(
-            "--workers, --cache and --rules-output are for --scheduler rules without --rules; leave them out"
-        )
+    if not tunes and any(given is not None for given in (cache, rules_output)):
+        raise UsageError("--cache and --rules-output are for --scheduler rules without --rules; leave them out")
+    if executor is not None and (tunes or workers is not None):
+        beside = "auto-tuning, which has --workers" if tunes else "--workers"
+        raise UsageError(f"--executor is not for {beside}; leave one of them out")
     if tunes and explain:
         raise UsageError("--explain is of plans that are searched, not of tuned rules; leave it out")
     if cache == "-":
@@ -85,7 +94,8 @@ def search_command(
                 tuning = _api.tune(request, workers=workers, cache=cache, progress=progress, within=limit)
                 result = tuning.result
             else:
-                result = _api.search(request, progress=progress, within=limit, explain=explain)
+                how: Any = {"progress": progress, "within": limit, "explain": explain, "workers": workers or 1}
+                result = _api.search(request, executor=executor, **how)
         if output is not None:
             outputs.write_plan(result.plan, output)
         if rules_output is not None and tuning is not None:

@@ -1009,7 +1009,7 @@ class PublishedPlanners(CandidateStep):
         planners: dict[str, Callable[[PartitionProblem], Iterator[Partition]]] = {
             "PipeDream": pipedream,
             "DAPPLE": dapple,
-            "Piper": lambda problem: piper(problem, self.downsets),
+            "Piper": partial(piper, max_downsets=self.downsets),
         }
         for (name, planner), size in product(planners.items(), open_sizes(request)):
             yield partial(_tried, _one_published, request, name, planner, size)

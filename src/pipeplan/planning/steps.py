@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from concurrent.futures import Executor
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
 from pipeplan.costs.zero import AUTO, WHOLE, Zero
@@ -43,10 +44,11 @@ from pipeplan.planning.trials import (
     PlanStep,
     Trial,
     iteration_of,
-    on_cluster,
+    look_at,
     preferred,
     workloads,
 )
+from pipeplan.planning.workers import Ahead, processes
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FewerBytes, FirstLook
@@ -535,7 +537,7 @@ class LookAtCandidates(PlanStep):
                 search.looked_at += 1
                 search.refuted += 1
                 return  # wherever its devices are
-            trial = Trial.of(request, on_cluster(request, candidate) or candidate, search.steps)
+            trial = search.trial_of(candidate)
             if slicing is not None:
                 slicing.expect(request, trial)
         except PipeplanError as error:
@@ -549,7 +551,7 @@ class LookAtCandidates(PlanStep):
             return  # what is given is searched in any case: of few actions that finds known schedules as soon
         search.unfinished += 1
         with search.noting(f"known schedules of {candidate.placement.strategy}"):
-            trial.look(usual=candidate.usual if is_large(request) else None)
+            search.look(trial, candidate)
         search.unfinished -= not time_is_up()
         _secure(search)
         if slicing is not None:
@@ -650,6 +652,8 @@ def search_plan(
     steps: Sequence[SearchStep] = STEPS,
     within: Limit | None = None,
     explain: bool = False,
+    workers: int = 1,
+    executor: Executor | None = None,
 ) -> Result:
     """Search the best plan of a placement, a strategy, or with ``auto`` of all of them, for a mini-batch.
 
@@ -658,6 +662,9 @@ def search_plan(
     like others; otherwise it is tried only where nothing fits without. ``steps`` are what is tried; the search spends
     the time of ``within``, too, and ends with it. ``explain`` has the result say what else was found. It ends with the
     best plan when time is up, or at Ctrl-C, and early enough to make that plan in time.
+
+    Candidates are made and looked at ahead by so many ``workers``, processes beside this one, where they are more than
+    one, or by an ``executor``, which stays open. One that dies costs the candidate it died of, as a note says.
 
     Raises:
         KeyboardInterrupt: interrupted before there was a plan.
@@ -670,7 +677,8 @@ def search_plan(
     looking = named(steps, LookAtCandidates) or LookAtCandidates()
     with request.reserve_said():
         search = PlanSearch(request, budget, progress, steps)
-        search.run(lambda asked: candidates(asked, steps, looking.chains_between, looking.chains_first))
+        with _workers_of(search, workers, executor):
+            search.run(lambda asked: candidates(asked, steps, looking.chains_between, looking.chains_first))
         best = search.answer
         if best is None:
             raise _nothing(search)
@@ -698,6 +706,28 @@ def search_plan(
         notes=(*dict.fromkeys(notes), *slices_left_out(request, schedule.workload, "what was found does not fit so")),
         explanation=explained(search) if explain else None,
     )
+
+
+@contextmanager
+def _workers_of(search: PlanSearch, count: int, executor: Executor | None) -> Iterator[None]:
+    """Workers for the candidates of a search; none for one worker and no executor."""
+    if executor is None and count == 1:
+        yield
+        return
+    renew, close = processes(count) if executor is None else (lambda: executor, None)
+    request, deterministic = search.request, search.budget.deterministic
+    known = [each for each in (request, request.profile, request.cluster) if each is not None]
+    left = (lambda: math.inf) if deterministic else search.budget.left
+    window = 2 * (count if executor is None else max(count, _AT_ONCE))
+    search.ahead = Ahead(look_at, known, left, window, renew, close, search.notes)
+    try:
+        yield
+    finally:
+        search.ahead.end()
+
+
+_AT_ONCE = 8
+"""For how many workers of an executor that is given there is work, where nobody said how many there are."""
 
 
 def _left(search: PlanSearch) -> int:

@@ -21,9 +21,18 @@ from pipeplan.files import Placement, Plan
 from pipeplan.partition.mapping import mapped
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.bounds import request_bound
-from pipeplan.planning.candidates import BoundedProposal, PlacementCandidate, Proposal, in_turns, workload_of
+from pipeplan.planning.candidates import (
+    BoundedProposal,
+    CandidateOrError,
+    PlacementCandidate,
+    Proposal,
+    in_turns,
+    is_large,
+    workload_of,
+)
 from pipeplan.planning.request import Request
 from pipeplan.planning.usual import Usual
+from pipeplan.planning.workers import Ahead, Given, LostError
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import with_instructions
 from pipeplan.schedule.rules.language import naming
@@ -172,7 +181,7 @@ class Trial:
     def look_plainly(self, most_entries: int = MOST_ENTRIES) -> None:
         """Only GPipe and 1F1B, which takes a time linear in the actions; of programs no longer than so."""
         for workload in self.ways:
-            self._offer(plain_look(workload, most_entries))
+            self.offer(plain_look(workload, most_entries))
 
     def look(self, *, thorough: bool = False, usual: Usual | None = None) -> None:
         """Only known schedules, which takes no solver: all, or those of the ``usual`` one's strategy."""
@@ -181,7 +190,7 @@ class Trial:
             names = () if usual is None else usual.names(workload.splits_backward)
             if usual is None or names:
                 schedule = first_look(workload, look, thorough=thorough, names=names)
-                self._offer(schedule)
+                self.offer(schedule)
                 found |= schedule is not None
         if usual is not None and not found:
             self.look(thorough=thorough)
@@ -231,7 +240,7 @@ class Trial:
         assert self.best is not None
         longer = [replace(step, share=0.5) if isinstance(step, RepetendSearch) else step for step in self.steps]
         workload = self.best.workload
-        self._offer(self._searched(request, workload, budget, budget.remaining, self.best, None, longer))
+        self.offer(self._searched(request, workload, budget, budget.remaining, self.best, None, longer))
 
     def _searched(
         self,
@@ -269,9 +278,10 @@ class Trial:
 
     def _learn(self, way: int, schedule: Schedule) -> None:
         self.bounds[way] = max(self.bounds[way], schedule.bound_ns)
-        self._offer(schedule)
+        self.offer(schedule)
 
-    def _offer(self, schedule: Schedule | None) -> None:
+    def offer(self, schedule: Schedule | None) -> None:
+        """Take a schedule for the best, if it is preferred."""
         with shielded():  # what was found while there was time
             if schedule is not None and (self.best is None or not preferred(self.best, schedule)):
                 self.best = schedule
@@ -283,6 +293,44 @@ class Trial:
         assert found is not None
         parted = [] if self.parted_bound is None else [self.parted_bound]
         return replace(found, bound_ns=min(found.iteration_ns, *self.bounds, *parted))
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """A proposal to be made, and the known schedules of it to be looked at, without anything that was found before.
+
+    ``looks`` says that schedules are looked at, and not only the candidate made; of a ``large`` request only those that
+    it was cut for.
+    """
+
+    request: Request
+    propose: Proposal
+    steps: Sequence[SearchStep]
+    looks: bool
+    large: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LookedAt:
+    """What came of a look: the candidate, or why there is none; its trial and best schedule, where there is one."""
+
+    candidate: CandidateOrError | None
+    trial: Trial | None = None
+    found: Schedule | None = None
+
+
+def look_at(look: Look) -> LookedAt:
+    """Make a proposal and look at known schedules of it: the same whoever does it, and whenever."""
+    candidate = look.propose()
+    if not look.looks or not isinstance(candidate, PlacementCandidate):
+        return LookedAt(candidate)
+    try:
+        trial = Trial.of(look.request, on_cluster(look.request, candidate) or candidate, look.steps)
+        trial.look(usual=candidate.usual if look.large else None)
+    except PipeplanError:  # which whoever asks finds out
+        return LookedAt(candidate)
+    found, trial.best = trial.best, None
+    return LookedAt(candidate, trial, found)
 
 
 class PlanStep(SearchStep, ABC):
@@ -301,6 +349,16 @@ class PlanStep(SearchStep, ABC):
     @abstractmethod
     def run(self, search: PlanSearch) -> None:
         """Add to what is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Coming:
+    """A proposal that may have been given away; whoever calls it makes it."""
+
+    given: Given[Look, LookedAt]
+
+    def __call__(self) -> CandidateOrError | None:
+        return self.given.item.propose()
 
 
 FIRST_SECONDS = 1.0
@@ -354,6 +412,8 @@ class PlanSearch:
     making_seconds: float = 0.0
     made: MadePlan | None = None
     spare: Trial | None = None
+    ahead: Ahead[Look, LookedAt] | None = None
+    _looked: dict[int, LookedAt] = field(default_factory=dict)
     _seen: set[Hashable] = field(default_factory=set)
     _said: tuple[int, str] | None = None
     _told: str = ""
@@ -408,7 +468,7 @@ class PlanSearch:
 
     def _try_all(self, candidates: Callable[[Request], Iterator[Proposal]], steps: Sequence[PlanStep]) -> None:
         for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
-            self.open = in_turns([candidates(each) for each in self.request.levels])
+            self.open = self._given_away(in_turns([candidates(each) for each in self.request.levels]))
             self.fallback, self.all_seen = fallback, False
             self._repeat(steps)
             if self.best is not None:
@@ -472,7 +532,7 @@ class PlanSearch:
             self.looked_at += 1
             self.refuted += 1
             return None
-        candidate = None if propose is None else propose()
+        candidate = None if propose is None else self._made(propose)
         self.partition_seconds += self.budget.elapsed - begun
         if propose is None:
             self.all_seen = True
@@ -486,6 +546,54 @@ class PlanSearch:
             self.others.pop(candidate.key, None)
             return candidate
         return None
+
+    def _given_away(self, proposals: Iterator[Proposal]) -> Iterator[Proposal]:
+        """The proposals in their order, which workers make ahead, where there are some."""
+        if self.ahead is None:
+            yield from proposals
+            return
+        request, given = self.request, isinstance(self.request.placement, Placement)
+        looks, large = request.scheduler == "auto" and not given, is_large(request)
+        items = (Look(request, propose, self.steps, looks, large) for propose in proposals)
+        for each in self.ahead.over(items, lambda look: not self.refutes(look.propose)):
+            own = each.item.propose
+            coming = _Coming(each)
+            yield BoundedProposal(coming, own.least_ns) if isinstance(own, BoundedProposal) else coming
+
+    def _made(self, propose: Proposal) -> CandidateOrError | None:
+        """The candidate, which a worker may have made, with what it has looked at."""
+        coming = propose.propose if isinstance(propose, BoundedProposal) else propose
+        if not isinstance(coming, _Coming) or self.ahead is None:
+            return propose()
+        try:
+            looked = self.ahead.found(coming.given)
+        except LostError as lost:
+            self.unfinished += 1
+            self.notes.append(f"a candidate was lost with its worker ({lost})")
+            return None
+        if looked is None:
+            return propose()
+        self._looked = {id(looked.candidate): looked}
+        return looked.candidate
+
+    def trial_of(self, candidate: PlacementCandidate) -> Trial:
+        """The trial of a candidate that was taken last.
+
+        Raises:
+            PipeplanError: there is none, as its costs say.
+        """
+        looked = self._looked.get(id(candidate))
+        if looked is not None and looked.trial is not None:
+            return looked.trial
+        return Trial.of(self.request, on_cluster(self.request, candidate) or candidate, self.steps)
+
+    def look(self, trial: Trial, candidate: PlacementCandidate) -> None:
+        """Look at known schedules of its trial, unless a worker has."""
+        looked = self._looked.get(id(candidate))
+        if looked is not None and looked.trial is trial:
+            trial.offer(looked.found)
+        else:
+            trial.look(usual=candidate.usual if is_large(self.request) else None)
 
     def refutes(self, propose: Proposal) -> bool:
         """Whether it is known of a proposal, before it is made, that every iteration of it is longer than the best."""

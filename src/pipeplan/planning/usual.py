@@ -48,6 +48,10 @@ class Usual:
     ending: Counts | None = None
     exact: bool = False
 
+    def __reduce__(self) -> tuple[Callable[[int], Usual], tuple[int]]:
+        """Other processes have the same table."""
+        return _usual, (USUAL.index(self),)
+
     def names(self, splits: bool) -> tuple[str, ...]:
         """It, and the known schedules of its strategy that are quick to make, with backward split or whole."""
         own = [each for each in USUAL if each.strategy == self.strategy and each.splits == splits]
@@ -108,6 +112,10 @@ USUAL: tuple[Usual, ...] = (
 """1F1B (PipeDream-Flush), ZB-H1 (Zero Bubble Pipeline Parallelism, section 2: bubble and memory of each), Megatron-LM's
 interleaved 1F1B (Narayanan et al. 2021, section 2.2), ZB-V (Zero Bubble, section 6), V-Half (Pipeline Parallelism with
 Controllable Memory, section 3, by its building block), and what two routes hold where no schedule is named."""
+
+
+def _usual(number: int) -> Usual:
+    return USUAL[number]
 
 
 def usual_of(strategy: str, chunks: int, splits: bool, scheduler: str) -> list[Usual]:

@@ -67,6 +67,22 @@ def test_rows_are_of_shorter_sequences_with_attention_over_whole_ones(context: i
                 assert getattr(row, name) == pytest.approx(expected, rel=1e-3)
 
 
+def test_copies_of_keys_and_values_for_heads_of_queries_are_not_sent() -> None:
+    """Attention in windows is given a mask, and keys and values that eight heads of queries have copies of."""
+    windows = CONFIG.replace("Llama", "Mistral").replace("num_hidden", "sliding_window=512, num_hidden")
+    quick = SLOW.model_copy(update={"levels": (SLOW.levels[0].model_copy(update={"latency_ns": 0}),)})
+    slow = quick.model_copy(
+        update={"levels": (quick.levels[0].model_copy(update={"bandwidth_bytes_per_s": BANDWIDTH // 4}),)}
+    )
+    how = {"device": "h100-80gb", "microbatch": 1, "sequence": PART, "context": 2}
+    times = [
+        rows(pipeplan.estimate(windows, cluster=each, **how), "layers.0.attention")[1, 2].forward_ns
+        for each in (quick, slow)
+    ]
+    moved = 2 * WIDTH * PART * KV_HEADS * SIZE
+    assert times[1] - times[0] == pytest.approx(moved / 2 * (4 - 1) * 1e9 / BANDWIDTH, abs=2)
+
+
 def test_what_cannot_share_sequences_is_refused() -> None:
     how = {"device": "h100-80gb", "microbatch": 1}
     with pytest.raises(UsageError, match="sequences of 2048, which 3 devices cannot share evenly"):

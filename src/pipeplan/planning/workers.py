@@ -1,0 +1,283 @@
+"""Work that is done ahead by other processes or machines, and what comes of it taken in the order it was given.
+
+Any :class:`concurrent.futures.Executor` does it: processes of our own, one of Dask, or one that is given in Python.
+What is given ahead, and in which order, does not depend on what was found before, so that the same comes out with any
+number of workers; only how much is done in vain does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+import os
+import pickle
+import signal
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing import get_context, parent_process
+from threading import Thread
+from typing import Any, Generic, TypeVar
+
+from pipeplan.errors import UsageError
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint
+
+Item = TypeVar("Item")
+Found = TypeVar("Found")
+
+
+class LostError(Exception):
+    """The worker that had a piece of work died of it, or before it had done it."""
+
+
+@dataclass(slots=True)
+class Given(Generic[Item, Found]):
+    """An item, and what is being done with it; ``future`` None: nothing yet."""
+
+    item: Item
+    future: Future[bytes] | None = None
+    suspect: bool = False
+
+
+@dataclass(slots=True)
+class Ahead(Generic[Item, Found]):
+    """What does ``work`` with items ahead: of so many at once, by an executor that ``renew`` makes, also anew.
+
+    ``known`` are objects that items refer to, and that workers keep. ``left`` says for how many seconds they may work.
+    An executor that is given is not made anew: what does not come back from it is lost. ``close`` ends one that was
+    made. Until the first worker has answered nothing is given away.
+    """
+
+    work: Callable[[Item], Found]
+    known: Sequence[object]
+    left: Callable[[], float]
+    window: int
+    renew: Callable[[], Executor]
+    close: Callable[[Executor], None] | None
+    notes: list[str] = field(default_factory=list)
+    _told: bytes = b""
+    _executor: Executor | None = None
+    _first: Future[bytes] | None = None
+    _given: deque[Given[Item, Found]] = field(default_factory=deque)
+    _closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._told = pickle.dumps(tuple(self.known))
+        self._renewed()
+
+    def end(self) -> None:
+        """Give nothing away any more, and end the workers that were made for this."""
+        self._closed = True
+        if self._executor is not None and self.close is not None:
+            self.close(self._executor)
+        for given in self._given:
+            if given.future is not None:
+                given.future.cancel()
+
+    def over(self, items: Iterator[Item], wanted: Callable[[Item], bool]) -> Iterator[Given[Item, Found]]:
+        """The items in their order, of which those that are ``wanted`` are given away ahead."""
+        self._given.clear()
+        while True:
+            while len(self._given) < (1 if self._closed else self.window) and (item := next(items, None)) is not None:
+                self._given.append(Given(item))
+            if not self._given:
+                return
+            for given in self._given if self._ready else ():
+                if any(each.suspect for each in self._given):
+                    break  # each of those is to be alone
+                if given.future is None and wanted(given.item):
+                    self._give(given)
+            yield self._given.popleft()
+
+    def found(self, given: Given[Item, Found]) -> Found | None:
+        """What has come, or comes, of an item; None where it was given to nobody.
+
+        Raises:
+            LostError: its worker died of it, or had no time for it.
+            TimeUpError: there is no time to wait for it.
+        """
+        if given.suspect and not self._closed:
+            self._give(given)  # alone, as others were in it with it
+        if given.future is None:
+            return None
+        try:
+            answer = self._waited(given.future)
+        except (KeyboardInterrupt, TimeUpError):
+            raise
+        except BrokenExecutor as error:
+            if self.close is None or given.suspect:
+                self._renewed()
+                raise LostError(str(error) or type(error).__name__) from None
+            self._broken(given)
+            return self.found(given)
+        except Exception as error:  # of the executor: what work raises is an answer
+            raise LostError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from None
+        well, what = _loads(answer, self.known)
+        if not well:
+            raise what
+        found: Found = what
+        return found
+
+    def _broken(self, *taken: Given[Item, Found]) -> None:
+        """All that was at work broke with one of them: nobody knows which."""
+        self._renewed()
+        for given in (*taken, *self._given):
+            given.suspect, given.future = given.suspect or given.future is not None, None
+
+    @property
+    def _ready(self) -> bool:
+        return not self._closed and self._first is not None and self._first.done() and not self._first.exception()
+
+    def _renewed(self) -> None:
+        if self._executor is not None and self.close is not None:
+            self.close(self._executor)
+        self._executor = self.renew()
+        self._first = None
+        self._first = self._submitted(_dumps((_nothing, 0, math.inf), ()))
+
+    def _give(self, given: Given[Item, Found]) -> None:
+        try:
+            job = _dumps((self.work, given.item, self.left()), self.known)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            return  # a function of somebody's own, say, which cannot be sent
+        try:
+            given.future = self._submitted(job)
+        except BrokenExecutor:
+            self._broken(given)
+
+    def _submitted(self, job: bytes) -> Future[bytes] | None:
+        assert self._executor is not None
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited: processes begin deaf to it
+        try:
+            return self._executor.submit(answered, self._told, job)
+        except (BrokenExecutor, RuntimeError) as error:
+            if isinstance(error, BrokenExecutor) and self.close is not None and self._first is not None:
+                raise  # ours, which can be made anew
+            self.notes.append(f"workers take nothing more ({error}): the rest was done without them")
+            self._closed = True
+            return None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def _waited(self, future: Future[bytes]) -> bytes:
+        while not future.done():
+            checkpoint()
+            wait([future], _POLL)
+        return future.result()
+
+
+_POLL = 0.02
+"""Seconds between two looks at whether there is time."""
+
+
+def answered(told: bytes, job: bytes) -> bytes:
+    """What a worker does: the answer to a job of objects it was ``told``, or what was raised; (whether, which)."""
+    known = _known(told)
+    work, item, seconds = _loads(job, known)
+    try:
+        with Limit(seconds).enforced():
+            return _dumps((True, work(item)), known)
+    except TimeUpError:
+        return _dumps((False, LostError("there was no time for it")), known)
+    except Exception as error:
+        return _dumps((False, error), known)
+
+
+def _nothing(item: int) -> int:
+    return item
+
+
+_HELD: dict[bytes, tuple[object, ...]] = {}
+"""What this process was told last."""
+
+
+def _known(told: bytes) -> tuple[object, ...]:
+    key = hashlib.sha256(told).digest()
+    if key not in _HELD:
+        _HELD.clear()
+        _HELD[key] = pickle.loads(told)
+    return _HELD[key]
+
+
+def _dumps(what: object, known: Sequence[object]) -> bytes:
+    numbers, held = {id(each): number for number, each in enumerate(known)}, io.BytesIO()
+
+    class Naming(pickle.Pickler):
+        def persistent_id(self, obj: Any) -> int | None:
+            return numbers.get(id(obj))
+
+    Naming(held, pickle.HIGHEST_PROTOCOL).dump(what)
+    return held.getvalue()
+
+
+def _loads(what: bytes, known: Sequence[object]) -> Any:
+    class Knowing(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> object:
+            return known[pid]
+
+    return Knowing(io.BytesIO(what)).load()
+
+
+def processes(count: int) -> tuple[Callable[[], Executor], Callable[[Executor], None]]:
+    """What makes an executor of so many processes, and what ends one, whatever they do.
+
+    They do not hear Ctrl-C, and end where the process that made them does.
+    """
+
+    def made() -> Executor:
+        # Threads of a progress line, and of the solver, do not survive a fork.
+        return ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_follow_parent)
+
+    def ended(executor: Executor) -> None:
+        assert isinstance(executor, ProcessPoolExecutor)
+        for process in [*(executor._processes or {}).values()]:
+            process.kill()
+        executor.shutdown(wait=True, cancel_futures=True)
+
+    return made, ended
+
+
+def _follow_parent() -> None:
+    """Ctrl-C is for the parent, with which this process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        parent = parent_process()
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def named_executor(name: str) -> Iterator[Executor]:
+    """An executor of a name as the command line has it: ``dask:ADDRESS`` of a scheduler.
+
+    Raises:
+        UsageError: it has another name, Dask is not installed, or nobody answers there.
+    """
+    kind, _, address = name.partition(":")
+    if kind != "dask" or not address:
+        raise UsageError(f"--executor {name!r} is not known; give dask:ADDRESS, such as dask:tcp://host:8786")
+    try:
+        from distributed import Client
+    except ImportError:
+        raise UsageError("--executor dask needs Dask; install pipeplan[dask]") from None
+    try:
+        client: Any = Client(address, timeout=_PATIENCE)  # type: ignore[no-untyped-call]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--executor {name}: no scheduler of Dask answers there ({error})") from None
+    try:
+        with suppress(Exception):  # its own are quicker to say than to ask for
+            client.wait_for_workers(1, timeout=_PATIENCE)
+        yield client.get_executor(pure=False)
+    finally:
+        client.close()
+
+
+_PATIENCE = 5.0
+"""Seconds for which a scheduler is waited for."""

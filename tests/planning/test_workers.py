@@ -1,0 +1,267 @@
+"""Candidates that workers make and look at ahead: the same plan whoever does it, and the dead cost their candidates."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from multiprocessing import active_children, parent_process
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from builders.chains import chain_profile
+from pipeplan.checker import check
+from pipeplan.errors import UsageError
+from pipeplan.files import CostRow, Profile
+from pipeplan.planning.request import Request
+from pipeplan.planning.steps import search_plan
+from pipeplan.planning.workers import Ahead, LostError, answered, processes
+from pipeplan.time_limit import Limit
+
+
+def profile(shards: tuple[int, ...] = (1,)) -> Profile:
+    """Six blocks, each a little longer than the one before."""
+    chain = chain_profile(6, placed=False, parameter_bytes=1_000)
+    blocks = tuple(
+        block.model_copy(
+            update={
+                "costs": tuple(
+                    CostRow(
+                        microbatch_size=size,
+                        shards=count,
+                        forward_ns=size * (1000 + 70 * number) // count,
+                        backward_ns=size * (2000 + 90 * number) // count,
+                        activation_bytes=1000 * size // count,
+                    )
+                    for size in (1, 2)
+                    for count in shards
+                )
+            }
+        )
+        for number, block in enumerate(chain.blocks)
+    )
+    return chain.model_copy(update={"blocks": blocks})
+
+
+def asked(shards: tuple[int, ...] = (1,), **others: Any) -> Request:
+    return Request.of(profile(shards), devices=4, mini_batch=16, deterministic=True, time_limit=0.3, **others)
+
+
+REQUESTS = [asked(), asked((1, 2)), asked(memory_bytes=40_000), asked((1, 2), scheduler="1f1b"), asked(zero="auto")]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=["blocks", "shards", "memory", "1f1b", "zero"])
+def test_threads_find_what_is_found_without(request_: Request) -> None:
+    """Plan, bounds and how many candidates there were."""
+    alone = search_plan(request_)
+    with ThreadPoolExecutor(3) as executor:
+        counting = Counting(executor)
+        found = search_plan(request_, executor=counting)
+    assert counting.given > 3
+    assert (found.plan, found.candidates, found.lower_bound_ns) == (alone.plan, alone.candidates, alone.lower_bound_ns)
+    assert found.notes == alone.notes == ()
+
+
+class Counting(Executor):
+    """Another executor, which answers as soon as something is given, so that all that can be is given away."""
+
+    def __init__(self, inner: Executor) -> None:
+        self.inner, self.given = inner, 0
+
+    def submit(self, work: Any, /, *items: Any, **named: Any) -> Future[Any]:
+        self.given += 1
+        future = self.inner.submit(work, *items, **named)
+        if self.given == 1:
+            future.result()
+        return future
+
+
+class Dying(Executor):
+    """Does what it is given at once, but for the work with some number, of which its worker dies."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.given = number, 0
+
+    def submit(self, work: Any, /, *items: Any, **named: Any) -> Future[Any]:
+        self.given += 1
+        future: Future[Any] = Future()
+        if self.given == self.number:
+            future.set_exception(MemoryError("killed"))
+        else:
+            future.set_result(work(*items, **named))
+        return future
+
+
+def test_what_dies_costs_its_candidate() -> None:
+    alone, found = search_plan(asked()), search_plan(asked(), executor=Dying(3))
+    assert found.notes == ("a candidate was lost with its worker (MemoryError: killed)",)
+    assert found.candidates.left == alone.candidates.left + 1
+    assert check(found.plan).valid
+
+
+def test_an_executor_that_is_shut_down_is_gone_on_without() -> None:
+    executor = ThreadPoolExecutor(1)
+    executor.shutdown()
+    alone, found = search_plan(asked()), search_plan(asked(), executor=executor)
+    assert found.plan == alone.plan
+    assert "the rest was done without them" in found.notes[0]
+
+
+@pytest.mark.slow
+def test_processes_find_what_is_found_without_and_end_with_it() -> None:
+    before = set(active_children())
+    request = asked((1, 2), memory_bytes=40_000)
+    alone, found = search_plan(request), search_plan(request, workers=2)
+    assert (found.plan, found.candidates) == (alone.plan, alone.candidates)
+    assert set(active_children()) == before
+
+
+def dies_of_three(item: int) -> int:
+    if item == 3 and parent_process() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 10 * item
+
+
+def dies_once(mark: Path, item: int) -> int:
+    """In the first process that comes to it."""
+    if item == 3 and parent_process() is not None and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 10 * item
+
+
+def all_of(ahead: Ahead[int, int], count: int) -> Iterator[int | str | None]:
+    deadline = time.monotonic() + 60
+    while not ahead._ready and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for given in ahead.over(iter(range(count)), lambda item: True):
+        try:
+            yield ahead.found(given)
+        except LostError:
+            yield "lost"
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_costs_only_what_it_died_of(tmp_path: Path) -> None:
+    """Others that were at work break with it, and are done again; so is what somebody else killed it at."""
+    before = set(active_children())
+    ahead = Ahead(dies_of_three, (), lambda: math.inf, 4, *processes(2))
+    assert list(all_of(ahead, 6)) == [0, 10, 20, "lost", 40, 50]
+    ahead.end()
+    ahead = Ahead(partial(dies_once, tmp_path / "mark"), (), lambda: math.inf, 4, *processes(2))
+    assert list(all_of(ahead, 6)) == [0, 10, 20, 30, 40, 50]
+    assert (tmp_path / "mark").exists()
+    ahead.end()
+    assert set(active_children()) == before
+
+
+def test_what_is_given_away_does_not_depend_on_when_answers_come() -> None:
+    ahead: Ahead[int, int] = Ahead(_noted, (), lambda: math.inf, 3, lambda: Dying(0), None)
+    _given.clear()
+    found = [ahead.found(each) for each in ahead.over(iter(range(7)), lambda item: item != 2)]
+    assert found == [0, 1, None, 3, 4, 5, 6]
+    assert _given == [0, 1, 3, 4, 5, 6]
+
+
+_given: list[int] = []
+
+
+def _noted(item: int) -> int:
+    _given.append(item)
+    return item
+
+
+def test_workers_have_the_time_that_is_left() -> None:
+    """Theirs is up: that is no fault of the search, and says so."""
+    ahead: Ahead[Request, Any] = Ahead(search_plan, (), lambda: 0.0, 2, lambda: Dying(0), None)
+    (given,) = ahead.over(iter([replace(asked(), deterministic=False, time_limit=math.inf)]), lambda item: True)
+    with pytest.raises(LostError):
+        ahead.found(given)
+
+
+def test_a_search_that_is_interrupted_waits_for_nobody() -> None:
+    """Work that never comes back: the plan is there within moments, of what was done here."""
+
+    class Silent(Executor):
+        given = 0
+
+        def submit(self, work: Any, /, *items: Any, **named: Any) -> Future[Any]:
+            Silent.given += 1
+            future: Future[Any] = Future()
+            if Silent.given == 1:
+                future.set_result(work(*items, **named))
+            else:
+                limit.interrupt()
+            return future
+
+    limit = Limit()
+    found = search_plan(replace(asked((1, 2)), deterministic=False, time_limit=600.0), executor=Silent(), within=limit)
+    assert found.interrupted
+    assert check(found.plan).valid
+
+
+def test_broken_executors_that_are_given_are_not_made_anew() -> None:
+    class Broken(Dying):
+        def submit(self, work: Any, /, *items: Any, **named: Any) -> Future[Any]:
+            if self.given >= 2:
+                raise BrokenExecutor("its workers are gone")
+            return super().submit(work, *items, **named)
+
+    assert search_plan(asked(), executor=Broken(0)).plan == search_plan(asked()).plan
+
+
+def test_jobs_name_what_workers_know() -> None:
+    """A profile of many blocks does not travel with every candidate."""
+    jobs: list[bytes] = []
+
+    class Listening(Dying):
+        def submit(self, work: Any, /, *items: Any, **named: Any) -> Future[Any]:
+            assert work is answered
+            jobs.append(items[1])
+            return super().submit(work, *items, **named)
+
+    request = asked()
+    search_plan(request, executor=Listening(0))
+    assert len(jobs) > 3
+    assert all(b"parameter_bytes" not in job and b"forward_ns" not in job for job in jobs)
+
+
+@pytest.mark.slow
+def test_a_dask_cluster_of_which_one_process_is_killed_gives_the_same_plan() -> None:
+    distributed = pytest.importorskip("distributed")
+    request = asked((1, 2), memory_bytes=40_000)
+    alone = search_plan(request)
+    with (
+        distributed.LocalCluster(
+            n_workers=2, threads_per_worker=1, dashboard_address=None, processes=True, host="127.0.0.1"
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        executor = client.get_executor(pure=False)
+        killed: list[int] = []
+
+        class Killing(Counting):
+            def submit(self, work: Any, /, *items: Any, **named: Any) -> Future[Any]:
+                if self.given == 6 and not killed:
+                    killed.append(next(iter(client.run(os.getpid).values())))
+                    os.kill(killed[0], signal.SIGKILL)
+                return super().submit(work, *items, **named)
+
+        found = search_plan(request, executor=Killing(executor))
+    assert killed
+    assert (found.plan, found.candidates, found.notes) == (alone.plan, alone.candidates, ())
+
+
+def test_names_of_executors() -> None:
+    from pipeplan.planning.workers import named_executor
+
+    for name in ("dask", "dask:", "ray:auto"):
+        with pytest.raises(UsageError, match="give dask:ADDRESS"), named_executor(name):
+            pass
