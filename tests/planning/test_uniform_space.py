@@ -30,10 +30,12 @@ from pipeplan.partition.mapping import neighbours
 from pipeplan.partition.problem import PartitionProblem
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.candidates import PlacementCandidate, open_splits, placed, uniform_choices
+from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Batch, Request, input_notes
 from pipeplan.planning.steps import STEPS, search_plan, without
 from pipeplan.planning.trials import Trial
 from pipeplan.planning.uniform_space import longest_stages
+from pipeplan.simulator.simulation import simulate
 
 QUICK: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
 SIZES, SHARDS, MINI_BATCH = (1, 2), (1, 2), 8
@@ -340,6 +342,21 @@ def test_sequences_are_shared_where_that_is_quicker_or_asked_for() -> None:
         assert len({stage.devices for stage in stages}) == sizes[0], said
         assert {(stage.shards, stage.context, stage.replicas) for stage in stages} == {sizes[1:]}, said
         assert len(plan.devices) == math.prod(sizes)
+
+
+def test_what_only_plans_can_do_is_said_with_what_to_do_without() -> None:
+    """Only plans share sequences yet, and they say so where nobody asked for it."""
+    request = Request.of(SHARED, devices=8, mini_batch=1, **QUICK)
+
+    def said(request: Request) -> list[str]:
+        result = search_plan(request)
+        return [f"{each.what}: {each.brings}" for each in next_steps(request, result, simulate(result.plan), None)]
+
+    text = "--cp 1: a plan that pipeplan run can train with: it cannot share sequences yet"
+    assert text in said(request)
+    assert not any(
+        "can train" in each for each in said(replace(request, context=2)) + said(replace(request, context=1))
+    )
 
 
 def test_the_table_knows_what_sharing_a_sequence_takes() -> None:

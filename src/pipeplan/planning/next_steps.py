@@ -130,8 +130,6 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
     if request.zero is not None or request.num_devices < 2:
         return
     if any(stage.sharers > 1 for stage in workload.stages):
-        if has_table(request) and max(stage.zero for stage in workload.stages) == 1:  # else nothing fits without
-            yield NextStep("--zero 0", "a plan that pipeplan run can train with: it cannot divide state yet", 0.5)
         return
     if all(stage.copies == 1 for stage in workload.stages):
         recomputed = sum(stage.recomputes for stage in workload.stages)
@@ -153,6 +151,23 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
         if before > after:
             brings = f"the fullest device keeps {format_bytes(after)} instead of {format_bytes(before)} of state"
             yield NextStep("--zero auto", brings)
+
+
+def _to_train(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    """Without what only plans can do yet, where nobody asked for that and something may fit without."""
+    stages, lacks = simulation.workload.stages, list[tuple[str, str]]()
+    if any(stage.sharers > 1 for stage in stages):
+        if request.zero is not None or not has_table(request) or max(stage.zero for stage in stages) > 1:
+            return
+        lacks.append(("--zero 0", "divide state"))
+    if any(stage.context > 1 for stage in stages):
+        if request.context is not None or isinstance(request.placement, Placement):
+            return
+        lacks.append(("--cp 1", "share sequences"))
+    if lacks:
+        flags, words = zip(*lacks, strict=True)
+        cannot = f"cannot {words[0]}" if len(words) == 1 else f"can neither {' nor '.join(words)}"
+        yield NextStep(" ".join(flags), f"a plan that pipeplan run can train with: it {cannot} yet", 0.5)
 
 
 def _fullest(simulation: Simulation) -> int:
@@ -182,6 +197,7 @@ _STEPS = (
     _other_schedules,
     _more_microbatches,
     _sharded_state,
+    _to_train,
     _less_recomputation,
     _memory_limit,
 )
