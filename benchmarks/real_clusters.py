@@ -49,13 +49,17 @@ SAMPLED = 50
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model as ``profile`` takes it; ``sizes`` are samples of a micro-batch of one replica."""
+    """A model as ``profile`` takes it; ``sizes`` are samples of a micro-batch of one replica.
+
+    ``context`` are how many devices may share each sequence.
+    """
 
     name: str
     config: str
     sequence: int
     sizes: str = "1,2,4"
     shards: str = "1,2,4,8"
+    context: str = "1"
 
     @property
     def samples(self) -> int:
@@ -71,7 +75,7 @@ MODELS = {
     for each in (
         Model("gpt2-1.3b", GPT2, 1024, sizes="1,2,4,8,16"),
         Model("llama3-8b", "llama3-8b", 8192),
-        Model("llama3-70b", "llama3-70b", 8192),
+        Model("llama3-70b", "llama3-70b", 8192, context="1,2,4"),
         Model("llama3-405b", "llama3-405b", 8192, sizes="1,2"),
         Model("gpt3-175b", GPT3, 2048),
         Model("mixtral-8x7b", "mixtral-8x7b", 8192),
@@ -124,6 +128,12 @@ class Published:
 
 
 PUBLISHED = (
+    Published(
+        "llama3-70b-64-h100",
+        "dgxc-2504-llama31-70b-bf16-64",
+        "--tp 4 --pp 4 --cp 2 --dp 2 --vp 5 --microbatch-size 2 --scheduler interleaved-1f1b",
+        128,
+    ),
     Published("gpt3-175b-64-a100", "korthikanti-175B-selective+sp", "--tp 8 --pp 8 --vp 3 --microbatch-size 1", 64),
 )
 
@@ -144,11 +154,14 @@ class State:
     def profile(self, case: Case) -> Path:
         """The model's, estimated where it is not there yet."""
         model, path = MODELS[case.model], self.folder / f"{case.model}-{case.kind}.json"
+        if model.context != "1":
+            path = path.with_stem(f"{path.stem}-context-{model.context.replace(',', '-')}")
         if not path.exists():
             begun = time.monotonic()
             said = [
                 *("profile", model.config, "--estimate", "--device", PRESETS[case.kind]),
                 *("--sequence", str(model.sequence), "--microbatch", model.sizes, "--shards", model.shards),
+                *("--context", model.context),
             ]
             self.run([*said, "-o", str(path)])
             note(f"{path.name}: {time.monotonic() - begun:.0f} s")
@@ -213,7 +226,7 @@ def child(state: State, case: Case) -> None:
     predicted = plan.predicted
     near = next((at for at, best in told if best <= 1.02 * predicted.iteration_ns), seconds)
     problems = check(plan, read_profile(str(state.profile(case))), read_cluster(str(state.cluster(case)))).problems
-    layouts = dict.fromkeys((stage.shards, stage.replicas, stage.zero) for stage in plan.stages)
+    layouts = dict.fromkeys((stage.shards, stage.context, stage.replicas, stage.zero) for stage in plan.stages)
     rates = Yardstick.of_plan(plan).throughput(plan.mini_batch, predicted.iteration_ns, len(plan.devices))
     print(
         json.dumps(
@@ -225,8 +238,8 @@ def child(state: State, case: Case) -> None:
                 "near_s": near,
                 "memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 "layout": " and ".join(
-                    f"tp {shards} dp {replicas}" + (f" ZeRO {zero}" if zero else "")
-                    for shards, replicas, zero in layouts
+                    f"tp {shards}{_context(context)} dp {replicas}" + (f" ZeRO {zero}" if zero else "")
+                    for shards, context, replicas, zero in layouts
                 ),
                 "share_of_peak": rates.model_flops_utilisation,
                 "stages": len(plan.stages),
@@ -287,7 +300,12 @@ def _cell(each: BoundedChoice) -> str:
     zero = f" zero {choice.zero.level}" if choice.zero.level else ""
     turns = f" vp {choice.per_position}" if choice.per_position > 1 else ""
     size = choice.batch.microbatch_size // choice.replicas
-    return f"tp {choice.shards} dp {choice.replicas} pp {choice.positions}{turns}{zero} mb {size} {choice.usual.name}"
+    split = f"tp {choice.shards}{_context(choice.context)} dp {choice.replicas} pp {choice.positions}"
+    return f"{split}{turns}{zero} mb {size} {choice.usual.name}"
+
+
+def _context(size: int) -> str:
+    return f" cp {size}" if size > 1 else ""
 
 
 def _simulated(request: Request, each: BoundedChoice) -> tuple[int | None, str]:
