@@ -97,9 +97,9 @@ def test_stages_of_different_widths_are_shorter() -> None:
         )
         for index, (f, b) in enumerate(rows)
     ]
-    request = request_of(joined(blocks), "auto", Batch(MINI_BATCH, 1), 3, **(FIXED | {"sizes": (1,)}))
+    request = request_of(joined(blocks), "auto", Batch(8, 1), 3, **(FIXED | {"sizes": (1,)}))
     found = search_plan(request).plan
     assert [len(stage.devices) for stage in found.stages] == [2, 1]
-    assert found.predicted.iteration_ns == one_f_one_b([15, 15], [30, 30], MINI_BATCH)
+    assert found.predicted.iteration_ns == one_f_one_b([15, 15], [30, 30], 8)
     planners = {"every width", "stage graphs", "published planners"}
     assert search_plan(request, steps=without(planners)).plan.predicted.iteration_ns > found.predicted.iteration_ns

@@ -58,7 +58,7 @@ def every_width(
 
 
 def one_f_one_b(forwards: Sequence[int], backwards: Sequence[int], count: int) -> int:
-    """Ns of 1F1B where each stage has devices of its own and messages take no time: stage after stage as inputs come."""
+    """Ns of 1F1B where each stage has devices of its own and messages take no time."""
     stages = len(forwards)
     orders = []
     for stage in range(stages):
