@@ -37,7 +37,7 @@ from pipeplan.planning.uniform_space import longest_stages
 
 QUICK: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
 SIZES, SHARDS, MINI_BATCH = (1, 2), (1, 2), 8
-UNIFORM = without({"stage graphs", "published planners", "slice forwards"}, STEPS)
+UNIFORM = without({"every width", "stage graphs", "published planners", "slice forwards"}, STEPS)
 
 
 @st.composite
