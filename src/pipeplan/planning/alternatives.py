@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 
 from pipeplan.files import PlacedStage
 from pipeplan.partition.strategies import STRATEGIES
@@ -94,17 +95,29 @@ def explained(search: PlanSearch) -> Explanation:
 
 
 def _layout(trial: Trial) -> str:
-    """Splits of a placement in words; of stages that differ, those of all."""
+    """Splits of a placement in words; of stages that differ, those of all: in their order, where that is short."""
     workload, batch = trial.ways[0], trial.candidate.batch
-    splits = dict.fromkeys((_split(stage), stage.replicas, stage.zero) for stage in trial.candidate.placement.stages)
+    stages = trial.candidate.placement.stages
+    splits = [
+        (key, len(list(alike))) for key, alike in groupby((_split(each), each.replicas, each.zero) for each in stages)
+    ]
+    if len(splits) > _MOST_SPLITS or len({key for key, _ in splits}) == 1:
+        splits = [(key, 1) for key in dict.fromkeys(key for key, _ in splits)]
     positions = len({stage.devices for stage in workload.stages})
     of_each = len(workload.stages) // positions
     return (
-        " and ".join(f"{split} dp {dp}" + (f" ZeRO {zero}" if zero else "") for split, dp, zero in splits)
+        ", then ".join(
+            (f"{count} x " if count > 1 else "") + f"{split} dp {dp}" + (f" ZeRO {zero}" if zero else "")
+            for (split, dp, zero), count in splits
+        )
         + f" pp {positions}"
         + (f" x {of_each}" if of_each > 1 else "")
         + f", {trial.candidate.placement.strategy}, {counted(batch.num_microbatches, 'micro-batch', 'es')}"
     )
+
+
+_MOST_SPLITS = 4
+"""Stages whose splits change more often from one to the next are only said to have these, without their order."""
 
 
 def _alternative(trial: Trial) -> Alternative:

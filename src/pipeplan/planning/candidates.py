@@ -92,7 +92,7 @@ def candidates(
     chains = _chains(request)
     if is_large(request):
         yield from islice(chains, chains_first)
-    if _any_stages(request):
+    if any_stages(request):
         found = in_turns([step.candidates(request) for step in steps if isinstance(step, CandidateStep)])
         if open_splits(request) == (SplitSizes(1, 1),):
             yield from islice(found, 1)
@@ -463,7 +463,7 @@ def _by_name(request: Request) -> list[str]:
     return [each for each in every if each in own] or every
 
 
-def _any_stages(request: Request) -> bool:
+def any_stages(request: Request) -> bool:
     """Whether stages may be of any form.
 
     Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
@@ -856,7 +856,7 @@ class StageGraphs(CandidateStep):
     of = "the limit, each; with any sizes 0.3"
 
     def candidates(self, request: Request) -> Iterator[Proposal]:
-        if not _any_stages(request):
+        if not any_stages(request):
             return
         sizes_of_stages = open_sizes(request)
         choices = [sizes_of_stages, *([size] for size in sizes_of_stages if len(sizes_of_stages) > 1)]
@@ -907,7 +907,7 @@ class RecomputedBlocks(CandidateStep):
 
     def candidates(self, request: Request) -> Iterator[Proposal]:
         count = len(request.profile.blocks)
-        if request.recompute is not None or request.least_memory is None or not _any_stages(request):
+        if request.recompute is not None or request.least_memory is None or not any_stages(request):
             return
         if request.num_devices * count > self.most or count > self.blocks:
             return

@@ -48,6 +48,7 @@ from pipeplan.planning.trials import (
     preferred,
     workloads,
 )
+from pipeplan.planning.widths import EveryWidth
 from pipeplan.planning.workers import Ahead, processes
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
 from pipeplan.schedule.longer import ShorterRun
@@ -547,6 +548,8 @@ class LookAtCandidates(PlanStep):
         search.looked_at += 1
         given = isinstance(request.placement, Placement)
         few = max(sum(map(len, way.slots)) for way in trial.ways) <= _FEW
+        if _is_named(request) and few and not given and not trial.worse(best):
+            (named(search.steps, SearchCandidates) or SearchCandidates()).search(search, trial, search.budget.remaining)
         if request.scheduler != "auto" or (given and few) or trial.worse(best):
             return  # what is given is searched in any case: of few actions that finds known schedules as soon
         search.unfinished += 1
@@ -591,9 +594,10 @@ class SearchCandidates(PlanStep):
                 if trial.best is not None and _is_named(search.request):
                     continue  # it has the only one
                 if best is None or not (trial.hopeless(best) or search.budget.expired):
-                    self._search(search, trial, seconds / len(live))
+                    self.search(search, trial, seconds / len(live))
 
-    def _search(self, search: PlanSearch, trial: Trial, seconds: float) -> None:
+    def search(self, search: PlanSearch, trial: Trial, seconds: float) -> None:
+        """Search a trial for so long; one without any schedule is given up."""
         slicing = named(search.steps, SliceForwards)
         try:
             trial.search(search.request, search.budget, seconds, search.listen(trial))
@@ -612,6 +616,7 @@ class SearchCandidates(PlanStep):
 STEPS: tuple[SearchStep, ...] = (
     EvenCut(),
     LookAtCandidates(),
+    EveryWidth(),
     RecomputedBlocks(),
     StageGraphs(),
     PublishedPlanners(),

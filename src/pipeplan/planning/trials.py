@@ -296,7 +296,7 @@ class Trial:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class LookAhead:
     """A proposal to be made, and the known schedules of it to be looked at, without anything that was found before.
 
     ``looks`` says that schedules are looked at, and not only the candidate made; of a ``large`` request only those that
@@ -319,7 +319,7 @@ class LookedAt:
     found: Schedule | None = None
 
 
-def look_at(look: Look) -> LookedAt:
+def look_at(look: LookAhead) -> LookedAt:
     """Make a proposal and look at known schedules of it: the same whoever does it, and whenever."""
     candidate = look.propose()
     if not look.looks or not isinstance(candidate, PlacementCandidate):
@@ -355,7 +355,7 @@ class PlanStep(SearchStep, ABC):
 class _Coming:
     """A proposal that may have been given away; whoever calls it makes it."""
 
-    given: Given[Look, LookedAt]
+    given: Given[LookAhead, LookedAt]
 
     def __call__(self) -> CandidateOrError | None:
         return self.given.item.propose()
@@ -412,7 +412,7 @@ class PlanSearch:
     making_seconds: float = 0.0
     made: MadePlan | None = None
     spare: Trial | None = None
-    ahead: Ahead[Look, LookedAt] | None = None
+    ahead: Ahead[LookAhead, LookedAt] | None = None
     _looked: dict[int, LookedAt] = field(default_factory=dict)
     _seen: set[Hashable] = field(default_factory=set)
     _said: tuple[int, str] | None = None
@@ -554,7 +554,7 @@ class PlanSearch:
             return
         request, given = self.request, isinstance(self.request.placement, Placement)
         looks, large = request.scheduler == "auto" and not given, is_large(request)
-        items = (Look(request, propose, self.steps, looks, large) for propose in proposals)
+        items = (LookAhead(request, propose, self.steps, looks, large) for propose in proposals)
         for each in self.ahead.over(items, lambda look: not self.refutes(look.propose)):
             own = each.item.propose
             coming = _Coming(each)
@@ -588,7 +588,7 @@ class PlanSearch:
         return Trial.of(self.request, on_cluster(self.request, candidate) or candidate, self.steps)
 
     def look(self, trial: Trial, candidate: PlacementCandidate) -> None:
-        """Look at known schedules of its trial, unless a worker has."""
+        """LookAhead at known schedules of its trial, unless a worker has."""
         looked = self._looked.get(id(candidate))
         if looked is not None and looked.trial is trial:
             trial.offer(looked.found)

@@ -1,0 +1,251 @@
+"""Stages of different widths: of a small chain every cut, each stage on devices and split in a way of its own.
+
+A stage's devices are shards times replicas, and both may differ from stage to stage. All stages have micro-batches of
+one size. Here: every such layout of a few blocks on a few devices, compared by the exact times of 1F1B where messages
+take no time. Not here: layouts of equal stages (:mod:`pipeplan.planning.uniform_space`), of which there are few enough
+for any size.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise, product
+from typing import NamedTuple
+
+from pipeplan.costs import StageCost
+from pipeplan.costs.after import AfterActions
+from pipeplan.costs.zero import WHOLE, Zero
+from pipeplan.errors import UsageError
+from pipeplan.files import PlacedStage, Placement, Profile
+from pipeplan.partition.chain.autopipe import timeline
+from pipeplan.partition.chain.costs import StageTimes
+from pipeplan.partition.problem import Pricing, together
+from pipeplan.partition.recomputation import kept_whole, levels_of
+from pipeplan.planning.candidates import (
+    BoundedProposal,
+    CandidateStep,
+    PlacementCandidate,
+    Proposal,
+    any_stages,
+    open_splits,
+)
+from pipeplan.planning.request import Batch, Request
+from pipeplan.time_limit import checked
+from pipeplan.workload.elements import Again, recompute_of
+
+
+@dataclass(frozen=True)
+class EveryWidth(CandidateStep):
+    """Every cut of a small chain into stages that each have shards and replicas of their own, the quickest first.
+
+    Up to ``blocks`` blocks on up to ``devices`` devices; the ``most`` that are the quickest with 1F1B, where messages
+    take no time. All others are no better, where that is so and 1F1B is asked for.
+    """
+
+    blocks: int = 6
+    devices: int = 8
+    most: int = 24
+    name = "every width"
+    when = f"{CandidateStep.when}; chains of at most {{blocks}} blocks, {{devices}} devices"
+
+    def candidates(self, request: Request) -> Iterator[Proposal]:
+        profile = request.profile
+        if len(profile.blocks) > self.blocks or not 1 < request.num_devices <= self.devices:
+            return
+        if not any_stages(request) or not _in_one_line(profile):
+            return
+        free = request.cluster is None and not any(edge.transfer_ns for edge in profile.edges)
+        for each in _Widths.of(request).quickest(self.most):
+            propose = partial(_placed, request, each)
+            yield BoundedProposal(propose, each.actions_ns) if free and request.scheduler == "1f1b" else propose
+
+
+class _StageWidth(NamedTuple):
+    """How a stage runs its blocks, and what it takes: ns of a forward and a backward, and of what follows them all."""
+
+    shards: int
+    replicas: int
+    zero: Zero
+    recompute: tuple[Again, ...]
+    forward_ns: int
+    backward_ns: int
+    after_ns: int
+
+    @property
+    def work_ns(self) -> int:
+        """Of a micro-batch."""
+        return self.forward_ns + self.backward_ns
+
+
+_Stages = tuple[tuple[tuple[int, int], ...], tuple[_StageWidth, ...]]
+"""[stage] its blocks, and its way."""
+
+
+class _WidthLayout(NamedTuple):
+    """Stages one after the other: [stage] its blocks, as the first and the one after the last, and its way."""
+
+    batch: Batch
+    ranges: tuple[tuple[int, int], ...]
+    ways: tuple[_StageWidth, ...]
+    actions_ns: int
+    usual_ns: int
+
+
+@dataclass(slots=True)
+class _Widths:
+    """What stages of a request may be, each looked up once."""
+
+    request: Request
+    order: tuple[str, ...]
+    known: dict[tuple[int, int, Pricing], list[tuple[StageCost, tuple[Again, ...]]]]
+    blocks: dict[Pricing, list[StageCost] | None]
+    after: dict[tuple[int, Zero], AfterActions]
+
+    @classmethod
+    def of(cls, request: Request) -> _Widths:
+        """Of a request."""
+        return cls(request, tuple(request.profile.topological_order()), {}, {}, {})
+
+    def quickest(self, most: int) -> list[_WidthLayout]:
+        """So many of those that fit with what 1F1B has in flight, the quickest with it first."""
+        request, found = self.request, list[_WidthLayout]()
+        for size in _sizes(request):
+            batch = Batch(request.batch.mini_batch // size, size)
+            for count in range(1, min(len(self.order), request.num_devices) + 1):
+                for ranges, ways in self._stages(batch, count, found, most):
+                    times = StageTimes(tuple(way.forward_ns for way in ways), tuple(way.backward_ns for way in ways))
+                    actions = timeline(times, batch.num_microbatches).iteration_ns
+                    usual = max(actions, *(batch.num_microbatches * way.work_ns + way.after_ns for way in ways), 0)
+                    insort(found, _WidthLayout(batch, ranges, ways, actions, usual), key=lambda each: each.usual_ns)
+                    del found[most:]
+        return found
+
+    def _stages(self, batch: Batch, count: int, found: Sequence[_WidthLayout], most: int) -> Iterator[_Stages]:
+        """Every cut into ``count`` stages with every way of each, but for those that take longer than all ``found``.
+
+        A stage waits for those before it, works through all micro-batches, and then they wait for it.
+        """
+        blocks, devices, number = len(self.order), self.request.num_devices, batch.num_microbatches
+
+        def extended(
+            ranges: tuple[tuple[int, int], ...], ways: tuple[_StageWidth, ...], before: int
+        ) -> Iterator[_Stages]:
+            begin, left = ranges[-1][1] if ranges else 0, count - len(ways)
+            if not left:
+                yield ranges, ways
+                return
+            used = sum(way.shards * way.replicas for way in ways)
+            for end in range(blocks if left == 1 else begin + 1, blocks - left + 2):
+                for way in self._ways((begin, end), batch, used, devices - left + 1, left):
+                    least = number * way.work_ns + max(before, way.after_ns)
+                    if len(found) < most or least < found[-1].usual_ns:
+                        yield from extended((*ranges, (begin, end)), (*ways, way), before + way.work_ns)
+
+        yield from checked(extended((), (), 0), 16)
+
+    def _ways(
+        self, blocks: tuple[int, int], batch: Batch, first: int, end: int, in_flight: int
+    ) -> Iterator[_StageWidth]:
+        """How a stage may run on devices from the ``first`` on, all before the ``end``, where it fits."""
+        request, unit = self.request, self.request.unit
+        held = min(batch.num_microbatches, in_flight)
+        for shards in sorted({each.shards for each in open_splits(request) if each.context == 1}):
+            for replicas in range(1, (end - first) // shards + 1):
+                units = range(first, first + shards * replicas, shards)
+                if batch.microbatch_size % replicas or any(x // unit != (x + shards - 1) // unit for x in units):
+                    continue
+                limits = [size for x in range(first, first + shards * replicas) if (size := request.memory[x])]
+                limit = min(limits, default=math.inf)
+                for zero in _sharings(request, replicas):
+                    pricing = Pricing(batch.microbatch_size // replicas, False, shards, zero)
+                    fitting = (each for each in self._costs(blocks, pricing) if each[0].memory_bytes(held) <= limit)
+                    if (found := next(fitting, None)) is not None:
+                        cost, recompute = found
+                        after = self._after(shards, zero, cost.gradient_bytes, replicas)
+                        yield _StageWidth(shards, replicas, zero, recompute, cost.forward_ns, cost.backward_ns, after)
+                        break  # dividing more only takes less memory
+
+    def _after(self, shards: int, zero: Zero, gradients: int, replicas: int) -> int:
+        """Ns of what follows all actions, on the cluster's first devices."""
+        if (shards, zero) not in self.after:
+            profile, cluster = self.request.profile, self.request.cluster
+            self.after[shards, zero] = AfterActions.of(profile, cluster, shards, lambda _: zero)
+        return self.after[shards, zero](gradients, replicas)
+
+    def _costs(self, blocks: tuple[int, int], pricing: Pricing) -> list[tuple[StageCost, tuple[Again, ...]]]:
+        """What a stage may recompute of its blocks and what it then costs, the quickest first."""
+        key = *blocks, pricing
+        if key not in self.known:
+            levels = levels_of(self.request.profile) if len(self.request.recomputes) > 1 else self.request.recomputes
+            kept = kept_whole(self.request.profile) if len(levels) > 1 else ()
+            each: list[list[tuple[StageCost, Again]]] = []
+            for place in range(*blocks):
+                own = [(level, self._block(place, pricing._replace(recompute=level))) for level in levels]
+                allowed = [(cost, level) for level, cost in own if cost and not (level and self.order[place] in kept)]
+                each.append(allowed)
+            found = [(_sum([cost for cost, _ in some]), tuple(level for _, level in some)) for some in product(*each)]
+            self.known[key] = sorted(found, key=lambda one: (one[0].compute_ns, one[0].activation_bytes))
+        return self.known[key]
+
+    def _block(self, place: int, pricing: Pricing) -> StageCost | None:
+        """A block as a stage of its own; None where it has no such costs."""
+        if pricing not in self.blocks:
+            try:
+                self.blocks[pricing] = pricing.costs(self.request.profile, self.order)
+            except UsageError:
+                self.blocks[pricing] = None
+        costs = self.blocks[pricing]
+        return None if costs is None else costs[place]
+
+
+def _in_one_line(profile: Profile) -> bool:
+    """Whether every block feeds the next, and no other."""
+    order = profile.topological_order()
+    return {(edge.source, edge.target) for edge in profile.edges} == set(pairwise(order))
+
+
+def _sum(costs: Sequence[StageCost]) -> StageCost:
+    """What blocks cost that run one after another."""
+    return together([(cost,) for cost in costs])[0]
+
+
+def _sizes(request: Request) -> Iterator[int]:
+    """Micro-batch sizes of the stages: those a replica may have, times the replicas of some stage."""
+    mini_batch = request.batch.mini_batch
+    if not request.sizes:
+        yield request.batch.microbatch_size
+        return
+    most = max(request.sizes) * request.num_devices
+    yield from (size for size in range(1, most + 1) if mini_batch % size == 0)
+
+
+def _sharings(request: Request, replicas: int) -> Sequence[Zero]:
+    """What replicas may divide, as little as may be first."""
+    asked = request.sharing(replicas)
+    if request.zero is not None or replicas == 1 or request.least_memory is None:
+        return [] if asked is None else [asked]
+    return [WHOLE, Zero(1, replicas)]
+
+
+def _placed(request: Request, layout: _WidthLayout) -> PlacementCandidate:
+    order = tuple(request.profile.topological_order())
+    widths = [way.shards * way.replicas for way in layout.ways]
+    stages = tuple(
+        PlacedStage(
+            blocks=order[begin:end],
+            devices=tuple(range(*devices)),
+            shards=way.shards,
+            replicas=way.replicas,
+            recompute=recompute_of(way.recompute) if any(way.recompute) else None,
+            **way.zero.keys(way.replicas),
+        )
+        for (begin, end), way, devices in zip(
+            layout.ranges, layout.ways, pairwise(accumulate(widths, initial=0)), strict=True
+        )
+    )
+    placement = Placement(strategy="one-to-one", num_devices=request.num_devices, stages=stages)
+    return PlacementCandidate(placement, layout.batch, False, "every width")

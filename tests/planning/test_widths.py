@@ -1,0 +1,105 @@
+"""Stages of different widths: of small chains a search finds the best of all, with each stage's devices its own."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from builders.profiles import joined
+from builders.requests import request_of
+from pipeplan.files import Block, CostRow, Profile
+from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.request import Batch
+from pipeplan.planning.steps import search_plan, without
+from references.every_width import every_width, one_f_one_b
+
+MINI_BATCH = 12
+FIXED: dict[str, Any] = {
+    "scheduler": "1f1b",
+    "num_parted": 0,
+    "split_backward": False,
+    "time_limit": 1.0,
+    "deterministic": True,
+    "sizes": (1, 2),
+}
+
+
+def drawn(seed: int, blocks: int) -> Profile:
+    """Blocks of very different work, so that equal widths do not suit them, with costs for 1, 2 and 4 shards."""
+    random_ = random.Random(seed)
+    found = []
+    for index in range(blocks):
+        forward, backward, held = (random_.randint(2, 60) for _ in range(3))
+        rows = tuple(
+            CostRow(
+                microbatch_size=size,
+                shards=shards,
+                forward_ns=1 + forward * size // shards + random_.randint(0, 4),
+                backward_ns=1 + backward * size // shards + random_.randint(0, 4),
+                activation_bytes=held * size // shards,
+            )
+            for size in (1, 2)
+            for shards in (1, 2, 4)
+        )
+        found.append(Block(id=f"b{index}", operator="layer", parameter_bytes=random_.randint(0, 20), costs=rows))
+    return joined(found)
+
+
+def compare(seed: int, most_blocks: int, most_devices: int) -> None:
+    """The iteration found is that of the best layout, and the bound over everything is not above it."""
+    random_ = random.Random(seed)
+    blocks, devices = random_.randint(2, most_blocks), random_.randint(2, most_devices)
+    memory, recompute, zero = random_.choice([None, 100, 250]), random_.random() < 0.5, random_.random() < 0.3
+    profile = drawn(seed, blocks)
+    best = min(every_width(profile, devices, MINI_BATCH, memory, recompute=recompute, zero=zero), default=None)
+    if best is None:
+        return
+    request = request_of(profile, "auto", Batch(MINI_BATCH, 1), devices, memory_bytes=memory, zero=int(zero), **FIXED)
+    request = replace(request, recompute=None if recompute else False)
+    found = search_plan(request)
+    assert found.plan.predicted.iteration_ns == best
+    assert found.lower_bound_ns <= best
+    assert request_bound(request) <= best
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_search_finds_the_best_of_all_widths(seed: int) -> None:
+    compare(seed, 4, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 112))
+def test_search_finds_the_best_of_more_widths(seed: int) -> None:
+    compare(seed, 5, 6)
+
+
+def test_stages_of_different_widths_are_shorter() -> None:
+    """A long and a short block on three devices: without the step no plan uses them all as well."""
+    rows = [(30, 60), (15, 30)]
+    blocks = [
+        Block(
+            id=f"b{index}",
+            operator="layer",
+            parameter_bytes=1,
+            costs=tuple(
+                CostRow(
+                    microbatch_size=1,
+                    shards=shards,
+                    forward_ns=f // shards,
+                    backward_ns=b // shards,
+                    activation_bytes=1,
+                )
+                for shards in (1, 2)
+            ),
+        )
+        for index, (f, b) in enumerate(rows)
+    ]
+    request = request_of(joined(blocks), "auto", Batch(8, 1), 3, **(FIXED | {"sizes": (1,)}))
+    found = search_plan(request).plan
+    assert [len(stage.devices) for stage in found.stages] == [2, 1]
+    assert found.predicted.iteration_ns == one_f_one_b([15, 15], [30, 30], 8)
+    planners = {"every width", "stage graphs", "published planners"}
+    assert search_plan(request, steps=without(planners)).plan.predicted.iteration_ns > found.predicted.iteration_ns
