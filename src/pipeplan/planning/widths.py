@@ -53,6 +53,7 @@ class EveryWidth(CandidateStep):
     when = f"{CandidateStep.when}; chains of at most {{blocks}} blocks, {{devices}} devices"
 
     def candidates(self, request: Request) -> Iterator[Proposal]:
+        """The quickest of a request; where 1F1B is asked for and messages are free, each says what it takes."""
         profile = request.profile
         if len(profile.blocks) > self.blocks or not 1 < request.num_devices <= self.devices:
             return
@@ -64,7 +65,7 @@ class EveryWidth(CandidateStep):
             yield BoundedProposal(propose, each.actions_ns) if free and request.scheduler == "1f1b" else propose
 
 
-class _Way(NamedTuple):
+class _StageWay(NamedTuple):
     """How a stage runs its blocks, and what it takes: ns of a forward and a backward, and of what follows them all."""
 
     shards: int
@@ -81,16 +82,16 @@ class _Way(NamedTuple):
         return self.forward_ns + self.backward_ns
 
 
-_Stages = tuple[tuple[tuple[int, int], ...], tuple[_Way, ...]]
+_Stages = tuple[tuple[tuple[int, int], ...], tuple[_StageWay, ...]]
 """[stage] its blocks, and its way."""
 
 
-class _Layout(NamedTuple):
+class _WidthLayout(NamedTuple):
     """Stages one after the other: [stage] its blocks, as the first and the one after the last, and its way."""
 
     batch: Batch
     ranges: tuple[tuple[int, int], ...]
-    ways: tuple[_Way, ...]
+    ways: tuple[_StageWay, ...]
     actions_ns: int
     usual_ns: int
 
@@ -110,9 +111,9 @@ class _Widths:
         """Of a request."""
         return cls(request, tuple(request.profile.topological_order()), {}, {}, {})
 
-    def quickest(self, most: int) -> list[_Layout]:
+    def quickest(self, most: int) -> list[_WidthLayout]:
         """So many of those that fit with what 1F1B has in flight, the quickest with it first."""
-        request, found = self.request, list[_Layout]()
+        request, found = self.request, list[_WidthLayout]()
         for size in _sizes(request):
             batch = Batch(request.batch.mini_batch // size, size)
             for count in range(1, min(len(self.order), request.num_devices) + 1):
@@ -120,18 +121,20 @@ class _Widths:
                     times = StageTimes(tuple(way.forward_ns for way in ways), tuple(way.backward_ns for way in ways))
                     actions = timeline(times, batch.num_microbatches).iteration_ns
                     usual = max(actions, *(batch.num_microbatches * way.work_ns + way.after_ns for way in ways), 0)
-                    insort(found, _Layout(batch, ranges, ways, actions, usual), key=lambda each: each.usual_ns)
+                    insort(found, _WidthLayout(batch, ranges, ways, actions, usual), key=lambda each: each.usual_ns)
                     del found[most:]
         return found
 
-    def _stages(self, batch: Batch, count: int, found: Sequence[_Layout], most: int) -> Iterator[_Stages]:
+    def _stages(self, batch: Batch, count: int, found: Sequence[_WidthLayout], most: int) -> Iterator[_Stages]:
         """Every cut into ``count`` stages with every way of each, but for those that take longer than all ``found``.
 
         A stage waits for those before it, works through all micro-batches, and then they wait for it.
         """
         blocks, devices, number = len(self.order), self.request.num_devices, batch.num_microbatches
 
-        def extended(ranges: tuple[tuple[int, int], ...], ways: tuple[_Way, ...], before: int) -> Iterator[_Stages]:
+        def extended(
+            ranges: tuple[tuple[int, int], ...], ways: tuple[_StageWay, ...], before: int
+        ) -> Iterator[_Stages]:
             begin, left = ranges[-1][1] if ranges else 0, count - len(ways)
             if not left:
                 yield ranges, ways
@@ -145,7 +148,7 @@ class _Widths:
 
         yield from checked(extended((), (), 0), 16)
 
-    def _ways(self, blocks: tuple[int, int], batch: Batch, first: int, end: int, in_flight: int) -> Iterator[_Way]:
+    def _ways(self, blocks: tuple[int, int], batch: Batch, first: int, end: int, in_flight: int) -> Iterator[_StageWay]:
         """How a stage may run on devices from the ``first`` on, all before the ``end``, where it fits."""
         request, unit = self.request, self.request.unit
         held = min(batch.num_microbatches, in_flight)
@@ -162,7 +165,7 @@ class _Widths:
                     if (found := next(fitting, None)) is not None:
                         cost, recompute = found
                         after = self._after(shards, zero, cost.gradient_bytes, replicas)
-                        yield _Way(shards, replicas, zero, recompute, cost.forward_ns, cost.backward_ns, after)
+                        yield _StageWay(shards, replicas, zero, recompute, cost.forward_ns, cost.backward_ns, after)
                         break  # dividing more only takes less memory
 
     def _after(self, shards: int, zero: Zero, gradients: int, replicas: int) -> int:
@@ -227,7 +230,7 @@ def _sharings(request: Request, replicas: int) -> Sequence[Zero]:
     return [WHOLE, Zero(1, replicas)]
 
 
-def _placed(request: Request, layout: _Layout) -> PlacementCandidate:
+def _placed(request: Request, layout: _WidthLayout) -> PlacementCandidate:
     order = tuple(request.profile.topological_order())
     widths = [way.shards * way.replicas for way in layout.ways]
     stages = tuple(
