@@ -588,7 +588,7 @@ class PlanSearch:
         return Trial.of(self.request, on_cluster(self.request, candidate) or candidate, self.steps)
 
     def look(self, trial: Trial, candidate: PlacementCandidate) -> None:
-        """LookAhead at known schedules of its trial, unless a worker has."""
+        """Look at known schedules of its trial, unless a worker has."""
         looked = self._looked.get(id(candidate))
         if looked is not None and looked.trial is trial:
             trial.offer(looked.found)
