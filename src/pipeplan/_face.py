@@ -242,8 +242,8 @@ def search(
         rules: for the scheduler ``"rules"``: :class:`Rules`, the name of a built-in set, or the path of a TOML file.
         workers: processes that evaluate candidates; by default 1, this one; of an auto-tuning (``scheduler="rules"``
             without ``rules``) one per core. They import your main module: guard what it runs, as ever with processes.
-        executor: any :class:`concurrent.futures.Executor` that evaluates candidates instead, or its name, as
-            ``"dask:tcp://host:8786"``. It stays open.
+        executor: any :class:`concurrent.futures.Executor`, but of threads, that evaluates candidates instead, or its
+            name, as ``"dask:tcp://host:8786"``. It stays open.
         cache: file that keeps what an auto-tuning finds; see :func:`tune`.
         explain: ``.explanation`` then has the ten best different plans, what limits each, and why common layouts are
             not the best.

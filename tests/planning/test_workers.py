@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children, parent_process
@@ -58,12 +58,10 @@ REQUESTS = [asked(), asked((1, 2)), asked(memory_bytes=40_000), asked((1, 2), sc
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=["blocks", "shards", "memory", "1f1b", "zero"])
-def test_threads_find_what_is_found_without(request_: Request) -> None:
+def test_what_is_given_away_comes_to_the_same(request_: Request) -> None:
     """Plan, bounds and how many candidates there were."""
-    alone = search_plan(request_)
-    with ThreadPoolExecutor(3) as executor:
-        counting = Counting(executor)
-        found = search_plan(request_, executor=counting)
+    alone, counting = search_plan(request_), Counting(Dying(0))
+    found = search_plan(request_, executor=counting)
     assert counting.given > 3
     assert (found.plan, found.candidates, found.lower_bound_ns) == (alone.plan, alone.candidates, alone.lower_bound_ns)
     assert found.notes == alone.notes == ()
@@ -107,7 +105,7 @@ def test_what_dies_costs_its_candidate() -> None:
 
 
 def test_an_executor_that_is_shut_down_is_gone_on_without() -> None:
-    executor = ThreadPoolExecutor(1)
+    executor = ProcessPoolExecutor(1)
     executor.shutdown()
     alone, found = search_plan(asked()), search_plan(asked(), executor=executor)
     assert found.plan == alone.plan
@@ -257,6 +255,12 @@ def test_a_dask_cluster_of_which_one_process_is_killed_gives_the_same_plan() -> 
         found = search_plan(request, executor=Killing(executor))
     assert killed
     assert (found.plan, found.candidates, found.notes) == (alone.plan, alone.candidates, ())
+
+
+def test_threads_are_refused() -> None:
+    """They would remember things in the search's own objects while it reads them."""
+    with ThreadPoolExecutor(1) as executor, pytest.raises(UsageError, match="processes or machines"):
+        search_plan(asked(), executor=executor)
 
 
 def test_names_of_executors() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
@@ -675,7 +675,7 @@ def search_plan(
         KeyboardInterrupt: interrupted before there was a plan.
         SearchTimeoutError: time was up before there was one.
         InfeasibleError: nothing fits; the text names the device, the bytes and what to change.
-        UsageError: a request that contradicts the profile.
+        UsageError: a request that contradicts the profile; an executor of threads.
     """
     clock = time.monotonic if within is None else within.clock
     budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within, clock=clock)
@@ -719,6 +719,10 @@ def _workers_of(search: PlanSearch, count: int, executor: Executor | None) -> It
     if executor is None and count == 1:
         yield
         return
+    if isinstance(executor, ThreadPoolExecutor):
+        raise UsageError(
+            "--executor of threads would change what the search itself works on; give one of processes or machines"
+        )
     renew, close = processes(count) if executor is None else (lambda: executor, None)
     request, deterministic = search.request, search.budget.deterministic
     known = [each for each in (request, request.profile, request.cluster) if each is not None]

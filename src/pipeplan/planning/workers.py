@@ -19,7 +19,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExec
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, Generic, TypeVar
 
 from pipeplan.errors import UsageError
@@ -175,15 +175,20 @@ _POLL = 0.02
 
 def answered(told: bytes, job: bytes) -> bytes:
     """What a worker does: the answer to a job of objects it was ``told``, or what was raised; (whether, which)."""
-    known = _known(told)
-    work, item, seconds = _loads(job, known)
-    try:
-        with Limit(seconds).enforced():
-            return _dumps((True, work(item)), known)
-    except TimeUpError:
-        return _dumps((False, LostError("there was no time for it")), known)
-    except Exception as error:
-        return _dumps((False, error), known)
+    with _ALONE:
+        known = _known(told)
+        work, item, seconds = _loads(job, known)
+        try:
+            with Limit(seconds).enforced():
+                return _dumps((True, work(item)), known)
+        except TimeUpError:
+            return _dumps((False, LostError("there was no time for it")), known)
+        except Exception as error:
+            return _dumps((False, error), known)
+
+
+_ALONE = Lock()
+"""A worker's threads, as Dask's may have several, take turns: what is known is remembered for all of them."""
 
 
 def _nothing(item: int) -> int:
