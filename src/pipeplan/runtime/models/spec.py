@@ -109,10 +109,9 @@ class Model:
     parameter name) pairs that stand for one parameter.
 
     ``sharded(num_devices)`` gives a model of the same blocks and edges, each block one device's share of it, or whole;
-    None if the model cannot be split over devices. ``parted(count)`` gives the same model for samples that have one of
-    so many parts of each sequence; None where nothing says how long sequences are. ``texts`` is for models that can be
-    trained on text. ``settings`` are all of the configuration that it was made of, if any. ``aliases`` are further
-    names of tensors, and those that ``names`` have. Raises UsageError where names do not fit.
+    None if the model cannot be split over devices. ``parted(count)`` gives it for such parts of its sequences, if these
+    are known. ``texts``: it can be trained on text. ``settings`` are all of the configuration it was made of, if any.
+    ``aliases`` are further names of tensors, and those that ``names`` have. Raises UsageError where names do not fit.
     """
 
     name: str
