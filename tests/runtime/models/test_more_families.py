@@ -69,7 +69,7 @@ def test_blocks_are_the_model(name: str) -> None:
 def test_the_loss_is_that_of_transformers(name: str) -> None:
     """With its own attention and experts, and images where it puts them itself."""
     if name == "llama4" and transformers.__version__ == "5.24.0":
-        pytest.skip("transformers 5.24.0 cannot run Llama 4 with images: what its text model gives has no image_outputs")
+        pytest.skip("transformers 5.24.0 cannot run Llama 4 with images: its text model gives no image_outputs")
     found, _ = captured(name)
     eager = {"experts_implementation": "eager"} if name in EAGER else {}
     config = getattr(transformers, FAMILIES[name].config)(**FURTHER[name], attn_implementation="eager", **eager)
