@@ -22,6 +22,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, Profile
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
+from pipeplan.planning.trials import Trial
 from pipeplan.planning.workers import Ahead, LostError, answered, processes
 from pipeplan.time_limit import Limit
 
@@ -65,6 +66,23 @@ def test_what_is_given_away_comes_to_the_same(request_: Request) -> None:
     assert counting.given > 3
     assert (found.plan, found.candidates, found.lower_bound_ns) == (alone.plan, alone.candidates, alone.lower_bound_ns)
     assert found.notes == alone.notes == ()
+
+
+def test_workers_do_not_look_at_what_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for what they were given before there was anything to refute it."""
+    own, looks = Trial.look, list[int]()
+
+    def counted(trial: Trial, **how: Any) -> None:
+        looks[-1] += 1
+        own(trial, **how)
+
+    monkeypatch.setattr(Trial, "look", counted)
+    for executor in (None, Dying(0)):
+        looks.append(0)
+        found = search_plan(asked((1, 2)), executor=executor)
+    alone, given = looks
+    assert found.candidates.looked_at > alone + 16
+    assert given <= alone + 16  # as many are given at once
 
 
 class Counting(Executor):

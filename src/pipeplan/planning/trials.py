@@ -300,7 +300,7 @@ class LookAhead:
     """A proposal to be made, and the known schedules of it to be looked at, without anything that was found before.
 
     ``looks`` says that schedules are looked at, and not only the candidate made; of a ``large`` request only those that
-    it was cut for.
+    it was cut for. What cannot be shorter than ``best_ns`` is not looked at: whoever asks has found that, or less.
     """
 
     request: Request
@@ -308,6 +308,7 @@ class LookAhead:
     steps: Sequence[SearchStep]
     looks: bool
     large: bool
+    best_ns: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,12 +321,14 @@ class LookedAt:
 
 
 def look_at(look: LookAhead) -> LookedAt:
-    """Make a proposal and look at known schedules of it: the same whoever does it, and whenever."""
+    """Make a proposal and look at known schedules of it, if any may be worth it: the same whoever does it."""
     candidate = look.propose()
     if not look.looks or not isinstance(candidate, PlacementCandidate):
         return LookedAt(candidate)
     try:
         trial = Trial.of(look.request, on_cluster(look.request, candidate) or candidate, look.steps)
+        if look.best_ns is not None and trial.bound_ns > look.best_ns:
+            return LookedAt(candidate)
         trial.look(usual=candidate.usual if look.large else None)
     except PipeplanError:  # which whoever asks finds out
         return LookedAt(candidate)
@@ -554,7 +557,11 @@ class PlanSearch:
             return
         request, given = self.request, isinstance(self.request.placement, Placement)
         looks, large = request.scheduler == "auto" and not given, is_large(request)
-        items = (LookAhead(request, propose, self.steps, looks, large) for propose in proposals)
+
+        def best_ns() -> int | None:
+            return None if self.best is None else self.best.value_ns
+
+        items = (LookAhead(request, propose, self.steps, looks, large, best_ns()) for propose in proposals)
         for each in self.ahead.over(items, lambda look: not self.refutes(look.propose)):
             own = each.item.propose
             coming = _Coming(each)
