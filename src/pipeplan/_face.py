@@ -268,14 +268,12 @@ def search(
         ('optimal', 0.0)
         >>> pipeplan.write(result.plan, "plan.json")
     """
-    from pipeplan.cli.search_verbs import search_request
+    from pipeplan.cli.search_verbs import require_one_kind_of_workers, search_request
 
     request = search_request(_asked("search", locals()).params)
     if request.tunes and explain:
         raise UsageError("--explain is of plans that are searched, not of tuned rules; leave it out")
-    if executor is not None and (request.tunes or workers is not None):
-        beside = "auto-tuning, which has --workers" if request.tunes else "--workers"
-        raise UsageError(f"--executor is not for {beside}; leave one of them out")
+    require_one_kind_of_workers(request, workers, executor)
     if request.tunes:
         return _api.tune(request, workers=workers, cache=_text(cache), progress=progress, within=within).result
     if cache is not None:

@@ -14,6 +14,7 @@ from pipeplan.files import Block, CostRow, Profile
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan, without
+from pipeplan.planning.widths import _Widths
 from references.every_width import every_width, one_f_one_b
 
 MINI_BATCH = 12
@@ -76,6 +77,24 @@ def test_search_finds_the_best_of_more_widths(seed: int) -> None:
     compare(seed, 5, 6)
 
 
+@pytest.mark.parametrize("seed", range(200, 212))
+@pytest.mark.parametrize("splits", [True, False])
+def test_what_is_passed_over_is_no_better(seed: int, splits: bool) -> None:
+    """Looking for one alone passes over most; the quickest of all is as quick.
+
+    Where neither blocks nor micro-batches can be split pipelines are best, and with three of these their ramps count.
+    """
+    blocks = drawn(seed, 4 if splits else 6).blocks
+    if not splits:
+        blocks = tuple(block.model_copy(update={"costs": block.costs[:1]}) for block in blocks)
+    sizes = FIXED["sizes"] if splits else ()
+    request = request_of(joined(blocks), "auto", Batch(3, 1), len(blocks), **(FIXED | {"sizes": sizes}))
+    (one,) = _Widths.of(request).quickest(1)
+    every = _Widths.of(request).quickest(10**6)
+    assert len(every) > 20
+    assert one.usual_ns == min(each.usual_ns for each in every)
+
+
 def test_stages_of_different_widths_are_shorter() -> None:
     """A long and a short block on three devices: without the step no plan uses them all as well."""
     rows = [(30, 60), (15, 30)]
@@ -98,7 +117,11 @@ def test_stages_of_different_widths_are_shorter() -> None:
         for index, (f, b) in enumerate(rows)
     ]
     request = request_of(joined(blocks), "auto", Batch(8, 1), 3, **(FIXED | {"sizes": (1,)}))
-    found = search_plan(request).plan
+    result = search_plan(request, explain=True)
+    found = result.plan
+    assert result.explanation is not None
+    best = next(each for each in result.explanation.alternatives if each.iteration_ns == found.predicted.iteration_ns)
+    assert best.what.startswith("tp 2 dp 1, then tp 1 dp 1 pp 2, ")
     assert [len(stage.devices) for stage in found.stages] == [2, 1]
     assert found.predicted.iteration_ns == one_f_one_b([15, 15], [30, 30], 8)
     planners = {"every width", "stage graphs", "published planners"}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children, parent_process
@@ -20,6 +23,7 @@ from builders.chains import chain_profile
 from pipeplan.checker import check
 from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, Profile
+from pipeplan.planning import workers
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import Trial
@@ -281,9 +285,77 @@ def test_threads_are_refused() -> None:
         search_plan(asked(), executor=executor)
 
 
-def test_names_of_executors() -> None:
-    from pipeplan.planning.workers import named_executor
+def blocked_signals() -> set[signal.Signals]:
+    return set(signal.pthread_sigmask(signal.SIG_BLOCK, []))
 
+
+@pytest.mark.slow
+def test_processes_of_others_hear_what_they_did() -> None:
+    """They begin when the search gives them something, and stay their owner's."""
+    with ProcessPoolExecutor(1) as executor:
+        search_plan(asked(), executor=executor)
+        assert signal.SIGINT not in executor.submit(blocked_signals).result()
+
+
+def running(pid: int) -> bool:
+    """Not ended, nor only waiting to be reaped."""
+    with suppress(FileNotFoundError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+MAKERS = {
+    "search": """
+from pipeplan.planning.workers import processes
+pool = processes(2)[0]()
+for _ in range(2):
+    pool.submit(time.sleep, 60)
+""",
+    "tuning": """
+from pipeplan.examples import shape
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.tuning import Workers
+from pipeplan.time_limit import Limit
+workers = Workers(Request(shape("v", 2), 2, Batch(2, 1), sizes=(1,)), 2, Limit()).__enter__()
+for begun in workers._begun(getattr, ["seed", "seed"]):
+    begun.result()
+pool = workers._pool
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="which processes run is asked of /proc")
+@pytest.mark.parametrize("made", MAKERS)
+def test_workers_do_not_outlive_who_made_them(made: str) -> None:
+    """However that ends."""
+    code = f"import time\n{MAKERS[made]}\nprint(*pool._processes, flush=True)\ntime.sleep(600)\n"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pids = list(map(int, parent.stdout.readline().split()))
+        assert len(pids) == 2
+        assert all(map(running, pids))
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while any(map(running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(running, pids))
+
+
+@pytest.mark.slow
+def test_clusters_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No scheduler at the address, and one without workers; both say what would do."""
+    distributed = pytest.importorskip("distributed")
+    monkeypatch.setattr(workers, "_PATIENCE", 0.5)
+    with pytest.raises(UsageError, match=r"no scheduler of Dask answers there within 0\.5 s .*; start one with"):
+        workers.named_executor("dask:tcp://127.0.0.1:1").__enter__()
+    with distributed.LocalCluster(n_workers=0, dashboard_address=None, processes=True, host="127.0.0.1") as cluster:
+        named = f"dask:{cluster.scheduler_address}"
+        with pytest.raises(UsageError, match=r"has no workers after 0\.5 s; start some with dask worker"):
+            workers.named_executor(named).__enter__()
+
+
+def test_names_of_executors() -> None:
     for name in ("dask", "dask:", "ray:auto"):
-        with pytest.raises(UsageError, match="give dask:ADDRESS"), named_executor(name):
+        with pytest.raises(UsageError, match="give dask:ADDRESS"), workers.named_executor(name):
             pass

@@ -79,9 +79,7 @@ def search_command(
     tunes = request.tunes
     if not tunes and any(given is not None for given in (cache, rules_output)):
         raise UsageError("--cache and --rules-output are for --scheduler rules without --rules; leave them out")
-    if executor is not None and (tunes or workers is not None):
-        beside = "auto-tuning, which has --workers" if tunes else "--workers"
-        raise UsageError(f"--executor is not for {beside}; leave one of them out")
+    require_one_kind_of_workers(request, workers, executor)
     if tunes and explain:
         raise UsageError("--explain is of plans that are searched, not of tuned rules; leave it out")
     if cache == "-":
@@ -112,6 +110,13 @@ def search_command(
             written = output if output is not None and outputs.has(output) else None
             _print_result(request, result, tuning, written, details=details)
         outputs.say_written("plan", None if as_json else output)
+
+
+def require_one_kind_of_workers(request: Request, workers: int | None, executor: object) -> None:
+    """Refuse an executor where processes of ours are asked for, or where it does nothing. Raises UsageError."""
+    if executor is not None and (request.tunes or workers is not None):
+        beside = "auto-tuning, which has --workers" if request.tunes else "--workers"
+        raise UsageError(f"--executor is not for {beside}; leave one of them out")
 
 
 def search_request(flags: Mapping[str, Any]) -> Request:

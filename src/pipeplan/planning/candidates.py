@@ -258,7 +258,7 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
             continue
         strategies = _by_name(request)[:1] if longest else _strategies(request)
         for zero, batch, strategy in checked(
-            product(_sharings(request, replicas * split.context), batches, strategies), 1
+            product(sharings(request, replicas * split.context), batches, strategies), 1
         ):
             how = STRATEGIES[strategy]
             if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
@@ -288,8 +288,8 @@ def _chunks(request: Request, strategy: str, units: int) -> Sequence[int | None]
     return CHUNKS if strategy == "circular" and units <= MOST_IN_TURN else (2,)
 
 
-def _sharings(request: Request, replicas: int) -> list[Zero]:
-    """What replicas may divide of what they keep: as asked, or where memory is limited optimizer state or nothing."""
+def sharings(request: Request, replicas: int) -> list[Zero]:
+    """What replicas may divide of what they keep: as asked, or where memory is limited nothing or optimizer state."""
     asked = request.sharing(replicas)
     if request.zero is not None or replicas == 1 or request.least_memory is None:
         return [] if asked is None else [asked]

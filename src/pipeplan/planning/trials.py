@@ -416,7 +416,7 @@ class PlanSearch:
     made: MadePlan | None = None
     spare: Trial | None = None
     ahead: Ahead[LookAhead, LookedAt] | None = None
-    _looked: dict[int, LookedAt] = field(default_factory=dict)
+    _looked: LookedAt | None = None
     _seen: set[Hashable] = field(default_factory=set)
     _said: tuple[int, str] | None = None
     _told: str = ""
@@ -580,7 +580,7 @@ class PlanSearch:
             return None
         if looked is None:
             return propose()
-        self._looked = {id(looked.candidate): looked}
+        self._looked = looked
         return looked.candidate
 
     def trial_of(self, candidate: PlacementCandidate) -> Trial:
@@ -589,14 +589,14 @@ class PlanSearch:
         Raises:
             PipeplanError: there is none, as its costs say.
         """
-        looked = self._looked.get(id(candidate))
-        if looked is not None and looked.trial is not None:
+        looked = self._looked
+        if looked is not None and looked.candidate is candidate and looked.trial is not None:
             return looked.trial
         return Trial.of(self.request, on_cluster(self.request, candidate) or candidate, self.steps)
 
     def look(self, trial: Trial, candidate: PlacementCandidate) -> None:
         """Look at known schedules of its trial, unless a worker has."""
-        looked = self._looked.get(id(candidate))
+        looked = self._looked
         if looked is not None and looked.trial is trial:
             trial.offer(looked.found)
         else:

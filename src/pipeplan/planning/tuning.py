@@ -8,7 +8,6 @@ and what is done until then is kept.
 from __future__ import annotations
 
 import math
-import signal
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -30,6 +29,7 @@ from pipeplan.planning.request import Request
 from pipeplan.planning.trials import FIRST_SECONDS
 from pipeplan.planning.tuning_cells import Cache, Cell, CellRows, TuningRow, cell_of, rows_of, schedule_of, settled_cell
 from pipeplan.planning.uniform_space import Choice
+from pipeplan.planning.workers import deaf, processes
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Progress
 from pipeplan.time_limit import Limit, TimeUpError
@@ -55,10 +55,9 @@ class Workers:
 
     def __enter__(self) -> Self:
         if self._count > 1:
-            context = get_context("spawn")  # threads of a progress line do not survive a fork
-            self._stop = context.Event()
-            known = self._request, self._stop, Limit(self._limit.left())
-            self._pool = ProcessPoolExecutor(self._count, mp_context=context, initializer=_begin, initargs=known)
+            self._stop = get_context("spawn").Event()
+            make, self._end = processes(self._count, _begin, self._request, self._stop, Limit(self._limit.left()))
+            self._pool = make()
         self._left.enter_context(self._limit.hearing_interrupts(self.interrupt))
         return self
 
@@ -66,9 +65,7 @@ class Workers:
         """End the processes, whatever they do, or begin: nobody wants it any more, and no file is theirs."""
         self._left.close()
         if self._pool is not None:
-            for process in [*self._pool._processes.values()]:
-                process.terminate()
-            self._pool.shutdown(cancel_futures=True)
+            self._end(self._pool)
 
     @property
     def interrupted(self) -> bool:
@@ -117,13 +114,11 @@ class Workers:
         """The items, given to the processes; None for those to be done here, as the first are: processes take time."""
         if self._pool is None or self._limit.waiting:
             return [None] * len(items)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited: processes begin deaf to it
         try:
-            return [self._pool.submit(_apply, work, item) for item in items]
+            with deaf():
+                return [self._pool.submit(_apply, work, item) for item in items]
         except BrokenProcessPool:
             return [None] * len(items)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _here(self, work: Work[Item, Found], item: Item) -> Found:
         with self._limit.enforced():

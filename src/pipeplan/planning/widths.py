@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pipeplan.costs import StageCost
 from pipeplan.costs.after import AfterActions
-from pipeplan.costs.zero import WHOLE, Zero
+from pipeplan.costs.zero import Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition.chain.autopipe import timeline
@@ -32,6 +32,7 @@ from pipeplan.planning.candidates import (
     Proposal,
     any_stages,
     open_splits,
+    sharings,
 )
 from pipeplan.planning.request import Batch, Request
 from pipeplan.time_limit import checked
@@ -160,7 +161,7 @@ class _Widths:
                     continue
                 limits = [size for x in range(first, first + shards * replicas) if (size := request.memory[x])]
                 limit = min(limits, default=math.inf)
-                for zero in _sharings(request, replicas):
+                for zero in sharings(request, replicas):
                     pricing = Pricing(batch.microbatch_size // replicas, False, shards, zero)
                     fitting = (each for each in self._costs(blocks, pricing) if each[0].memory_bytes(held) <= limit)
                     if (found := next(fitting, None)) is not None:
@@ -221,14 +222,6 @@ def _sizes(request: Request) -> Iterator[int]:
         return
     most = max(request.sizes) * request.num_devices
     yield from (size for size in range(1, most + 1) if mini_batch % size == 0)
-
-
-def _sharings(request: Request, replicas: int) -> Sequence[Zero]:
-    """What replicas may divide, as little as may be first."""
-    asked = request.sharing(replicas)
-    if request.zero is not None or replicas == 1 or request.least_memory is None:
-        return [] if asked is None else [asked]
-    return [WHOLE, Zero(1, replicas)]
 
 
 def _placed(request: Request, layout: _WidthLayout) -> PlacementCandidate:

@@ -16,7 +16,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from threading import Lock, Thread
@@ -150,17 +150,15 @@ class Ahead(Generic[Item, Found]):
 
     def _submitted(self, job: bytes) -> Future[bytes] | None:
         assert self._executor is not None
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited: processes begin deaf to it
         try:
-            return self._executor.submit(answered, self._told, job)
+            with deaf() if self.close is not None else nullcontext():  # one that is given is its owner's
+                return self._executor.submit(answered, self._told, job)
         except (BrokenExecutor, RuntimeError) as error:
             if isinstance(error, BrokenExecutor) and self.close is not None and self._first is not None:
                 raise  # ours, which can be made anew
             self.notes.append(f"workers take nothing more ({error}): the rest was done without them")
             self._closed = True
             return None
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _waited(self, future: Future[bytes]) -> bytes:
         while not future.done():
@@ -226,15 +224,18 @@ def _loads(what: bytes, known: Sequence[object]) -> Any:
     return Knowing(io.BytesIO(what)).load()
 
 
-def processes(count: int) -> tuple[Callable[[], Executor], Callable[[Executor], None]]:
-    """What makes an executor of so many processes, and what ends one, whatever they do.
+def processes(
+    count: int, begin: Callable[..., None] | None = None, *given: object
+) -> tuple[Callable[[], ProcessPoolExecutor], Callable[[Executor], None]]:
+    """What makes an executor of so many processes, which each ``begin`` with what is given; and what ends one at once.
 
-    They do not hear Ctrl-C, and end where the process that made them does.
+    They end where the process that made them does, however that ends. They are to begin :func:`deaf`.
     """
 
-    def made() -> Executor:
+    def made() -> ProcessPoolExecutor:
         # Threads of a progress line, and of the solver, do not survive a fork.
-        return ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_follow_parent)
+        context = get_context("spawn")
+        return ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(begin, given))
 
     def ended(executor: Executor) -> None:
         assert isinstance(executor, ProcessPoolExecutor)
@@ -245,17 +246,26 @@ def processes(count: int) -> tuple[Callable[[], Executor], Callable[[Executor], 
     return made, ended
 
 
-def _follow_parent() -> None:
-    """Ctrl-C is for the parent, with which this process ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def deaf() -> Iterator[None]:
+    """Processes that begin inside do not hear Ctrl-C, which is for the one that makes them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # which they inherit
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def watch() -> None:
+
+def _begin(begin: Callable[..., None] | None, given: tuple[object, ...]) -> None:
+    def follow() -> None:
         parent = parent_process()
         if parent is not None:
             parent.join()
             os._exit(1)
 
-    Thread(target=watch, daemon=True).start()
+    Thread(target=follow, daemon=True).start()
+    if begin is not None:
+        begin(*given)
 
 
 @contextmanager
@@ -263,7 +273,7 @@ def named_executor(name: str) -> Iterator[Executor]:
     """An executor of a name as the command line has it: ``dask:ADDRESS`` of a scheduler.
 
     Raises:
-        UsageError: it has another name, Dask is not installed, or nobody answers there.
+        UsageError: it has another name, Dask is not installed, nobody answers there, or there are no workers.
     """
     kind, _, address = name.partition(":")
     if kind != "dask" or not address:
@@ -273,16 +283,24 @@ def named_executor(name: str) -> Iterator[Executor]:
     except ImportError:
         raise UsageError("--executor dask needs Dask; install pipeplan[dask]") from None
     try:
-        client: Any = Client(address, timeout=_PATIENCE)  # type: ignore[no-untyped-call]
+        client: Any = Client(address, timeout=_PATIENCE)  # type: ignore[no-untyped-call]  # Dask has it without types
     except (OSError, ValueError) as error:
-        raise UsageError(f"--executor {name}: no scheduler of Dask answers there ({error})") from None
+        raise UsageError(
+            f"--executor {name}: no scheduler of Dask answers there within {_PATIENCE:g} s ({error}); start one with "
+            "dask scheduler, or leave --executor out"
+        ) from None
     try:
-        with suppress(Exception):  # its own are quicker to say than to ask for
+        try:
             client.wait_for_workers(1, timeout=_PATIENCE)
+        except TimeoutError:
+            raise UsageError(
+                f"--executor {name}: the scheduler has no workers after {_PATIENCE:g} s; start some with dask worker "
+                f"{address}, or leave --executor out"
+            ) from None
         yield client.get_executor(pure=False)
     finally:
         client.close()
 
 
 _PATIENCE = 5.0
-"""Seconds for which a scheduler is waited for."""
+"""Seconds for which a scheduler, and then a worker, is waited for."""
