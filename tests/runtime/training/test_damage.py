@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -165,6 +166,7 @@ CALLS = {
     "code": (exec, "open('RAN', 'w')"),
     "a file": (open, "RAN", "w"),
     "an attribute": (getattr, os, "system"),
+    "an attribute of what is plain": (getattr, _MEM_FORMAT_ENCODING, "mro"),
     "a function of torch": (torch.load, "RAN"),
     "a module of torch": (torch.hub.load, "RAN"),
 }
@@ -182,6 +184,14 @@ def test_an_index_runs_nothing(name: str, folder: CheckpointFolder, monkeypatch:
     ):
         read(folder, 20)
     assert not (path / "RAN").exists()
+
+
+def test_an_index_of_an_older_python_is_read(folder: CheckpointFolder) -> None:
+    """Python before 3.11.4, as some systems have it, writes a member of an enumeration as an attribute of that."""
+    index = metadata_of(folder.of(20))
+    index.planner_data = Runs(getattr, _MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT")
+    (folder.of(20) / ".metadata").write_bytes(pickle.dumps(index))
+    assert metadata_of(folder.of(20)).planner_data is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
 
 
 @pytest.mark.parametrize("elsewhere", ["../step-00000010/__0_0.distcp", "/etc/passwd", "..", ".metadata"])

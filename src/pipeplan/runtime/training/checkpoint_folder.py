@@ -180,10 +180,19 @@ class _IndexUnpickler(Unpickler):
         if plain is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             plain = getattr(torch, name)
         if plain is None:
-            raise UnpicklingError(
-                f"WeightsUnpickler error: it names {shown(f'{module}.{name}')}, which is no plain data"
-            )
+            raise _not_plain(module, name)
         return plain
+
+
+def _not_plain(module: str, name: str) -> UnpicklingError:
+    return UnpicklingError(f"WeightsUnpickler error: it names {shown(f'{module}.{name}')}, which is no plain data")
+
+
+def _memory_format(of: object, name: object) -> _MEM_FORMAT_ENCODING:
+    """What Python before 3.11.4 writes for one of these: an attribute of their class."""
+    if of is not _MEM_FORMAT_ENCODING or name not in _MEM_FORMAT_ENCODING.__members__:
+        raise _not_plain("builtins", "getattr")
+    return _MEM_FORMAT_ENCODING[str(name)]
 
 
 _PLAIN: dict[tuple[str, str], Any] = {
@@ -194,6 +203,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
             *(_MEM_FORMAT_ENCODING, _StorageInfo),
         )
     },
+    ("builtins", "getattr"): _memory_format,
     ("pathlib", "PosixPath"): PosixPath,
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
