@@ -158,14 +158,20 @@ def dies_once(mark: Path, item: int) -> int:
 
 
 def all_of(ahead: Ahead[int, int], count: int) -> Iterator[int | str | None]:
-    deadline = time.monotonic() + 60
-    while not ahead._ready and time.monotonic() < deadline:
-        time.sleep(0.01)
+    """What comes of so many items where new workers are waited for: until they answer nothing is given to them."""
+    wait_for_workers(ahead)
     for given in ahead.over(iter(range(count)), lambda item: True):
         try:
             yield ahead.found(given)
         except LostError:
             yield "lost"
+        wait_for_workers(ahead)
+
+
+def wait_for_workers(ahead: Ahead[int, int]) -> None:
+    deadline = time.monotonic() + 60
+    while not ahead._ready and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 @pytest.mark.slow
