@@ -35,7 +35,9 @@ def test_rows_are_of_own_words_with_fewer_weights_and_longer_products() -> None:
     assert own == found[1, 2, 8].model_copy(update={"shards": 2, "context": 1, "sequence_parallel": True})
     assert own.activation_bytes == half.activation_bytes, "a device has half of the words"
     assert own.forward_ns < half.forward_ns, "of an eighth of the weights"
-    assert own.backward_ns is not None and half.backward_ns is not None and own.backward_ns < half.backward_ns
+    assert own.backward_ns is not None
+    assert half.backward_ns is not None
+    assert own.backward_ns < half.backward_ns
 
 
 @pytest.mark.parametrize("load", [1.0, 2.0])
