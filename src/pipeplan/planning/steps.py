@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -383,6 +383,9 @@ def _reason_against_parts(workload: Workload) -> str | None:
 class EvenCut(PlanStep):
     """A first plan: cut evenly, with 1F1B or GPipe, or the schedule that is asked for by name.
 
+    Of the strategy, the replicas and what is recomputed of the first plan every other size of micro-batches is looked
+    at as plainly, before anything is searched: between sizes there are factors, between schedules of one there are not.
+
     Where there is none after ``seconds`` that is said, and for a ``share`` of the time that is left it is looked for
     all the same. Where no more than ``hurry`` seconds are left it takes so little that it is made however late it is.
     If nothing fits with what replicas may divide by default, something with more of it is kept for when nothing else is
@@ -442,9 +445,10 @@ class EvenCut(PlanStep):
                 search.say(f"no {what} was found that fits: the search goes on")
 
     def _look(self, search: PlanSearch, request: Request) -> None:
-        """The first that fits."""
+        """The first that fits, and then the same with other sizes, which come next."""
         unsuited: set[str] = set()
-        for candidate in even_cuts(request):
+        cuts = even_cuts(request)
+        for candidate in cuts:
             if candidate.placement.strategy in unsuited:
                 continue
             trial = Trial.of(search.request, candidate, search.steps)
@@ -460,8 +464,26 @@ class EvenCut(PlanStep):
             except PipeplanError:  # it does not fit
                 continue
             if trial.best is not None:
-                search.found_first(trial, spare=request is not search.request)
+                spare = request is not search.request
+                search.found_first(trial, spare=spare)
+                if not spare and not _is_named(request) and not has_table(request):
+                    self._other_sizes(search, candidate, cuts)
                 return
+
+    @staticmethod
+    def _other_sizes(search: PlanSearch, first: PlacementCandidate, cuts: Iterator[PlacementCandidate]) -> None:
+        _secure(search)
+        for candidate in cuts:
+            if _but_for_size(candidate) != _but_for_size(first):
+                return
+            checkpoint()
+            search.sizes.add(candidate.size_per_replica)
+            with suppress(PipeplanError):  # it does not fit
+                trial = Trial.of(search.request, candidate, search.steps)
+                if not trial.worse(search.best):
+                    trial.look_plainly()
+                if trial.best is not None:
+                    search.found_first(trial, spare=False)
 
     def _larger_groups(self, search: PlanSearch) -> None:
         entries = MOST_ENTRIES
@@ -476,6 +498,12 @@ class EvenCut(PlanStep):
             _secure(search)
             if search.made is made:
                 return
+
+
+def _but_for_size(candidate: PlacementCandidate) -> Hashable:
+    """Equal for candidates of one strategy, with as many replicas, that recompute the same."""
+    placement = candidate.placement
+    return placement.strategy, placement.stages[0].replicas, len(placement.stages), candidate.recompute
 
 
 @dataclass(slots=True, eq=False)
@@ -715,6 +743,7 @@ def search_plan(
         timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
         notes=(*dict.fromkeys(notes), *slices_left_out(request, schedule.workload, "what was found does not fit so")),
         explanation=explained(search) if explain else None,
+        sizes_left=_sizes_left(search) if counts.left else (),
     )
 
 
@@ -759,6 +788,13 @@ def _left(search: PlanSearch) -> int:
             found += not search.refutes(propose)
         all_seen = True
     return found if all_seen else found + 1
+
+
+def _sizes_left(search: PlanSearch) -> tuple[int, ...]:
+    """Micro-batch sizes per replica that were open, and of which nothing was looked at."""
+    request = search.request
+    possible = [size for size in request.sizes if request.batch.mini_batch % size == 0]
+    return tuple(size for size in possible if size not in search.sizes)
 
 
 _COUNTING = 0.05

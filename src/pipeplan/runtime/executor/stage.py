@@ -25,6 +25,7 @@ from pipeplan.runtime.executor.message_graph import Numbers
 from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
 from pipeplan.runtime.executor.tensors import WHOLE_TENSOR, Produced, Received, StageLayouts, TensorLayout
 from pipeplan.runtime.models.spec import BlockSpec
+from pipeplan.runtime.parallel.batch_norms import first_and_again
 from pipeplan.runtime.parallel.device import Autocast, precise
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.workload.elements import Again
@@ -233,7 +234,7 @@ class StageRunner:
             at = next(itertools.chain(arguments, module.parameters()), _ANYWHERE)
             _begin_random_numbers(samples.seed_of(block, rows), at.device)
             with self.autocast() if self.autocast is not None else nullcontext():
-                run = partial(checkpoint, module, use_reentrant=False) if again is True else module
+                run = module if again is not True else partial(checkpoint, module, **_checkpoint_of(module))
                 with _RecomputedCores() if again == "selective" else nullcontext() as cores:
                     made = run(*arguments)
         if cores is not None and not cores.count and block in self.part.cores:
@@ -292,6 +293,10 @@ _ATTENTION = {
     torch.ops.aten.scaled_dot_product_attention,
     torch.ops.aten.scaled_dot_product_attention.default,
 }
+
+
+def _checkpoint_of(module: nn.Module) -> dict[str, Any]:
+    return {"use_reentrant": False, "context_fn": partial(first_and_again, module)}
 
 
 class _RecomputedCores(TorchFunctionMode):

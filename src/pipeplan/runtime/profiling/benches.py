@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipeplan.files import CostRow, FileModel
 from pipeplan.runtime.models.shapes import outputs_of
+from pipeplan.runtime.parallel.batch_norms import first_and_again
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_compiled
 from pipeplan.runtime.profiling.instruments import (
     Meter,
@@ -119,7 +120,8 @@ class Bench:
 
     def _run(self, *arguments: Tensor) -> object:
         if self.key.recompute:
-            return checkpoint(self.module, *arguments, use_reentrant=False)
+            again = partial(first_and_again, self.module)
+            return checkpoint(self.module, *arguments, use_reentrant=False, context_fn=again)
         return self.module(*arguments)
 
     @staticmethod
