@@ -1,22 +1,16 @@
-"""Attention cores (scores, softmax and their mixture), which backward may compute again.
-
-Korthikanti et al. 2022, section 5.
-"""
+"""Attention cores: scores, softmax, and their mixture, which backward may compute again (Korthikanti et al. 2022)."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-ATTENTION = {
-    torch.nn.functional.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-}
-"""The functions that are cores."""
+_ATEN = torch.ops.aten.scaled_dot_product_attention
+ATTENTION = {torch.nn.functional.scaled_dot_product_attention, _ATEN, _ATEN.default}
 
 
 class RecomputedCores(TorchFunctionMode):
@@ -24,11 +18,8 @@ class RecomputedCores(TorchFunctionMode):
 
     count = 0
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run a function; attention in a checkpoint of its own."""
-        if func not in ATTENTION:
-            return func(*args, **(kwargs or {}))
-        self.count += 1
-        return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
+        self.count += func in ATTENTION
+        run = partial(checkpoint, func, use_reentrant=False) if func in ATTENTION else func
+        return run(*args, **(kwargs or {}))

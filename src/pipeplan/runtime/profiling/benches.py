@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from pipeplan.files import CostRow, FileModel
@@ -219,10 +220,11 @@ class Bench:
 
     def _measure_held(self) -> int:
         """Fill in what waits for B, or for W; returns how much of the former the block was given."""
-        with saved_tensors() as saved:
+        with saved_tensors() as saved, CountedCores() as cores:
             roots = self.forward()
         given = self.note_activations(roots, saved)
-        self._note_without_cores()
+        if cores.count and not self.key.recompute:
+            self._note_without_cores()
         with WeightGradQueue() as queue:
             self.backward(roots)
         self.note_weight_grads(queue)
@@ -242,12 +244,9 @@ class Bench:
 
     def _note_without_cores(self) -> None:
         """Fill in what waits for B where it computes attention cores again: not what they make, but what they take."""
-        if self.key.recompute:
-            return
-        cores = GivenToCores()
-        with saved_tensors() as saved, cores:
+        with saved_tensors() as saved, GivenToCores() as cores:
             roots = self.forward()
-        if roots and cores.count:
+        if roots:
             held = _without(storages([*saved(), *self._kept_inputs(), *cores.given]), self._own)
             self.selective_bytes = min(self.activation_bytes, sum(held.values()))
 
@@ -309,6 +308,19 @@ class Bench:
             repeats=len(self.times),
             spread={name: spread_of(self.series(name)) for name in TIMES},
         )
+
+
+class CountedCores(TorchFunctionMode):
+    """Attention cores inside are run as they are; ``count`` them."""
+
+    count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function."""
+        self.count += func in ATTENTION
+        return func(*args, **(kwargs or {}))
 
 
 class GivenToCores(RecomputedCores):
