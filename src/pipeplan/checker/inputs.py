@@ -17,7 +17,7 @@ from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_rec
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
 from pipeplan.time_limit import checked
-from pipeplan.workload.elements import Bucket, Dependency, Hop, Operation, Stage, TiedState
+from pipeplan.workload.elements import Bucket, Dependency, Hop, Operation, Stage, TiedState, is_in_line
 from pipeplan.workload.kinds import (
     BACKWARD_ROLES,
     GRADIENT_ROLES,
@@ -691,8 +691,13 @@ def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, f
     for source, target in sorted(set(expected) - stated):
         if _led_by_instructions(plan, source, target):
             continue
-        edge = expected[source, target][0]
-        text = f"{source} -> {target} is missing: the profile has an edge {edge.source!r} -> {edge.target!r}"
+        edges = expected[source, target]
+        why = (
+            f"the profile has an edge {edges[0].source!r} -> {edges[0].target!r}"
+            if edges
+            else f"stages of a {plan.placement} placement run one after the other"
+        )
+        text = f"{source} -> {target} is missing: {why}"
         findings.add("profile", "dependencies", text)
     for number, dependency in enumerate(plan.dependencies):
         pair = dependency.source, dependency.target
@@ -733,6 +738,12 @@ def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:
             if edge.tensor is None or (pair, edge.source, edge.tensor) not in sent:
                 found[pair].append(edge)
                 sent.add((pair, edge.source, edge.tensor))
+    if is_in_line(plan.placement):  # each stage waits for the one before it, with nothing to send if no edge joins them
+        for before, after in itertools.pairwise(sorted(forward)):
+            joined = (forward[before], forward[after]) in found
+            found.setdefault((forward[before], forward[after]), [])
+            if not joined and {before, after} <= back.keys():
+                found[back[after], back[before]] = []
     return dict(found)
 
 

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
@@ -30,6 +30,7 @@ from pipeplan.workload.elements import (
     Recompute,
     Stage,
     TiedState,
+    is_in_line,
     recompute_of,
     slots_of,
 )
@@ -312,7 +313,7 @@ def build_workload(
         ),
         stages=tuple(stages),
         operations=operations,
-        dependencies=_dependencies(profile, stages, placement.num_routes, operations, cluster),
+        dependencies=_dependencies(profile, stages, placement, operations, cluster),
         num_routes=placement.num_routes,
         tied=tuple(tied),
     )
@@ -647,20 +648,27 @@ def _operation(
 def _dependencies(
     profile: Profile,
     stages: Sequence[Stage],
-    num_routes: int,
+    placement: Placement,
     operations: Sequence[Operation],
     cluster: Cluster | None,
 ) -> tuple[Dependency, ...]:
-    """Within a stage F before B or I, I before W; between stages of a route outputs down the edges, gradients up."""
+    """Within a stage F before B or I, I before W; between stages of a route outputs down the edges, gradients up.
+
+    Where stages are run in line each also waits for its neighbour, by a message of no bytes where no edge joins them.
+    """
+    num_routes = placement.num_routes
     back = {operation.stage: operation.kind for operation in operations if operation.role in BACKWARD_ROLES}
     deferred = {operation.stage for operation in operations if operation.role is Role.WEIGHT_GRAD}
     found = [Dependency(source=f"{stage}F", target=f"{stage}{back[stage]}") for stage in sorted(back)]
     found += [Dependency(source=f"{stage}{back[stage]}", target=f"{stage}W") for stage in sorted(deferred)]
-    for (source, target), edges in checked(sorted(_crossing(profile, stages).items()), 16):
+    crossing = _crossing(profile, stages)
+    if is_in_line(placement.strategy):
+        crossing |= {pair: [] for pair in pairwise(range(len(stages))) if pair not in crossing}
+    for (source, target), edges in checked(sorted(crossing.items()), 16):
         hops = _hops(stages[source], stages[target], num_routes, _distinct(edges), cluster)
         found.append(Dependency(source=f"{source}F", target=f"{target}F", hops=hops))
         upward = _distinct(edge for edge in edges if edge.gradient)
-        if upward:
+        if upward or not edges:
             hops = _hops(stages[target], stages[source], num_routes, upward, cluster)
             found.append(Dependency(source=f"{target}{back[target]}", target=f"{source}{back[source]}", hops=hops))
     assert all(dependency.payload for dependency in found if dependency.hops)

@@ -622,6 +622,15 @@ class DeviceMemory(Element):
         return MemoryBytes.of_keys(self)
 
 
+IN_LINE = "sequential"
+"""The placement strategy whose stages run one after the other, whatever their blocks need."""
+
+
+def is_in_line(placement: str) -> bool:
+    """Whether the stages of a placement of this name run in line: each waits for the one numbered before it."""
+    return placement.partition(",")[0] == IN_LINE
+
+
 def again_of(recompute: Recompute, num_blocks: int) -> tuple[Again, ...]:
     """[block] what a stage's backward computes again."""
     return recompute if isinstance(recompute, tuple) else (recompute,) * num_blocks
