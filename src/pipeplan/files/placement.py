@@ -10,6 +10,8 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from pipeplan.files.base import SAID_ONLY, CurrentVersion, File, FileModel, current_version
 from pipeplan.workload.elements import (
     CONTEXT,
+    REDUCE_EVERY,
+    UNSHARD_EVERY,
     ZERO,
     ZERO_GROUP,
     Count,
@@ -20,6 +22,7 @@ from pipeplan.workload.elements import (
     Recompute,
     ZeroLevel,
     context_problem,
+    exchange_problem,
     group_problem,
     mesh_of,
     recompute_problem,
@@ -42,6 +45,9 @@ def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shar
         if samples % mesh.size_of(SAMPLES):
             return f"has {text!r}, and {samples} samples cannot be shared evenly over {mesh.size_of(SAMPLES)} devices"
     return None
+
+
+_SAID_ONLY = ("zero", "zero_group", "unshard_every", "reduce_every")
 
 
 class PlacedStage(FileModel):
@@ -72,6 +78,8 @@ class PlacedStage(FileModel):
     ] = ()
     zero: Annotated[ZeroLevel, Field(description=ZERO, json_schema_extra={SAID_ONLY: True})] = 0
     zero_group: Annotated[Count | None, Field(description=ZERO_GROUP, json_schema_extra={SAID_ONLY: True})] = None
+    unshard_every: Annotated[Count | None, Field(description=UNSHARD_EVERY, json_schema_extra={SAID_ONLY: True})] = None
+    reduce_every: Annotated[Count | None, Field(description=REDUCE_EVERY, json_schema_extra={SAID_ONLY: True})] = None
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_divided(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -79,7 +87,7 @@ class PlacedStage(FileModel):
         found: dict[str, Any] = written(self)
         if found.get("context") == 1:
             del found["context"]
-        return {key: value for key, value in found.items() if value or key not in ("zero", "zero_group")}
+        return {key: value for key, value in found.items() if value or key not in _SAID_ONLY}
 
     @property
     def copies(self) -> int:
@@ -97,6 +105,8 @@ class PlacedStage(FileModel):
         size = self.microbatch_size
         samples = 0 if size is None else size // self.replicas  # without a size of its own it is not known yet
         if problem := sharing_problem(self.zero, self.zero_group, self.copies, bool(self.configurations)):
+            raise ValueError(problem)
+        if problem := exchange_problem(self.zero, self.copies, self.unshard_every, self.reduce_every, self.num_parted):
             raise ValueError(problem)
         if problem := configuration_problem(self.configurations, len(self.blocks), self.shards, samples):
             raise ValueError(f"configurations {problem}")

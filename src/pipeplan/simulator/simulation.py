@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
@@ -25,16 +25,17 @@ from pipeplan.simulator.metrics import (
 )
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.units import format_ns
-from pipeplan.workload.action import operation_of
+from pipeplan.workload.action import StateAction, operation_of
 from pipeplan.workload.bounds import weak_iteration_bound, work_bound
 from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
+from pipeplan.workload.exchanges import texts_around
 from pipeplan.workload.kinds import Role, payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
 from pipeplan.workload.slices import in_parts, num_sliced, parts_before, whole, with_parts
 from pipeplan.workload.steady_state.loop import LoopCut, LoopedOrders, counts_of, longer, looped
 from pipeplan.workload.steady_state.rate import CutOrders, repetend_rate, require_cut, steady_bubble_rate
 from pipeplan.workload.steady_state.repetend import extend, num_copies
-from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 _Name = tuple[str, str]
@@ -56,7 +57,8 @@ def orders_of(plan: Plan, graph: TaskGraph) -> list[list[int]]:
 
 def _compute_order(graph: TaskGraph, device: int, program: Sequence[str]) -> list[int]:
     number = _actions_of(graph, device)
-    computes = [text for text in program if "_" not in text]  # a transfer is 1SEND_F0 or 2RECV_F0
+    # a transfer is 1SEND_F0 or 2RECV_F0
+    computes = [text for text in program if "_" not in text and StateAction.read(text) is None]
     _require_all(device, computes, number)
     return [number[text] for text in computes]
 
@@ -71,6 +73,24 @@ def _actions_of(graph: TaskGraph, device: int) -> dict[str, int]:
             text = workload.slots[item].text
             number.update({f"{id_}{text(m)}": task for m, task in enumerate(tasks)})
     return number
+
+
+def _require_exchanges(plan: Plan, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> None:
+    """State is exchanged where :mod:`pipeplan.workload.exchanges` has it, for it is timed by that. Raises."""
+    before, after = texts_around(graph, starts)
+    for device, order in enumerate(graph.on_devices(orders)):
+        found = [text for text in plan.programs[device] if "SEND_" not in text and "RECV_" not in text]
+        expected = list[str]()
+        for task in order:
+            expected += [*before[device].get(task, ()), graph.label(task), *after[device].get(task, ())]
+        expected += before[device].get(None, ())
+        wrong = next((pair for pair in zip_longest(found, expected) if pair[0] != pair[1]), None)
+        if wrong is not None:
+            raise InvalidPlanError(
+                f"programs[{device}] has {wrong[0] or 'nothing'} where state is exchanged by {wrong[1] or 'nothing'}: "
+                "simulate replays exchanges only where pipeplan puts them; pipeplan check says whether the plan is "
+                "right as it is"
+            )
 
 
 def _link_order(graph: TaskGraph, link: int, source: int, target: int, program: Sequence[str]) -> list[int]:
@@ -374,6 +394,8 @@ def simulate(
     as_planned = workload == plan.workload and total == plan.num_microbatches
     run = _run(plan, workload, total)
     graph, orders, starts, loop = run.graph, run.orders, run.starts, run.loop
+    if as_planned and workload.exchanges:
+        _require_exchanges(plan, graph, orders, starts)
     workload = workload.with_microbatches(total)
     repetend = plan.repetend
     period, copies = (None, None) if repetend is None else _repetition(graph, orders, repetend, loop)
