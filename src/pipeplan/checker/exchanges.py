@@ -29,7 +29,7 @@ Span = tuple[int, int, MemoryKind, int]
 
 
 @dataclass(slots=True)
-class Exchanges:
+class StateExchanges:
     """When exchanges let actions start, what devices have whole meanwhile, until when their networks are busy.
 
     ``least`` has for actions that wait for exchanges when they may start, in ns. ``spans`` and ``busy`` are [device].
@@ -40,9 +40,9 @@ class Exchanges:
     busy: list[int]
 
 
-def check_exchanges(facts: Facts, programs: Programs, findings: Findings) -> Exchanges:
+def check_exchanges(facts: Facts, programs: Programs, findings: Findings) -> StateExchanges:
     """Follow the exchanges of all devices. Call it with complete programs only."""
-    found = Exchanges({}, [[] for _ in facts.plan.devices], [0] * len(facts.plan.devices))
+    found = StateExchanges({}, [[] for _ in facts.plan.devices], [0] * len(facts.plan.devices))
     seen = set[frozenset[int]]()
     for stage in facts.plan.stages:
         devices = frozenset(stage.devices)
@@ -76,7 +76,7 @@ def _named(line: Sequence[tuple[int, Entry | StateAction]]) -> list[Entry | Stat
 
 
 @dataclass(slots=True)
-class _Group:
+class _Followed:
     """Of a stage's group of blocks: since when it is gathered, or adds gradients (None: not), when the last ended."""
 
     gathered: int | None = None
@@ -99,7 +99,7 @@ class _Follower:
     free: int = 0
     _begun: int = 0
     _last: Entry | None = None
-    _groups: dict[int, list[_Group]] = field(default_factory=dict)
+    _groups: dict[int, list[_Followed]] = field(default_factory=dict)
     _uses: dict[int, int] = field(default_factory=dict)  # since the last UNSHARD
     _added: dict[int, int] = field(default_factory=dict)  # since the last REDUCE_GRAD
     _left: dict[tuple[int, bool], int] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class _Follower:
     def __post_init__(self) -> None:
         for number, stage in enumerate(self.facts.plan.stages):
             if self.device in stage.devices and stage.block_groups:
-                self._groups[number] = [_Group() for _ in stage.block_groups]
+                self._groups[number] = [_Followed() for _ in stage.block_groups]
                 for adds, roles in enumerate((PARAMETER_ROLES, GRADIENT_ROLES)):
                     self._left[number, bool(adds)] = sum(
                         count

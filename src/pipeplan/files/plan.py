@@ -42,6 +42,7 @@ from pipeplan.workload.elements import (
     TiedState,
     buckets_problem,
     exchange_problem,
+    expert_problem,
     group_problem,
     groups_problem,
     odd_neighbour,
@@ -193,8 +194,9 @@ class Plan(File):
             for key in ("step_ns", "gather_ns", "zero", "zero_group", "buckets", *_EXCHANGE):
                 if not stage.get(key):
                     stage.pop(key, None)
-            if stage.get("context") == 1:
-                del stage["context"]
+            for key in ("context", "expert"):
+                if stage.get(key) == 1:
+                    del stage[key]
         return found
 
     @model_validator(mode="after")
@@ -231,6 +233,8 @@ class Plan(File):
         if len(set(stage.devices)) != len(stage.devices):
             raise ValueError(f"stages[{number}].devices name a device twice")
         if problem := group_problem(stage.shards, stage.context, stage.replicas, len(stage.devices)):
+            raise ValueError(f"stages[{number}]: {problem}")
+        if problem := expert_problem(stage.expert, len(stage.devices), stage.zero, bool(stage.configurations)):
             raise ValueError(f"stages[{number}]: {problem}")
         if problem := sharing_problem(stage.zero, stage.zero_group, stage.copies, bool(stage.configurations)):
             raise ValueError(f"stages[{number}]: {problem}")

@@ -77,7 +77,7 @@ class StateRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class WholeState:
     """Bytes that each device of a stage holds from a moment to another: gathered parameters, or whole gradients."""
 
     kind: MemoryKind
@@ -120,7 +120,7 @@ class Network:
         workload = graph.workload
         self.free = 0
         self.runs: list[StateRun] = []
-        self.held: list[Held] = []
+        self.held: list[WholeState] = []
         self._floor = 0  # when the action began that stands last in the programs so far
         self._waiting: list[_Asked] = []  # REDUCE_GRADs
         self._states = dict[int, _StageState]()
@@ -212,7 +212,7 @@ class Network:
                 for group, _, end in course:
                     state.given_up[group] = start + end
                     size = stage.block_groups[group].gathered_bytes
-                    self.held.append(Held(PARAMETERS, size, state.gathered_at[group], start + end))
+                    self.held.append(WholeState(PARAMETERS, size, state.gathered_at[group], start + end))
                     self.runs.append(StateRun(RESHARD, number, group, start + end, start + end, task, after=True))
         if role not in GRADIENT_ROLES:
             return
@@ -235,7 +235,7 @@ class Network:
             self.runs.append(StateRun(REDUCE_GRAD if reduces else UNSHARD, number, group, start, end, task))
             if reduces:
                 state.reduced[group] = end
-                self.held.append(Held(GRADIENTS, blocks.reduced_bytes, state.added_at[group], end))
+                self.held.append(WholeState(GRADIENTS, blocks.reduced_bytes, state.added_at[group], end))
             else:
                 state.gathered_at[group] = start
         done = {(each[3], each[4]) for each in asked if each[1]}

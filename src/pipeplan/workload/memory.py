@@ -18,7 +18,7 @@ from pipeplan.time_limit import checked
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import DeviceMemory
 from pipeplan.workload.engine import with_links
-from pipeplan.workload.exchanges import Held, networks_at
+from pipeplan.workload.exchanges import WholeState, networks_at
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind, Role
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.steady_state.loop import LoopCut
@@ -371,7 +371,7 @@ def followed(graph: TaskGraph, starts: Sequence[int]) -> MemoryState:
     return state
 
 
-def _exchanged(graph: TaskGraph, starts: Sequence[int]) -> list[tuple[tuple[int, ...], Held]]:
+def _exchanged(graph: TaskGraph, starts: Sequence[int]) -> list[tuple[tuple[int, ...], WholeState]]:
     """(devices, what each of them has whole for a time)."""
     return [
         (devices, each)
