@@ -17,6 +17,8 @@ from pipeplan.checker import check
 from pipeplan.costs import build_workload
 from pipeplan.errors import FileError, InvalidPlanError
 from pipeplan.files import Plan, Profile, parse, to_json
+from pipeplan.reporting.terminal import zero_words
+from pipeplan.reporting.timeline import trace_text
 from pipeplan.simulator.recost import recosted
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.action import Action, StateAction
@@ -305,3 +307,21 @@ def test_a_group_that_is_there_lets_its_action_begin_while_the_next_is_gathered(
     assert starts == [3 * gather - 2 * groups[0].forward_ns, 3 * gather + groups[0].forward_ns]
     ready = starts[1] + groups[0].backward_ns
     assert graph.iteration(starts) == max(ready + 3 * reduce, starts[1] + 3 * groups[0].backward_ns + reduce)
+
+
+def test_simulations_and_traces_show_exchanges() -> None:
+    """On the network of each device, one after another."""
+    plan = sharded_plan()
+    simulation = simulate(plan)
+    said = [text for text in plan.programs[0] if StateAction.read(text) and RESHARD not in text]
+    shown = sorted((begin, text) for text, devices, begin, _, _ in simulation.exchanges if 0 in devices)
+    assert [text for _, text in shown] == said
+    figures: Any = simulation.figures()["devices"]
+    blocks = plan.stages[0].block_groups[0]
+    assert figures[0]["exchange_ns"] == 3 * 3 * blocks.unshard_ns + 3 * 2 * blocks.reduce_ns
+    events = json.loads(trace_text(simulation))["traceEvents"]
+    drawn = [each for each in events if each["ph"] == "X" and each["args"]["device"] == 0 and "RED" in each["name"]]
+    assert {each["tid"] for each in drawn} == {1}, "they are communication"
+    assert zero_words(plan.stages) == (
+        "ZeRO 3 over 2 replicas (gathered every 1-2 actions, reduced every 1-2 micro-batches)"
+    )

@@ -28,8 +28,8 @@ from pipeplan.units import format_ns
 from pipeplan.workload.action import StateAction, operation_of
 from pipeplan.workload.bounds import weak_iteration_bound, work_bound
 from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
-from pipeplan.workload.exchanges import texts_around
-from pipeplan.workload.kinds import Role, payload_of
+from pipeplan.workload.exchanges import networks_at, text_of, texts_around
+from pipeplan.workload.kinds import REDUCE_GRAD, RESHARD, Role, payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
 from pipeplan.workload.slices import in_parts, num_sliced, parts_before, whole, with_parts
 from pipeplan.workload.steady_state.loop import LoopCut, LoopedOrders, counts_of, longer, looped
@@ -187,6 +187,7 @@ class Simulation(Displayed):
     without one, or where that does not become periodic. ``copies`` [device] are the positions of the repetend's
     first copy in the orders. ``overflow`` is the device most short of memory, None if all have enough.
     ``as_planned`` says that number of micro-batches and costs are the plan's, ``yardstick`` what a sample is.
+    ``exchanges`` are what exchanges state on networks: (action's text, devices, start and duration in ns, bytes).
     ``measured`` sets what a run took beside it, if it was asked for.
 
     With a ``loop`` its round runs more often than it is there: ``graph``, ``orders``, ``starts``, ``copies`` and
@@ -212,6 +213,7 @@ class Simulation(Displayed):
     as_planned: bool
     yardstick: Yardstick
     loop: LoopCut | None = None
+    exchanges: tuple[tuple[str, tuple[int, ...], int, int, int], ...] = ()
     measured: MeasuredComparison | LoggedComparison | None = None
 
     def __repr__(self) -> str:
@@ -270,6 +272,10 @@ class Simulation(Displayed):
         """Why devices do not compute all the time."""
         steady = None if self.period_ns is None else self.period_ns * self.workload.num_microbatches
         return IdleShares.of(self.rates, steady, self.workload.idle_devices)
+
+    def exchange_ns(self, device: int) -> int:
+        """How long a device's network exchanges state for its actions."""
+        return sum(duration for _, devices, _, duration, _ in self.exchanges if device in devices)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -341,6 +347,7 @@ def _device(simulation: Simulation, device: int) -> dict[str, object]:
         "span_ns": rates.span_ns[device],
         "in_flight": simulation.in_flight[device],
         "num_actions": _num_actions(simulation, device),
+        **({"exchange_ns": simulation.exchange_ns(device)} if simulation.workload.exchanges else {}),
         "memory_limit_bytes": simulation.workload.devices[device].usable_bytes,
         **({"memory_reserve_bytes": reserve} if reserve else {}),
         **asdict(simulation.memory[device]),
@@ -419,7 +426,21 @@ def simulate(
         as_planned=as_planned,
         yardstick=Yardstick.of_plan(plan) if profile is None else Yardstick.of(profile),
         loop=loop,
+        exchanges=_exchanges(graph, starts) if workload.exchanges else (),
     )
+
+
+def _exchanges(graph: TaskGraph, starts: Sequence[int]) -> tuple[tuple[str, tuple[int, ...], int, int, int], ...]:
+    """What exchanges state, as a simulation has it; giving it up takes no time."""
+    found = []
+    for devices, network in networks_at(graph, starts):
+        for run in network.runs:
+            group = graph.workload.stages[run.stage].block_groups[run.group]
+            size = group.reduced_bytes if run.kind == REDUCE_GRAD else group.gathered_bytes
+            if run.kind != RESHARD:
+                text = text_of(graph.workload, run)
+                found.append((text, devices, run.start_ns, run.end_ns - run.start_ns, size))
+    return tuple(found)
 
 
 _ANOTHER = ("--microbatches", "--mini-batch", "--global-batch-size", "-o", "--output", "--placement-output")

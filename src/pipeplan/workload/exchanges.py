@@ -280,6 +280,12 @@ Around = list[dict[int | None, list[str]]]
 """[device] {task: texts of what exchanges state there}; None is the end of its program."""
 
 
+def text_of(workload: Workload, run: StateRun) -> str:
+    """How programs say it."""
+    several = len(workload.stages[run.stage].block_groups) > 1
+    return str(StateAction(run.stage, run.kind, run.group if several else None))
+
+
 def texts_around(graph: Numbered, starts: Sequence[int]) -> tuple[Around, Around]:
     """What stands right before and right after each action in the programs of its devices."""
     devices = range(len(graph.workload.devices))
@@ -287,8 +293,7 @@ def texts_around(graph: Numbered, starts: Sequence[int]) -> tuple[Around, Around
     after: Around = [defaultdict(list) for _ in devices]
     for own, network in networks_at(graph, starts):
         for run in network.runs:
-            several = len(graph.workload.stages[run.stage].block_groups) > 1
-            text = str(StateAction(run.stage, run.kind, run.group if several else None))
+            text = text_of(graph.workload, run)
             for device in own:
                 (after if run.after else before)[device][run.task].append(text)
     return before, after
