@@ -15,6 +15,8 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children, parent_process
 from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -359,6 +361,34 @@ def test_clusters_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) 
         named = f"dask:{cluster.scheduler_address}"
         with pytest.raises(UsageError, match=r"has no workers after 0\.5 s; start some with dask worker"):
             workers.named_executor(named).__enter__()
+
+
+class Unheard:
+    """A cluster's client that never comes back, beside a clock that is moved whenever it is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.end = 0.0, Event()
+        self.limit = Limit(3.0, clock=self)
+        monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace(Client=self.client))
+
+    def __call__(self) -> float:
+        self.now += 0.25
+        return self.now
+
+    def client(self, address: str, timeout: float) -> None:
+        self.end.wait()
+
+
+def test_a_cluster_that_does_not_answer_is_waited_for_no_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor than an interruption: connecting took a minute where something listens that says nothing."""
+    for interrupted, raised in ((False, UsageError), (True, KeyboardInterrupt)):
+        unheard = Unheard(monkeypatch)
+        if interrupted:
+            unheard.limit.interrupt()
+        with pytest.raises(raised), workers.named_executor("dask:tcp://127.0.0.1:1", unheard.limit):
+            pass
+        unheard.end.set()
+        assert unheard.now < (1.5 if interrupted else 4.0)
 
 
 def test_names_of_executors() -> None:
