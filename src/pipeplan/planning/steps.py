@@ -809,7 +809,7 @@ def _improves(trial: Trial, made: MadePlan) -> bool:
 
 
 _FEW = 4_000
-"""Of up to so many actions and messages in programs, and blocks, the first plan takes so little that it is made whatever
+"""Of up to so many actions and messages in programs, and blocks, a first plan takes so little that it is made whatever
 the time, and whatever is heard."""
 
 
