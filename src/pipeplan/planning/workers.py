@@ -292,7 +292,7 @@ def named_executor(name: str, within: Limit | None = None) -> Iterator[Executor]
             lambda: Client(address, timeout=patience),  # type: ignore[no-untyped-call]  # Dask has it without types
             patience,
             limit,
-            late=lambda late: late.close(),
+            late=_closed,
         )
     except Exception as error:  # of Dask's own, or of the network
         raise UsageError(
@@ -310,7 +310,11 @@ def named_executor(name: str, within: Limit | None = None) -> Iterator[Executor]
         yield client.get_executor(pure=False)
     finally:
         with suppress(Exception):  # a scheduler that does not answer any more is left to itself
-            _waited_for(client.close, _LEAVING, Limit())
+            _waited_for(lambda: _closed(client), _LEAVING, Limit())
+
+
+def _closed(client: Any) -> None:
+    client.close()
 
 
 def _waited_for(
