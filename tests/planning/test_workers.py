@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children, parent_process
 from pathlib import Path
+from textwrap import indent
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -348,6 +349,69 @@ def test_workers_do_not_outlive_who_made_them(made: str) -> None:
     while any(map(running, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(map(running, pids))
+
+
+TORN = """
+import os, struct, sys
+
+def torn(item):
+    frame = sys._getframe()
+    while "result_queue" not in frame.f_locals:
+        frame = frame.f_back
+    os.write(frame.f_locals["result_queue"]._writer.fileno(), struct.pack("!i", 1_000) + b"x")
+    os._exit(1)
+"""
+"""Begins an answer, and ends: as one that is killed while it writes."""
+
+ENDS = {
+    "at the end": """
+from torn import torn
+from pipeplan.planning.workers import processes
+make, end = processes(1)
+pool = make()
+pool.submit(torn, 0)
+while not pool._processes or all(each.exitcode is None for each in pool._processes.values()):
+    pass
+pool.submit(len, 10**7 * b"x")
+end(pool)
+""",
+    "while it is waited for": """
+import math
+from torn import torn
+from pipeplan.planning import workers
+from pipeplan.planning.workers import Ahead, LostError, processes
+make, end = processes(1)
+ahead = Ahead(torn, (), lambda: math.inf, 2, make, end)
+ahead._first.result()
+(given,) = ahead.over(iter([0]), lambda item: True)
+try:
+    ahead.found(given)
+except LostError:
+    ahead.end()
+else:
+    raise SystemExit("it was not lost")
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ENDS)
+def test_a_worker_that_dies_in_the_middle_of_an_answer_keeps_nobody(when: str, tmp_path: Path) -> None:
+    """Neither the search nor the end of the process waits for the rest, which never comes."""
+    (tmp_path / "torn.py").write_text(TORN)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    code = f"if __name__ == '__main__':\n{indent(ENDS[when], '    ')}"
+    (tmp_path / "ends.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "ends.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -161,14 +161,22 @@ class Ahead(Generic[Item, Found]):
             return None
 
     def _waited(self, future: Future[bytes]) -> bytes:
+        polls = 0
         while not future.done():
             checkpoint()
             wait([future], _POLL)
+            if self.close is not None and _gone(self._executor):
+                polls += 1  # the executor says so itself, unless it waits for the rest of an answer
+                if polls > _MOST_POLLS and not future.done():
+                    raise BrokenExecutor("a process has ended in the middle of an answer")
         return future.result()
 
 
 _POLL = 0.02
 """Seconds between two looks at whether there is time."""
+
+_MOST_POLLS = 50
+"""So many for an executor to notice that a process of its has ended."""
 
 
 def answered(told: bytes, job: bytes) -> bytes:
@@ -241,9 +249,19 @@ def processes(
         assert isinstance(executor, ProcessPoolExecutor)
         for process in [*(executor._processes or {}).values()]:
             process.kill()
+        # One may have been killed in the middle of an answer, or of what it was given: whoever waits for the rest of
+        # it would wait for ever, as these ends of the pipes are open here, too.
+        for end in (executor._result_queue._writer, executor._call_queue._reader):
+            end.close()
         executor.shutdown(wait=True, cancel_futures=True)
 
     return made, ended
+
+
+def _gone(executor: Executor | None) -> bool:
+    """Whether a process of an executor of ours has ended, which only its death does."""
+    known = executor._processes if isinstance(executor, ProcessPoolExecutor) else None
+    return any(process.exitcode is not None for process in [*(known or {}).values()])
 
 
 @contextmanager
