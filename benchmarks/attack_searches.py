@@ -173,7 +173,7 @@ def _is_promised(code: int, hit: Hit) -> bool:
 def _lost(path: Path) -> str:
     """What is wrong with a plan that was written."""
     try:
-        report = check(read_plan(path))
+        report = check(read_plan(str(path)))
     except Exception as error:  # whatever half of a file leads to
         return f"{type(error).__name__}: {error}"
     return "" if report.valid else f"it is not valid: {report}"

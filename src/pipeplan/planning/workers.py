@@ -251,7 +251,8 @@ def processes(
             process.kill()
         # One may have been killed in the middle of an answer, or of what it was given: whoever waits for the rest of
         # it would wait for ever, as these ends of the pipes are open here, too.
-        for end in (executor._result_queue._writer, executor._call_queue._reader):
+        inside: Any = executor
+        for end in (inside._result_queue._writer, inside._call_queue._reader):
             end.close()
         executor.shutdown(wait=True, cancel_futures=True)
 
