@@ -450,7 +450,8 @@ class PlanSearch:
                 with self.noting(step.name):
                     if step.applies(self):
                         step.run(self)
-        self._bound()
+        with shielded():  # the answer has it, whenever it comes
+            self._bound()
         for step in left:
             if step.after_all(self) and step.applies(self):
                 step.run(self)
@@ -465,9 +466,8 @@ class PlanSearch:
     def _bound(self) -> None:
         """Find out once, when there is a plan, what no plan that the request leaves open is below."""
         if self.answer is not None and not self._bounded:
+            self.others[None] = request_bound(self.request)
             self._bounded = True
-            with shielded():
-                self.others[None] = request_bound(self.request)
 
     def _try_all(self, candidates: Callable[[Request], Iterator[Proposal]], steps: Sequence[PlanStep]) -> None:
         for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
