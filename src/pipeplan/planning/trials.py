@@ -28,8 +28,8 @@ from pipeplan.planning.candidates import (
     Proposal,
     in_turns,
     is_large,
-    workload_of,
 )
+from pipeplan.planning.exchanging import exchanging_workload
 from pipeplan.planning.request import Request
 from pipeplan.planning.usual import Usual
 from pipeplan.planning.workers import Ahead, Given, LostError
@@ -699,7 +699,7 @@ def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]
         UsageError: split backward is asked for, and the profile has no costs for it.
     """
     rules = request.rules
-    found = [workload_of(request, candidate, split_backward=split) for split in _backward_ways(request)]
+    found = [exchanging_workload(request, candidate, split_backward=split) for split in _backward_ways(request)]
     if rules is None or not rules.instructions:
         return found
     with naming(rules):
