@@ -371,7 +371,7 @@ LATE, LATE_SHARE = 1.0, 0.1
 """A command may be so many seconds late, or by so much of its limit: for its first plan, and to make its last one."""
 
 ENDING = 0.25
-"""Seconds of these that a search takes after its last plan, or for want of one: it counts what is left, and tells all."""
+"""Seconds of these that a search takes after its last plan, or for want of one: it counts what is left, and ends."""
 
 
 @dataclass(frozen=True, slots=True)
