@@ -247,8 +247,14 @@ def _laid_out(request: Request, asked: Request) -> Request:
     own = next((each.choice for each in table if each.choice.strategy == asked.placement), None)
     if own is None:
         return asked
-    sizes = {"shards": own.shards, "context": own.context, "positions": own.positions, "replicas": own.replicas}
-    return replace(asked, **sizes, chunks=asked.chunks or own.chunks)
+    return replace(
+        asked,
+        shards=own.shards,
+        context=own.context,
+        positions=own.positions,
+        replicas=own.replicas,
+        chunks=asked.chunks or own.chunks,
+    )
 
 
 _NO_TIME = "there was no time for it; raise --time-limit"

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from pipeplan.costs.stages import shared_in
 from pipeplan.costs.zero import AUTO, GATHERED
@@ -273,7 +274,8 @@ def _changed(request: Request) -> Iterator[tuple[str, Request]]:
     if isinstance(request.placement, str):
         for name, remedy in _OPENED.items():
             if getattr(request, name) is not None:
-                yield remedy, replace(request, **{name: None})
+                opened: dict[str, Any] = {name: None}
+                yield remedy, replace(request, **opened)
     size = request.batch.microbatch_size
     if not request.sizes and not isinstance(request.placement, Placement):
         smallest = max(min(row.microbatch_size for row in block.costs) for block in request.profile.blocks)

@@ -439,7 +439,7 @@ class EvenCut(PlanStep):
                 search.say(f"no {what} was found that fits: the search goes on")
 
     def _look(self, search: PlanSearch, request: Request) -> bool:
-        """The first that fits; whether others do not. What has no size, or no place for the schedule, is none of them."""
+        """The first that fits; whether others do not, of those that there are sizes and a place in the schedule for."""
         unsuited, short = set[str](), False
         for candidate in even_cuts(request):
             if candidate.placement.strategy in unsuited:
