@@ -6,6 +6,8 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
@@ -15,7 +17,16 @@ from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_rec
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
 from pipeplan.time_limit import checked
-from pipeplan.workload.elements import Bucket, Dependency, Hop, Operation, Stage, TiedState
+from pipeplan.workload.elements import (
+    BlockGroup,
+    Bucket,
+    Dependency,
+    Hop,
+    Operation,
+    Stage,
+    TiedState,
+    is_in_line,
+)
 from pipeplan.workload.kinds import (
     BACKWARD_ROLES,
     GRADIENT_ROLES,
@@ -66,6 +77,8 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
             rows, timed = _exchanging(stage, rows, known, cluster), _times_known(plan, stage, cluster)
             gathers = ends.get(number, (0, 0)) if timed else (None, None)
             _check_operations(own, rows, again, overhead_ns, gathers, findings, timed=timed)
+            if stage.block_groups:
+                _check_groups(number, stage, own, rows, known, cluster, findings, timed=timed)
             for operation in own:
                 if operation.part_ns is not None and timed:
                     _check_part(number, stage, operation, known, cluster, findings)
@@ -187,6 +200,7 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
                 samples,
                 stage.shards,
                 context=stage.context,
+                expert=stage.expert,
                 recompute=again,
                 input_bytes=sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ())),
                 recipe=known.recipe,
@@ -218,7 +232,10 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
             findings.add("profile", f"stages[{number}].zero", text)
     expected = MemoryBytes()
     for block, held in zip(stage.blocks, parts, strict=True):
-        expected += _share(known.kept[block], held[0].num_parts, stage, known)
+        own = _of_experts(block, stage, known)
+        expected += _share(known.kept[block] - own, held[0].num_parts, stage, known)
+        if own.total:
+            expected += _share(own, stage.expert, _as_on_experts(stage), known)
     for tied in profile.tied:
         before: set[tuple[HeldPart, ...]] = set()
         for block, held in zip(stage.blocks, parts, strict=True):
@@ -243,6 +260,30 @@ def _share(state: MemoryBytes, parts: int, stage: Stage, known: _Known, *, least
         cut = parts * (_sharers(stage) if kind in divided and stage.zero else 1)
         found[kind] = size // cut if least else (size + cut - 1) // cut
     return MemoryBytes(found)
+
+
+def _of_experts(block: str, stage: Stage, known: _Known) -> MemoryBytes:
+    """What training keeps of a block's experts, where the stage has them apart: else nothing is."""
+    found = known.blocks[block]
+    if stage.expert == 1 or not found.expert_parameters:
+        return MemoryBytes()
+    part = found.expert_parameters, found.parameters + found.frozen_parameters
+    return MemoryBytes((kind, size * part[0] // part[1]) for kind, size in known.kept[block].items())
+
+
+def _as_on_experts(stage: Stage) -> Stage:
+    """A stage whose shards are the devices of a group with all experts, and whose replicas are such groups."""
+    across = None if stage.zero_group is None else max(1, stage.zero_group * stage.shards // stage.expert)
+    groups = len(stage.devices) // stage.expert
+    return replace(stage, shards=stage.expert, replicas=groups, context=1, zero_group=across)
+
+
+def _on_experts(stage: Stage, known: _Known) -> Stage:
+    """The same with what a device keeps of experts, where the stage has them apart: else of nothing."""
+    side, kept = _as_on_experts(stage), MemoryBytes()
+    for block in stage.blocks:
+        kept += _share(_of_experts(block, stage, known), stage.expert, side, known)
+    return side.with_state(kept)
 
 
 def _sharers(stage: Stage) -> int:
@@ -388,18 +429,41 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
         alike = {other for block in stage.blocks for other in stages_of[block]}
         own = stage.state[GRADIENTS] - sum(each.state[GRADIENTS] for each in apart)
         others = [plan.stages[other] for other in sorted(alike)]
+        experts = _on_experts(stage, known)
+        rest, sides = stage.with_state(stage.state - experts.state), [_as_on_experts(other) for other in others]
 
-        def time(size: int, stage: Stage = stage, others: Sequence[Stage] = others) -> tuple[int, int]:
-            if stage.zero and _sharers(stage) > 1:
-                return _sharded_ns(stage, others, size, known, cluster)
-            holders = sorted({device for other in others for device in other.devices})
-            return all_reduce_time(cluster, holders[:: stage.shards], size), 0
-
-        expected, gathered = time(own)
+        time = partial(_both_summed_ns, (rest, others), (experts, sides), known, cluster)
+        expected, gathered = time(own, experts.state[GRADIENTS])
         _check_buckets(number, plan, profile, known, {each.name for each in apart}, time, findings)
         if stage.configurations:
             expected += _inside_ns(stage, profile, {each.name for each in apart}, known, cluster)
         _compare(f"stages[{number}]", stage, {"sync_ns": expected, "gather_ns": gathered}, findings)
+
+
+def _both_summed_ns(
+    rest: tuple[Stage, Sequence[Stage]],
+    experts: tuple[Stage, Sequence[Stage]],
+    known: _Known,
+    cluster: Cluster | None,
+    size: int,
+    of_experts: int,
+) -> tuple[int, int]:
+    """:func:`_summed_ns` of ``size`` bytes, of which those ``of_experts`` have copies of their own."""
+    sums, gathers = _summed_ns(*rest, size - of_experts, known, cluster)
+    if of_experts:
+        more, further = _summed_ns(*experts, of_experts, known, cluster)
+        sums, gathers = sums + more, gathers + further
+    return sums, gathers
+
+
+def _summed_ns(
+    stage: Stage, others: Sequence[Stage], size: int, known: _Known, cluster: Cluster | None
+) -> tuple[int, int]:
+    """Ns to sum gradients of a stage with those of the others that have its blocks, and to gather what is updated."""
+    if stage.zero and _sharers(stage) > 1:
+        return _sharded_ns(stage, others, size, known, cluster)
+    holders = sorted({device for other in others for device in other.devices})
+    return all_reduce_time(cluster, holders[:: stage.shards], size), 0
 
 
 def _check_buckets(
@@ -408,7 +472,7 @@ def _check_buckets(
     profile: Profile,
     known: _Known,
     apart: Collection[str],
-    time: Callable[[int], tuple[int, int]],
+    time: Callable[[int, int], tuple[int, int]],
     findings: Findings,
 ) -> None:
     """Bytes of each bucket are those of its blocks, each with what it shares with none before it in the stage.
@@ -427,15 +491,18 @@ def _check_buckets(
     spent = [(row.weight_grad_ns or 0) if action.role is Role.WEIGHT_GRAD else row.whole_backward_ns for row in rows]
     end = len(rows)
     for place, bucket in enumerate(stage.buckets[: len(rows)]):
-        begin, size = end - bucket.blocks, 0
+        begin, size, of_experts = end - bucket.blocks, 0, 0
         for index in range(begin, end):
-            size += -(-known.kept[stage.blocks[index]][GRADIENTS] // stage.shards)
+            apart_of_it = _of_experts(stage.blocks[index], stage, known)[GRADIENTS]
+            of_experts += -(-apart_of_it // stage.expert)
+            size += -(-(known.kept[stage.blocks[index]][GRADIENTS] - apart_of_it) // stage.shards)
             for tied in profile.tied:
                 again = tied.name in apart or not set(tied.blocks).isdisjoint(stage.blocks[:index])
                 if stage.blocks[index] in tied.blocks and again:
                     size -= known.kept_tied[tied.name][GRADIENTS] // stage.shards
         ahead = action.duration_ns * sum(spent[:begin]) // max(1, sum(spent))
-        expected = {"bytes": size, "ahead_ns": ahead, "sync_ns": time(size)[0]}
+        size += of_experts
+        expected = {"bytes": size, "ahead_ns": ahead, "sync_ns": time(size, of_experts)[0]}
         _compare(f"stages[{number}].buckets[{place}]", bucket, expected, findings)
         end = begin
 
@@ -464,6 +531,8 @@ def _sharded_ns(
     part = own if stage.zero > 1 else (own + size - 1) // size
     between = round(time_of_groups(cluster, Exchange("all_reduce", part), list(map(sorted, outer.values()))))
     copy, gradient, _ = _exchanged(stage, stage.blocks[0], known)
+    if stage.reduce_every is not None and stage.zero > 1:  # actions do that
+        copy = gradient = 0
     scattered = round(time_of_groups(cluster, Exchange("reduce_scatter", own if stage.zero == 1 else gradient), inner))
     kept = trained if gradients else 0
     gathered = round(time_of_groups(cluster, Exchange("all_gather", copy if stage.zero == 3 else kept), inner))
@@ -503,6 +572,8 @@ def _exchanging(stage: Stage, rows: list[CostRow], known: _Known, cluster: Clust
     """
     if stage.zero < 2 or (size := _sharers(stage)) == 1:
         return rows
+    if stage.reduce_every is not None:
+        return _beside_actions(stage, rows, known, cluster)
     groups, found = list(_groups_in(stage, size).values()), list[CostRow]()
     for block, row in zip(stage.blocks, rows, strict=True):
         copy, gradient, cast = _exchanged(stage, block, known)
@@ -523,6 +594,71 @@ def _exchanging(stage: Stage, rows: list[CostRow], known: _Known, cluster: Clust
             }
         found.append(row.model_copy(update=changes))
     return found
+
+
+def _beside_actions(stage: Stage, rows: list[CostRow], known: _Known, cluster: Cluster | None) -> list[CostRow]:
+    """Rows of blocks whose state actions of programs exchange: compute alone, slower by the cluster's contention.
+
+    An exchange for several actions slows each of them by as much. What is cast for it is no workspace of a block.
+    """
+    groups = list(_groups_in(stage, _sharers(stage)).values())
+    per_use, per_sum, found = stage.unshard_every or 1, stage.reduce_every or 1, list[CostRow]()
+    for block, row in zip(stage.blocks, rows, strict=True):
+        copy, gradient, cast = _exchanged(stage, block, known)
+        gather = round(time_of_groups(cluster, Exchange("all_gather", copy), groups)) / per_use
+        reduce = round(time_of_groups(cluster, Exchange("reduce_scatter", gradient), groups)) / per_sum
+
+        def slowed(time: int, beside: float) -> int:
+            return time if cluster is None else time + round(cluster.contention * beside)
+
+        whole = row.backward_ns
+        if whole is None:
+            whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
+        changes = {
+            "forward_ns": slowed(row.forward_ns, gather),
+            "backward_ns": slowed(whole, gather + reduce),
+            "workspace_bytes": max(0, row.workspace_bytes - cast),
+        }
+        if row.input_grad_ns is not None and row.weight_grad_ns is not None:
+            changes |= {
+                "input_grad_ns": slowed(row.input_grad_ns, gather),
+                "weight_grad_ns": slowed(row.weight_grad_ns, reduce),
+            }
+        found.append(row.model_copy(update=changes))
+    return found
+
+
+def _check_groups(
+    number: int,
+    stage: Stage,
+    operations: Sequence[Operation],
+    rows: Sequence[CostRow],
+    known: _Known,
+    cluster: Cluster | None,
+    findings: Findings,
+    *,
+    timed: bool,
+) -> None:
+    """A group's bytes are those of its blocks, its exchanges take what these do together, its part of actions as well.
+
+    What an action takes beside its blocks is of the group that it comes to last.
+    """
+    devices, begin = list(_groups_in(stage, _sharers(stage)).values()), 0
+    for place, group in enumerate(stage.block_groups):
+        end = begin + group.blocks
+        sizes = [_exchanged(stage, block, known) for block in stage.blocks[begin:end]]
+        copy, gradient = sum(each[0] for each in sizes), sum(each[1] for each in sizes)
+        expected = {"gathered_bytes": copy, "reduced_bytes": gradient}
+        if timed:
+            expected["unshard_ns"] = round(time_of_groups(cluster, Exchange("all_gather", copy), devices))
+            expected["reduce_ns"] = round(time_of_groups(cluster, Exchange("reduce_scatter", gradient), devices))
+        for operation in operations if timed else ():
+            last = place == (len(stage.block_groups) - 1 if operation.role is Role.FORWARD else 0)
+            name = {Role.FORWARD: "forward_ns", Role.WEIGHT_GRAD: "weight_grad_ns"}.get(operation.role, "backward_ns")
+            if not last:
+                expected[name] = sum(_duration(row, operation.role) or 0 for row in rows[begin:end])
+        _compare(f"stages[{number}].block_groups[{place}]", group, expected, findings)
+        begin = end
 
 
 def _beside(exchange: int, compute: int, cluster: Cluster | None) -> int:
@@ -631,8 +767,13 @@ def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, f
     for source, target in sorted(set(expected) - stated):
         if _led_by_instructions(plan, source, target):
             continue
-        edge = expected[source, target][0]
-        text = f"{source} -> {target} is missing: the profile has an edge {edge.source!r} -> {edge.target!r}"
+        edges = expected[source, target]
+        why = (
+            f"the profile has an edge {edges[0].source!r} -> {edges[0].target!r}"
+            if edges
+            else f"stages of a {plan.placement} placement run one after the other"
+        )
+        text = f"{source} -> {target} is missing: {why}"
         findings.add("profile", "dependencies", text)
     for number, dependency in enumerate(plan.dependencies):
         pair = dependency.source, dependency.target
@@ -673,6 +814,12 @@ def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:
             if edge.tensor is None or (pair, edge.source, edge.tensor) not in sent:
                 found[pair].append(edge)
                 sent.add((pair, edge.source, edge.tensor))
+    if is_in_line(plan.placement):  # each stage waits for the one before it, with nothing to send if no edge joins them
+        for before, after in itertools.pairwise(sorted(forward)):
+            joined = (forward[before], forward[after]) in found
+            found.setdefault((forward[before], forward[after]), [])
+            if not joined and {before, after} <= back.keys():
+                found[back[after], back[before]] = []
     return dict(found)
 
 
@@ -772,7 +919,10 @@ def _tensor_bytes(edge: Edge, samples: int, parts: int = 1) -> int:
 
 
 def _compare(
-    place: str, stated: Stage | Bucket | TiedState | Operation | Hop, expected: dict[str, int], findings: Findings
+    place: str,
+    stated: Stage | Bucket | BlockGroup | TiedState | Operation | Hop,
+    expected: dict[str, int],
+    findings: Findings,
 ) -> None:
     for name, value in expected.items():
         if getattr(stated, name) != value:

@@ -157,6 +157,12 @@ def state_of(part: Block | TiedParameter, recipe: Recipe) -> MemoryBytes:
     return each.trained * part.parameters + each.frozen * part.frozen_parameters
 
 
+def expert_state_of(block: Block, recipe: Recipe) -> MemoryBytes:
+    """Of :func:`state_of` a block what is of its experts: as much as they are of its parameters. Raises as that."""
+    total = block.parameters + block.frozen_parameters
+    return state_of(block, recipe) * block.expert_parameters // max(1, total)
+
+
 def computing_dtype(recipe: Recipe) -> str | None:
     """The number format that blocks compute in; None where the recipe does not say it."""
     return None if recipe.is_custom else state_recipe(recipe.name).dtype
@@ -244,6 +250,7 @@ def checked_recipe(name: str, gradient_dtype: GradientDtype | None = None, optim
     Raises:
         UsageError: there is none of that name, or it has no such gradients or optimizer.
     """
+    state_recipe(name)  # a name that is none, of whatever letters, is refused as such
     found = Recipe(name=name, gradient_dtype=gradient_dtype, optimizer=optimizer or ADAMW)
     plain = Recipe(name=name, optimizer=found.optimizer)
     if _per_parameter(found) == _per_parameter(plain):

@@ -10,6 +10,9 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from pipeplan.files.base import SAID_ONLY, CurrentVersion, File, FileModel, current_version
 from pipeplan.workload.elements import (
     CONTEXT,
+    EXPERT,
+    REDUCE_EVERY,
+    UNSHARD_EVERY,
     ZERO,
     ZERO_GROUP,
     Count,
@@ -20,6 +23,8 @@ from pipeplan.workload.elements import (
     Recompute,
     ZeroLevel,
     context_problem,
+    exchange_problem,
+    expert_problem,
     group_problem,
     mesh_of,
     recompute_problem,
@@ -44,6 +49,9 @@ def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shar
     return None
 
 
+_SAID_ONLY = ("zero", "zero_group", "unshard_every", "reduce_every")
+
+
 class PlacedStage(FileModel):
     """A stage and its device group: ``shards`` devices split each block, ``replicas`` groups split the samples.
 
@@ -55,6 +63,7 @@ class PlacedStage(FileModel):
     shards: Annotated[Count, Field(description="devices that split each block (tensor parallel)")] = 1
     replicas: Annotated[Count, Field(description="groups that split the samples (data parallel)")] = 1
     context: Annotated[Count, Field(description=CONTEXT, json_schema_extra={SAID_ONLY: True})] = 1
+    expert: Annotated[Count, Field(description=EXPERT, json_schema_extra={SAID_ONLY: True})] = 1
     microbatch_size: Annotated[
         Count | None, Field(description="samples in one micro-batch of this stage, if not the plan's")
     ] = None
@@ -72,14 +81,17 @@ class PlacedStage(FileModel):
     ] = ()
     zero: Annotated[ZeroLevel, Field(description=ZERO, json_schema_extra={SAID_ONLY: True})] = 0
     zero_group: Annotated[Count | None, Field(description=ZERO_GROUP, json_schema_extra={SAID_ONLY: True})] = None
+    unshard_every: Annotated[Count | None, Field(description=UNSHARD_EVERY, json_schema_extra={SAID_ONLY: True})] = None
+    reduce_every: Annotated[Count | None, Field(description=REDUCE_EVERY, json_schema_extra={SAID_ONLY: True})] = None
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_divided(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Placements that divide nothing stay as they were, and so do fingerprints of profiles that have them."""
         found: dict[str, Any] = written(self)
-        if found.get("context") == 1:
-            del found["context"]
-        return {key: value for key, value in found.items() if value or key not in ("zero", "zero_group")}
+        for key in ("context", "expert"):
+            if found.get(key) == 1:
+                del found[key]
+        return {key: value for key, value in found.items() if value or key not in _SAID_ONLY}
 
     @property
     def copies(self) -> int:
@@ -92,11 +104,15 @@ class PlacedStage(FileModel):
             raise ValueError("devices name a device twice")
         if problem := group_problem(self.shards, self.context, self.replicas, len(self.devices)):
             raise ValueError(problem)
+        if problem := expert_problem(self.expert, len(self.devices), self.zero, bool(self.configurations)):
+            raise ValueError(problem)
         if len(set(self.blocks)) != len(self.blocks):
             raise ValueError("blocks name a block twice")
         size = self.microbatch_size
         samples = 0 if size is None else size // self.replicas  # without a size of its own it is not known yet
         if problem := sharing_problem(self.zero, self.zero_group, self.copies, bool(self.configurations)):
+            raise ValueError(problem)
+        if problem := exchange_problem(self.zero, self.copies, self.unshard_every, self.reduce_every, self.num_parted):
             raise ValueError(problem)
         if problem := configuration_problem(self.configurations, len(self.blocks), self.shards, samples):
             raise ValueError(f"configurations {problem}")

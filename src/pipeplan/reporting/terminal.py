@@ -213,6 +213,7 @@ def _way(workload: Workload, stage: Stage) -> str:
         (stage.shards > 1 and bool(stage.blocks), f"{stage.shards} shards"),
         (bool(stage.configurations), _configurations(stage)),
         (stage.context > 1, f"context {stage.context}"),
+        (stage.expert > 1, f"expert {stage.expert}"),
         (stage.replicas > 1, f"{stage.replicas} replicas of {size_in_words(stage.microbatch_size // stage.replicas)}"),
         (other_size, f"micro-batches of {size_in_words(stage.microbatch_size)}"),
         (stage.sharers > 1, zero_words([stage])),
@@ -233,7 +234,16 @@ def zero_words(stages: Sequence[Stage]) -> str:
         return ""
     levels, groups = ({getattr(stage, name) for stage in dividing} for name in ("zero", "sharers"))
     level, group = ("-".join(map(str, dict.fromkeys((min(each), max(each))))) for each in (levels, groups))
-    return f"ZeRO {level} over {group} {'copies' if any(stage.context > 1 for stage in dividing) else 'replicas'}"
+    found = f"ZeRO {level} over {group} {'copies' if any(stage.context > 1 for stage in dividing) else 'replicas'}"
+    every = [
+        f"{done} every {'-'.join(map(str, dict.fromkeys((min(counts), max(counts)))))} {what}"
+        for done, what, counts in (
+            ("gathered", "actions", [stage.unshard_every for stage in dividing if stage.unshard_every]),
+            ("reduced", "micro-batches", [stage.reduce_every for stage in dividing if stage.reduce_every]),
+        )
+        if counts
+    ]
+    return f"{found} ({', '.join(every)})" if every else found
 
 
 def _configurations(stage: Stage) -> str:
