@@ -47,9 +47,9 @@ class ComparisonRow:
     """A schedule on a placement: times in ns, memory in bytes per device; an iteration ends with sums over replicas.
 
     ``microbatch_size`` counts samples over all replicas, of the stage that has most at once. ``replicas`` are the most
-    of a stage, ``samples_per_replica`` the least and most that one has of a micro-batch, ``shards``, ``context`` and
-    ``zero`` the most of a stage, too; on ``idle_devices`` no stage stands. ``varied``: backward runs another way than
-    the schedule's definition has it.
+    of a stage, ``samples_per_replica`` the least and most that one has of a micro-batch, ``shards``, ``context``,
+    ``expert`` and ``zero`` the most of a stage, too; on ``idle_devices`` no stage stands. ``varied``: backward runs
+    another way than the schedule's definition has it.
     ``lower_bound_ns`` is of the placement and its memory, whichever way backward runs, so that gaps of its rows
     compare; ``why`` says by how much a schedule does not fit, else it is empty. ``cut_short``: the search had too
     little time for a look at everything that is open on this placement.
@@ -78,6 +78,7 @@ class ComparisonRow:
     shards: int = 1
     context: int = 1
     zero: int = 0
+    expert: int = 1
     idle_devices: tuple[int, ...] = ()
     varied: bool = False
 
@@ -99,7 +100,7 @@ class ComparisonRow:
     @property
     def setting(self) -> Hashable:
         """What schedules of it have in common: they are compared with each other first."""
-        split = self.shards, self.context, self.zero
+        split = tuple(getattr(self, name) for name in _SIZES)
         return self.placement, self.num_microbatches, self.microbatch_size, self.replicas, self.recompute, split
 
 
@@ -444,10 +445,13 @@ def _ours(result: Result, recompute: Again, memory: Sequence[int | None]) -> Com
     )
 
 
+_SIZES = ("shards", "context", "expert", "zero")
+
+
 def _stands(workload: Workload) -> dict[str, Any]:
     """On what its stages stand, as rows say it."""
     stages = workload.stages
-    most: dict[str, Any] = {name: max(getattr(each, name) for each in stages) for name in ("shards", "context", "zero")}
+    most: dict[str, Any] = {name: max(getattr(each, name) for each in stages) for name in _SIZES}
     return most | {"idle_devices": workload.idle_devices}
 
 

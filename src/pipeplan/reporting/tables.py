@@ -154,6 +154,7 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     others: list[tuple[str, list[int]]] = [  # what is usual has no column
         ("tp", [row.shards if row.shards > 1 else 0 for row in rows]),
         ("cp", [row.context if row.context > 1 else 0 for row in rows]),
+        ("ep", [row.expert if row.expert > 1 else 0 for row in rows]),
         ("ZeRO", [row.zero for row in rows]),
         ("idle devices", [len(row.idle_devices) for row in rows]),
     ]
