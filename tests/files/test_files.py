@@ -51,6 +51,7 @@ from pipeplan.files import (
 from pipeplan.files import read_write as files
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import (
+    BlockGroup,
     Bucket,
     Dependency,
     Device,
@@ -420,6 +421,8 @@ def test_the_fingerprint_is_of_the_meaning() -> None:
     again = parse(json.dumps(json.loads(to_json(CLUSTER)), indent=7), Cluster)
     assert sha256_of(again) == sha256_of(CLUSTER)
     assert sha256_of(CLUSTER.model_copy(update={"name": "d"})) != sha256_of(CLUSTER)
+    assert sha256_of(CLUSTER.model_copy().read_as("an earlier one")) == "an earlier one"
+    assert again == parse(to_json(CLUSTER), Cluster), "that one knows its fingerprint makes no difference"
 
 
 # Schemas and documentation -------------------------------------------------------------------------------------
@@ -459,6 +462,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Plan": Plan,
     "Device of a plan": Device,
     "Stage of a plan": Stage,
+    "Group of blocks of a stage": BlockGroup,
     "Bucket of a stage": Bucket,
     "Tied state of a plan": TiedState,
     "Operation of a plan": Operation,

@@ -35,11 +35,13 @@ from pipeplan.planning.candidates import (
     even_cuts,
     has_table,
     is_large,
+    strategy_choices,
 )
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import (
+    ENDING,
     BackwardWays,
     MadePlan,
     PlanSearch,
@@ -255,7 +257,7 @@ class SliceForwards(PlanStep):
     def run(self, search: PlanSearch) -> None:
         best = [] if search.best is None else [search.best]
         for trial in search.finalists[: self.finalists] or best:
-            with shielded() if self.after_all(search) and _takes_little(trial.best) else nullcontext():
+            with shielded() if self.after_all(search) and _takes_little(search, trial.best) else nullcontext():
                 slice_forwards(search.request, trial)
 
     def expect(self, request: Request, trial: Trial) -> None:
@@ -435,18 +437,21 @@ class EvenCut(PlanStep):
         )
         limit = Limit(max(self.seconds, self.share * search.budget.remaining), clock=search.budget.clock)
         with limit.ended(), telling.enforced():
-            self._look(search, search.request)
+            short = self._look(search, search.request)
             if search.best is None and search.may_divide:
                 levels = replace(search.request, zero=AUTO).levels  # the table has the first by default
                 for level in levels[1:] if has_table(search.request) else levels:
                     if search.spare is None and not telling.told:
                         self._look(search, level)
-            if search.answer is None and not telling.told:
+            if search.answer is None and not telling.told and short:
                 search.say(f"no {what} was found that fits: the search goes on")
 
-    def _look(self, search: PlanSearch, request: Request) -> None:
-        """The first that fits, and then the same with other sizes, which come next."""
-        unsuited: set[str] = set()
+    def _look(self, search: PlanSearch, request: Request) -> bool:
+        """The first that fits, and then the same with other sizes, which come next.
+
+        Returns whether others do not fit, of those that there are sizes and a place in the schedule for.
+        """
+        unsuited, short = set[str](), False
         cuts = even_cuts(request)
         for candidate in cuts:
             if candidate.placement.strategy in unsuited:
@@ -461,14 +466,18 @@ class EvenCut(PlanStep):
                     trial.look(usual=candidate.usual)
             except NotApplicableError:
                 unsuited.add(candidate.placement.strategy)
-            except PipeplanError:  # it does not fit
+                continue
+            except PipeplanError:
+                short = True
                 continue
             if trial.best is not None:
                 spare = request is not search.request
                 search.found_first(trial, spare=spare)
                 if not spare and not _is_named(request) and not has_table(request):
                     self._other_sizes(search, candidate, cuts)
-                return
+                return short
+            short = True
+        return short or (not unsuited and request.least_memory is not None and bool(strategy_choices(request)))
 
     @staticmethod
     def _other_sizes(search: PlanSearch, first: PlacementCandidate, cuts: Iterator[PlacementCandidate]) -> None:
@@ -800,8 +809,9 @@ def _sizes_left(search: PlanSearch) -> tuple[int, ...]:
 _COUNTING = 0.05
 """Seconds in which what is left is counted."""
 
-_ENDING = 5 * _COUNTING
-"""Seconds a search takes after its last plan: a large one that was not made is given up, what is left is counted."""
+_GIVING_UP = 0.05
+"""Giving up a plan that is half made takes so much of the time that it was being made: its parts go one by one, which
+was 3 % of it for a million and a half entries."""
 
 
 def _nothing(search: PlanSearch) -> BaseException:
@@ -853,12 +863,13 @@ def _improves(trial: Trial, made: MadePlan) -> bool:
 
 
 _FEW = 4_000
-"""Up to so many actions the first plan takes so little that it is made whatever the time, and whatever is heard."""
+"""Of up to so many actions and messages in programs, and blocks, a first plan takes so little that it is made whatever
+the time, and whatever is heard."""
 
 
-def _takes_little(schedule: Schedule | None) -> bool:
-    """Whether there is a schedule, with so few actions."""
-    return schedule is not None and schedule.graph.num_tasks <= _FEW
+def _takes_little(search: PlanSearch, schedule: Schedule | None) -> bool:
+    """Whether there is a schedule, of whose plan there is so little."""
+    return schedule is not None and _entries(schedule) + len(search.request.profile.blocks) <= _FEW
 
 
 _MOMENT = 0.5
@@ -881,7 +892,8 @@ def _made(search: PlanSearch, trial: Trial) -> MadePlan:
 def _made_late(search: PlanSearch, trial: Trial) -> MadePlan:
     """The same, for which the search may be late: what ends in the middle is lost."""
     budget = search.budget
-    budget.reserved, budget.patience = 0.0, max(0.0, search.lateness - _ENDING)
+    budget.reserved = 0.0
+    budget.patience = max(0.0, search.lateness - ENDING - _GIVING_UP * (max(0.0, budget.left()) + search.lateness))
     try:
         return _made(search, trial)
     finally:
@@ -891,7 +903,7 @@ def _made_late(search: PlanSearch, trial: Trial) -> MadePlan:
 def _first_made(search: PlanSearch, trial: Trial) -> MadePlan:
     """The first plan, made in any case where that takes little; else while there is time, whatever is heard: once."""
     assert trial.best is not None
-    with shielded() if _takes_little(trial.best) else search.budget.finishing(math.inf):
+    with shielded() if _takes_little(search, trial.best) else search.budget.finishing(math.inf):
         return _made(search, trial)
 
 

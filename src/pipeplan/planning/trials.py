@@ -28,8 +28,8 @@ from pipeplan.planning.candidates import (
     Proposal,
     in_turns,
     is_large,
-    workload_of,
 )
+from pipeplan.planning.exchanging import exchanging_workload
 from pipeplan.planning.request import Request
 from pipeplan.planning.usual import Usual
 from pipeplan.planning.workers import Ahead, Given, LostError
@@ -370,6 +370,9 @@ FIRST_SECONDS = 1.0
 LATE, LATE_SHARE = 1.0, 0.1
 """A command may be so many seconds late, or by so much of its limit: for its first plan, and to make its last one."""
 
+ENDING = 0.25
+"""Seconds of these that a search takes after its last plan, or for want of one: it counts what is left, and ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class MadePlan:
@@ -434,7 +437,7 @@ class PlanSearch:
         that divide what they keep. Whatever runs ends when time is up, or at Ctrl-C.
         """
         steps = [step for step in self.steps if isinstance(step, PlanStep)]
-        self.budget.wait(self.lateness, FIRST_SECONDS)
+        self.budget.wait(max(0.0, self.lateness - ENDING), FIRST_SECONDS)
         left = steps
         with self.budget.hearing_interrupts(), self.budget.ended():
             if not self._bounded:
@@ -452,7 +455,8 @@ class PlanSearch:
                 with self.noting(step.name):
                     if step.applies(self):
                         step.run(self)
-        self._bound()
+        with shielded():  # the answer has it, whenever it comes
+            self._bound()
         for step in left:
             if step.after_all(self) and step.applies(self):
                 step.run(self)
@@ -467,9 +471,8 @@ class PlanSearch:
     def _bound(self) -> None:
         """Find out once, when there is a plan, what no plan that the request leaves open is below."""
         if self.answer is not None and not self._bounded:
+            self.others[None] = request_bound(self.request)
             self._bounded = True
-            with shielded():
-                self.others[None] = request_bound(self.request)
 
     def _try_all(self, candidates: Callable[[Request], Iterator[Proposal]], steps: Sequence[PlanStep]) -> None:
         for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
@@ -700,7 +703,7 @@ def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]
         UsageError: split backward is asked for, and the profile has no costs for it.
     """
     rules = request.rules
-    found = [workload_of(request, candidate, split_backward=split) for split in _backward_ways(request)]
+    found = [exchanging_workload(request, candidate, split_backward=split) for split in _backward_ways(request)]
     if rules is None or not rules.instructions:
         return found
     with naming(rules):

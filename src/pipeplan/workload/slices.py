@@ -82,7 +82,12 @@ def parts_are_before(graph: TaskGraph, orders: Orders, repetend: Repetend) -> bo
 
 
 def repetend_of(graph: TaskGraph, orders: Orders) -> Repetend | None:
-    """The repetend of a schedule, where micro-batches are all alike after those that run in parts."""
+    """The repetend of a schedule, where micro-batches are all alike after those that run in parts.
+
+    None where actions exchange state: what repeats is then the actions and their exchanges, in a loop or not at all.
+    """
+    if graph.workload.exchanges:
+        return None
     replaced, whole_orders = whole(graph, orders)
     if not replaced.workload.is_uniform:
         return None
@@ -92,7 +97,7 @@ def repetend_of(graph: TaskGraph, orders: Orders) -> Repetend | None:
 
 def repetend_of_loop(workload: Workload, loop: LoopCut) -> Repetend | None:
     """The only round of a loop, which repeats, as a repetend; None where micro-batches are not all alike."""
-    if len(loop.moments) > 1 or not without_parts(workload).is_uniform:
+    if len(loop.moments) > 1 or workload.exchanges or not without_parts(workload).is_uniform:
         return None
     each = zip(workload.operations, loop.begins, workload.slots, strict=False)  # messages are last
     first = {operation.id: begin - slots.num_parted for operation, begin, slots in each}

@@ -177,11 +177,16 @@ def _summed(loss: Loss, name: str) -> Loss:
     reduction = getattr(loss, "reduction", "sum")
     if reduction == "none":
         raise UsageError(f"model {name!r}: its loss {type(loss).__name__} does not reduce; give it reduction='sum'")
-    if reduction == "sum" or (isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None):
-        return loss  # a mean by the weights of classes is found out, as any other that is not over all targets
+    if reduction == "sum" or _is_by_class(loss):
+        return loss  # such a mean is found out, as any other that is not over all targets
     summed = copy.deepcopy(loss)
     summed.reduction = "sum"  # type: ignore[attr-defined]  # one of torch's modules, which have it
     return summed
+
+
+def _is_by_class(loss: Loss) -> bool:
+    """Whether it is a mean by weights of classes."""
+    return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None
 
 
 def _predictions(batch: Batch) -> int:

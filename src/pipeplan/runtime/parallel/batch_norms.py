@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
 
 _again: ContextVar[bool] = ContextVar("again", default=False)
 """Whether what runs forward did so before."""
@@ -52,17 +55,23 @@ def batch_norms(module: nn.Module) -> list[nn.Module]:
     return [
         each
         for each in module.modules()
-        if each.training and (getattr(each, "num_batch_norms", 0) or isinstance(each, _BatchNorm))
+        if each.training and (getattr(each, "num_batch_norms", False) or isinstance(each, _BatchNorm))
     ]
 
 
 def num_batch_norms(modules: list[nn.Module]) -> int:
     """How many layers of :func:`batch_norms` they have."""
-    return sum(getattr(each, "num_batch_norms", 1) for each in modules)
+    counts: list[int] = [getattr(each, "num_batch_norms", None) or 1 for each in modules]
+    return sum(counts)
 
 
-def first_and_again(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What a module runs in forward, and when it is computed again: the ``context_fn`` of torch's ``checkpoint``."""
+def recomputed(module: nn.Module, *arguments: Tensor) -> Any:
+    """What a module makes, and once more in backward: with the same random numbers, and statistics left alone."""
+    twice = partial(_first_and_again, module)
+    return checkpoint(module, *arguments, use_reentrant=False, context_fn=twice)
+
+
+def _first_and_again(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     return nullcontext(), _statistics_kept(module)
 
 
