@@ -1,4 +1,4 @@
-"""HTML of results and files, for notebooks: the command line's tables as text, and timelines as SVG."""
+"""Results and files as HTML for notebooks, with timelines as SVG, and as text: the command line's tables."""
 
 from __future__ import annotations
 
@@ -29,6 +29,35 @@ _MOST_DRAWN = 5_000
 def html_of(shown: object) -> str:
     """What a notebook shows of an object."""
     return "\n".join(_parts(shown))
+
+
+def text_of(shown: object) -> str:
+    """What ``print`` shows of an object."""
+    file = io.StringIO()
+    _print(shown, file)
+    return file.getvalue().rstrip()
+
+
+def _print(shown: object, file: TextIO) -> None:
+    match shown:
+        case Simulation():
+            _print_figures(shown, file)
+        case Result():
+            _print(simulate(shown.plan), file)
+            print_proof(shown, file)
+        case Tuning():
+            print_ranking(shown.rows, file)
+            _print(shown.result, file)
+        case Comparison():
+            print_comparison(shown, file)
+        case FrontierResult():
+            print_frontier(shown, file)
+        case Inspection():
+            print_inspection(shown, file)
+        case Report():
+            file.write("valid" if shown.valid else "\n".join(map(str, shown.problems)))
+        case _:
+            file.write(repr(shown))
 
 
 def _parts(shown: object) -> Iterator[str]:

@@ -78,10 +78,15 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """By block, what losses are means over; none where all are sums. ``text`` is what a user should know, if any."""
+    """By block, what losses are means over; none where all are sums. ``text`` is what a user should know, if any.
+
+    ``brief`` is the same for who has read it before. ``sure``: it was found out, and not only supposed.
+    """
 
     means: Mapping[str, Mean]
     text: str = ""
+    brief: str = ""
+    sure: bool = True
 
     def summed(self, model: Model) -> Model:
         """The model with a mean as a sum over what it is over, and as many predictions."""
@@ -141,9 +146,8 @@ def find_losses(model: Model, *, seed: int = 0, device: torch.device | str = "cp
     beside them; the text has the block and the numbers.
     """
     if model.loss_of == "micro-batches":
-        return Finding(
-            {}, f"the loss of {model.name} compares the samples of a micro-batch: with another size it is another loss"
-        )
+        text = f"the loss of {model.name} compares the samples of a micro-batch: with another size it is another loss"
+        return Finding({}, text, text)
     if model.loss_of == "samples" or not any(block.loss for block in model.blocks):
         return Finding({})
     reason = ""
@@ -152,7 +156,8 @@ def find_losses(model: Model, *, seed: int = 0, device: torch.device | str = "cp
             return _TwoSamples(model, seed, torch.device(device), dtype).find()
         except _FailedError as error:
             reason = str(error)
-    return Finding({}, f"whether the loss of {model.name} is a sum could not be found out: {reason}")
+    text = f"whether the loss of {model.name} is a sum could not be found out: {reason}"
+    return Finding({}, text, text, sure=False)
 
 
 class _FailedError(Exception):
@@ -252,7 +257,9 @@ class _TwoSamples:
                 for index, tensors in enumerate(zip(made, *alone, strict=True)):
                     values[block.id, index] = self._compare(block, module, *tensors, random=random)
         found = self._found(means, texts)
-        return replace(found, text=". ".join(filter(None, (found.text, self._of_micro_batches()))))
+        beside = self._of_micro_batches()
+        text, brief = (". ".join(filter(None, (each, beside))) for each in (found.text, found.brief))
+        return replace(found, text=text, brief=brief)
 
     def _leave_out_batch_norms(self, module: nn.Module) -> None:
         """They are meant to see what stands beside a sample; whatever else does so shows without them."""
@@ -408,7 +415,8 @@ class _TwoSamples:
     def _found(self, means: Mapping[str, Mean | None], texts: Sequence[str]) -> Finding:
         name, found = self.model.name, {id_: mean for id_, mean in means.items() if mean is not None}
         if self.unknown:
-            return Finding({}, f"the loss of {name} is taken as a sum: {self.unknown[0]}, which does not show it")
+            text = f"the loss of {name} is taken as a sum: {self.unknown[0]}, which does not show it"
+            return Finding({}, text, text, sure=False)
         forms = {None if mean is None else mean.text for mean in means.values()}
         if len(forms) > 1:
             kinds = [
@@ -425,6 +433,7 @@ class _TwoSamples:
             found,
             f"the loss of {name} is a mean over {mean.text} ({texts[0]}): each micro-batch counts by how much of them "
             "it has, so gradients are those of the mean over the mini-batch, whatever the plan",
+            f"the loss of {name} is a mean over {mean.text}, as it is trained under every plan",
         )
 
 
