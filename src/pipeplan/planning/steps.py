@@ -387,10 +387,10 @@ class EvenCut(PlanStep):
 
     Where there is none after ``seconds`` that is said, and for a ``share`` of the time that is left it is looked for
     all the same, and until the process has worked ``working`` seconds, or half of what is left: what was begun for it
-    would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds are left it takes so little that it
-    is made however late it is. If nothing fits with what replicas may divide by default, something with more of it is
-    kept for when nothing else is found. Pipelines so deep that such a plan runs group by group get larger groups as
-    long as making their plan takes no more than a ``growth`` of the time that is left.
+    would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds are left it
+    takes so little that it is made however late it is. If nothing fits with what replicas may divide by default,
+    something with more of it is kept for when nothing else is found. Pipelines so deep that such a plan runs group by
+    group get larger groups as long as making their plan takes no more than a ``growth`` of the time that is left.
     """
 
     seconds: float = 2.0
