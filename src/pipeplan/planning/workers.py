@@ -268,7 +268,7 @@ def _gone(executor: Executor | None) -> bool:
 
 @contextmanager
 def deaf() -> Iterator[None]:
-    """Processes that begin inside hear no Ctrl-C nor hangup, which a terminal sends to all: they are for who makes them."""
+    """Processes that begin inside hear no Ctrl-C nor hangup, which a terminal sends to all: whoever makes them does."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP])  # which they inherit
     try:
         yield
