@@ -41,6 +41,7 @@ from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import (
+    ENDING,
     BackwardWays,
     MadePlan,
     PlanSearch,
@@ -769,9 +770,6 @@ def _left(search: PlanSearch) -> int:
 _COUNTING = 0.05
 """Seconds in which what is left is counted."""
 
-_ENDING = 5 * _COUNTING
-"""Seconds a search takes after its last plan: what is left is counted, and all is told."""
-
 _GIVING_UP = 0.05
 """Giving up a plan that is half made takes so much of the time that it was being made: its parts go one by one, which
 was 3 % of it for a million and a half entries."""
@@ -856,7 +854,7 @@ def _made_late(search: PlanSearch, trial: Trial) -> MadePlan:
     """The same, for which the search may be late: what ends in the middle is lost."""
     budget = search.budget
     budget.reserved = 0.0
-    budget.patience = max(0.0, search.lateness - _ENDING - _GIVING_UP * (max(0.0, budget.left()) + search.lateness))
+    budget.patience = max(0.0, search.lateness - ENDING - _GIVING_UP * (max(0.0, budget.left()) + search.lateness))
     try:
         return _made(search, trial)
     finally:
