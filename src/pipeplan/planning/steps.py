@@ -389,14 +389,16 @@ class EvenCut(PlanStep):
     """A first plan: cut evenly, with 1F1B or GPipe, or the schedule that is asked for by name.
 
     Where there is none after ``seconds`` that is said, and for a ``share`` of the time that is left it is looked for
-    all the same. Where no more than ``hurry`` seconds are left it takes so little that it is made however late it is.
-    If nothing fits with what replicas may divide by default, something with more of it is kept for when nothing else is
-    found. Pipelines so deep that such a plan runs group by group get larger groups as long as making their plan takes
-    no more than a ``growth`` of the time that is left.
+    all the same, and until the process has worked ``working`` seconds, or half of what is left: what was begun for it
+    would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds are left it
+    takes so little that it is made however late it is. If nothing fits with what replicas may divide by default,
+    something with more of it is kept for when nothing else is found. Pipelines so deep that such a plan runs group by
+    group get larger groups as long as making their plan takes no more than a ``growth`` of the time that is left.
     """
 
     seconds: float = 2.0
     share: float = 0.2
+    working: float = 3.0
     hurry: float = 1.0
     growth: float = 0.2
     name = "even cut"
@@ -436,6 +438,7 @@ class EvenCut(PlanStep):
             tell=lambda: search.say(f"no {what} was found yet that fits: the search goes on"),
         )
         limit = Limit(max(self.seconds, self.share * search.budget.remaining), clock=search.budget.clock)
+        limit.wait(0.0, min(self.working, search.budget.remaining / 2))
         with limit.ended(), telling.enforced():
             short = self._look(search, search.request)
             if search.best is None and search.may_divide:
