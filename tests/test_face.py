@@ -14,6 +14,7 @@ import threading
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from html import unescape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -289,6 +290,11 @@ def test_objects_show_themselves_in_a_notebook(found: Result) -> None:
         assert html is not None
         assert "<pre" in html
         assert "\x1b" not in html
+        assert "--" not in re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL), "arguments, not flags"
+    for each, words in ((found, {"plan", "memory", "next"}), (frontier, {"fastest", "proved", "next"})):
+        answer = unescape(str(each._repr_html_()).partition("<svg")[0])
+        assert words <= {*answer.split()}, "the first screen's answer comes first"
+    assert f"pipeplan.write(found.plan({frontier.chosen}), 'plan.json')" in answer
 
 
 def test_a_long_plan_is_not_drawn(found: Result, monkeypatch: pytest.MonkeyPatch) -> None:

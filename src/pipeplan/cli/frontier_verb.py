@@ -117,6 +117,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     metavar="DIRECTORY",
     help="Write the plan of every point shown to a folder: point-1.json, point-2.json ...",
 )
+@click.option("--details", is_flag=True, help="Print up to 24 points instead of 8.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 @click.pass_context
 def frontier_command(
@@ -127,6 +128,7 @@ def frontier_command(
     svg: str | None,
     output: str | None,
     output_all: str | None,
+    details: bool,
     as_json: bool,
     **_: Any,
 ) -> None:
@@ -158,7 +160,7 @@ def frontier_command(
             if as_json:
                 say(json.dumps(found.figures()))
             elif not outputs.on_stdout:
-                print_frontier(found, file=sys.stdout)
+                print_frontier(found, sys.stdout, written=output, details=details)
         finally:  # also where nobody reads it any more
             if output is not None:
                 outputs.write_plan(found.plan(), output)

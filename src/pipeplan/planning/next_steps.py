@@ -35,14 +35,16 @@ class NextStep:
     weight: float = 0.0
 
 
-def next_steps(request: Request, result: Result, simulation: Simulation, written: str | None) -> list[NextStep]:
+def next_steps(
+    request: Request, result: Result, simulation: Simulation, written: str | None, keep: str = "-o plan.json"
+) -> list[NextStep]:
     """What applies to a search and its plan: what is known to bring most first, those of unknown gain last.
 
-    ``written`` is the plan's file, if there is one.
+    ``written`` is the plan's file, if there is one; where there is none, ``keep`` is what writes it.
     """
     found = [step for steps in _STEPS for step in steps(request, result, simulation)]
     if written is None:
-        last = NextStep("-o plan.json", "writes the plan, for pipeplan simulate, check and run")
+        last = NextStep(keep, "writes the plan, for pipeplan simulate, check and run")
     else:
         last = NextStep(f"pipeplan run {written} --emulate --local", "replays it with real processes and messages")
     return [*sorted(found, key=lambda step: -step.weight), last]
@@ -167,7 +169,7 @@ def _to_train(request: Request, result: Result, simulation: Simulation) -> Itera
     if lacks:
         flags, words = zip(*lacks, strict=True)
         cannot = f"cannot {words[0]}" if len(words) == 1 else f"can neither {' nor '.join(words)}"
-        yield NextStep(" ".join(flags), f"a plan that pipeplan run can train with: it {cannot} yet", 0.5)
+        yield NextStep(" ".join(flags), f"finds a plan that pipeplan run can train with; it {cannot} yet", 0.5)
 
 
 def _fullest(simulation: Simulation) -> int:

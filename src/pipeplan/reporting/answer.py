@@ -12,7 +12,7 @@ from pipeplan.files import Placement
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Request
-from pipeplan.reporting.layout import console_for, flowed, labelled, number_ranges
+from pipeplan.reporting.layout import Clause, Row, console_for, fitted, flowed, labelled, number_ranges
 from pipeplan.reporting.terminal import Bottleneck, zero_words
 from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
@@ -26,37 +26,27 @@ LINES = 10
 _STEPS = 2
 """Next steps that are shown."""
 
-Clause = tuple[str, int]
-"""A part of a line, and how far it can be spared: those with the largest number are left out first."""
-
-Row = tuple[str, list[Clause]]
-
 
 def print_answer(
-    request: Request, result: Result, simulation: Simulation, written: str | None = None, file: TextIO | None = None
+    request: Request,
+    result: Result,
+    simulation: Simulation,
+    written: str | None = None,
+    file: TextIO | None = None,
+    keep: str = "-o plan.json",
 ) -> None:
-    """Print the answer, to stdout unless ``file`` is given; ``written`` is the plan's file, if there is one."""
+    """Print the answer, to stdout unless ``file`` is given.
+
+    ``written`` is the plan's file, if there is one; ``keep`` is what would write it.
+    """
     console = console_for(file)
     name, ended = result.plan.name, _heading(request, simulation, result)
     heading = flowed(Text.assemble((name, "bold"), f": {ended}"), console.width)
     most = LINES - 1 - heading.plain.count("\n")
-    rows = _fitted(list(_rows(request, result, simulation, written)), console.width, most)
+    rows = fitted(list(_rows(request, result, simulation, written, keep)), console.width, most)
     console.print(heading)
     console.print(labelled(rows, console.width))
     console.print()
-
-
-def _fitted(rows: Sequence[Row], width: int, most: int) -> list[tuple[str, str]]:
-    """The rows with as many of their clauses as ``most`` lines hold, if they hold what cannot be spared."""
-    names = max(len(name) for name, _ in rows)
-    found: list[tuple[str, str]] = []
-    for spare in sorted({spare for _, clauses in rows for _, spare in clauses}, reverse=True):
-        left = [(name, [text for text, own in clauses if own <= spare]) for name, clauses in rows]
-        found = [(name, "".join(texts)) for name, texts in left if texts]
-        lines = [flowed(text, max(1, width - names - 2)).plain for _, text in found]
-        if sum(1 + line.count("\n") for line in lines) <= most:
-            break
-    return found
 
 
 def _heading(request: Request, simulation: Simulation, result: Result) -> str:
@@ -75,13 +65,13 @@ def _heading(request: Request, simulation: Simulation, result: Result) -> str:
     return f"{ended} for {counted(len(simulation.workload.devices), 'device')}{memory}"
 
 
-def _rows(request: Request, result: Result, simulation: Simulation, written: str | None) -> Iterator[Row]:
+def _rows(request: Request, result: Result, simulation: Simulation, written: str | None, keep: str) -> Iterator[Row]:
     yield "plan", _plan(request, simulation)
     yield "speed", _speed(request, simulation)
     yield "bound", _bound(result)
     yield "memory", _memory(simulation)
     yield "idle", _idle(simulation)
-    for number, step in enumerate(next_steps(request, result, simulation, written)[:_STEPS]):
+    for number, step in enumerate(next_steps(request, result, simulation, written, keep)[:_STEPS]):
         yield "" if number else "next", [(printable(f"{step.what}: {step.brings}"), 2 * number)]
 
 
