@@ -291,6 +291,9 @@ def test_objects_show_themselves_in_a_notebook(found: Result) -> None:
         assert "<pre" in html
         assert "\x1b" not in html
         assert "--" not in re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL), "arguments, not flags"
+        assert each.text().splitlines()[0], "as text, too"
+        assert "\x1b" not in each.text()
+    assert found.text().splitlines()[1].startswith("plan ")
     for each, words in ((found, {"plan", "memory", "next"}), (frontier, {"fastest", "proved", "next"})):
         answer = unescape(str(each._repr_html_()).partition("<svg")[0])
         assert words <= {*answer.split()}, "the first screen's answer comes first"

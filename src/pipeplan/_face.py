@@ -13,11 +13,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from inspect import isfunction
+from inspect import isfunction, signature
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from pipeplan import _api
-from pipeplan.errors import ExecutionError, FileError, PipeplanError, SearchTimeoutError, UsageError
+from pipeplan.errors import ExecutionError, FileError, PipeplanError, SearchTimeoutError, UsageError, choose_from
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -67,12 +67,16 @@ R = TypeVar("R")
 
 
 def _public(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose errors name its arguments, and which off the main thread raises no KeyboardInterrupt."""
+    """A function whose errors name its arguments, and which off the main thread raises no KeyboardInterrupt.
+
+    It takes the flags' other names, too: ``dp=4`` is ``replicas=4``.
+    """
+    known = [*signature(function).parameters]
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return function(*args, **kwargs)
+            return function(*args, **_by_own_names(function.__name__, known, kwargs))
         except PipeplanError as error:
             error.for_python()
             raise
@@ -82,6 +86,31 @@ def _public(function: Callable[P, R]) -> Callable[P, R]:
             raise SearchTimeoutError("interrupted before anything was found") from None
 
     return called
+
+
+_OTHER_NAMES = {
+    "dp": "replicas",
+    "vp": "chunks",
+    "virtual_stages": "chunks",
+    "global_batch_size": "mini_batch",
+    "tensor_parallel": "tp",
+    "context_parallel": "cp",
+    "pipeline_parallel": "pp",
+}
+"""The flags' other names, with underscores."""
+
+
+def _by_own_names(function: str, known: Sequence[str], given: Mapping[str, Any]) -> Any:
+    """Arguments by the names that a function has for them. Raises UsageError for one that it has not."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = name if name in known else _OTHER_NAMES.get(name, name)
+        if own not in known:
+            raise UsageError(f"{function}() has no argument {name!r}; {choose_from(name, known)}")
+        if own in found or (own != name and own in given):
+            raise UsageError(f"{name} and {own} are two names of one argument; give one of them")
+        found[own] = value
+    return found
 
 
 def _asked(verb: str, given: Mapping[str, Any]) -> Any:

@@ -424,7 +424,7 @@ class EvenCut(PlanStep):
         telling = _Telling(
             self.seconds,
             clock=search.budget.clock,
-            tell=lambda: search.say(f"no {what} was found yet that fits: the search goes on"),
+            tell=lambda: search.say(f"no {what} yet: the search goes on"),
         )
         limit = Limit(max(self.seconds, self.share * search.budget.remaining), clock=search.budget.clock)
         with limit.ended(), telling.enforced():
@@ -435,7 +435,7 @@ class EvenCut(PlanStep):
                     if search.spare is None and not telling.told:
                         self._look(search, level)
             if search.answer is None and not telling.told:
-                search.say(f"no {what} was found that fits: the search goes on")
+                search.say(f"no {what} is a plan here: the search goes on")
 
     def _look(self, search: PlanSearch, request: Request) -> None:
         """The first that fits."""

@@ -10,7 +10,7 @@ from rich.text import Text
 from pipeplan.costs.throughput import one_device_ns
 from pipeplan.files import Placement
 from pipeplan.planning.build_plan import Result
-from pipeplan.planning.next_steps import next_steps
+from pipeplan.planning.next_steps import cannot_train, next_steps
 from pipeplan.planning.request import Request
 from pipeplan.reporting.layout import Clause, Row, console_for, fitted, flowed, labelled, number_ranges
 from pipeplan.reporting.terminal import Bottleneck, zero_words
@@ -25,6 +25,9 @@ LINES = 10
 
 _STEPS = 2
 """Next steps that are shown."""
+
+_REASONS = 2
+"""Reasons for idling that are always shown."""
 
 
 def print_answer(
@@ -68,9 +71,11 @@ def _heading(request: Request, simulation: Simulation, result: Result) -> str:
 def _rows(request: Request, result: Result, simulation: Simulation, written: str | None, keep: str) -> Iterator[Row]:
     yield "plan", _plan(request, simulation)
     yield "speed", _speed(request, simulation)
-    yield "bound", _bound(result)
+    yield "bound", _bound(request, result)
     yield "memory", _memory(simulation)
     yield "idle", _idle(simulation)
+    if lacks := cannot_train(simulation.plan):
+        yield "run", [(f"emulates this plan; training with {' and '.join(lacks)} is not built yet", 1)]
     for number, step in enumerate(next_steps(request, result, simulation, written, keep)[:_STEPS]):
         yield "" if number else "next", [(printable(f"{step.what}: {step.brings}"), 2 * number)]
 
@@ -91,7 +96,7 @@ def _plan(request: Request, simulation: Simulation) -> list[Clause]:
         ("" if split == "1" else f" x {split}-way tensor split", 0),
         ("" if context == "1" else f" x {context}-way context split", 0),
         (f", {shared}" if (shared := zero_words(stages)) else "", 0),
-        (f", {plan.placement}", 3),
+        (f", {plan.placement}" if len(stages) > 1 else ", data parallel" if replicas != "1" else "", 3),
         (f"; {scheduler_words(plan.provenance.scheduler)}" if plan.provenance.scheduler else "", 0),
         (", backward split" if workload.splits_backward else "", 4),
         (f", {counted(recomputed, 'stage')} recomputed" if recomputed else "", 1),
@@ -118,7 +123,9 @@ def _speed(request: Request, simulation: Simulation) -> list[Clause]:
     estimated = "estimated " if simulation.yardstick.estimated else ""
     samples = counted(workload.mini_batch, "sample")
     alone = one_device_ns(request.profile, workload)
-    times = f"; {alone / simulation.iteration_ns:.1f} times as fast as one device" if alone else ""
+    faster = alone / simulation.iteration_ns if alone else 0.0  # more than there are devices: other costs per sample
+    known = 0 < faster <= len(workload.devices)
+    times = f"; {faster:.1f} times as fast as one device with room for the model" if known else ""
     return [
         (f"{estimated}{format_ns(simulation.iteration_ns)} per iteration of {samples}", 0),
         (f"{', ' if rates else ''}{rates}", 0),
@@ -126,13 +133,23 @@ def _speed(request: Request, simulation: Simulation) -> list[Clause]:
     ]
 
 
-def _bound(result: Result) -> list[Clause]:
+_SIZES = (("tp", "shards"), ("cp", "context"), ("pp", "positions"), ("dp", "replicas"), ("zero", "zero"))
+
+
+def _any_plan(request: Request) -> str:
+    """What the bound is for: any plan, or any with the sizes that were asked for."""
+    sizes = [(flag, getattr(request, name)) for flag, name in _SIZES]
+    given = "".join(f" --{flag} {size}" for flag, size in sizes if isinstance(size, int))
+    return f"for any plan{f' with{given}' if given else ''}"
+
+
+def _bound(request: Request, result: Result) -> list[Clause]:
     if result.status == "optimal":
         return [(f"{format_ns(result.lower_bound_ns)}, reached: nothing that was left open is faster", 0)]
     found = [
         f"{format_ns(bound)} {of} ({_away(gap)})"
         for bound, of, gap in (
-            (result.lower_bound_ns, "for any plan", result.gap),
+            (result.lower_bound_ns, _any_plan(request), result.gap),
             (result.placement_lower_bound_ns, "on this placement", result.placement_gap),
         )
     ]
@@ -156,14 +173,16 @@ def _memory(simulation: Simulation) -> list[Clause]:
     fullest = min(left, key=lambda device: (left[device], device))
     least, emptiest = left[fullest], max(left, key=lambda device: (left[device], -device))
     reserve, whole = devices[fullest].reserve_bytes, devices[fullest].memory_bytes or 0
-    taken = f"device {fullest} with {format_bytes(peaks[fullest])} of {format_bytes(whole)}"
-    taken += f", {format_bytes(reserve)} in reserve" if reserve else ""
+    taken = f"device {fullest} with {format_bytes(peaks[fullest])} of {format_bytes(whole - reserve)}"
+    beside = f", {format_bytes(whole)} less {format_bytes(reserve)} in reserve" if reserve else ""
     if least < 0:
-        return [(f"does not fit: {taken}, {format_bytes(-least)} too much", 0)]
+        return [(f"does not fit: {taken}{beside}, {format_bytes(-least)} too much", 0)]
     limit = "" if limits[emptiest] == limits[fullest] else f" of {format_bytes(limits[emptiest] or 0)}"
     other = f"; emptiest device {emptiest} with {format_bytes(peaks[emptiest])}{limit}"
     return [
-        (f"fits: fullest {taken} ({format_bytes(least)} left)", 0),
+        (f"fits: fullest {taken}", 0),
+        (beside, 2),
+        (f" ({format_bytes(least)} left)", 0),
         (other if left[emptiest] > least else "; all others alike" if len(left) > 1 else "", 3),
     ]
 
@@ -185,11 +204,12 @@ def _idle(simulation: Simulation) -> list[Clause]:
     whole = f"{idle.total:.1%} of device time"
     if not shares:
         return [(whole, 0)]
-    parts = f", {shares[0][1]}" if len(shares) == 1 else f": {', '.join(' '.join(share) for share in shares)}"
+    said = [" ".join(share) for share in shares]
+    parts = f", {shares[0][1]}" if len(shares) == 1 else f": {', '.join(said[:_REASONS])}"
     longest = max(rates.idle_ns)
     where = [device for device, time in enumerate(rates.idle_ns) if time == longest]
     name = "device" if len(where) == 1 else "devices"
-    clauses: list[Clause] = [(whole + parts, 0)]
+    clauses: list[Clause] = [(whole + parts, 0), ("".join(f", {reason}" for reason in said[_REASONS:]), 2)]
     if longest > min(rates.idle_ns):
         clauses.append((f"; most on {name} {number_ranges(where)}", 5))
     return clauses

@@ -289,7 +289,9 @@ def shown_rows(count: int, most: int) -> list[int | range]:
     end = begin + middle
     gaps = range(ends, begin), range(end, count - ends)
     rows = [*range(ends), gaps[0], *range(begin, end), gaps[1], *range(count - ends, count)]
-    return [row for row in rows if not isinstance(row, range) or row]
+    return [
+        row if isinstance(row, int) or len(row) > 1 else row[0] for row in rows if isinstance(row, int) or row
+    ]  # one row takes no more room than saying that there is one more
 
 
 def more(rows: range) -> str:

@@ -1,4 +1,4 @@
-"""HTML of results and files, for notebooks: the command line's tables as text, and timelines as SVG."""
+"""Results and files as HTML for notebooks, with timelines as SVG, and as the text that the command line prints."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from pipeplan.planning.comparison import Comparison
 from pipeplan.planning.frontier import FrontierResult
 from pipeplan.planning.tuning import Tuning
 from pipeplan.reporting.answer import print_answer
-from pipeplan.reporting.frontier import frontier_svg, print_points
+from pipeplan.reporting.frontier import frontier_svg, print_frontier, print_points
 from pipeplan.reporting.frontier_answer import print_frontier_answer
 from pipeplan.reporting.tables import print_blocks, print_comparison, print_inspection, print_measured, print_ranking
-from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages
+from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages, print_timeline
 from pipeplan.reporting.timeline import timeline_svg
 from pipeplan.simulator.simulation import Simulation, simulate
 
@@ -35,6 +35,47 @@ _MOST_DRAWN = 5_000
 def html_of(shown: object) -> str:
     """What a notebook shows of an object."""
     return "\n".join(_parts(shown))
+
+
+def text_of(shown: object) -> str:
+    """What the command line prints of an object, with arguments for flags."""
+    file = io.StringIO()
+    match shown:
+        case Plan():
+            _print_figures(simulate(shown), file)
+        case Simulation():
+            _print_figures(shown, file)
+        case Result():
+            _print_result(shown, file)
+        case Tuning():
+            _print_result(shown.result, file)
+            print_ranking(shown.rows, file)
+        case Comparison():
+            print_comparison(shown, file)
+        case FrontierResult():
+            print_frontier(shown, file)
+        case Profile():
+            print_blocks(shown, file)
+        case Inspection():
+            print_inspection(shown, file)
+        case Cluster():
+            file.write(to_json(shown))
+        case Report():
+            file.write(_verdict(shown))
+        case _:
+            file.write(repr(shown))
+    return "\n".join(line.rstrip() for line in in_python(file.getvalue()).rstrip().splitlines())
+
+
+def _verdict(report: Report) -> str:
+    return "valid" if report.valid else "\n".join(map(str, report.problems))
+
+
+def _print_result(result: Result, file: TextIO) -> None:
+    simulation = simulate(result.plan)
+    if result.request is not None:
+        print_answer(result.request, result, simulation, file=file, keep=_KEEP)
+    print_timeline(simulation, file)
 
 
 def _parts(shown: object) -> Iterator[str]:
@@ -66,7 +107,7 @@ def _parts(shown: object) -> Iterator[str]:
         case Cluster():
             yield _pre(to_json(shown))
         case Report():
-            yield _pre("valid" if shown.valid else "\n".join(map(str, shown.problems)))
+            yield _pre(_verdict(shown))
         case _:
             yield _pre(repr(shown))
 

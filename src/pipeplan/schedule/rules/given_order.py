@@ -58,7 +58,9 @@ def orders_of(graph: TaskGraph, order: Texts) -> list[list[int]]:
     workload = graph.workload
     if len(order) != len(workload.devices):
         raise UsageError(
-            f"order has {len(order)} devices, the stages stand on {len(workload.devices)}; give --devices {len(order)}"
+            f"order has {len(order)} devices, the placement has {len(workload.devices)}; write a row for each of the "
+            f"{len(workload.devices)} devices, or choose a placement on {len(order)}: --devices {len(order)} "
+            "--placement all"
         )
     count = num_microbatches_of(order)
     if count != workload.num_microbatches:
