@@ -207,6 +207,7 @@ def search(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
@@ -257,6 +258,7 @@ def search(
         zero_group: neighbouring replicas that share one copy of what is divided; by default all.
         shard_shared: whether shared blocks are split over all devices of the pipeline.
         slices: leading micro-batches whose warm-up forwards run in two halves.
+        planner: who chooses the stages: a published planner alone, as ``"graphpipe"``, or ``"auto"``, which is ours.
         recompute: activation checkpointing of all blocks (True, ``"all"``), of none (False, ``"none"``), of attention
             cores (``"selective"``), or searched.
         unroll: micro-batches per repetend, from 1 to 64.
@@ -339,6 +341,7 @@ def tune(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
@@ -402,6 +405,7 @@ def compare(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
@@ -656,6 +660,8 @@ def estimate(
     shared: str | Sequence[str] = (),
     shards: Counts = 1,
     context: Counts = 1,
+    expert: Counts = 1,
+    load_factor: float = 1.0,
     recompute: bool = False,
     dtype: Dtype | None = None,
     precision: str | None = None,
@@ -673,6 +679,9 @@ def estimate(
         model: as all arguments that are not named here, see :func:`profile`.
         device: preset whose rates are taken, as ``"a100-80gb"``.
         context: numbers of devices that share each sequence; costs of whole ones are there, too.
+        expert: numbers of devices that share experts, each with whole ones of its own; costs of experts that are split
+            as all else are there, too.
+        load_factor: how many times the average the fullest of these devices has to do.
         dtype: number format; by default that of ``precision``, else the preset's.
         precision: recipe of what training keeps of every parameter; by default ``"bf16-mixed"`` for bfloat16,
             ``"fp16-mixed"`` for float16.
@@ -972,7 +981,8 @@ def example(
         bytes: of the tensor on each edge, which a cluster's links carry; instead of ``comm``.
         activation_bytes: held by each chain block.
         weight_grad_bytes: held from the input gradient to the weight gradient.
-        device: preset that a model's costs are for; by default ``"a100-80gb"``.
+        device: preset that a model's costs are for; by default ``"a100-80gb"``, of graphpipe-case-study
+            ``"v100-16gb"``.
         microbatch: samples per micro-batch that a model has costs for.
         shards: numbers of devices that split a model's block.
         cluster: whose links time the collectives of split blocks.

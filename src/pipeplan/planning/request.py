@@ -140,7 +140,8 @@ class Request:
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
     of a chain, ``context`` how many of them, or groups, share each sequence, ``positions`` how many devices, or groups
     of them, blocks pass in turn, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many
-    leading micro-batches run their warmup forwards in two parts. ``time_limit`` is in seconds: by the
+    leading micro-batches run their warmup forwards in two parts. ``planner`` is who chooses the stages: a published
+    planner alone (:mod:`pipeplan.planning.planners`), or ``auto``. ``time_limit`` is in seconds: by the
     clock, or ``deterministic`` by work that takes about as long.
 
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
@@ -175,6 +176,7 @@ class Request:
     positions: int | None = None
     spread: bool | None = None
     num_parted: int | None = None
+    planner: str = "auto"
     time_limit: float = 30.0
     seed: int = 0
     deterministic: bool = False

@@ -27,6 +27,7 @@ from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slice
 from pipeplan.planning.candidates import (
     LARGE,
     PlacementCandidate,
+    Proposal,
     PublishedPlanners,
     RecomputedBlocks,
     StageGraphs,
@@ -36,6 +37,7 @@ from pipeplan.planning.candidates import (
     is_large,
 )
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
+from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import (
     BackwardWays,
@@ -404,6 +406,8 @@ class EvenCut(PlanStep):
         request = search.request
         if search.begun or isinstance(request.placement, Placement) or request.num_parted or request.spread:
             return
+        if request.planner != AUTO_PLANNER:
+            return
         if request.scheduler != "auto" and not _is_named(request):
             return
         search.begun = True
@@ -680,10 +684,11 @@ def search_plan(
     clock = time.monotonic if within is None else within.clock
     budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within, clock=clock)
     looking = named(steps, LookAtCandidates) or LookAtCandidates()
+    require_planner(request)
     with request.reserve_said():
         search = PlanSearch(request, budget, progress, steps)
         with _workers_of(search, workers, executor):
-            search.run(lambda asked: candidates(asked, steps, looking.chains_between, looking.chains_first))
+            search.run(lambda asked: _candidates(asked, steps, looking))
         best = search.answer
         if best is None:
             raise _nothing(search)
@@ -712,6 +717,13 @@ def search_plan(
         explanation=explained(search) if explain else None,
         request=request,
     )
+
+
+def _candidates(request: Request, steps: Sequence[SearchStep], looking: LookAtCandidates) -> Iterator[Proposal]:
+    """What may be looked at: what a planner chooses that is asked for by name, else all that we know."""
+    if request.planner != AUTO_PLANNER:
+        return PLANNERS[request.planner].proposals(request)
+    return candidates(request, steps, looking.chains_between, looking.chains_first)
 
 
 @contextmanager
