@@ -230,6 +230,22 @@ def test_wrong_use_of_other_functions() -> None:
         pipeplan.example("testbed-tessel")
 
 
+def test_flags_other_names_are_taken_too() -> None:
+    """All that the command line takes for an argument; another name is asked about, and one argument is given once."""
+    for verb, functions in FUNCTIONS.items():
+        for name, parameter in arguments_of(verb):
+            for flag in parameter.opts if parameter.opts[0].startswith("--") else ():
+                for function in functions:
+                    if name in inspect.signature(getattr(pipeplan, function)).parameters:
+                        other = flag.removeprefix("--").replace("-", "_")
+                        known = [name]
+                        assert _face._by_own_names(function, known, {other: 1}) == {name: 1}
+    with pytest.raises(UsageError, match=re.escape("search() has no argument 'replica'; did you mean replicas?")):
+        pipeplan.search(chain_profile(2), replica=2)
+    with pytest.raises(UsageError, match="dp and replicas are two names of one argument"):
+        pipeplan.search(chain_profile(2), dp=2, replicas=2)
+
+
 # Objects ----------------------------------------------------------------------------------------------------------
 
 

@@ -167,6 +167,7 @@ def cannot_train(plan: Plan) -> list[str]:
     level = max((stage.zero for stage in stages if stage.sharers > 1), default=0)
     lacks = [f"ZeRO {level}"] if level else []
     lacks += ["shared sequences"] if any(stage.context > 1 for stage in stages) else []
+    lacks += ["shared experts"] if any(stage.expert > 1 for stage in stages) else []
     if recipe is not None and not recipe.is_custom and recipe.name not in _TRAINABLE:
         lacks.append(str(recipe.name))
     return lacks
