@@ -127,7 +127,7 @@ def _speed(request: Request, simulation: Simulation) -> list[Clause]:
     alone = one_device_ns(request.profile, workload)
     faster = alone / simulation.iteration_ns if alone else 0.0  # more than there are devices: other costs per sample
     known = 0 < faster <= len(workload.devices)
-    times = f"; {faster:.1f} times as fast as one device with room for the model" if known else ""
+    times = f"; {faster:.1f} times as fast as one device" if known else ""
     return [
         (f"{estimated}{format_ns(simulation.iteration_ns)} per iteration of {samples}", 0),
         (f"{', ' if rates else ''}{rates}", 0),
