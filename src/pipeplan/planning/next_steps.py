@@ -46,9 +46,7 @@ def next_steps(
     if written is None:
         last = NextStep(keep, "writes the plan, for pipeplan simulate, check and run")
     else:
-        last = NextStep(
-            f"pipeplan run {written} --emulate --local --steps 1", "replays it with real processes"
-        )
+        last = NextStep(f"pipeplan run {written} --emulate --local --steps 1", "replays it with real processes")
     return [*sorted(found, key=lambda step: -step.weight), last]
 
 

@@ -12,7 +12,16 @@ from pipeplan.files import Placement
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.next_steps import cannot_train, next_steps
 from pipeplan.planning.request import Request
-from pipeplan.reporting.layout import Clause, Row, console_for, fitted, flowed, labelled, number_ranges
+from pipeplan.reporting.layout import (
+    Clause,
+    Row,
+    console_for,
+    fitted,
+    flowed,
+    idle_devices,
+    labelled,
+    number_ranges,
+)
 from pipeplan.reporting.terminal import Bottleneck, zero_words
 from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
@@ -44,10 +53,13 @@ def print_answer(
     """
     console = console_for(file)
     name, ended = result.plan.name, _heading(request, simulation, result)
-    heading = flowed(Text.assemble((name, "bold"), f": {ended}"), console.width)
-    most = LINES - 1 - heading.plain.count("\n")
+    heading = [
+        *idle_devices(simulation.workload.idle_devices, len(simulation.workload.devices), console.width),
+        flowed(Text.assemble((name, "bold"), f": {ended}"), console.width),
+    ]
+    most = LINES - sum(1 + text.plain.count("\n") for text in heading)
     rows = fitted(list(_rows(request, result, simulation, written, keep)), console.width, most)
-    console.print(heading)
+    console.print(*heading, sep="\n")
     console.print(labelled(rows, console.width))
     console.print()
 
