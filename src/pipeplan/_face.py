@@ -178,6 +178,7 @@ def search(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
@@ -229,6 +230,8 @@ def search(
         zero_group: neighbouring replicas that share one copy of what is divided; by default all.
         shard_shared: whether shared blocks are split over all devices of the pipeline.
         slices: leading micro-batches whose warm-up forwards run in two halves.
+        late_inputs: whether an action may begin before all its inputs are there, and wait inside for those that only
+            later blocks need.
         planner: who chooses the stages: a published planner alone, as ``"graphpipe"``, or ``"auto"``, which is ours.
         recompute: activation checkpointing of all blocks (True, ``"all"``), of none (False, ``"none"``), of attention
             cores (``"selective"``), or searched.
@@ -312,6 +315,7 @@ def tune(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
@@ -376,6 +380,7 @@ def compare(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",

@@ -322,6 +322,13 @@ _OPTIONS = (
         "[default: auto; 0 for a named schedule or --rules]",
     ),
     click.option(
+        "--late-inputs",
+        type=Switch(_YES_NO),
+        default="auto",
+        help="Let an action begin before all its inputs are there, and wait inside for those that only later blocks "
+        "need; and send what its first blocks make before it ends. auto: where that is shorter.",
+    ),
+    click.option(
         "--planner",
         type=PLANNER,
         default="auto",
@@ -400,6 +407,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         shards=_number(flags["shards"]),
         context=_number(flags["context"]),
         spread=_YES_NO[flags["spread"]],
+        late_inputs=_YES_NO[flags["late_inputs"]],
         time_limit=flags["time_limit"] / 1e9,
     )
 

@@ -141,7 +141,8 @@ class Request:
     of a chain, ``context`` how many of them, or groups, share each sequence, ``positions`` how many devices, or groups
     of them, blocks pass in turn, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many
     leading micro-batches run their warmup forwards in two parts. ``planner`` is who chooses the stages: a published
-    planner alone (:mod:`pipeplan.planning.planners`), or ``auto``. ``time_limit`` is in seconds: by the
+    planner alone (:mod:`pipeplan.planning.planners`), or ``auto``. ``late_inputs`` says whether actions may wait inside
+    for messages (:mod:`pipeplan.costs.late_inputs`); None: where that is shorter. ``time_limit`` is in seconds: by the
     clock, or ``deterministic`` by work that takes about as long.
 
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
@@ -177,6 +178,7 @@ class Request:
     spread: bool | None = None
     num_parted: int | None = None
     planner: str = "auto"
+    late_inputs: bool | None = None
     time_limit: float = 30.0
     seed: int = 0
     deterministic: bool = False

@@ -15,6 +15,7 @@ from functools import cmp_to_key
 from typing import ClassVar
 
 from pipeplan.costs import build_workload, can_split
+from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.costs.zero import AUTO
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement, Plan
@@ -697,10 +698,22 @@ def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]
     """
     rules = request.rules
     found = [workload_of(request, candidate, split_backward=split) for split in _backward_ways(request)]
+    found = [each for workload in found for each in _input_ways(request, workload)]
     if rules is None or not rules.instructions:
         return found
     with naming(rules):
         return [with_instructions(workload, rules.instructions, request.cluster) for workload in found]
+
+
+def _input_ways(request: Request, workload: Workload) -> list[Workload]:
+    """The workload whose actions wait for all inputs first, whose actions may wait inside, or both."""
+    sliced = any(stage.num_parted for stage in workload.stages) or bool(request.num_parted)
+    if request.late_inputs is False or sliced or (request.rules is not None and request.rules.instructions):
+        return [workload]
+    late = with_late_inputs(request.profile, workload, request.cluster)
+    if late is workload:
+        return [workload]
+    return [late] if request.late_inputs else [workload, late]
 
 
 def _backward_ways(request: Request) -> list[bool]:

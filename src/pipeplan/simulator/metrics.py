@@ -232,7 +232,7 @@ def _step(
             return CriticalStep(task, "device" if task < graph.num_actions else "link"), other
     for other, lag in inputs:
         if starts[other] + graph.durations[other] + lag == starts[task]:
-            return CriticalStep(task, "transfer" if lag else "dependency", lag), other
+            return CriticalStep(task, "transfer" if lag > 0 else "dependency", lag), other
     raise AssertionError(f"{graph.label(task)} starts at {starts[task]} and nothing let it start then")
 
 
