@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from pipeplan.costs.experts import Experts
 from pipeplan.costs.stages import group_costs
 from pipeplan.costs.zero import Exchanging, Zero
 from pipeplan.files import Cluster, Edge, Profile
@@ -169,6 +170,7 @@ def _block_times(profile: Profile, stage: Stage, cluster: Cluster | None) -> dic
             recompute=again[block],
             zero=Zero.of(stage),
             exchanging=Exchanging.of(stage, cluster),
+            experts=Experts.of(stage),
         )[0]
         for block in stage.blocks
     ]
