@@ -184,6 +184,7 @@ def search(
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
+    launch_overhead: Duration | None = None,
     time_limit: Duration = 30,
     seed: int = 0,
     deterministic: bool = False,
@@ -239,6 +240,8 @@ def search(
         split_backward: whether input and weight gradients run separately.
         split_overhead: extra time of each input and weight gradient for being launched separately, as ``"20us"`` or in
             seconds.
+        launch_overhead: host time to launch a block, in each of its actions, beside the profile's costs; by default
+            what the profile says, else 0.
         time_limit: as ``"30s"`` or in seconds.
         seed: of the solver and of local search.
         deterministic: ``time_limit`` counts work, for which a busy machine takes longer: the same seed gives the same
@@ -321,6 +324,7 @@ def tune(
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
+    launch_overhead: Duration | None = None,
     time_limit: Duration = 30,
     seed: int = 0,
     deterministic: bool = False,
@@ -386,6 +390,7 @@ def compare(
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
+    launch_overhead: Duration | None = None,
     time_limit: Duration = 30,
     seed: int = 0,
     deterministic: bool = False,

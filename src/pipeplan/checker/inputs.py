@@ -51,6 +51,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     except UsageError as error:
         findings.add("profile", "recipe", f"is {plan.recipe}: {error}")
         return
+    profile = _launched(profile, plan.launch_overhead_ns)
     known = _Known.of(profile, apart=not plan.read_sha256)
     _check_block_order(plan, known, findings)
     operations: dict[int, list[Operation]] = defaultdict(list)
@@ -79,6 +80,22 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     if _knows_links(plan, cluster):
         _check_syncs(plan, profile, known, cluster, findings)
         _check_tied_syncs(plan, cluster, findings)
+
+
+def _launched(profile: Profile, overhead_ns: int) -> Profile:
+    """A profile whose every block takes so much longer in every action."""
+    if not overhead_ns:
+        return profile
+
+    def longer(row: CostRow) -> CostRow:
+        whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0) if row.backward_ns is None else row.backward_ns
+        times = {"forward_ns": row.forward_ns, "backward_ns": whole}
+        if row.input_grad_ns is not None and row.weight_grad_ns is not None:
+            times |= {"input_grad_ns": row.input_grad_ns, "weight_grad_ns": row.weight_grad_ns}
+        return row.model_copy(update={key: time + overhead_ns for key, time in times.items()})
+
+    blocks = (block.model_copy(update={"costs": tuple(map(longer, block.costs))}) for block in profile.blocks)
+    return profile.model_copy(update={"blocks": tuple(blocks)})
 
 
 class _Known(NamedTuple):

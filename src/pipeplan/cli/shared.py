@@ -355,6 +355,12 @@ _OPTIONS = (
         help="Extra time of each input and weight gradient that is launched separately.",
     ),
     click.option(
+        "--launch-overhead",
+        type=DURATION,
+        help="Host time to launch a block, in each of its actions, beside the profile's costs.  "
+        "[default: what the profile says, else 0]",
+    ),
+    click.option(
         "--time-limit", type=DURATION, default="30s", help="Stop searching and write the plan after this long."
     ),
     SEED,
@@ -407,6 +413,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         shards=_number(flags["shards"]),
         context=_number(flags["context"]),
         spread=_YES_NO[flags["spread"]],
+        launch_overhead_ns=flags["launch_overhead"],
         late_inputs=_YES_NO[flags["late_inputs"]],
         time_limit=flags["time_limit"] / 1e9,
     )

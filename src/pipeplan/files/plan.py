@@ -159,6 +159,12 @@ class Plan(File):
     dependencies: Items[Dependency]
     starts_ns: Annotated[dict[OperationId, Items[TimeSum]], Field(description="start of each micro-batch's action")]
     split_overhead_ns: Annotated[Nanoseconds, Field(description="in each I and W beside the profile's time")] = 0
+    launch_overhead_ns: Annotated[
+        Nanoseconds,
+        Field(
+            description="in each action, for each block, beside the profile's time", json_schema_extra={SAID_ONLY: True}
+        ),
+    ] = 0
     programs: Annotated[Items[Items[ActionText]], Field(description="per device, compute and communication")]
     repetend: Repetend | None = None
     loop: Annotated[Loop | None, Field(description="a round that runs more often than starts and programs say")] = None
@@ -181,6 +187,8 @@ class Plan(File):
             found.pop("loop", None)
         if not self.sum_order:
             found.pop("sum_order", None)
+        if not self.launch_overhead_ns:
+            found.pop("launch_overhead_ns", None)
         for device in found.get("devices", ()):
             if not device.get("reserve_bytes"):
                 device.pop("reserve_bytes", None)
