@@ -129,7 +129,8 @@ class Trial:
 
     ``bounds`` [way] ns that no schedule's iteration is below; ``best`` the schedule with the shortest iteration;
     ``parted`` the same with leading forwards in parts, if that is shorter or asked for, and ``parted_bound`` ns that
-    none with forwards in parts is below. ``steps`` are those of a search, ``notes`` what went wrong in them.
+    none with forwards in parts is below; ``late_bound`` the same of actions that wait inside. ``steps`` are those of a
+    search, ``notes`` what went wrong in them.
     ``searched`` says that schedules were not only looked at.
     """
 
@@ -139,6 +140,7 @@ class Trial:
     best: Schedule | None = None
     parted: Schedule | None = None
     parted_bound: int | None = None
+    late_bound: int | None = None
     steps: Sequence[SearchStep] = STEPS
     notes: list[str] = field(default_factory=list)
     searched: bool = False
@@ -156,7 +158,12 @@ class Trial:
     @property
     def bound_ns(self) -> int:
         """No iteration is shorter."""
-        return min(self.bounds if self.parted_bound is None else [*self.bounds, self.parted_bound])
+        return min([*self.bounds, *self._other_bounds])
+
+    @property
+    def _other_bounds(self) -> list[int]:
+        """Of what may become of its schedules at the end."""
+        return [bound for bound in (self.parted_bound, self.late_bound) if bound is not None]
 
     @property
     def value_ns(self) -> int | None:
@@ -292,8 +299,7 @@ class Trial:
         """The best schedule, with what is proved for every way of running backward, and forwards in parts."""
         found = self.parted or self.best
         assert found is not None
-        parted = [] if self.parted_bound is None else [self.parted_bound]
-        return replace(found, bound_ns=min(found.iteration_ns, *self.bounds, *parted))
+        return replace(found, bound_ns=min(found.iteration_ns, *self.bounds, *self._other_bounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -698,22 +704,19 @@ def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]
     """
     rules = request.rules
     found = [workload_of(request, candidate, split_backward=split) for split in _backward_ways(request)]
-    found = [each for workload in found for each in _input_ways(request, workload)]
+    if request.late_inputs:  # else the best are tried so at the end
+        found = [late_of(request, each) for each in found]
     if rules is None or not rules.instructions:
         return found
     with naming(rules):
         return [with_instructions(workload, rules.instructions, request.cluster) for workload in found]
 
 
-def _input_ways(request: Request, workload: Workload) -> list[Workload]:
-    """The workload whose actions wait for all inputs first, whose actions may wait inside, or both."""
-    sliced = any(stage.num_parted for stage in workload.stages) or bool(request.num_parted)
-    if request.late_inputs is False or sliced or (request.rules is not None and request.rules.instructions):
-        return [workload]
-    late = with_late_inputs(request.profile, workload, request.cluster)
-    if late is workload:
-        return [workload]
-    return [late] if request.late_inputs else [workload, late]
+def late_of(request: Request, workload: Workload) -> Workload:
+    """The workload whose actions may wait inside for messages; the same where none would, or may."""
+    if request.late_inputs is False or request.num_parted or (request.rules and request.rules.instructions):
+        return workload
+    return with_late_inputs(request.profile, workload, request.cluster)
 
 
 def _backward_ways(request: Request) -> list[bool]:
