@@ -131,7 +131,7 @@ def search(
         return search_plan(request, executor=executor, **how)
     from pipeplan.planning.workers import named_executor
 
-    with named_executor(executor) as named:
+    with named_executor(executor, within) as named:
         return search_plan(request, executor=named, **how)
 
 

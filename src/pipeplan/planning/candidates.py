@@ -123,7 +123,7 @@ def sharing(request: Request, placement: Placement) -> Placement:
     if request.zero is None:
         return placement
     shared = [(stage, request.sharing(stage.copies)) for stage in placement.stages]
-    keys: dict[str, int | None] = {"zero": 0, "zero_group": None}
+    keys: dict[str, int | None] = {"zero": 0, "zero_group": None, "unshard_every": None, "reduce_every": None}
     stages = tuple(
         stage if zero is None else stage.model_copy(update=keys | zero.keys(stage.copies)) for stage, zero in shared
     )

@@ -24,7 +24,7 @@ from pipeplan.runtime.executor.message_graph import (
     planned_messages,
 )
 from pipeplan.runtime.parallel import Share
-from pipeplan.workload.action import Action
+from pipeplan.workload.action import Action, StateAction
 from pipeplan.workload.elements import Again, Attribute, Dependency, Loop, Stage
 from pipeplan.workload.kinds import PARTED_ROLES, Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
@@ -269,7 +269,7 @@ def _looped(plan: Plan, loop: Loop, program: Program, copies: int) -> Program:
     """A program of several copies as one in which the last of them is repeated."""
     rounds: list[tuple[int, int]] = []
     entries: list[int] = []
-    first = _first_steps(program.steps)
+    first = _first_steps(program.steps, len(program.texts))
     later = 0
     for each in loop.rounds:
         begin, end = each.begins[program.rank], each.ends[program.rank]
@@ -290,12 +290,16 @@ def _looped(plan: Plan, loop: Loop, program: Program, copies: int) -> Program:
     return replace(program, mini_batch=plan.mini_batch, texts=texts, loop=repeated if repeated.repeats else None)
 
 
-def _first_steps(steps: Sequence[ProgramStep]) -> list[int]:
-    """[entry] the number of its first step, and of what comes after all entries.
+def _first_steps(steps: Sequence[ProgramStep], num_entries: int) -> list[int]:
+    """[entry] the number of its first step, or of the first after it if it has none; and of what comes after all.
 
     A part of an action that runs before an entry is counted as the entry's: it runs because that is next.
     """
-    return [0, *(index + 1 for index, step in enumerate(steps) if not step.part)]
+    found = [0] * (num_entries + 1)
+    for index, step in enumerate(steps):
+        if not step.part:
+            found[step.counter + 1] = index + 1
+    return list(itertools.accumulate(found, max))
 
 
 def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
@@ -395,6 +399,8 @@ class _Lowering:
         """
         running: list[ProgramStep] = []
         for counter, text in enumerate(texts):
+            if StateAction.read(text) is not None:
+                continue
             step = self._step(counter, Action.parse(text))
             if step.message is None:
                 yield from running
