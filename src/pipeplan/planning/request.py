@@ -199,6 +199,11 @@ class Request:
                 f"--recompute selective: no block of profile {self.profile.name!r} says what its attention core takes "
                 "(selective_ns); profile the model with --estimate, or give --recompute auto, none or all"
             )
+        if self.late_inputs and self.num_parted:
+            raise UsageError(
+                f"--slices {self.num_parted} is of forwards that take and give all of their samples at once, and "
+                "--late-inputs yes of forwards that do not; leave one of them out"
+            )
         if isinstance(self.placement, Placement):
             object.__setattr__(self, "placement", self.placement.whole)
         if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
