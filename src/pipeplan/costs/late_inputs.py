@@ -37,7 +37,7 @@ def with_late_inputs(
         return workload
     places = _crossings(profile, workload)
     known = [
-        _Parts.of(profile, workload, number, places, cluster, None if cuts is None else cuts[number])
+        _StageParts.of(profile, workload, number, places, cluster, None if cuts is None else cuts[number])
         for number in range(len(workload.stages))
     ]
     if not any(each.cuts for each in known):
@@ -89,7 +89,7 @@ def _gradient_ends(edges: _Edges) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _StageParts:
     """A stage's parts in the order of its forward: where they begin, and what their blocks take, by role."""
 
     stage: Stage
@@ -105,7 +105,7 @@ class _Parts:
         crossings: Mapping[tuple[int, int], _Crossing],
         cluster: Cluster | None,
         cuts: Sequence[int] | None,
-    ) -> _Parts:
+    ) -> _StageParts:
         """The parts of a stage: those given, or those that its messages ask for."""
         stage = workload.stages[number]
         if stage.configurations or stage.num_parted or not stage.blocks:
@@ -184,7 +184,7 @@ def _block_times(profile: Profile, stage: Stage, cluster: Cluster | None) -> dic
 
 
 def _between_parts(
-    dependency: Dependency, parts: Sequence[_Parts], crossings: Mapping[tuple[int, int], _Crossing]
+    dependency: Dependency, parts: Sequence[_StageParts], crossings: Mapping[tuple[int, int], _Crossing]
 ) -> Dependency:
     """A dependency between stages that leaves after the part that makes it, for the part that needs it."""
     source, target, role = dependency.source_stage, dependency.target_stage, dependency.source_role

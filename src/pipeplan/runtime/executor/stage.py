@@ -88,7 +88,7 @@ class _Graph:
 
 
 @dataclass(slots=True)
-class _Held:
+class _ForwardGraphs:
     """What a forward keeps for B, or for I: what came, a graph for each part, and the gradients that have come.
 
     ``values`` and ``outputs`` are for its own later parts.
@@ -170,7 +170,7 @@ class StageRunner:
     autocast: Autocast | None = None
     layouts: StageLayouts = field(default_factory=StageLayouts)
     loss: Tensor | None = None
-    _held: dict[Numbers, _Held] = field(default_factory=dict)
+    _held: dict[Numbers, _ForwardGraphs] = field(default_factory=dict)
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
     _compared: bool = False
     lack: tuple[int, float, str] | None = None
@@ -204,7 +204,7 @@ class StageRunner:
         kept = {name: self._kept(tensor, entering[name], len(own)) for name, tensor in received.items()}
         leaves = {name: _leaf(tensor, name in returned) for name, tensor in kept.items()}
         if part == 0:
-            self._held[own] = _Held(leaves, _Values(self.layouts, len(own), leaves, entering))
+            self._held[own] = _ForwardGraphs(leaves, _Values(self.layouts, len(own), leaves, entering))
         held = self._held[own]
         values = held.values
         assert values is not None, "parts run in order"
@@ -405,7 +405,7 @@ def _leaf(tensor: Tensor, with_gradient: bool) -> Tensor:
     return leaf.requires_grad_() if with_gradient and leaf.is_floating_point() else leaf
 
 
-def _roots(held: _Held) -> list[_Root]:
+def _roots(held: _ForwardGraphs) -> list[_Root]:
     """Where the backward of a forward's last part begins, whose graph is done with it.
 
     At its outputs and its loss, and at what later parts took of it.
