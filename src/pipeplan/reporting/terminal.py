@@ -21,6 +21,7 @@ from pipeplan.reporting.layout import (
     console_for,
     flowed,
     groups_of_equal,
+    idle_devices,
     labelled,
     more,
     number_ranges,
@@ -284,7 +285,7 @@ def print_simulation(simulation: Simulation, file: TextIO | None = None, width: 
 def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> list[RenderableType]:
     """The parts of the report, for a console of ``width`` columns."""
     return [
-        *_idle_devices(simulation, width),
+        *idle_devices(simulation.workload.idle_devices, len(simulation.workload.devices), width),
         flowed(_headline(simulation), width),
         labelled(_figures(simulation), width),
         *_devices(simulation, width),
@@ -293,12 +294,6 @@ def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> l
         flowed(_critical_path(simulation, "->" if ascii_only else "→"), width),
         *(flowed(Text(note, "dim"), width) for note in simulation.notes),
     ]
-
-
-def _idle_devices(simulation: Simulation, width: int) -> list[Text]:
-    idle, devices = simulation.workload.idle_devices, simulation.workload.devices
-    text = f"{len(idle)} of {counted(len(devices), 'device')} run nothing: {number_ranges(idle)}"
-    return [flowed(Text(text, "bold yellow"), width)] if idle else []
 
 
 def _headline(simulation: Simulation) -> Text:
