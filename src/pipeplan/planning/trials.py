@@ -157,13 +157,15 @@ class Trial:
 
     @property
     def bound_ns(self) -> int:
-        """No iteration is shorter."""
-        return min([*self.bounds, *self._other_bounds])
+        """No iteration is shorter: of actions that take all their inputs first, unless those of the best do not."""
+        bounds = self.bounds if self.parted_bound is None else [*self.bounds, self.parted_bound]
+        waits_inside = self.best is not None and self.best.workload.has_parts
+        return min(bounds) if self.late_bound is None or not waits_inside else min(*bounds, self.late_bound)
 
     @property
-    def _other_bounds(self) -> list[int]:
-        """Of what may become of its schedules at the end."""
-        return [bound for bound in (self.parted_bound, self.late_bound) if bound is not None]
+    def least_ns(self) -> int:
+        """No iteration is shorter, whatever the request leaves open."""
+        return self.bound_ns if self.late_bound is None else min(self.bound_ns, self.late_bound)
 
     @property
     def value_ns(self) -> int | None:
@@ -296,10 +298,13 @@ class Trial:
 
     @property
     def settled(self) -> Schedule:
-        """The best schedule, with what is proved for every way of running backward, and forwards in parts."""
+        """The best schedule, with what is proved for every way of running backward, and forwards in parts.
+
+        Of actions that take all their inputs first, if its own do, else of those that wait inside.
+        """
         found = self.parted or self.best
         assert found is not None
-        return replace(found, bound_ns=min(found.iteration_ns, *self.bounds, *self._other_bounds))
+        return replace(found, bound_ns=min(found.iteration_ns, self.bound_ns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -626,7 +631,7 @@ class PlanSearch:
     def bound_ns(self) -> int:
         """No plan that the request leaves open has a shorter iteration."""
         given = isinstance(self.request.placement, Placement)
-        return min([*self.others.values(), *(trial.bound_ns for trial in self.trials if given)], default=0)
+        return min([*self.others.values(), *(trial.least_ns for trial in self.trials if given)], default=0)
 
     def say(self, what: str) -> None:
         """Report that no plan is known yet; once, though all is tried again with replicas that divide more."""
