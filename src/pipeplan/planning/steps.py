@@ -26,6 +26,7 @@ from pipeplan.planning.alternatives import explained
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
 from pipeplan.planning.candidates import (
     LARGE,
+    UNDIVIDED,
     PlacementCandidate,
     Proposal,
     PublishedPlanners,
@@ -64,6 +65,7 @@ from pipeplan.time_limit import Limit, TimeUpError, checked, checkpoint, shielde
 from pipeplan.units import format_ns
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Recompute, Stage
+from pipeplan.workload.exchanges import exchange_work
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
 from pipeplan.workload.steady_state.loop import LoopedOrders, looped
@@ -186,7 +188,7 @@ def _quicker_ways(request: Request, candidate: PlacementCandidate, divided: Work
     stages: dict[Zero, dict[int, _Change]] = {}
     for index, stage in enumerate(divided.stages):
         for zero in _less_divided(request, stage):
-            stages.setdefault(zero, {})[index] = {"zero": 0, "zero_group": None} | zero.keys(stage.copies)
+            stages.setdefault(zero, {})[index] = UNDIVIDED | zero.keys(stage.copies)
     split = replace(request, split_backward=divided.splits_backward)
     found: dict[int, list[tuple[int, int, Zero]]] = {}
     for zero, changes in checked(stages.items(), 1):
@@ -213,7 +215,8 @@ def _stage_ns(workload: Workload, index: int) -> int:
     """What a stage's devices compute and exchange in an iteration, one after the other."""
     stage = workload.stages[index]
     actions = workload.mini_batch // (stage.microbatch_size * workload.num_routes)
-    return actions * workload.work_of_stages[index] + stage.sync_ns + stage.gather_ns
+    exchanged = exchange_work(workload, index)
+    return actions * workload.work_of_stages[index] + exchanged + stage.sync_ns + stage.gather_ns
 
 
 @dataclass(frozen=True)
@@ -446,14 +449,16 @@ class EvenCut(PlanStep):
     """A first plan: cut evenly, with 1F1B or GPipe, or the schedule that is asked for by name.
 
     Where there is none after ``seconds`` that is said, and for a ``share`` of the time that is left it is looked for
-    all the same. Where no more than ``hurry`` seconds are left it takes so little that it is made however late it is.
-    If nothing fits with what replicas may divide by default, something with more of it is kept for when nothing else is
-    found. Pipelines so deep that such a plan runs group by group get larger groups as long as making their plan takes
-    no more than a ``growth`` of the time that is left.
+    all the same, and until the process has worked ``working`` seconds, or half of what is left: what was begun for it
+    would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds are left it
+    takes so little that it is made however late it is. If nothing fits with what replicas may divide by default,
+    something with more of it is kept for when nothing else is found. Pipelines so deep that such a plan runs group by
+    group get larger groups as long as making their plan takes no more than a ``growth`` of the time that is left.
     """
 
     seconds: float = 2.0
     share: float = 0.2
+    working: float = 3.0
     hurry: float = 1.0
     growth: float = 0.2
     name = "even cut"
@@ -493,6 +498,7 @@ class EvenCut(PlanStep):
             tell=lambda: search.say(f"no {what} was found yet that fits: the search goes on"),
         )
         limit = Limit(max(self.seconds, self.share * search.budget.remaining), clock=search.budget.clock)
+        limit.wait(0.0, min(self.working, search.budget.remaining / 2))
         with limit.ended(), telling.enforced():
             short = self._look(search, search.request)
             if search.best is None and search.may_divide:

@@ -243,7 +243,8 @@ def processes(
     def made() -> ProcessPoolExecutor:
         # Threads of a progress line, and of the solver, do not survive a fork.
         context = get_context("spawn")
-        return ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(begin, given))
+        with deaf():  # so that what keeps account of their semaphores outlives a terminal, too
+            return ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(begin, given))
 
     def ended(executor: Executor) -> None:
         assert isinstance(executor, ProcessPoolExecutor)
@@ -267,8 +268,8 @@ def _gone(executor: Executor | None) -> bool:
 
 @contextmanager
 def deaf() -> Iterator[None]:
-    """Processes that begin inside do not hear Ctrl-C, which is for the one that makes them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # which they inherit
+    """Processes that begin inside hear no Ctrl-C nor hangup, which a terminal sends to all: whoever makes them does."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP])  # which they inherit
     try:
         yield
     finally:
