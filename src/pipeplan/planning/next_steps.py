@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,7 +15,7 @@ from pipeplan.costs.zero import AUTO
 from pipeplan.errors import PipeplanError
 from pipeplan.files import File, Placement
 from pipeplan.planning.build_plan import Result
-from pipeplan.planning.candidates import PlacementCandidate, has_table, sharing
+from pipeplan.planning.candidates import PlacementCandidate, has_table, is_large, sharing, uniform_choices
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import placement_bound
 from pipeplan.simulator.simulation import Simulation, simulate
@@ -153,6 +154,42 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
             yield NextStep("--zero auto", brings)
 
 
+def _no_splits(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    """That no block could be split, where a profile of an estimate has no costs for that: easily had, and often wanted."""
+    source = request.profile.source
+    if source.method != "estimated" or device_meant(source.device) is None or request.num_devices < 2:
+        return
+    if request.shards is None and all(row.shards == 1 for block in request.profile.blocks for row in block.costs):
+        yield NextStep(
+            "pipeplan profile ... --shards 1,2,4,8", "costs of split blocks: tensor parallelism is tried, too"
+        )
+
+
+def _more_sharing(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    """What ZeRO 2 and 3 may bring, which a search leaves out unless it is asked for them: by the table of layouts.
+
+    Of large requests that table takes a second or more, so that it is only said that they were left out.
+    """
+    if (
+        request.zero is not None
+        or request.num_devices < 2
+        or request.least_memory is None
+        or request.scheduler != "auto"
+    ):
+        return
+    if is_large(request):
+        yield NextStep("--zero auto", "looks at ZeRO 2 and 3 (FSDP), too")
+        return
+    with suppress(PipeplanError):
+        opened = replace(request, zero=AUTO, positions=request.positions if has_table(request) else 1)
+        about = min((each.usual_ns for level in opened.levels for each in uniform_choices(level)[:1]), default=math.inf)
+        gain = 1 - about / result.plan.predicted.iteration_ns
+        if gain >= _LEAST_GAIN:
+            yield NextStep(
+                "--zero auto", f"up to about {gain:.1%} shorter iterations; ZeRO 2 and 3 (FSDP) are tried, too", gain
+            )
+
+
 def _to_train(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
     """Without what only plans can do yet, where nobody asked for that and something may fit without."""
     stages, lacks = simulation.workload.stages, list[tuple[str, str]]()
@@ -197,6 +234,8 @@ _STEPS = (
     _other_schedules,
     _more_microbatches,
     _sharded_state,
+    _more_sharing,
+    _no_splits,
     _to_train,
     _less_recomputation,
     _memory_limit,
