@@ -26,6 +26,7 @@ from pipeplan.planning.alternatives import explained
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
 from pipeplan.planning.candidates import (
     LARGE,
+    UNDIVIDED,
     PlacementCandidate,
     Proposal,
     PublishedPlanners,
@@ -63,6 +64,7 @@ from pipeplan.time_limit import Limit, TimeUpError, checked, checkpoint, shielde
 from pipeplan.units import format_ns
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Recompute, Stage
+from pipeplan.workload.exchanges import exchange_work
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
 from pipeplan.workload.steady_state.loop import LoopedOrders, looped
@@ -185,7 +187,7 @@ def _quicker_ways(request: Request, candidate: PlacementCandidate, divided: Work
     stages: dict[Zero, dict[int, _Change]] = {}
     for index, stage in enumerate(divided.stages):
         for zero in _less_divided(request, stage):
-            stages.setdefault(zero, {})[index] = {"zero": 0, "zero_group": None} | zero.keys(stage.copies)
+            stages.setdefault(zero, {})[index] = UNDIVIDED | zero.keys(stage.copies)
     split = replace(request, split_backward=divided.splits_backward)
     found: dict[int, list[tuple[int, int, Zero]]] = {}
     for zero, changes in checked(stages.items(), 1):
@@ -212,7 +214,8 @@ def _stage_ns(workload: Workload, index: int) -> int:
     """What a stage's devices compute and exchange in an iteration, one after the other."""
     stage = workload.stages[index]
     actions = workload.mini_batch // (stage.microbatch_size * workload.num_routes)
-    return actions * workload.work_of_stages[index] + stage.sync_ns + stage.gather_ns
+    exchanged = exchange_work(workload, index)
+    return actions * workload.work_of_stages[index] + exchanged + stage.sync_ns + stage.gather_ns
 
 
 @dataclass(frozen=True)
@@ -724,6 +727,7 @@ def search_plan(
         timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
         notes=(*dict.fromkeys(notes), *slices_left_out(request, schedule.workload, "what was found does not fit so")),
         explanation=explained(search) if explain else None,
+        request=request,
     )
 
 
