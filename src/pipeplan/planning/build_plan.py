@@ -6,7 +6,7 @@ import platform
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from importlib.metadata import version
 from typing import Any
@@ -242,6 +242,7 @@ class Result(Displayed):
     placement one below ``placement_lower_bound_ns``; gaps are of the iteration over each. Where the placement is given
     there is but one of them. ``timed_out``: the search would have gone on. ``notes`` say which of its steps failed,
     and what was asked for and is not. ``explanation``, where it was asked for, has the next best plans.
+    ``request`` is what was asked; None of a result put together by hand.
     """
 
     plan: Plan
@@ -255,6 +256,7 @@ class Result(Displayed):
     timed_out: bool = False
     notes: tuple[str, ...] = ()
     explanation: Explanation | None = None
+    request: Request | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         bound = f"bound {format_ns(self.lower_bound_ns)}, gap {self.gap:.2%}"

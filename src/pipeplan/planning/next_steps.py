@@ -12,7 +12,7 @@ from pipeplan.costs import build_workload
 from pipeplan.costs.devices import device_meant
 from pipeplan.costs.zero import AUTO
 from pipeplan.errors import PipeplanError
-from pipeplan.files import File, Placement
+from pipeplan.files import File, Placement, Plan
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate, has_table, sharing
 from pipeplan.planning.request import Batch, Request
@@ -35,16 +35,18 @@ class NextStep:
     weight: float = 0.0
 
 
-def next_steps(request: Request, result: Result, simulation: Simulation, written: str | None) -> list[NextStep]:
+def next_steps(
+    request: Request, result: Result, simulation: Simulation, written: str | None, keep: str = "-o plan.json"
+) -> list[NextStep]:
     """What applies to a search and its plan: what is known to bring most first, those of unknown gain last.
 
-    ``written`` is the plan's file, if there is one.
+    ``written`` is the plan's file, if there is one; where there is none, ``keep`` is what writes it.
     """
     found = [step for steps in _STEPS for step in steps(request, result, simulation)]
     if written is None:
-        last = NextStep("-o plan.json", "writes the plan, for pipeplan simulate, check and run")
+        last = NextStep(keep, "writes the plan, for pipeplan simulate, check and run")
     else:
-        last = NextStep(f"pipeplan run {written} --emulate --local", "replays it with real processes and messages")
+        last = NextStep(f"pipeplan run {written} --emulate --local --steps 1", "replays it with real processes")
     return [*sorted(found, key=lambda step: -step.weight), last]
 
 
@@ -153,6 +155,22 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
             yield NextStep("--zero auto", brings)
 
 
+_TRAINABLE = (None, "fp32", "bf16", "bf16-autocast")
+"""Recipes that ``pipeplan run`` can train by; None is a profile's that names none."""
+
+
+def cannot_train(plan: Plan) -> list[str]:
+    """What of a plan ``pipeplan run`` can replay, but not train with yet, in words."""
+    stages, recipe = plan.workload.stages, plan.recipe
+    level = max((stage.zero for stage in stages if stage.sharers > 1), default=0)
+    lacks = [f"ZeRO {level}"] if level else []
+    lacks += ["shared sequences"] if any(stage.context > 1 for stage in stages) else []
+    lacks += ["shared experts"] if any(stage.expert > 1 for stage in stages) else []
+    if recipe is not None and not recipe.is_custom and recipe.name not in _TRAINABLE:
+        lacks.append(str(recipe.name))
+    return lacks
+
+
 def _to_train(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
     """Without what only plans can do yet, where nobody asked for that and something may fit without."""
     stages, lacks = simulation.workload.stages, list[tuple[str, str]]()
@@ -164,10 +182,13 @@ def _to_train(request: Request, result: Result, simulation: Simulation) -> Itera
         if request.context is not None or isinstance(request.placement, Placement):
             return
         lacks.append(("--cp 1", "share sequences"))
+    recipe = result.plan.recipe
+    if lacks and recipe is not None and recipe.name not in _TRAINABLE:
+        lacks.append(("--precision bf16", f"train by {recipe.name}"))
     if lacks:
         flags, words = zip(*lacks, strict=True)
-        cannot = f"cannot {words[0]}" if len(words) == 1 else f"can neither {' nor '.join(words)}"
-        yield NextStep(" ".join(flags), f"a plan that pipeplan run can train with: it {cannot} yet", 0.5)
+        cannot = f"cannot {words[0]}" if len(words) == 1 else f"can neither {', nor '.join(words)}"
+        yield NextStep(" ".join(flags), f"finds a plan that pipeplan run can train with; it {cannot} yet", 0.5)
 
 
 def _fullest(simulation: Simulation) -> int:

@@ -613,7 +613,7 @@ def splits_by(rules: Rules) -> bool:
 
 
 def _placed(rules: Rules) -> Rules:
-    """Rules that say each device's order, with the strategy whose stages stand so, if there is one."""
+    """Rules with an order, and the strategy that puts stages where it has them, if there is one."""
     stands, count = devices_of_stages(rules.order), len(rules.order)
     if rules.placement is not None or any(len(devices) != 1 for devices in stands):
         return rules
@@ -644,7 +644,8 @@ def choose_placement(
         given = profile.placement if wanted == "auto" else None
         if given is None and ruled is None and rules is not None and rules.order:
             raise UsageError(
-                f"the stages in the order of rules {rules.name!r} stand as no strategy has them; give --placement FILE"
+                f"no placement strategy puts stages where the order of rules {rules.name!r} has them; give "
+                "--placement FILE"
             )
         if given is None:
             return ruled or "auto", _count(profile, num_devices)
@@ -661,8 +662,8 @@ def choose_placement(
         if num_devices not in (None, given.num_devices):
             where = "the profile's placement" if wanted == "auto" else given.where
             raise UsageError(
-                f"--devices {num_devices} contradicts {where}, which stands on {given.num_devices}; leave --devices "
-                "out, or choose a --placement strategy"
+                f"--devices {num_devices} contradicts {where}, which is for {given.num_devices}; leave --devices out, "
+                "or choose a --placement strategy"
             )
         return given, given.num_devices
     assert isinstance(wanted, str)

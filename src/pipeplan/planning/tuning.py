@@ -435,6 +435,7 @@ class _Tuner:
             candidates=CandidateCounts(self.num_done + self.num_skipped, self.num_skipped, num_open),
             timed_out=num_open > 0 and not self.workers.interrupted,
             notes=slices_left_out(self.request, schedule.workload, "rules are tuned for whole forwards"),
+            request=self.request,
         )
 
     @property
