@@ -50,6 +50,7 @@ from pipeplan.planning.steps import search_plan
 from pipeplan.reporting.terminal import zero_words
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.simulator.recost import recosted, relinked
+from pipeplan.workload.elements import ONCE
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, MemoryBytes
 
 MIXED = Recipe(name="bf16-mixed")
@@ -514,6 +515,26 @@ def test_search_divides_as_much_as_it_must(memory: int, level: int) -> None:
         tied = EIGHT.model_copy(update={"tied": profile_of([1, 1], tied=[(0, 1)]).tied})
         with pytest.raises(InfeasibleError):
             search_plan(asked(tied, memory_bytes=memory, replicas=4, zero="auto"))
+
+
+def test_searches_choose_how_often_actions_exchange() -> None:
+    """Where exchanges take longer than compute, once an iteration; where that does not fit, inside of actions."""
+    cluster = cluster_of(4)
+    whole = search_plan(asked(EIGHT, replicas=4, zero=3, cluster=cluster)).plan
+    assert {(stage.unshard_every, stage.reduce_every) for stage in whole.stages} == {(ONCE, ONCE)}
+    assert any("UNSHARD" in text for text in whole.programs[0])
+    tight = search_plan(asked(EIGHT, replicas=4, zero=3, cluster=cluster, memory_bytes=52_000)).plan
+    assert {stage.reduce_every for stage in tight.stages} == {None}
+    assert whole.predicted.iteration_ns < tight.predicted.iteration_ns
+    stages = tuple(stage.model_copy(update={"unshard_every": 2, "reduce_every": 1}) for stage in whole.placed.stages)
+    placement = whole.placed.model_copy(update={"stages": stages})
+    words: dict[str, Any] = {"devices": None, "placement": placement, "microbatch_size": 4, "cluster": cluster}
+    given = search_plan(asked(EIGHT, **words)).plan
+    assert {(stage.unshard_every, stage.reduce_every) for stage in given.stages} == {(2, 1)}
+    again = search_plan(
+        asked(EIGHT, devices=None, placement=placement, microbatch_size=4, cluster=cluster, zero=1)
+    ).plan
+    assert {(stage.zero, stage.unshard_every) for stage in again.stages} == {(1, None)}
 
 
 def test_auto_divides_less_and_in_smaller_groups_where_that_is_quicker() -> None:
