@@ -224,7 +224,7 @@ def search(
             turn; by default searched.
         zero: what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, 2 gradients,
             too, 3 parameters, too, or ``"auto"``; by default 0, where memory is limited and the profile has costs of
-            several shards 0 or 1, and ``"auto"`` where nothing fits.
+            several shards any of them, and ``"auto"`` where nothing fits.
         zero_group: neighbouring replicas that share one copy of what is divided; by default all.
         shard_shared: whether shared blocks are split over all devices of the pipeline.
         slices: leading micro-batches whose warm-up forwards run in two halves.

@@ -215,8 +215,8 @@ _ZERO = (
         type=AutoOr(0, 3),
         metavar="auto|0|1|2|3",
         help="Sharded state: what replicas divide among them. 1: the optimizer's state and master copies; 2: "
-        "gradients, too; 3: parameters, too.  [default: 0; 0 or 1 where memory is limited and blocks can be split; "
-        "auto where nothing fits]",
+        "gradients, too; 3: parameters, too.  [default: 0; any level where memory is limited and blocks can be "
+        "split; auto where nothing fits]",
     ),
     click.option(
         "--zero-group",

@@ -108,7 +108,14 @@ class Exchanging(NamedTuple):
         zero = Zero.of(stage)
         if cluster is None or zero.level < IN_ACTIONS:
             return cls()
-        return cls(cluster, tuple(map(tuple, _groups(stage, zero.group))))
+        return cls(cluster, tuple(map(tuple, _groups(stage.devices, stage.shards, zero.group))))
+
+    @classmethod
+    def on_first(cls, cluster: Cluster | None, shards: int, copies: int, zero: Zero) -> Exchanging:
+        """Those of so many copies on a cluster's first devices, where their groups are as near as any."""
+        if cluster is None or zero.level < IN_ACTIONS:
+            return cls()
+        return cls(cluster, tuple(map(tuple, _groups(range(shards * copies), shards, zero.group))))
 
     @property
     def contention(self) -> float:
@@ -161,8 +168,8 @@ def exchange_ns(
     whose ``size`` it is, and from level 3 on parameters are gathered when they are used.
     """
     zero = Zero.of(stage)
-    groups = [group for each in {stage: None, **dict.fromkeys(sharing)} for group in _groups(each, zero.group)]
-    own = _groups(stage, zero.group)
+    groups = [group for each in {stage: None, **dict.fromkeys(sharing)} for group in _groups(each.devices, each.shards, zero.group)]
+    own = _groups(stage.devices, stage.shards, zero.group)
     across = [
         list(place) for shard in range(stage.shards) for place in zip(*groups[shard :: stage.shards], strict=True)
     ]
@@ -173,11 +180,11 @@ def exchange_ns(
     return round(scattered) + round(summed), round(gathered)
 
 
-def _groups(stage: Stage, group: int) -> list[list[int]]:
+def _groups(devices: Sequence[int], shards: int, group: int) -> list[list[int]]:
     """The devices of each group: those with the same shard, of neighbouring replicas; shards in turn."""
-    size = group * stage.shards
+    size = group * shards
     return [
-        list(stage.devices[begin + shard : begin + size : stage.shards])
-        for begin in range(0, len(stage.devices), size)
-        for shard in range(stage.shards)
+        list(devices[begin + shard : begin + size : shards])
+        for begin in range(0, len(devices), size)
+        for shard in range(shards)
     ]

@@ -22,7 +22,7 @@ from operator import add
 from typing import Any, NamedTuple
 
 from pipeplan.costs import StageCost, group_costs
-from pipeplan.costs.zero import WHOLE, Zero
+from pipeplan.costs.zero import WHOLE, Exchanging, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Edge, PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import ChainCosts, Repeat
@@ -56,13 +56,16 @@ class Pricing(NamedTuple):
     zero: Zero = WHOLE
     context: int = 1
 
-    def costs(self, profile: Profile, blocks: Iterable[str]) -> list[StageCost]:
-        """[block] what each costs as a stage of its own, on each device of a replica.
+    def costs(
+        self, profile: Profile, blocks: Iterable[str], exchanging: Exchanging = Exchanging()
+    ) -> list[StageCost]:
+        """[block] what each costs as a stage of its own, on each device of a replica, with what it exchanges there.
 
         Raises:
             UsageError: a block was not profiled so.
         """
         how: dict[str, Any] = {"context": self.context, "recompute": self.recompute, "zero": self.zero}
+        how["exchanging"] = exchanging
         return group_costs(profile, [(block,) for block in blocks], self.samples, self.shards, **how)
 
 

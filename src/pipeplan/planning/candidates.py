@@ -16,7 +16,8 @@ import numpy as np
 from pipeplan.costs import UNLIMITED, StageCost, build_workload, stage_costs
 from pipeplan.costs.after import AfterActions
 from pipeplan.costs.blocks import splitting_remedy
-from pipeplan.costs.zero import WHOLE, Zero
+from pipeplan.costs.stages import shared_in
+from pipeplan.costs.zero import GATHERED, IN_ACTIONS, WHOLE, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, PlacedStage, Placement, Profile
 from pipeplan.partition.baselines import dapple, pipedream, piper
@@ -258,7 +259,7 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
             continue
         strategies = _by_name(request)[:1] if longest else _strategies(request)
         for zero, batch, strategy in checked(
-            product(sharings(request, replicas * split.context), batches, strategies), 1
+            product(sharings(request, replicas * split.context, split.shards), batches, strategies), 1
         ):
             how = STRATEGIES[strategy]
             if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
@@ -288,12 +289,19 @@ def _chunks(request: Request, strategy: str, units: int) -> Sequence[int | None]
     return CHUNKS if strategy == "circular" and units <= MOST_IN_TURN else (2,)
 
 
-def sharings(request: Request, replicas: int) -> list[Zero]:
-    """What replicas may divide of what they keep: as asked, or where memory is limited nothing or optimizer state."""
+def sharings(request: Request, replicas: int, shards: int = 1) -> list[Zero]:
+    """What replicas may divide of what they keep: as asked; or where memory is limited nothing, or by any level.
+
+    What levels 2 and 3 exchange with each micro-batch is for groups of all replicas, or of as many as a node has.
+    """
     asked = request.sharing(replicas)
     if request.zero is not None or replicas == 1 or request.least_memory is None:
         return [] if asked is None else [asked]
-    return [WHOLE, Zero(1, replicas)]
+    if shared_in(request.profile):
+        return [WHOLE, Zero(1, replicas)]
+    near = math.gcd(replicas, request.unit // shards)
+    groups = dict.fromkeys(group for group in (replicas, near) if group > 1)
+    return [WHOLE, Zero(1, replicas), *(Zero(level, group) for level, group in product((IN_ACTIONS, GATHERED), groups))]
 
 
 def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
@@ -563,14 +571,16 @@ def _block_costs(same: _SameRequest, pricing: Pricing) -> list[StageCost]:
     return pricing.costs(same.request.profile, same.request.profile.topological_order())
 
 
-_CHECKS = 3
-"""How often stages recompute more where the schedule, looked at with true orders, does not fit after all."""
+_CHECKS = 6
+"""How often stages recompute more where the schedule, looked at with true orders, does not fit after all: twice as much
+more each time, as what they hold beside what is counted may change little."""
 
 
 def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidate:
     """The chain of a choice, cut so that each stage recomputes of its blocks what it must."""
     chain, usual = fitting_chain(request, choice), choice.usual
     assert usual is not None  # it is of the table
+    limits, short = [each.limit for each in chain.holdings], [0] * (1 + max(each.position for each in chain.holdings))
     for _ in checked(range(_CHECKS), 1):
         found = _cut_to_fit(chain, choice)
         if found is None:
@@ -581,7 +591,8 @@ def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidat
         over = excess(workload_of(request, candidate, split_backward=usual.splits), usual)
         if over is None or not any(over):
             return candidate
-        fewer = tuple(each._replace(limit=each.limit - over[each.position]) for each in chain.holdings)
+        short = [2 * before + more if more else before for before, more in zip(short, over, strict=True)]
+        fewer = tuple(each._replace(limit=limit - short[each.position]) for each, limit in zip(chain.holdings, limits))
         chain = replace(chain, holdings=fewer)
     raise InfeasibleError(
         f"no cut into {chain.num_stages} stages was found that fits with {usual.name or 'any schedule'}, whatever is "

@@ -157,7 +157,7 @@ def _to_train(request: Request, result: Result, simulation: Simulation) -> Itera
     """Without what only plans can do yet, where nobody asked for that and something may fit without."""
     stages, lacks = simulation.workload.stages, list[tuple[str, str]]()
     if any(stage.sharers > 1 for stage in stages):
-        if request.zero is not None or not has_table(request) or max(stage.zero for stage in stages) > 1:
+        if request.zero is not None or not has_table(request):
             return
         lacks.append(("--zero 0", "divide state"))
     if any(stage.context > 1 for stage in stages):

@@ -136,7 +136,7 @@ class Request:
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
     and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
-    in a table of uniform layouts 0 or 1, and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
+    in a table of uniform layouts any, and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
     of a chain, ``context`` how many of them, or groups, share each sequence, ``positions`` how many devices, or groups
     of them, blocks pass in turn, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipeplan.costs import StageCost, can_split, transfer_time
 from pipeplan.costs.after import AfterActions, least_steps_ns
 from pipeplan.costs.stages import state_costs
-from pipeplan.costs.zero import WHOLE, Zero
+from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanged, Exchanging, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Edge, Profile
 from pipeplan.partition.chain.costs import Array, FloatArray
@@ -106,14 +106,14 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
         for key in checked(dict.fromkeys((pricing._replace(zero=WHOLE), levels) for pricing, levels in keys), 1)
     }
     kept = {
-        (shards, zero): blocks.kept(shards, zero)
+        (shards, zero): (blocks.kept(shards, zero), blocks.exchanging_bytes(shards, zero))
         for shards, zero in checked(dict.fromkeys((pricing.shards, pricing.zero) for pricing, _ in keys), 1)
         if zero != WHOLE
     }
     sums = {
         (pricing, levels): own
         if (own := whole[pricing._replace(zero=WHOLE), levels]) is None or pricing.zero == WHOLE
-        else own.shared(kept[pricing.shards, pricing.zero])
+        else own.shared(*kept[pricing.shards, pricing.zero])
         for pricing, levels in checked(keys, 1)
     }
     kinds = dict.fromkeys((choice.strategy, choice.per_position) for choice in checked(choices))
@@ -126,7 +126,7 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
     ]
     if not known:
         return []
-    table = _BoundTable.of(request, *map(list, zip(*known, strict=True)))
+    table = _BoundTable.of(request, blocks, *map(list, zip(*known, strict=True)))
     fewer = np.array(_fewer([choice for choice, _, _ in known]))
     order = np.lexsort((table.usual, fewer, ~table.fits))
     found: list[BoundedChoice] = []
@@ -197,10 +197,21 @@ class Blocks:
         known = pricing.costs(self.profile, self.each)
         return [known[kind] for kind in self.kinds]
 
+    def exchanged_ns(self, pricing: Pricing, exchanging: Exchanging) -> int:
+        """Ns by which all blocks take longer with what they exchange beside what they compute."""
+        alone, beside = (pricing.costs(self.profile, self.each, own) for own in (Exchanging(), exchanging))
+        longer = [two.compute_ns - one.compute_ns for one, two in zip(alone, beside, strict=True)]
+        return sum(longer[kind] for kind in self.kinds)
+
     def kept(self, shards: int, zero: Zero) -> list[StageCost]:
         """[block] only what it keeps. Raises UsageError where one shares what it would gather."""
         known = state_costs(self.profile, self.each, shards, zero)
         return [known[kind] for kind in self.kinds]
+
+    def exchanging_bytes(self, shards: int, zero: Zero) -> int:
+        """Bytes that are there whole while a block runs, of what copies divide: at most."""
+        blocks, recipe = {block.id: block for block in self.profile.blocks}, self.profile.recipe
+        return max(Exchanged.of(blocks[name], recipe, zero, shards).workspace_bytes for name in self.each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +299,13 @@ class _Sums:
             eased=_eased(costs, blocks.costs(pricing._replace(recompute=request.recompute or False))),
         )
 
-    def shared(self, kept: Sequence[StageCost]) -> _Sums:
-        """The same where replicas divide what they keep: these are the blocks' states."""
+    def shared(self, kept: Sequence[StageCost], whole_bytes: int) -> _Sums:
+        """The same where replicas divide what they keep: the blocks' states, and what is whole while a block runs."""
         static, gradients = _static_bytes(kept)
         alone = max(cost.static_bytes + beside for cost, beside in zip(kept, self.beside_bytes, strict=True))
-        return replace(self, static_bytes=static, gradient_bytes=gradients, alone_bytes=alone)
+        workspace = self.workspace_bytes + whole_bytes
+        kept_so = {"static_bytes": static, "gradient_bytes": gradients, "alone_bytes": alone}
+        return replace(self, **kept_so, workspace_bytes=workspace)
 
 
 def _static_bytes(costs: Sequence[StageCost]) -> tuple[int, int]:
@@ -412,7 +425,12 @@ class _BoundTable:
 
     @classmethod
     def of(
-        cls, request: Request, choices: Sequence[Choice], usual: Sequence[Usual], sums: Sequence[_Sums]
+        cls,
+        request: Request,
+        blocks: Blocks,
+        choices: Sequence[Choice],
+        usual: Sequence[Usual],
+        sums: Sequence[_Sums],
     ) -> _BoundTable:
         """Of these choices, each with a usual schedule and the sums of its costs."""
         schedules = _by_usual(choices, usual)
@@ -462,7 +480,8 @@ class _BoundTable:
         even = work / p  # of several stages on a position, some are longer and others shorter than that
         uneven = np.maximum(0.0, longest[of_line, p.astype(np.int64) - 1] - even) / per_position
         paced = column(_paced(choices, [each.sums_ns for each in sums]))
-        busiest = np.where(paced > 0, paced, even + uneven) + again / p
+        exchanged = column(_exchanged_ns(request, blocks, choices))
+        busiest = np.where(paced > 0, paced, even + uneven) + (again + exchanged) / p
         after = AfterActions.of(request.profile, request.cluster)
         sums_ns = column(_after_ns(after, each, own) for each, own in zip(choices, sums, strict=True))
         stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.width for each in choices))
@@ -562,6 +581,20 @@ def _paced(choices: Sequence[Choice], lines: Sequence[Array]) -> Iterator[float]
             borders = np.minimum(borders, len(line) - 1 - count + places)
             stages = np.diff(line[[0, *borders, len(line) - 1]])
             known[key] = float(stages.reshape(turns, positions).max(axis=1).sum())
+        yield known[key]
+
+
+def _exchanged_ns(request: Request, blocks: Blocks, choices: Sequence[Choice]) -> Iterator[int]:
+    """[choice] ns that a micro-batch's actions wait for what copies exchange, on the cluster's first devices."""
+    known: dict[tuple[Pricing, int], int] = {}
+    for choice in choices:
+        if request.cluster is None or choice.zero.level < IN_ACTIONS:
+            yield 0
+            continue
+        key = choice.pricing, choice.copies
+        if key not in known:
+            near = Exchanging.on_first(request.cluster, choice.shards, choice.copies, choice.zero)
+            known[key] = blocks.exchanged_ns(choice.pricing, near)
         yield known[key]
 
 
