@@ -627,6 +627,8 @@ def estimate(
     shared: str | Sequence[str] = (),
     shards: Counts = 1,
     context: Counts = 1,
+    expert: Counts = 1,
+    load_factor: float = 1.0,
     recompute: bool = False,
     dtype: Dtype | None = None,
     precision: str | None = None,
@@ -644,6 +646,9 @@ def estimate(
         model: as all arguments that are not named here, see :func:`profile`.
         device: preset whose rates are taken, as ``"a100-80gb"``.
         context: numbers of devices that share each sequence; costs of whole ones are there, too.
+        expert: numbers of devices that share experts, each with whole ones of its own; costs of experts that are split
+            as all else are there, too.
+        load_factor: how many times the average the fullest of these devices has to do.
         dtype: number format; by default that of ``precision``, else the preset's.
         precision: recipe of what training keeps of every parameter; by default ``"bf16-mixed"`` for bfloat16,
             ``"fp16-mixed"`` for float16.

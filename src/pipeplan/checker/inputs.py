@@ -6,6 +6,8 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
@@ -187,6 +189,7 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
                 samples,
                 stage.shards,
                 context=stage.context,
+                expert=stage.expert,
                 recompute=again,
                 input_bytes=sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ())),
                 recipe=known.recipe,
@@ -218,7 +221,10 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
             findings.add("profile", f"stages[{number}].zero", text)
     expected = MemoryBytes()
     for block, held in zip(stage.blocks, parts, strict=True):
-        expected += _share(known.kept[block], held[0].num_parts, stage, known)
+        own = _of_experts(block, stage, known)
+        expected += _share(known.kept[block] - own, held[0].num_parts, stage, known)
+        if own.total:
+            expected += _share(own, stage.expert, _as_on_experts(stage), known)
     for tied in profile.tied:
         before: set[tuple[HeldPart, ...]] = set()
         for block, held in zip(stage.blocks, parts, strict=True):
@@ -243,6 +249,30 @@ def _share(state: MemoryBytes, parts: int, stage: Stage, known: _Known, *, least
         cut = parts * (_sharers(stage) if kind in divided and stage.zero else 1)
         found[kind] = size // cut if least else (size + cut - 1) // cut
     return MemoryBytes(found)
+
+
+def _of_experts(block: str, stage: Stage, known: _Known) -> MemoryBytes:
+    """What training keeps of a block's experts, where the stage has them apart: else nothing is."""
+    found = known.blocks[block]
+    if stage.expert == 1 or not found.expert_parameters:
+        return MemoryBytes()
+    part = found.expert_parameters, found.parameters + found.frozen_parameters
+    return MemoryBytes((kind, size * part[0] // part[1]) for kind, size in known.kept[block].items())
+
+
+def _as_on_experts(stage: Stage) -> Stage:
+    """A stage whose shards are the devices of a group with all experts, and whose replicas are such groups."""
+    across = None if stage.zero_group is None else max(1, stage.zero_group * stage.shards // stage.expert)
+    groups = len(stage.devices) // stage.expert
+    return replace(stage, shards=stage.expert, replicas=groups, context=1, zero_group=across)
+
+
+def _on_experts(stage: Stage, known: _Known) -> Stage:
+    """The same with what a device keeps of experts, where the stage has them apart: else of nothing."""
+    side, kept = _as_on_experts(stage), MemoryBytes()
+    for block in stage.blocks:
+        kept += _share(_of_experts(block, stage, known), stage.expert, side, known)
+    return side.with_state(kept)
 
 
 def _sharers(stage: Stage) -> int:
@@ -388,18 +418,41 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
         alike = {other for block in stage.blocks for other in stages_of[block]}
         own = stage.state[GRADIENTS] - sum(each.state[GRADIENTS] for each in apart)
         others = [plan.stages[other] for other in sorted(alike)]
+        experts = _on_experts(stage, known)
+        rest, sides = stage.with_state(stage.state - experts.state), [_as_on_experts(other) for other in others]
 
-        def time(size: int, stage: Stage = stage, others: Sequence[Stage] = others) -> tuple[int, int]:
-            if stage.zero and _sharers(stage) > 1:
-                return _sharded_ns(stage, others, size, known, cluster)
-            holders = sorted({device for other in others for device in other.devices})
-            return all_reduce_time(cluster, holders[:: stage.shards], size), 0
-
-        expected, gathered = time(own)
+        time = partial(_both_summed_ns, (rest, others), (experts, sides), known, cluster)
+        expected, gathered = time(own, experts.state[GRADIENTS])
         _check_buckets(number, plan, profile, known, {each.name for each in apart}, time, findings)
         if stage.configurations:
             expected += _inside_ns(stage, profile, {each.name for each in apart}, known, cluster)
         _compare(f"stages[{number}]", stage, {"sync_ns": expected, "gather_ns": gathered}, findings)
+
+
+def _both_summed_ns(
+    rest: tuple[Stage, Sequence[Stage]],
+    experts: tuple[Stage, Sequence[Stage]],
+    known: _Known,
+    cluster: Cluster | None,
+    size: int,
+    of_experts: int,
+) -> tuple[int, int]:
+    """:func:`_summed_ns` of ``size`` bytes, of which those ``of_experts`` have copies of their own."""
+    sums, gathers = _summed_ns(*rest, size - of_experts, known, cluster)
+    if of_experts:
+        more, further = _summed_ns(*experts, of_experts, known, cluster)
+        sums, gathers = sums + more, gathers + further
+    return sums, gathers
+
+
+def _summed_ns(
+    stage: Stage, others: Sequence[Stage], size: int, known: _Known, cluster: Cluster | None
+) -> tuple[int, int]:
+    """Ns to sum gradients of a stage with those of the others that have its blocks, and to gather what is updated."""
+    if stage.zero and _sharers(stage) > 1:
+        return _sharded_ns(stage, others, size, known, cluster)
+    holders = sorted({device for other in others for device in other.devices})
+    return all_reduce_time(cluster, holders[:: stage.shards], size), 0
 
 
 def _check_buckets(
@@ -408,7 +461,7 @@ def _check_buckets(
     profile: Profile,
     known: _Known,
     apart: Collection[str],
-    time: Callable[[int], tuple[int, int]],
+    time: Callable[[int, int], tuple[int, int]],
     findings: Findings,
 ) -> None:
     """Bytes of each bucket are those of its blocks, each with what it shares with none before it in the stage.
@@ -427,15 +480,18 @@ def _check_buckets(
     spent = [(row.weight_grad_ns or 0) if action.role is Role.WEIGHT_GRAD else row.whole_backward_ns for row in rows]
     end = len(rows)
     for place, bucket in enumerate(stage.buckets[: len(rows)]):
-        begin, size = end - bucket.blocks, 0
+        begin, size, of_experts = end - bucket.blocks, 0, 0
         for index in range(begin, end):
-            size += -(-known.kept[stage.blocks[index]][GRADIENTS] // stage.shards)
+            apart_of_it = _of_experts(stage.blocks[index], stage, known)[GRADIENTS]
+            of_experts += -(-apart_of_it // stage.expert)
+            size += -(-(known.kept[stage.blocks[index]][GRADIENTS] - apart_of_it) // stage.shards)
             for tied in profile.tied:
                 again = tied.name in apart or not set(tied.blocks).isdisjoint(stage.blocks[:index])
                 if stage.blocks[index] in tied.blocks and again:
                     size -= known.kept_tied[tied.name][GRADIENTS] // stage.shards
         ahead = action.duration_ns * sum(spent[:begin]) // max(1, sum(spent))
-        expected = {"bytes": size, "ahead_ns": ahead, "sync_ns": time(size)[0]}
+        size += of_experts
+        expected = {"bytes": size, "ahead_ns": ahead, "sync_ns": time(size, of_experts)[0]}
         _compare(f"stages[{number}].buckets[{place}]", bucket, expected, findings)
         end = begin
 

@@ -109,7 +109,8 @@ def _divided(plan: Plan, number: int) -> str:
     """What the replicas of a stage divide: nothing where each has a copy of its own."""
     stage = plan.stages[number]
     group = stage.zero_group or stage.copies
-    return f"zero {stage.zero} over {group} replicas" if stage.zero and group > 1 else "zero 0"
+    experts = f", experts over {stage.expert} devices" if stage.expert > 1 else ""
+    return (f"zero {stage.zero} over {group} replicas" if stage.zero and group > 1 else "zero 0") + experts
 
 
 def _check_routes(plan: Plan, placed: set[tuple[int, str]], findings: Findings) -> None:

@@ -177,6 +177,18 @@ def _read_text(path: str) -> str:
     default="1",
     help="Numbers of devices that share each sequence, for an estimate; whole ones are there, too.",
 )
+@click.option(
+    "--expert",
+    type=COUNTS,
+    default="1",
+    help="Numbers of devices that share experts, each with whole ones, for an estimate.",
+)
+@click.option(
+    "--load-factor",
+    type=float,
+    default=1.0,
+    help="How many times the average the fullest device with experts has to do.",
+)
 @click.option("--recompute", is_flag=True, help="Also give costs with activation checkpointing.")
 @click.option(
     "--dtype",
@@ -280,7 +292,10 @@ _USES = {
         {"communication", "output"},
         {"processes", "min_bytes", "max_bytes", "repeats", "warmup", "device", "cluster", "level", "as_json"},
     ),
-    "estimate": ({"name", "output", "estimate"}, _MODEL | {"calibrate", "kernels", "context", "cluster", "as_json"}),
+    "estimate": (
+        {"name", "output", "estimate"},
+        _MODEL | {"calibrate", "kernels", "context", "expert", "load_factor", "cluster", "as_json"},
+    ),
     "name": ({"name", "output"}, _MODEL | {"threads", "repeats", "warmup", "seed", "cluster", "as_json"}),
 }
 """What says which use is meant -> the parameters it needs, and those it may have."""
@@ -442,7 +457,10 @@ def estimated(
         _model(given, remarks.keep, meta=True),
         given["microbatch"],
         device=given["device"],
-        **{name: given[name] for name in ("dtype", *_RECIPE, "shards", "context", "recompute", "kernels")},
+        **{
+            name: given[name]
+            for name in ("dtype", *_RECIPE, "shards", "context", "expert", "load_factor", "recompute", "kernels")
+        },
         calibration=None if runs is not None else given_file("profile", calibration),
         runs=runs,
         cluster=given_file("cluster", given["cluster"]),

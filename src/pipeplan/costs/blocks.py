@@ -23,13 +23,14 @@ def block_costs(
     shards: int = 1,
     *,
     context: int = 1,
+    expert: int = 1,
     recompute: Again = False,
     input_bytes: int = 0,
     recipe: Recipe | None = None,
 ) -> CostRow:
     """The block's row for a micro-batch size, interpolated linearly between its neighbours where it has none.
 
-    A device has one of ``context`` parts of each sequence.
+    A device has one of ``context`` parts of each sequence, and the experts of one of ``expert`` devices.
 
     With a ``recipe`` by which parameters are cast when they are used, the workspace has their part of the copy.
 
@@ -39,11 +40,20 @@ def block_costs(
     says; a row that says nothing of one stays as it is.
 
     Raises:
-        UsageError: no rows for this shard count and context, or the size is outside the rows' range.
+        UsageError: no rows for this shard count, context and expert, or the size is outside the rows' range.
     """
-    row = _row_for(block, microbatch_size, shards, context, recompute=recompute, input_bytes=input_bytes)
-    running = 0 if recipe is None else running_bytes(block, recipe)
-    return row.model_copy(update={"workspace_bytes": row.workspace_bytes - (-running // shards)}) if running else row
+    row = _row_for(block, microbatch_size, shards, context, expert, recompute=recompute, input_bytes=input_bytes)
+    running = 0 if recipe is None else running_on(block, recipe, shards, expert)
+    return row.model_copy(update={"workspace_bytes": row.workspace_bytes + running}) if running else row
+
+
+def running_on(block: Block, recipe: Recipe, shards: int, expert: int = 1) -> int:
+    """Of :func:`running_bytes` those on one device: experts of one of ``expert``, of all else one of ``shards``."""
+    whole = running_bytes(block, recipe)
+    if expert == 1 or not whole or not block.expert_parameters:
+        return -(-whole // shards)
+    own = whole * block.expert_parameters // (block.parameters + block.frozen_parameters)
+    return -(-(whole - own) // shards) - (-own // expert)
 
 
 def require_row(where: str, row: Mapping[str, Any]) -> None:
@@ -68,15 +78,23 @@ _MOST = {"ns": MAX_NS, "bytes": MAX_BYTES}
 
 
 def _row_for(
-    block: Block, microbatch_size: int, shards: int, context: int, *, recompute: Again, input_bytes: int
+    block: Block, microbatch_size: int, shards: int, context: int, expert: int, *, recompute: Again, input_bytes: int
 ) -> CostRow:
     if recompute == "selective":
-        return _core_recomputed(_row_for(block, microbatch_size, shards, context, recompute=False, input_bytes=0))
-    own = (row for row in block.rows(context) if row.shards == shards and row.recompute == recompute)
+        return _core_recomputed(
+            _row_for(block, microbatch_size, shards, context, expert, recompute=False, input_bytes=0)
+        )
+    own = (row for row in block.rows(context, expert) if row.shards == shards and row.recompute == recompute)
     rows = sorted((row for row in own if not row.configuration), key=lambda row: row.microbatch_size)
     if not rows and recompute:
-        whole = _row_for(block, microbatch_size, shards, context, recompute=False, input_bytes=0)
+        whole = _row_for(block, microbatch_size, shards, context, expert, recompute=False, input_bytes=0)
         return _recomputed(whole, input_bytes)
+    if not rows and block.rows(context) and not block.rows(context, expert):
+        known = sorted({row.expert for row in block.costs if row.context == context})
+        raise UsageError(
+            f"block {block.id!r} has no costs for expert {expert}, only for {known}; profile it with --estimate "
+            f"--expert {expert}"
+        )
     if not rows and not block.rows(context):
         known = sorted({row.context for row in block.costs})
         raise UsageError(
@@ -84,7 +102,7 @@ def _row_for(
             f"--context {context}"
         )
     if not rows:
-        known = sorted({row.shards for row in block.rows(context)})
+        known = sorted({row.shards for row in block.rows(context, expert)})
         raise UsageError(f"block {block.id!r} has no costs for {shards} shards, only for {known}; profile it with them")
     below = [row for row in rows if row.microbatch_size <= microbatch_size]
     above = [row for row in rows if row.microbatch_size >= microbatch_size]
@@ -145,6 +163,7 @@ def _between(low: CostRow, high: CostRow, microbatch_size: int) -> CostRow:
         "microbatch_size": microbatch_size,
         "shards": low.shards,
         "context": low.context,
+        "expert": low.expert,
         "recompute": low.recompute,
         "sequence_parallel": low.sequence_parallel,
     }

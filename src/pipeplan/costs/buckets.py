@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from pipeplan.costs.blocks import block_costs
+from pipeplan.costs.experts import Experts, kept_of
 from pipeplan.costs.shared import SharedState
 from pipeplan.costs.zero import Zero, cuts
 from pipeplan.workload.elements import Bucket, Operation, Stage, TiedState
@@ -38,7 +39,8 @@ def with_buckets(
         stage = stages[operation.stage]
         if stage.zero > 1:
             continue
-        summed = stage.copies > 1 or not with_others.isdisjoint(stage.blocks)
+        copied = stage.copies > 1 or len(stage.devices) > stage.expert > 1
+        summed = copied or not with_others.isdisjoint(stage.blocks)
         if operation.role in GRADIENT_ROLES and summed and len(stage.blocks) > 1 and operation.stage not in given:
             apart = {each.name for each in tied if operation.stage in each.stages}
             found[operation.stage] = replace(stage, buckets=_buckets(shared, stage, apart, operation))
@@ -56,7 +58,9 @@ def _buckets(shared: SharedState, stage: Stage, apart: Collection[str], operatio
         return ()
     samples = stage.microbatch_size // stage.replicas
     rows = [
-        block_costs(shared.blocks[id_], samples, stage.shards, context=stage.context, recompute=again)
+        block_costs(
+            shared.blocks[id_], samples, stage.shards, context=stage.context, expert=stage.expert, recompute=again
+        )
         for id_, again in zip(stage.blocks, stage.again, strict=True)
     ]
     deferred = operation.role is Role.WEIGHT_GRAD
@@ -73,8 +77,9 @@ def _buckets(shared: SharedState, stage: Stage, apart: Collection[str], operatio
 
 def _gradient_bytes(shared: SharedState, stage: Stage, apart: Collection[str]) -> list[int]:
     """[block] bytes of gradients that a device sums with it."""
-    cut = cuts(shared.profile.recipe, Zero.of(stage), stage.shards)
-    found = [shared.kept[id_].share(cut)[GRADIENTS] for id_ in stage.blocks]
+    recipe, zero, experts = shared.profile.recipe, Zero.of(stage), Experts.of(stage)
+    cut = cuts(recipe, zero, stage.shards)
+    found = [kept_of(shared.blocks[id_], recipe, stage.shards, zero, experts)[GRADIENTS] for id_ in stage.blocks]
     for each in shared.profile.tied:
         places = [index for index, id_ in enumerate(stage.blocks) if id_ in each.blocks]
         for index in places[each.name not in apart :]:

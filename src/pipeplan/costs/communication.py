@@ -215,6 +215,49 @@ def time_of_groups(cluster: Cluster | None, exchange: Exchange, groups: Sequence
     return price_at(cluster, Exchange(exchange.operation, carried), len(groups[0]), level)
 
 
+@dataclass(frozen=True, slots=True)
+class LinkPath:
+    """Links that a device's words take, innermost first: how many devices are in a group of places of each.
+
+    ``levels`` are pairs of the devices in one of the places that a link goes between, and of its bytes per second for
+    each device, where all of these send at once.
+    """
+
+    levels: tuple[tuple[int, float], ...]
+    latency_ns: float = 0.0
+
+    @classmethod
+    def in_cluster(cls, cluster: Cluster, devices: int) -> LinkPath:
+        """Of the first devices of a cluster, with the limit that all devices of a node share."""
+        found, place, latency = list[tuple[int, float]](), 1, 0
+        for level in cluster.levels:
+            if place >= devices:
+                break
+            rate, shared = float(level.bandwidth_bytes_per_s), level.node_bandwidth_bytes_per_s
+            found.append((place, rate if shared is None else min(rate, shared / place)))
+            place, latency = level.group_size, level.latency_ns
+        return cls(tuple(found), latency)
+
+
+def dispatch_ns(sent_bytes: float, experts_each: int, devices: int, links: LinkPath) -> float:
+    """Ns in which each device sends each of its words to those of ``devices`` that have one of its experts.
+
+    A word goes once to each node where it has any, and there once to each device. Which experts words go to is taken
+    as even and independent; ``sent_bytes`` are a device's words, each counted once.
+    """
+    times = [
+        1e9 * sent_bytes * places_reached(devices / place, experts_each) / rate
+        for place, rate in links.levels
+        if devices > place
+    ]
+    return max(times) + links.latency_ns if times else 0.0
+
+
+def places_reached(places: Any, experts_each: Any) -> Any:
+    """Of numbers, or arrays of them: how many other places than its own one of a word's experts are in, on average."""
+    return places * (1 - (1 - 1 / places) ** experts_each) * (1 - 1 / places)
+
+
 def send_time(cluster: Cluster | None, pairs: Sequence[tuple[int, int]], size: int) -> int:
     """Time in ns when every pair's first device sends ``size`` bytes to its second, all at once."""
     busiest = busiest_pair(cluster, pairs)

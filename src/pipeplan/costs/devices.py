@@ -32,7 +32,8 @@ class Kernel:
 
     ``weights`` is whether it is a product with weights, or of their gradient: what recipes with FP8 run so. Where it is
     known ``product`` says rows, inner size and columns of how many alike products, and ``form`` what is not a product
-    of one or several matrices: fused attention, with its ``head_size``, or products of groups of rows.
+    of one or several matrices: fused attention, with its ``head_size``, or products of groups of rows, of whose bytes
+    ``expert_bytes`` are the groups' weights and their gradients.
     """
 
     flops: int
@@ -42,6 +43,7 @@ class Kernel:
     product: tuple[int, int, int, int] | None = None
     form: Literal["", "attention", "attention_backward", "grouped"] = ""
     head_size: int = 0
+    expert_bytes: int = 0
 
 
 Kernels = Literal["fused", "eager"]

@@ -60,7 +60,7 @@ def sums(profile: Profile, size: int) -> dict[str, int | None]:
 
 def _row(block: Block, size: int) -> CostRow:
     rows = (row for row in block.costs if row.microbatch_size == size)
-    return min(rows, key=lambda row: (row.recompute, row.shards * row.context, row.configuration or ""))
+    return min(rows, key=lambda row: (row.recompute, row.shards * row.context * row.expert, row.configuration or ""))
 
 
 def _work_ns(row: CostRow) -> int:
@@ -139,14 +139,15 @@ def _missing_sizes(profile: Profile, kinds: Sequence[Sequence[Block]]) -> Iterat
     """Sizes that some blocks have and others not, for one of their shard counts."""
     known = {row.microbatch_size for block in profile.blocks for row in block.costs}
     for blocks in kinds:
-        by_split: dict[tuple[int, int], set[int]] = {}
+        by_split: dict[tuple[int, int, int], set[int]] = {}
         for row in blocks[0].costs:
             if not row.recompute:
-                by_split.setdefault((row.shards, row.context), set()).add(row.microbatch_size)
-        for (shards, context), sizes in by_split.items():
+                by_split.setdefault((row.shards, row.context, row.expert), set()).add(row.microbatch_size)
+        for (shards, context, expert), sizes in by_split.items():
             if missing := sorted(known - sizes):
                 split = f" on {shards} shards" if shards > 1 else ""
                 split += f" with context {context}" if context > 1 else ""
+                split += f" with expert {expert}" if expert > 1 else ""
                 text = (
                     f"{_names(blocks)} has no costs for micro-batch size {_listed(missing)}{split}, which others have"
                 )
@@ -179,7 +180,7 @@ def _falling(kinds: Sequence[Sequence[Block]]) -> list[Caution]:
     for blocks in kinds:
         cases: dict[object, list[CostRow]] = {}
         for row in sorted(blocks[0].costs, key=lambda row: row.microbatch_size):
-            cases.setdefault((row.shards, row.context, row.configuration, row.recompute), []).append(row)
+            cases.setdefault((row.shards, row.context, row.expert, row.configuration, row.recompute), []).append(row)
         for rows in cases.values():
             for low, high in zip(rows, rows[1:], strict=False):
                 if _work_ns(high) < _CLEARLY_LESS * _work_ns(low):

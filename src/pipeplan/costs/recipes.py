@@ -157,6 +157,12 @@ def state_of(part: Block | TiedParameter, recipe: Recipe) -> MemoryBytes:
     return each.trained * part.parameters + each.frozen * part.frozen_parameters
 
 
+def expert_state_of(block: Block, recipe: Recipe) -> MemoryBytes:
+    """Of :func:`state_of` a block what is of its experts: as much as they are of its parameters. Raises as that."""
+    total = block.parameters + block.frozen_parameters
+    return state_of(block, recipe) * block.expert_parameters // max(1, total)
+
+
 def computing_dtype(recipe: Recipe) -> str | None:
     """The number format that blocks compute in; None where the recipe does not say it."""
     return None if recipe.is_custom else state_recipe(recipe.name).dtype

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeplan.costs.blocks import held_part
 from pipeplan.costs.communication import all_reduce_time
+from pipeplan.costs.experts import ExpertState, exchanged_apart
 from pipeplan.costs.recipes import state_of
 from pipeplan.costs.zero import WHOLE, Zero, cuts, exchange_ns, updated_bytes
 from pipeplan.files import Block, Cluster, Profile, Recipe, TiedParameter
@@ -188,12 +189,17 @@ def _moves(same: _SameCluster, devices: int) -> Resharding:
 
 
 def with_syncs(
-    stages: Sequence[Stage], tied: Sequence[TiedState], recipe: Recipe, cluster: Cluster | None
+    stages: Sequence[Stage],
+    tied: Sequence[TiedState],
+    recipe: Recipe,
+    cluster: Cluster | None,
+    experts: Sequence[ExpertState | None] | None = None,
 ) -> tuple[list[Stage], list[TiedState]]:
     """Stages and what they share with the times of summing their gradients over a cluster's links.
 
     Of stages whose replicas divide what they keep, by a ``recipe``, also of gathering what a step has changed. Sums
     inside a replica, of blocks with configurations, are not among them. Buckets that stages have get their times.
+    ``experts`` [stage] are what stages keep of experts that devices share, whose gradients others sum.
     """
     apart = [0] * len(stages)
     for each in tied:
@@ -208,25 +214,41 @@ def with_syncs(
         [
             replace(
                 stage,
-                **_exchanges(stage, [stages[n] for n in others], stage.state[GRADIENTS] - less, recipe, cluster),
+                **_exchanges(stage, [stages[n] for n in others], less, recipe, cluster, own),
             )
-            for stage, others, less in checked(zip(stages, sharing, apart, strict=True), 64)
+            for stage, others, less, own in checked(
+                zip(stages, sharing, apart, experts or [None] * len(stages), strict=True), 64
+            )
         ],
         [replace(each, sync_ns=_tied_sync(each, tied, cluster)) for each in tied],
     )
 
 
 def _exchanges(
-    stage: Stage, sharing: Sequence[Stage], size: int, recipe: Recipe, cluster: Cluster | None
+    stage: Stage,
+    sharing: Sequence[Stage],
+    less: int,
+    recipe: Recipe,
+    cluster: Cluster | None,
+    experts: ExpertState | None,
 ) -> dict[str, Any]:
     """Ns to sum gradients of a stage over its replicas, and over the other routes' stages with some of its blocks.
 
-    Each shard sums its part with the shards that hold the same.
+    Each shard sums its part, but for bytes that are summed elsewhere, with the shards that hold the same; and each
+    device that shares experts its own with the devices that have the same.
     """
-    sync_ns, gather_ns = _exchange(stage, sharing, size, recipe, cluster)
+    others, (side, sides) = (stage, (stage, [])) if experts is None else exchanged_apart(stage, sharing, experts)
+    in_buckets = experts.buckets if experts else (0,) * len(stage.buckets)
+
+    def both(size: int, of_experts: int) -> tuple[int, int]:
+        sums = _exchange(others, sharing, size - of_experts, recipe, cluster)
+        apart = _exchange(side, sides, of_experts, recipe, cluster) if of_experts else (0, 0)
+        return sums[0] + apart[0], sums[1] + apart[1]
+
+    sync_ns, gather_ns = both(stage.state[GRADIENTS] - less, experts.state[GRADIENTS] if experts else 0)
     buckets = tuple(
-        replace(each, sync_ns=_exchange(stage, sharing, each.bytes, recipe, cluster)[0])
-        for each in stage.buckets
+        replace(each, sync_ns=both(each.bytes, own)[0])
+        for each, own in zip(stage.buckets, in_buckets, strict=True)
         if sync_ns
     )
     return {"sync_ns": sync_ns, "gather_ns": gather_ns, "buckets": buckets}

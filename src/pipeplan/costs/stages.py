@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
 from pipeplan.costs.buckets import with_buckets
 from pipeplan.costs.communication import all_gather_time, transfer_time
+from pipeplan.costs.experts import TOGETHER, Experts, ExpertState, kept_of
 from pipeplan.costs.recipes import state_of, step_bytes
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanged, Exchanging, Zero, cuts, with_exchanges
@@ -54,6 +55,7 @@ def stage_costs(
     recompute: Recompute = False,
     zero: Zero = WHOLE,
     exchanging: Exchanging = _NOWHERE,
+    experts: Experts = TOGETHER,
 ) -> StageCost:
     """Costs of blocks that run one after another on each device of a group.
 
@@ -61,12 +63,13 @@ def stage_costs(
     once (of blocks that divide it along the sequence, a slice), and so are parameters that they share. Workspace is the
     largest, since only one block runs at a time. Of what replicas divide by ``zero`` there is one part, and what they
     exchange of each block takes its time where they are ``exchanging``; by default that is left out. A device has one
-    of ``context`` parts of each sequence.
+    of ``context`` parts of each sequence, and what ``experts`` says of those of its blocks.
 
     Raises:
         UsageError: a block has no costs for this micro-batch size or shard count, or shares what it would gather.
     """
     how: dict[str, Any] = {"context": context, "recompute": recompute, "zero": zero, "exchanging": exchanging}
+    how["experts"] = experts
     (cost,) = group_costs(profile, [tuple(blocks)], microbatch_size, shards, **how)
     return cost
 
@@ -81,6 +84,7 @@ def group_costs(
     recompute: Recompute = False,
     zero: Zero = WHOLE,
     exchanging: Exchanging = _NOWHERE,
+    experts: Experts = TOGETHER,
 ) -> list[StageCost]:
     """:func:`stage_costs` of every group of blocks: the profile is looked through once for all.
 
@@ -94,7 +98,8 @@ def group_costs(
     recipe, cut = profile.recipe, cuts(profile.recipe, zero, shards)
     groups = list(groups)
     kept = {
-        id_: state_of(by_id[id_], recipe).share(cut) for id_ in checked(dict.fromkeys(chain.from_iterable(groups)), 64)
+        id_: kept_of(by_id[id_], recipe, shards, zero, experts)
+        for id_ in checked(dict.fromkeys(chain.from_iterable(groups)), 64)
     }
     tied = _tied_in(profile, shards, cut)
     if zero.level >= IN_ACTIONS:
@@ -108,12 +113,15 @@ def group_costs(
 
     def summed(blocks: Sequence[str]) -> StageCost:
         chosen = [by_id[id_] for id_ in blocks]
-        return _summed(chosen, into, kept, tied, recipe, microbatch_size, shards, context, exchanged, recompute)
+        split = SplitOver(microbatch_size, shards, context, experts.size)
+        return _summed(chosen, into, kept, tied, recipe, split, exchanged, recompute)
 
     return [summed(blocks) for blocks in checked(groups, 64)]
 
 
-def state_costs(profile: Profile, blocks: Iterable[str], shards: int, zero: Zero) -> list[StageCost]:
+def state_costs(
+    profile: Profile, blocks: Iterable[str], shards: int, zero: Zero, experts: Experts = TOGETHER
+) -> list[StageCost]:
     """[block] only what each keeps as a stage of its own, which does not depend on samples: the rest is zero.
 
     Raises:
@@ -128,7 +136,7 @@ def state_costs(profile: Profile, blocks: Iterable[str], shards: int, zero: Zero
     if zero.level >= IN_ACTIONS:
         require_apart(profile, zero.level, set(blocks))
     return [
-        StageCost(0, 0, state=state_of(by_id[id_], recipe).share(cut), tied=frozenset(tied.get(id_, ())))
+        StageCost(0, 0, state=kept_of(by_id[id_], recipe, shards, zero, experts), tied=frozenset(tied.get(id_, ())))
         for id_ in checked(blocks, 64)
     ]
 
@@ -162,19 +170,27 @@ def _tied_in(profile: Profile, shards: int, cut: Mapping[MemoryKind, int]) -> di
     return found
 
 
+class SplitOver(NamedTuple):
+    """Samples of a replica, and the devices that split its blocks, share each sequence and share experts."""
+
+    microbatch_size: int
+    shards: int
+    context: int
+    expert: int
+
+
 def _summed(
     chosen: Sequence[Block],
     into: Mapping[str, Sequence[Edge]],
     kept: Mapping[str, MemoryBytes],
     tied: Mapping[str, Sequence[TiedShare]],
     recipe: Recipe,
-    microbatch_size: int,
-    shards: int,
-    context: int,
+    split_over: SplitOver,
     exchanged: Callable[[Block, CostRow], CostRow],
     recompute: Recompute,
 ) -> StageCost:
     """Costs of the chosen blocks, with the edges ``into`` each block, what a device keeps of it, and what it shares."""
+    microbatch_size, shards, context, expert = split_over
     edges = [[(edge, context * places_divided(block, shards)) for edge in into.get(block.id, ())] for block in chosen]
     rows = [
         exchanged(
@@ -184,6 +200,7 @@ def _summed(
                 microbatch_size,
                 shards,
                 context=context,
+                expert=expert,
                 recompute=again,
                 input_bytes=sum(_edge_bytes(edge, microbatch_size, parts) for edge, parts in each),
                 recipe=recipe,
@@ -319,7 +336,8 @@ def _with_shared(
     ]
     tied = shared.tied(stages)
     stages = stages if cluster is None else with_buckets(shared, stages, tied, operations, given)
-    stages, tied = with_syncs(stages, tied, profile.recipe, cluster)
+    experts = [ExpertState.of(stage, shared.blocks, profile.recipe) for stage in stages]
+    stages, tied = with_syncs(stages, tied, profile.recipe, cluster, experts)
     stages = [_with_first_and_last(shared.blocks[stage.blocks[0]], stage, profile.recipe, cluster) for stage in stages]
     for number, stage in enumerate(stages):
         if stage.configurations:
@@ -449,7 +467,7 @@ def _costs_of(
 ) -> list[StageCost]:
     """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
     found = dict(given)
-    alike = defaultdict[tuple[int, int, int, Recompute, Zero, tuple[tuple[int, ...], ...]], list[int]](list)
+    alike = defaultdict[tuple[int, int, int, Experts, Recompute, Zero, tuple[tuple[int, ...], ...]], list[int]](list)
     for number, stage in enumerate(stages):
         if number in given:
             continue
@@ -460,9 +478,9 @@ def _costs_of(
             )
         again = stage.again if stage.recompute is True else stage.recompute  # the ends of a model, too, where so said
         samples, groups = stage.microbatch_size // stage.replicas, Exchanging.of(stage, cluster).groups
-        alike[samples, stage.shards, stage.context, again, Zero.of(stage), groups].append(number)
-    for (samples, shards, context, recompute, zero, groups), numbers in alike.items():
-        how: dict[str, Any] = {"context": context, "recompute": recompute, "zero": zero}
+        alike[samples, stage.shards, stage.context, Experts.of(stage), again, Zero.of(stage), groups].append(number)
+    for (samples, shards, context, experts, recompute, zero, groups), numbers in alike.items():
+        how: dict[str, Any] = {"context": context, "recompute": recompute, "zero": zero, "experts": experts}
         how["exchanging"] = Exchanging(cluster, groups)
         costs = group_costs(profile, [stages[number].blocks for number in numbers], samples, shards, **how)
         found.update(zip(numbers, costs, strict=True))
@@ -554,12 +572,17 @@ def _require_alike(stages: Sequence[Stage]) -> None:
     first: dict[str, int] = {}
     for number, stage in enumerate(stages):
         others = {first.setdefault(block, number) for block in stage.blocks}
-        unlike = next((other for other in sorted(others) if Zero.of(stages[other]) != Zero.of(stage)), None)
+        unlike = next((other for other in sorted(others) if _divided(stages[other]) != _divided(stage)), None)
         if unlike is not None:
             raise UsageError(
                 f"stages[{unlike}] and stages[{number}] have some of the same blocks, on different routes, and their "
-                "replicas divide state unlike; give both the same zero and zero_group"
+                "replicas divide state unlike; give both the same zero, zero_group and expert"
             )
+
+
+def _divided(stage: Stage) -> tuple[Zero, Experts]:
+    """What copies of a stage divide of what they keep, and of experts."""
+    return Zero.of(stage), Experts.of(stage)
 
 
 def _with_parts(profile: Profile, stage: Stage, operation: Operation, cluster: Cluster | None) -> Operation:
@@ -581,6 +604,7 @@ def _with_parts(profile: Profile, stage: Stage, operation: Operation, cluster: C
         recompute=stage.again,
         zero=zero,
         exchanging=exchanging,
+        experts=Experts.of(stage),
     )
     return replace(operation, part_ns=max(1, cost.forward_ns))
 

@@ -97,7 +97,7 @@ def one_device_ns(profile: Profile, workload: Workload) -> float | None:
         size = stage.microbatch_size // stage.replicas
         for name in stage.blocks if stage.route == 0 else ():
             rows = {row.key: row for row in blocks[name].costs} if name in blocks else {}
-            row = rows.get((size, 1, 1, None, False))
+            row = rows.get((size, 1, 1, 1, None, False))
             if row is None:
                 return None
             total += (row.forward_ns + row.whole_backward_ns) * workload.mini_batch / size

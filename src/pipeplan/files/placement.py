@@ -10,6 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from pipeplan.files.base import SAID_ONLY, CurrentVersion, File, FileModel, current_version
 from pipeplan.workload.elements import (
     CONTEXT,
+    EXPERT,
     ZERO,
     ZERO_GROUP,
     Count,
@@ -20,6 +21,7 @@ from pipeplan.workload.elements import (
     Recompute,
     ZeroLevel,
     context_problem,
+    expert_problem,
     group_problem,
     mesh_of,
     recompute_problem,
@@ -55,6 +57,7 @@ class PlacedStage(FileModel):
     shards: Annotated[Count, Field(description="devices that split each block (tensor parallel)")] = 1
     replicas: Annotated[Count, Field(description="groups that split the samples (data parallel)")] = 1
     context: Annotated[Count, Field(description=CONTEXT, json_schema_extra={SAID_ONLY: True})] = 1
+    expert: Annotated[Count, Field(description=EXPERT, json_schema_extra={SAID_ONLY: True})] = 1
     microbatch_size: Annotated[
         Count | None, Field(description="samples in one micro-batch of this stage, if not the plan's")
     ] = None
@@ -77,8 +80,9 @@ class PlacedStage(FileModel):
     def _without_what_is_not_divided(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Placements that divide nothing stay as they were, and so do fingerprints of profiles that have them."""
         found: dict[str, Any] = written(self)
-        if found.get("context") == 1:
-            del found["context"]
+        for key in ("context", "expert"):
+            if found.get(key) == 1:
+                del found[key]
         return {key: value for key, value in found.items() if value or key not in ("zero", "zero_group")}
 
     @property
@@ -91,6 +95,8 @@ class PlacedStage(FileModel):
         if len(set(self.devices)) != len(self.devices):
             raise ValueError("devices name a device twice")
         if problem := group_problem(self.shards, self.context, self.replicas, len(self.devices)):
+            raise ValueError(problem)
+        if problem := expert_problem(self.expert, len(self.devices), self.zero, bool(self.configurations)):
             raise ValueError(problem)
         if len(set(self.blocks)) != len(self.blocks):
             raise ValueError("blocks name a block twice")

@@ -41,6 +41,7 @@ from pipeplan.workload.elements import (
     Text,
     TiedState,
     buckets_problem,
+    expert_problem,
     group_problem,
     recompute_problem,
     sharing_problem,
@@ -187,8 +188,9 @@ class Plan(File):
             for key in ("step_ns", "gather_ns", "zero", "zero_group", "buckets"):
                 if not stage.get(key):
                     stage.pop(key, None)
-            if stage.get("context") == 1:
-                del stage["context"]
+            for key in ("context", "expert"):
+                if stage.get(key) == 1:
+                    del stage[key]
         return found
 
     @model_validator(mode="after")
@@ -225,6 +227,8 @@ class Plan(File):
         if len(set(stage.devices)) != len(stage.devices):
             raise ValueError(f"stages[{number}].devices name a device twice")
         if problem := group_problem(stage.shards, stage.context, stage.replicas, len(stage.devices)):
+            raise ValueError(f"stages[{number}]: {problem}")
+        if problem := expert_problem(stage.expert, len(stage.devices), stage.zero, bool(stage.configurations)):
             raise ValueError(f"stages[{number}]: {problem}")
         if problem := sharing_problem(stage.zero, stage.zero_group, stage.copies, bool(stage.configurations)):
             raise ValueError(f"stages[{number}]: {problem}")

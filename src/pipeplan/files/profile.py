@@ -38,6 +38,9 @@ class CostRow(FileModel):
     With ``context`` c a device has one of c equal parts of each sample's sequence: a row is what it takes there, with
     what it waits for keys and values of the others.
 
+    With ``expert`` e the block's experts are on e devices, each with whole ones of its own: a row has one device's
+    words, those that choose its experts, and both exchanges of them. All other parts are split over ``shards``.
+
     With ``sequence_parallel`` the devices divide along the sequence what the block takes, keeps and gives outside of
     its split products (Korthikanti et al. 2022, section 4.2.2).
 
@@ -52,6 +55,13 @@ class CostRow(FileModel):
         Count,
         Field(
             description="devices (or groups of shards) that share the sequence of each sample, in equal parts",
+            json_schema_extra={SAID_ONLY: True},
+        ),
+    ] = 1
+    expert: Annotated[
+        Count,
+        Field(
+            description="devices that share the block's experts, each with whole ones of its own",
             json_schema_extra={SAID_ONLY: True},
         ),
     ] = 1
@@ -115,8 +125,9 @@ class CostRow(FileModel):
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Rows without sequence parallelism or an attention core stay as they were, and so do their fingerprints."""
         found: dict[str, Any] = written(self)
-        if self.context == 1:
-            found.pop("context", None)
+        for key in ("context", "expert"):
+            if found.get(key) == 1:
+                del found[key]
         if not self.sequence_parallel:
             found.pop("sequence_parallel", None)
         if self.selective_ns is None:
@@ -131,9 +142,9 @@ class CostRow(FileModel):
         return halves if self.backward_ns is None else self.backward_ns
 
     @property
-    def key(self) -> tuple[int, int, int, str | None, bool]:
-        """What the row is for: micro-batch size, shards, context, configuration, recomputation."""
-        return (self.microbatch_size, self.shards, self.context, self.configuration, self.recompute)
+    def key(self) -> tuple[int, int, int, int, str | None, bool]:
+        """What the row is for: micro-batch size, shards, context, expert, configuration, recomputation."""
+        return (self.microbatch_size, self.shards, self.context, self.expert, self.configuration, self.recompute)
 
 
 Parameters = Annotated[int, Field(ge=0, le=MAX_BYTES)]
@@ -174,6 +185,13 @@ class Block(Parts):
     ] = {}
     parameters: Trained = 0
     frozen_parameters: Annotated[Parameters, Field(description="how many that are not, unsplit")] = 0
+    expert_parameters: Annotated[
+        Parameters,
+        Field(
+            description="how many of both are its experts', which have rows of their own where devices share them",
+            json_schema_extra={SAID_ONLY: True},
+        ),
+    ] = 0
     parameter_bytes: ParameterBytes = 0
     gradient_bytes: GradientBytes = None
     master_bytes: MasterBytes = 0
@@ -181,9 +199,13 @@ class Block(Parts):
     shared: Annotated[bool, Field(description="spread over all devices by placements that know shared blocks")] = False
     costs: Annotated[Items[CostRow], Field(min_length=1)]
 
-    def rows(self, context: int = 1) -> list[CostRow]:
-        """Its costs where each sequence is in so many parts; by default where it is whole."""
-        return [row for row in self.costs if row.context == context]
+    def rows(self, context: int = 1, expert: int = 1) -> list[CostRow]:
+        """Its costs where each sequence is in so many parts, and so many devices share experts; by default none do.
+
+        A block that has no experts costs the same however many share those of others.
+        """
+        own = expert if self.expert_parameters else 1
+        return [row for row in self.costs if (row.context, row.expert) == (context, own)]
 
     @classmethod
     def of(
@@ -241,6 +263,14 @@ class Block(Parts):
             costs=(row,),
         )
 
+    @model_serializer(mode="wrap")
+    def _without_experts(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Blocks that have none stay as they were, and so do their fingerprints."""
+        found: dict[str, Any] = written(self)
+        if not found.get("expert_parameters", 1):
+            del found["expert_parameters"]
+        return found
+
     @model_validator(mode="after")
     def _rows_are_unique(self) -> Block:
         seen: dict[object, int] = {}
@@ -249,9 +279,17 @@ class Block(Parts):
                 raise ValueError(
                     f"costs[{index}] is for the same case as costs[{seen[row.key]}]: "
                     f"microbatch_size {row.microbatch_size}, shards {row.shards}, "
-                    f"{f'context {row.context}, ' if row.context > 1 else ''}recompute {row.recompute}"
+                    f"{f'context {row.context}, ' if row.context > 1 else ''}"
+                    f"{f'expert {row.expert}, ' if row.expert > 1 else ''}recompute {row.recompute}"
                 )
             seen[row.key] = index
+            if row.expert > 1 and not self.expert_parameters:
+                raise ValueError(f"costs[{index}] has expert {row.expert}, and the block has no expert_parameters")
+        if self.expert_parameters > self.parameters + self.frozen_parameters:
+            raise ValueError(
+                f"expert_parameters {self.expert_parameters} are more than the "
+                f"{self.parameters + self.frozen_parameters} parameters of the block"
+            )
         return self
 
 

@@ -94,12 +94,14 @@ def _plan(request: Request, simulation: Simulation) -> list[Clause]:
     replicas = _span([stage.replicas for stage in stages])
     free = " (links are free)" if replicas != "1" and request.cluster is None else ""
     split, context = _span([stage.shards for stage in stages]), _span([stage.context for stage in stages])
+    expert = _span([stage.expert for stage in stages])
     recomputed = sum(stage.recomputes for stage in stages)
     sizes = f"{counted(workload.num_microbatches, 'micro-batch', 'es')} of {workload.microbatch_words}"
     return [
         (f"{counted(len(stages), 'stage')}{virtual} x {replicas} replica{'' if replicas == '1' else 's'}{free}", 0),
         ("" if split == "1" else f" x {split}-way tensor split", 0),
         ("" if context == "1" else f" x {context}-way context split", 0),
+        ("" if expert == "1" else f", experts {expert} ways", 0),
         (f", {shared}" if (shared := zero_words(stages)) else "", 0),
         (f", {plan.placement}", 3),
         (f"; {scheduler_words(plan.provenance.scheduler)}" if plan.provenance.scheduler else "", 0),

@@ -273,7 +273,7 @@ def _block_columns(profile: Profile) -> list[Column]:
         blocks = kinds[row]
         rows += [
             [blocks[0].id, str(len(blocks)), _case(row), *_costs(row)]
-            for row in sorted(blocks[0].costs, key=lambda row: row.key[:3])
+            for row in sorted(blocks[0].costs, key=lambda row: row.key[:4])
         ]
     titles = ("alike", "samples", "forward", "backward", "I", "W", "spread", "held", "for W", "workspace")
     names, *figures = zip(*rows, strict=True)
@@ -284,12 +284,13 @@ def _block_columns(profile: Profile) -> list[Column]:
 
 
 def _case(row: CostRow) -> str:
-    """What the row is for: samples, and shards, context, configuration and recomputation where it has them."""
+    """What the row is for: samples, and shards, context, expert, configuration and recomputation where it has them."""
     divided = ", sequence divided" if row.sequence_parallel else ""
     shards = f"{row.shards} shards{divided}" if row.shards > 1 else ""
     context = f"context {row.context}" if row.context > 1 else ""
+    expert = f"expert {row.expert}" if row.expert > 1 else ""
     recompute = "recompute" if row.recompute else ""
-    return " ".join(filter(None, (str(row.microbatch_size), shards, context, row.configuration, recompute)))
+    return " ".join(filter(None, (str(row.microbatch_size), shards, context, expert, row.configuration, recompute)))
 
 
 def _costs(row: CostRow) -> list[str]:

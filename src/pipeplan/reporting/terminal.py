@@ -212,6 +212,7 @@ def _way(workload: Workload, stage: Stage) -> str:
         (stage.shards > 1 and bool(stage.blocks), f"{stage.shards} shards"),
         (bool(stage.configurations), _configurations(stage)),
         (stage.context > 1, f"context {stage.context}"),
+        (stage.expert > 1, f"expert {stage.expert}"),
         (stage.replicas > 1, f"{stage.replicas} replicas of {size_in_words(stage.microbatch_size // stage.replicas)}"),
         (other_size, f"micro-batches of {size_in_words(stage.microbatch_size)}"),
         (stage.sharers > 1, zero_words([stage])),

@@ -487,7 +487,7 @@ def row_for(block: Block, samples: int, shards: int = 1) -> CostRow:
 
 
 def _plain(row: CostRow) -> bool:
-    return not row.recompute and not row.configuration and row.context == 1
+    return not row.recompute and not row.configuration and row.context == row.expert == 1
 
 
 def _shard_counts(block: Block) -> set[int]:

@@ -55,6 +55,7 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
     _require_devices(plan, cluster)
     _require_no_configurations(plan, "--cluster")
     _require_no_exchanges(plan)
+    _require_no_shared_experts(plan)
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
     memory, reserve = cluster.memory_bytes, cluster.reserve_bytes
     stages, tied = with_syncs(plan.stages, plan.tied, plan.recipe or Recipe(), cluster)
@@ -114,6 +115,15 @@ def _require_no_configurations(plan: Plan, flag: str) -> None:
                 f"stages[{index}] of the plan has configuration {used!r}; plans with configurations "
                 f"are simulated with their own costs: leave out {flag}"
             )
+
+
+def _require_no_shared_experts(plan: Plan) -> None:
+    """How much of a stage's gradients is of experts, which others sum, only the profile says. Raises UsageError."""
+    if (number := next((n for n, stage in enumerate(plan.stages) if stage.expert > 1), None)) is not None:
+        raise UsageError(
+            f"{plan.stages[number].expert} devices of stages[{number}] of the plan share experts, and which of its "
+            "gradients those are only the profile says; give --profile, too"
+        )
 
 
 def _require_no_exchanges(plan: Plan) -> None:

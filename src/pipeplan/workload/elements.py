@@ -125,6 +125,12 @@ ZERO_GROUP = "neighbouring replicas (each context times) that together have one 
 CONTEXT = "devices that share the sequence of each sample, in equal parts (context parallel)"
 
 
+EXPERT = (
+    "neighbouring devices of the stage that share the experts of its blocks, each with whole ones of its own (expert "
+    "parallel)"
+)
+
+
 def group_problem(shards: int, context: int, replicas: int, num_devices: int) -> str | None:
     """What is wrong with how many devices a stage has, if anything."""
     if shards * context * replicas == num_devices:
@@ -148,6 +154,19 @@ def context_problem(contexts: Iterable[int], configured: Iterable[bool]) -> str 
             )
         if context > 1 and unlike:
             return f"stages[{number}] has context {context}, and blocks with configurations cannot; let context be 1"
+    return None
+
+
+def expert_problem(expert: int, num_devices: int, zero: int = 0, configured: bool = False) -> str | None:
+    """What is wrong with how many devices of a stage share experts, if anything: they are groups of neighbours."""
+    if expert == 1:
+        return None
+    if num_devices % expert:
+        return f"expert {expert} does not divide the {num_devices} devices, which share experts in equal groups"
+    if zero > 1:
+        return f"expert {expert} has no costs with zero {zero}, which exchanges state block by block; let zero be 1"
+    if configured:
+        return f"expert is {expert}, and blocks with configurations cannot share experts; let expert be 1"
     return None
 
 
@@ -256,7 +275,8 @@ class Stage(Element):
 
     Replica r stands on devices ``r * width`` to ``(r + 1) * width - 1`` of ``devices``, where the width is
     ``shards * context``, and works on the r-th of equal shares of each micro-batch's samples. Of these, each ``shards``
-    neighbouring devices have one of ``context`` equal parts of every sequence, and a copy of the parameters.
+    neighbouring devices have one of ``context`` equal parts of every sequence, and a copy of the parameters. Experts
+    are divided otherwise: each ``expert`` neighbouring devices of the stage have all of them, whole ones each.
 
     A stage of instructions has no blocks; its micro-batches say how often they run.
     """
@@ -266,6 +286,7 @@ class Stage(Element):
     shards: Count = 1
     replicas: Count = 1
     context: Annotated[Count, Meaning(CONTEXT, said_only=True)] = 1
+    expert: Annotated[Count, Meaning(EXPERT, said_only=True)] = 1
     configuration: Name | None = None
     configurations: Annotated[
         Items[Name], Meaning("how each block is split over the shards, such as samples2-shards2; none: all")

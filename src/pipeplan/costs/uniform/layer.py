@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeplan.costs.communication import Exchange, ring_ns
+from pipeplan.costs.communication import Exchange, places_reached, ring_ns
 from pipeplan.costs.operators import (
     Operator,
     activation,
@@ -295,12 +295,8 @@ def _experts_ns(model: Transformer, layout: UniformLayout, machine: Machine, tok
     ranks, width = np.maximum(layout.expert, 1), layout.expert_tensor
     nodes = np.maximum(ranks * width / machine.node, 1)
     sent = WIDTH * model.hidden * tokens / layout.tensor
-
-    def reached(places: Number) -> Number:
-        return places * (1 - (1 - 1 / places) ** model.top_k) * (1 - 1 / places)
-
-    across = sent * reached(nodes) / machine.adapter_bytes_per_s
-    inside = sent * reached(ranks) / machine.link_bytes_per_s
+    across = sent * places_reached(nodes, model.top_k) / machine.adapter_bytes_per_s
+    inside = sent * places_reached(ranks, model.top_k) / machine.link_bytes_per_s
     both = 2e9 * np.maximum(across, inside) / machine.bandwidth_share
     split = Exchange("all_reduce", WIDTH * routed * model.hidden)
     return (both + collective_ns(machine, split, width, 1)) * (model.experts > 0)

@@ -40,7 +40,8 @@ class BlockNode:
 
     ``kind`` is the id of the first block like it, ``likeness`` equal for all of them, those of other models included;
     ``input_needs_grad`` is by source; ``roots`` are the outputs, by index, that backward starts from; ``trainable`` and
-    ``frozen`` are the numbers in parameters that get a gradient, and in those that do not.
+    ``frozen`` are the numbers in parameters that get a gradient, and in those that do not; ``experts`` of both are of
+    experts.
     """
 
     spec: BlockSpec
@@ -50,6 +51,7 @@ class BlockNode:
     roots: tuple[int, ...]
     trainable: int
     frozen: int
+    experts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ def block_graph_of(model: Model, dtype: torch.dtype) -> BlockGraph:
                 roots,
                 trained,
                 sum(tensor.numel() for tensor in parameters) - trained,
+                _in_experts(step.spec, parameters),
             )
         )
     readers = Counter(each for block in model.blocks for each in set(block.inputs))
@@ -154,6 +157,12 @@ def _own_parameters(step: ShapedBlock, model: Model) -> list[nn.Parameter]:
     for group in model.tied:
         again.update([name for id_, name in group if id_ == step.spec.id][1:])
     return [parameter for name, parameter in step.module.named_parameters() if name not in again]
+
+
+def _in_experts(spec: BlockSpec, parameters: Iterable[nn.Parameter]) -> int:
+    """How many numbers are in weights that are there for each expert."""
+    count = spec.dimensions.get("experts")
+    return sum(each.numel() for each in parameters if each.ndim == 3 and each.shape[0] == count)
 
 
 def _tied(model: Model, modules: Mapping[str, nn.Module]) -> Iterator[TiedParameter]:
@@ -293,6 +302,12 @@ def splits_of(
     )
 
 
+def part_of(model: Model, parts: int, dtype: torch.dtype) -> ModelShare:
+    """The whole model of a device that has one of so many parts of each sequence. Raises UsageError."""
+    part = _part_of(model, parts)
+    return ModelShare(1, part, _apart(block_graph_of(part, dtype), parts), parts)
+
+
 def _part_of(model: Model, context: int) -> Model:
     """The model whose samples have one of so many parts of each sequence. Raises UsageError."""
     if context == 1:
@@ -336,12 +351,16 @@ def profile_of_kinds(
     source: Source,
     recipe: Recipe,
     step_bytes_per_s: int | None,
+    more: Mapping[str, Sequence[CostRow]] | None = None,
 ) -> Profile:
-    """The profile whose blocks have the rows of their kinds, with what collectives take. Raises UsageError."""
+    """The profile whose blocks have the rows of their kinds, with what collectives take, and ``more``.
+
+    Raises UsageError.
+    """
     kinds, of_kind = kinds_of(splits), defaultdict[Kind, list[CostRow]](list)
     for kind, row in rows:
         of_kind[kind].append(row)
-    costs: dict[str, list[CostRow]] = defaultdict(list)
+    costs: dict[str, list[CostRow]] = defaultdict(list, {id_: list(own) for id_, own in (more or {}).items()})
     for split in splits:
         for block in split.graph.blocks:
             for row in of_kind[kinds[block.likeness]]:
@@ -444,6 +463,7 @@ def _block(block: BlockNode, costs: Sequence[CostRow], width: int | None) -> Blo
         **block.spec.described,
         parameters=block.trainable,
         frozen_parameters=block.frozen,
+        expert_parameters=block.experts,
         **unnamed_bytes(width, block.trainable, block.frozen),
         costs=tuple(costs),
     )

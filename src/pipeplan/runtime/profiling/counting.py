@@ -467,7 +467,8 @@ def _kernel(
     if (form := _ATTENTION.get(operator)) is not None:
         return replace(kernel, form=form, head_size=given[0].shape[-1])
     if "grouped_mm" in str(operator):  # torch's, and what stands for it on the meta device
-        kernel = replace(kernel, form="grouped")
+        weights = sum(tensor.nbytes for tensor in (*given, *outputs) if tensor.ndim == 3)
+        kernel = replace(kernel, form="grouped", expert_bytes=weights)
         if given[0].ndim == 2 and given[1].ndim == 3 and len(outputs) == 1:
             (rows, inner), (groups, _, columns) = given[0].shape, given[1].shape
             return replace(kernel, product=(max(1, rows // groups), inner, columns, groups))

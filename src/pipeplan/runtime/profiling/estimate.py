@@ -4,12 +4,24 @@ device's rates, or fitted to what was measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 
 import torch
 
-from pipeplan.costs.communication import Exchange, Prices, prices_in, prices_of, time_of_groups
+from pipeplan.costs.blocks import require_row
+from pipeplan.costs.communication import (
+    LAUNCH_NS,
+    LINK_CEILING,
+    Exchange,
+    LinkPath,
+    Prices,
+    prices_in,
+    prices_of,
+    time_of_groups,
+)
 from pipeplan.costs.devices import (
     CORE,
     Calibration,
@@ -32,7 +44,10 @@ from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.profiling.benches import RowKey
 from pipeplan.runtime.profiling.build_profile import (
     STATE_NOTES,
+    Kind,
+    ModelShare,
     bare_profile,
+    kinds_of,
     priced_by,
     profile_of_kinds,
     source_of,
@@ -40,6 +55,16 @@ from pipeplan.runtime.profiling.build_profile import (
     unsplit_of,
 )
 from pipeplan.runtime.profiling.counting import CountedBench, counted
+from pipeplan.runtime.profiling.expert_rows import (
+    Spread,
+    alone_with_words,
+    has_experts,
+    require_sizes,
+    shared_ns,
+    spread_row,
+    with_own_experts,
+    words_ns,
+)
 from pipeplan.runtime.profiling.optimizer_step import estimated_rate
 from pipeplan.runtime.profiling.rounds import Progress
 
@@ -65,6 +90,8 @@ def estimate_model(
     dtype: torch.dtype,
     shards: Sequence[int] = (1,),
     context: Sequence[int] = (1,),
+    expert: Sequence[int] = (1,),
+    load_factor: float = 1.0,
     recompute: bool = False,
     calibration: Profile | None = None,
     runs: RunsFit | None = None,
@@ -85,6 +112,8 @@ def estimate_model(
         dtype: of parameters and activations.
         shards: devices that split each block.
         context: devices that share the sequence of each sample; it is also whole.
+        expert: devices that share experts, each with whole ones of its own; they are also split as all else.
+        load_factor: of the words that experts' devices get, those of the fullest over the average.
         recompute: rows with activation checkpointing of each block, too.
         calibration: a measured profile that times are fitted to: of this model, or of some of its blocks.
         runs: what published runs reach on the device, instead of a measured profile; by default what the catalog says
@@ -110,8 +139,15 @@ def estimate_model(
     if fp8:
         device.fp8_peak()  # before anything is traced
     splits = splits_of(model, shards, dtype, cluster, context)
+    spreads = [Spread(size, load_factor) for size in sorted({*expert} - {1})]
+    require_sizes(model, unsplit_of(splits, model, dtype).blocks, [each.size for each in spreads], load_factor)
+    if spreads and (not fused or calibration is not None):
+        raise UsageError(
+            "--expert is for estimates of fused kernels; leave --kernels eager and --calibrate PROFILE out"
+        )
+    every = (*splits, *alone_with_words(model, splits, [each.size for each in spreads], dtype))
     rows, shared = dict[RowKey, tuple[CostRow, Work]](), dict[RowKey, int]()
-    for bench, work in counted(splits, sizes, dtype, recompute, progress, fused=fused):
+    for bench, work in counted(every, sizes, dtype, recompute, progress, fused=fused):
         rows[bench.key] = _untimed(bench.row()), over_whole_sequences(work, bench.key.context, bench.key.label)
         shared[bench.key] = _of_key_value_heads(model, bench)
     unsplit, notes = unsplit_of(splits, model, dtype), f"{_NOTES} {_FUSED if fused else _EAGER}"
@@ -142,12 +178,53 @@ def estimate_model(
         notes = f"{notes} {_fit_notes(calibration, fitted, bare)}"
     if model.remark:
         notes = f"{notes} {model.remark}."
-    price = priced_by(prices_in(cluster) if cluster is not None else prices_of(device), dtype)
+    every_price = prices_in(cluster) if cluster is not None else prices_of(device)
+    price = priced_by(every_price, dtype)
     source = source_of("estimated", device.title, dtype, f"{notes} Device: {device.source}.")
     by_kind = ((key.kind, row) for key, row in timed.items())
     known = None if calibration is None else calibration.step_bytes_per_s
     rate = known or estimated_rate(unsplit, recipe, dtype, device)
-    return profile_of_kinds(model, splits, unsplit, by_kind, price, source, recipe, rate)
+    more = _expert_rows(every, splits, spreads, rows, kernel_ns, every_price, _links(device, cluster), dtype)
+    return profile_of_kinds(model, splits, unsplit, by_kind, price, source, recipe, rate, more)
+
+
+def _links(device: DevicePreset, cluster: Cluster | None) -> Callable[[int], LinkPath]:
+    """What tells the links of so many neighbouring devices: the cluster's, or the device's own."""
+    if cluster is not None:
+        return lambda devices: LinkPath.in_cluster(cluster, devices)
+    return lambda devices: LinkPath(((1, LINK_CEILING * device.link_bytes_per_s),), LAUNCH_NS)
+
+
+def _expert_rows(
+    every: Sequence[ModelShare],
+    splits: Sequence[ModelShare],
+    spreads: Sequence[Spread],
+    rows: Mapping[RowKey, tuple[CostRow, Work]],
+    kernel_ns: Callable[[Kernel], float],
+    prices: Prices,
+    links: Callable[[int], LinkPath],
+    dtype: torch.dtype,
+) -> dict[str, list[CostRow]]:
+    """{block: its rows where devices share experts}"""
+    found: dict[str, list[CostRow]] = defaultdict(list)
+    kinds = kinds_of(every)
+    of_kind: dict[Kind, list[RowKey]] = defaultdict(list)
+    for key in rows:
+        of_kind[key.kind].append(key)
+    with_words = {share.context: share.graph.blocks for share in every if share.shards == 1}
+    for split, spread in product(splits, spreads):
+        parts = split.shards * split.context
+        for block, words in zip(split.graph.blocks, with_words[parts], strict=True):
+            spec = block.spec
+            for key in of_kind[kinds[words.likeness]] if has_experts(words) else ():
+                row, work = rows[key]
+                timed = _on_device(row, with_own_experts(work, spread, key.label), kernel_ns)
+                sent = words_ns(words.spec, key.size, dtype.itemsize, spread, links(spread.size))
+                waited = shared_ns(words.spec, key.size, split, dtype.itemsize, prices)
+                made = spread_row(timed, split, spread, sent, waited)
+                require_row(f"block {spec.id!r}", dict(made))
+                found[spec.id].append(made)
+    return found
 
 
 def _kernel_ns(rates: DevicePreset | FusedRates, *, fp8: bool) -> Callable[[Kernel], float]:

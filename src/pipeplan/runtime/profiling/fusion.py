@@ -314,7 +314,15 @@ class FusedTrace:
                 view for view in step.writes if view.storage not in self._inside and view.storage not in self._from
             }
         moved = self._bytes(reads) + self._bytes(writes)
-        return replace(first, flops=sum(step.kernel.flops for step in steps if step.kernel), moved_bytes=moved)
+        added = (
+            sum(view.size for step in steps[1:] for view in step.reads if view in reads) if first.expert_bytes else 0
+        )
+        return replace(
+            first,
+            flops=sum(step.kernel.flops for step in steps if step.kernel),
+            moved_bytes=moved,
+            expert_bytes=min(moved, first.expert_bytes + added),
+        )
 
     def _bytes(self, views: Iterable[View]) -> int:
         """Of parts of storages, of none more than all of it."""

@@ -226,6 +226,13 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
             "sequence (context parallelism), which run cannot do yet; search with --cp 1 for a plan to train with, or "
             "replay this one with --emulate"
         )
+    spread = next((number for number, stage in enumerate(plan.stages) if stage.expert > 1), None)
+    if spread is not None and isinstance(options, TrainOptions):
+        raise UsageError(
+            f"stages[{spread}] of the plan has expert {plan.stages[spread].expert}: so many devices share the experts "
+            "of its blocks (expert parallelism), which run cannot do yet; search for a plan without, or replay this "
+            "one with --emulate"
+        )
     sharded = next((number for number, stage in enumerate(plan.stages) if stage.sharers > 1), None)
     if sharded is not None and isinstance(options, TrainOptions):
         stage = plan.stages[sharded]

@@ -1,0 +1,186 @@
+"""Devices that share experts (expert parallelism): rows, state, sums of gradients, plans and checks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+import pipeplan
+from pipeplan.checker import check
+from pipeplan.costs import build_workload
+from pipeplan.costs.communication import LinkPath, all_reduce_time, dispatch_ns
+from pipeplan.costs.experts import Experts
+from pipeplan.costs.zero import Zero
+from pipeplan.errors import UsageError
+from pipeplan.files import Block, Cluster, CostRow, Edge, LinkLevel, PlacedStage, Placement, Profile, Source
+from pipeplan.files.cluster import DeviceKind
+from pipeplan.files.profile import Recipe
+from pipeplan.simulator.recost import relinked
+from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS
+from pipeplan.workload.workload import Workload
+
+DENSE, SPARSE = 800, 64_000
+LINKS = Cluster(
+    name="links",
+    source=Source(method="literature"),
+    devices=(DeviceKind(name="device", count=16),),
+    levels=(LinkLevel(name="all", group_size=16, bandwidth_bytes_per_s=10**9, latency_ns=50),),
+)
+
+
+def profile(*sizes: int) -> Profile:
+    """Attention, and words to experts that 1 and some more devices share."""
+    whole = [
+        CostRow(microbatch_size=size, forward_ns=100 * size, backward_ns=200 * size, shards=shards)
+        for shards in (1, 2)
+        for size in (1, 2)
+    ]
+    spread = [
+        CostRow(
+            microbatch_size=size,
+            forward_ns=1000 * size // each,
+            backward_ns=2000 * size // each,
+            shards=shards,
+            expert=each,
+            activation_bytes=8 * size // shards,
+        )
+        for shards in (1, 2)
+        for each in (1, *sizes)
+        for size in (1, 2)
+    ]
+    blocks = (
+        Block(id="attention", operator="attention", parameters=DENSE, costs=tuple(whole)),
+        Block(id="moe", operator="moe", parameters=DENSE + SPARSE, expert_parameters=SPARSE, costs=tuple(spread)),
+    )
+    edge = Edge(source="attention", target="moe", bytes_per_sample=6)
+    return Profile(
+        name="experts",
+        source=Source(method="estimated"),
+        recipe=Recipe(name="bf16-mixed"),
+        blocks=blocks,
+        edges=(edge,),
+    )
+
+
+def placement(expert: int, shards: int = 1, **others: int) -> Placement:
+    """One stage on eight devices."""
+    stage = PlacedStage(
+        blocks=("attention", "moe"),
+        devices=tuple(range(8)),
+        shards=shards,
+        replicas=8 // shards,
+        expert=expert,
+        **others,
+    )
+    return Placement(strategy="given", num_devices=8, stages=(stage,))
+
+
+def workload(placed: Placement, cluster: Cluster | None = LINKS) -> Workload:
+    known = profile(2, 4, 8)
+    return build_workload(known, placed, num_microbatches=2, microbatch_size=8, cluster=cluster)
+
+
+def test_only_blocks_with_experts_have_rows_for_them() -> None:
+    attention, moe = profile(4).blocks
+    assert [row.forward_ns for row in attention.rows(1, 4)] == [100, 200, 100, 200]
+    assert [row.forward_ns for row in moe.rows(1, 4)] == [250, 500, 250, 500]
+    with pytest.raises(UsageError, match="no costs for expert 8, only for \\[1, 4\\]"):
+        build_workload(profile(4), placement(8), num_microbatches=1, microbatch_size=8)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("expert", [2, 4, 8])
+def test_a_device_keeps_its_own_experts_and_its_part_of_the_rest(expert: int, shards: int) -> None:
+    (stage,) = workload(placement(expert, shards)).stages
+    assert stage.state[PARAMETERS] == 2 * (2 * DENSE // shards + SPARSE // expert)
+    assert stage.state[GRADIENTS] == 2 * stage.state[PARAMETERS]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("expert", [2, 4, 8])
+def test_devices_with_the_same_experts_divide_what_is_kept_of_them(expert: int, shards: int) -> None:
+    (stage,) = workload(placement(expert, shards, zero=1)).stages
+    assert stage.state[OPTIMIZER] == 2 * stage.state[MASTER] == 8 * (2 * DENSE + SPARSE) // 8
+    assert Experts.of(stage) == Experts(expert, Zero(1, 8 // expert) if expert < 8 else Zero())
+    (hybrid,) = workload(placement(expert, shards, zero=1, zero_group=4 // shards)).stages
+    assert hybrid.state[OPTIMIZER] == 8 * (2 * DENSE // 4 + SPARSE // max(expert, 4))
+
+
+@pytest.mark.parametrize("expert", [2, 4, 8])
+def test_gradients_are_summed_by_those_that_have_them(expert: int) -> None:
+    (stage,) = workload(placement(expert)).stages
+    dense = all_reduce_time(LINKS, range(8), 4 * 2 * DENSE)
+    own = all_reduce_time(LINKS, range(0, 8, expert), 4 * SPARSE // expert)
+    assert stage.sync_ns == dense + own
+    assert (own == 0) == (expert == 8)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"zero": 1}, {"shards": 2}, {"shards": 2, "zero": 1}, {"zero": 1, "zero_group": 4}]
+)
+@pytest.mark.parametrize("expert", [2, 4, 8])
+def test_plans_are_checked(expert: int, how: dict[str, int]) -> None:
+    known = profile(expert)
+    plan = pipeplan.search(
+        known,
+        cluster=LINKS.first(8),
+        placement=placement(expert, **how),
+        microbatches=2,
+        microbatch_size=8,
+        time_limit=5,
+    ).plan
+    assert not check(plan, known, LINKS.first(8)).problems
+    damaged = plan.model_copy(update={"stages": tuple(replace(s, sync_ns=s.sync_ns + 1) for s in plan.stages)})
+    assert check(damaged, known, LINKS.first(8)).problems
+    damaged = plan.model_copy(update={"stages": tuple(s.with_state(s.state + s.state) for s in plan.stages)})
+    assert check(damaged, known, LINKS.first(8)).problems
+    with pytest.raises(UsageError, match="give --profile"):
+        relinked(plan, LINKS.first(8))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"expert": 3}, "expert 3 does not divide the 8 devices"),
+        ({"expert": 2, "zero": 2}, "no costs with zero 2"),
+        ({"expert": 2, "configurations": ("a", "b")}, "blocks with configurations cannot share experts"),
+    ],
+)
+def test_what_cannot_be_is_refused(how: dict[str, int], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        placement(**how)
+
+
+def test_rows_and_parameters_of_experts_go_together() -> None:
+    row = CostRow(microbatch_size=1, forward_ns=1, backward_ns=1, expert=2)
+    with pytest.raises(ValidationError, match="has no expert_parameters"):
+        Block(id="ffn", operator="ffn", parameters=1, costs=(row,))
+    with pytest.raises(ValidationError, match="expert_parameters 2 are more than the 1"):
+        Block(id="ffn", operator="ffn", parameters=1, expert_parameters=2, costs=(row,))
+
+
+@pytest.mark.parametrize("devices", [2, 8, 16, 64])
+@pytest.mark.parametrize("chosen", [1, 2, 8])
+def test_words_go_once_to_each_node_and_there_once_to_each_device(devices: int, chosen: int) -> None:
+    """Against words whose experts are drawn: evenly, independently, each device with as many experts."""
+    links = LinkPath(((1, 4e9), (8, 1e9)))
+    drawn = np.random.default_rng(0).integers(0, devices, (20_000, chosen))
+    inside = np.mean([len(set(row) - {0}) for row in drawn.tolist()])
+    across = np.mean([len({device // 8 for device in row} - {0}) for row in drawn.tolist()])
+    expected = max(inside / 4, across if devices > 8 else 0)
+    assert dispatch_ns(1.0, chosen, devices, links) == pytest.approx(expected, rel=0.03)
+
+
+def test_devices_of_a_node_share_its_limit() -> None:
+    levels = (
+        LinkLevel(name="node", group_size=8, bandwidth_bytes_per_s=10**10, latency_ns=1),
+        LinkLevel(
+            name="net", group_size=16, bandwidth_bytes_per_s=10**9, latency_ns=7, node_bandwidth_bytes_per_s=2 * 10**9
+        ),
+    )
+    cluster = LINKS.model_copy(update={"levels": levels})
+    assert LinkPath.in_cluster(cluster, 16) == LinkPath(((1, 1e10), (8, 0.25e9)), 7)
+    assert LinkPath.in_cluster(cluster, 8) == LinkPath(((1, 1e10),), 1)

@@ -1,0 +1,86 @@
+"""Estimated rows of devices that share experts: fewer weights, longer products, words sent and brought back."""
+
+from __future__ import annotations
+
+import pytest
+
+import pipeplan
+from pipeplan.costs.communication import LinkPath, dispatch_ns
+from pipeplan.errors import UsageError
+from pipeplan.files import Cluster, CostRow, Profile
+
+CONFIG = (
+    "MixtralConfig(num_hidden_layers=1, hidden_size=512, num_attention_heads=8, num_key_value_heads=2, "
+    "intermediate_size=1024, vocab_size=1000, num_local_experts=8)"
+)
+HIDDEN, FFN, EXPERTS, TAKEN, WORDS, WIDTH = 512, 1024, 8, 2, 2048, 2
+HOW = {"device": "h100-80gb", "microbatch": 1, "sequence": WORDS}
+FAST = Cluster.of("fast", 16, levels=[("node", 8, 0, 10**15), ("net", 16, 0, 10**15)])
+SLOW = Cluster.of("slow", 16, levels=[("node", 8, 0, 10**15), ("net", 16, 1e-6, 10**10)])
+
+
+def rows(profile: Profile) -> dict[tuple[int, int, int], CostRow]:
+    (own,) = (block for block in profile.blocks if block.operator == "moe")
+    assert own.expert_parameters == 3 * EXPERTS * HIDDEN * FFN == own.parameters - HIDDEN * EXPERTS - HIDDEN
+    return {(row.shards, row.context, row.expert): row for row in own.costs}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:blocks of")
+def test_rows_are_of_own_words_with_fewer_weights_and_longer_products() -> None:
+    parted = rows(pipeplan.estimate(CONFIG, context=(2,), expert=(8,), cluster=FAST, **HOW))
+    found = parted | rows(pipeplan.estimate(CONFIG, shards=(2,), expert=(8,), cluster=FAST, **HOW))
+    assert found.keys() == {(1, 1, 1), (1, 1, 8), (1, 2, 1), (1, 2, 8), (2, 1, 1), (2, 1, 8)}
+    half, own = found[1, 2, 1], found[2, 1, 8]
+    assert own == found[1, 2, 8].model_copy(update={"shards": 2, "context": 1, "sequence_parallel": True})
+    assert own.activation_bytes == half.activation_bytes, "a device has half of the words"
+    assert own.forward_ns < half.forward_ns, "of an eighth of the weights"
+    assert own.backward_ns is not None
+    assert half.backward_ns is not None
+    assert own.backward_ns < half.backward_ns
+
+
+@pytest.mark.parametrize("load", [1.0, 2.0])
+def test_words_are_sent_and_brought_back_forth_and_in_backward(load: float) -> None:
+    sizes = {"expert": (1, 8), "load_factor": load, **HOW}
+    slow, fast = (rows(pipeplan.estimate(CONFIG, cluster=each, **sizes))[1, 1, 8] for each in (SLOW, FAST))
+    assert slow == fast, "eight devices are in one node"
+    far = CONFIG.replace("num_local_experts=8", "num_local_experts=16")
+    sizes["expert"] = (16,)
+    slow, fast = (
+        next(row for row in block.costs if row.expert == 16)
+        for each in (SLOW, FAST)
+        for block in pipeplan.estimate(far, cluster=each, **sizes).blocks
+        if block.operator == "moe"
+    )
+    once = dispatch_ns(load * WORDS * HIDDEN * WIDTH, TAKEN, 16, LinkPath(((1, 1e15), (8, 1e10)), 1000))
+    for name in ("forward_ns", "backward_ns", "input_grad_ns"):
+        assert getattr(slow, name) - getattr(fast, name) == pytest.approx(2 * once, rel=1e-3)
+    assert slow.weight_grad_ns == fast.weight_grad_ns
+
+
+def test_the_fullest_device_has_more_to_do() -> None:
+    even, uneven = (
+        rows(pipeplan.estimate(CONFIG, expert=(4,), load_factor=load, cluster=FAST, **HOW))[1, 1, 4]
+        for load in (1.0, 1.5)
+    )
+    assert even.forward_ns < uneven.forward_ns < 1.5 * even.forward_ns
+    assert uneven.activation_bytes == 1.5 * even.activation_bytes
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"expert": (3,)}, "8 experts, which 3 devices"),
+        ({"expert": (2,), "load_factor": 0.5}, "load_factor='0.5'"),
+        ({"expert": (2,), "kernels": "eager"}, "of fused kernels"),
+    ],
+)
+def test_what_cannot_be_is_refused(how: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        pipeplan.estimate(CONFIG, **HOW, **how)  # type: ignore[arg-type]
+
+
+def test_models_without_experts_have_no_such_rows() -> None:
+    with pytest.raises(UsageError, match="has no experts"):
+        pipeplan.estimate("gpt2-124m", device="h100-80gb", microbatch=1, expert=(2,))
