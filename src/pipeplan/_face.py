@@ -173,6 +173,7 @@ def search(
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
+    ep: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -220,6 +221,8 @@ def search(
             searched.
         cp: context-parallel size: devices that share each sequence, for which the profile must have costs; by
             default searched where it has some.
+        ep: expert-parallel size: devices of a stage that share experts, for which the profile must have costs; it
+            divides ``tp`` x ``cp`` x ``replicas`` and adds no devices; by default searched where it has some.
         pp: pipeline-parallel size: devices, or groups of ``tp`` x ``cp`` x ``replicas`` of them, that blocks pass in
             turn; by default searched.
         zero: what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, 2 gradients,
@@ -305,6 +308,7 @@ def tune(
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
+    ep: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -368,6 +372,7 @@ def compare(
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
+    ep: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,

@@ -300,6 +300,14 @@ _OPTIONS = (
         "profile must have costs.",
     ),
     click.option(
+        *("--ep", "--expert-parallel", "expert"),
+        type=AutoOr(1, _MOST),
+        default="auto",
+        metavar="auto|N",
+        help="Expert-parallel size: devices of a stage, of --tp x --cp x --dp, that share experts, for which the "
+        "profile must have costs.",
+    ),
+    click.option(
         *("--pp", "--pipeline-parallel", "positions"),
         type=click.IntRange(min=1),
         help="Pipeline-parallel size: devices, or groups of --tp x --cp x --dp of them, that blocks pass in turn.  "
@@ -390,6 +398,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         recompute=_RECOMPUTE[flags["recompute"]],
         shards=_number(flags["shards"]),
         context=_number(flags["context"]),
+        expert=_number(flags["expert"]),
         spread=_YES_NO[flags["spread"]],
         time_limit=flags["time_limit"] / 1e9,
     )

@@ -16,7 +16,7 @@ from pipeplan.costs.communication import all_gather_time, transfer_time
 from pipeplan.costs.experts import TOGETHER, Experts, ExpertState, kept_of
 from pipeplan.costs.recipes import state_of, step_bytes
 from pipeplan.costs.shared import SharedState, with_syncs
-from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanged, Exchanging, Zero, cuts, with_exchanges
+from pipeplan.costs.zero import ALONE, IN_ACTIONS, WHOLE, Exchanged, Exchanging, Zero, cuts, with_exchanges
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Recipe, TiedParameter
 from pipeplan.time_limit import checked
@@ -37,8 +37,6 @@ from pipeplan.workload.kinds import BACKWARD_ROLES, STATE_KINDS, MemoryBytes, Me
 from pipeplan.workload.samples import carried
 from pipeplan.workload.workload import Workload
 
-_NOWHERE = Exchanging()
-
 
 def can_split(profile: Profile) -> bool:
     """Whether some block has input and weight gradients apart, so that a plan can split backward there."""
@@ -54,7 +52,7 @@ def stage_costs(
     context: int = 1,
     recompute: Recompute = False,
     zero: Zero = WHOLE,
-    exchanging: Exchanging = _NOWHERE,
+    exchanging: Exchanging = ALONE,
     experts: Experts = TOGETHER,
 ) -> StageCost:
     """Costs of blocks that run one after another on each device of a group.
@@ -83,7 +81,7 @@ def group_costs(
     context: int = 1,
     recompute: Recompute = False,
     zero: Zero = WHOLE,
-    exchanging: Exchanging = _NOWHERE,
+    exchanging: Exchanging = ALONE,
     experts: Experts = TOGETHER,
 ) -> list[StageCost]:
     """:func:`stage_costs` of every group of blocks: the profile is looked through once for all.

@@ -131,6 +131,10 @@ class Exchanging(NamedTuple):
         return round(gathered), round(reduced)
 
 
+ALONE = Exchanging()
+"""What nothing exchanges, or where nobody asks how long that takes."""
+
+
 def with_exchanges(row: CostRow, block: Exchanged, times: tuple[int, int], contention: float = 0.0) -> CostRow:
     """A block's costs with the ``times`` of what it exchanges beside its compute, and with what is whole meanwhile.
 
@@ -168,7 +172,11 @@ def exchange_ns(
     whose ``size`` it is, and from level 3 on parameters are gathered when they are used.
     """
     zero = Zero.of(stage)
-    groups = [group for each in {stage: None, **dict.fromkeys(sharing)} for group in _groups(each.devices, each.shards, zero.group)]
+    groups = [
+        group
+        for each in {stage: None, **dict.fromkeys(sharing)}
+        for group in _groups(each.devices, each.shards, zero.group)
+    ]
     own = _groups(stage.devices, stage.shards, zero.group)
     across = [
         list(place) for shard in range(stage.shards) for place in zip(*groups[shard :: stage.shards], strict=True)

@@ -164,6 +164,10 @@ def _to_train(request: Request, result: Result, simulation: Simulation) -> Itera
         if request.context is not None or isinstance(request.placement, Placement):
             return
         lacks.append(("--cp 1", "share sequences"))
+    if any(stage.expert > 1 for stage in stages):
+        if request.expert is not None or isinstance(request.placement, Placement):
+            return
+        lacks.append(("--ep 1", "share experts"))
     if lacks:
         flags, words = zip(*lacks, strict=True)
         cannot = f"cannot {words[0]}" if len(words) == 1 else f"can neither {' nor '.join(words)}"
