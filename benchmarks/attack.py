@@ -43,10 +43,17 @@ from attack_faults import Faults
 from attack_inputs import Inputs
 from attack_part import WRONG, Ended, Part
 from attack_plans import Plans
+from attack_searches import Searches
 
 __all__ = ["PARTS", "attacked"]
 
-PARTS: dict[str, type[Part]] = {"inputs": Inputs, "plans": Plans, "bounds": Bounds, "faults": Faults}
+PARTS: dict[str, type[Part]] = {
+    "inputs": Inputs,
+    "plans": Plans,
+    "bounds": Bounds,
+    "faults": Faults,
+    "searches": Searches,
+}
 WORKERS = 2
 
 

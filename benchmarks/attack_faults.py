@@ -34,7 +34,7 @@ from unittest import mock
 
 from attack_part import Ended, drawn_for
 
-__all__ = ["PRELOADED", "Faults", "Forked", "children", "living"]
+__all__ = ["PRELOADED", "Faults", "Forked", "children", "left_over", "living"]
 
 TESTS = Path(__file__).parents[1] / "tests"
 SOON_S = 10.0
@@ -372,7 +372,7 @@ class Faults:
         what = f"{fault}, after {time.monotonic() - happened:.1f} s, exit {code}: {_text(folder, 'err')[-1500:]}"
         if code is None:
             return Ended("hang", "hang", what)
-        left = _left_over()
+        left = left_over()
         for wrong, found in (
             ("orphan", left),
             ("traceback", "Traceback" in _text(folder, "err")),
@@ -450,7 +450,7 @@ def _inflict(fault: Fault, pid: int, folder: Path) -> None:
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (512, 512))
 
 
-def _left_over() -> list[int]:
+def left_over() -> list[int]:
     """Processes that have not ended soon after the command has."""
     until = time.monotonic() + 5.0
     while found := living(children(os.getpid())):

@@ -107,8 +107,8 @@ class Row:
     quick: bool = False
 
 
-def chain(num_blocks: int, shards: tuple[int, ...] = (1,)) -> Profile:
-    """Blocks that are all a little different, each whole or on several devices."""
+def chain(num_blocks: int, shards: tuple[int, ...] = (1,), contexts: tuple[int, ...] = (1,)) -> Profile:
+    """Blocks that are all a little different, each whole or on several devices, with sequences whole or in parts."""
     blocks = tuple(
         Block(
             id=f"b{number}",
@@ -118,12 +118,14 @@ def chain(num_blocks: int, shards: tuple[int, ...] = (1,)) -> Profile:
                 CostRow(
                     microbatch_size=size,
                     shards=each,
-                    forward_ns=size * (1000 + 37 * (number % 11)) // each,
-                    backward_ns=size * (2000 + 53 * (number % 13)) // each,
-                    activation_bytes=size * 10**5 // each,
+                    context=parts,
+                    forward_ns=size * (1000 + 37 * (number % 11)) // (each * parts),
+                    backward_ns=size * (2000 + 53 * (number % 13)) // (each * parts),
+                    activation_bytes=size * 10**5 // (each * parts),
                 )
                 for size in (1, 2)
                 for each in shards
+                for parts in contexts
             ),
         )
         for number in range(num_blocks)
@@ -151,6 +153,8 @@ INPUTS: dict[str, Callable[[], Profile | Cluster]] = {
     "chain2000": lambda: chain(2_000),
     "chain10000": lambda: chain(10_000),
     "split2000": lambda: chain(2_000, (1, 2, 4, 8)),
+    "parts2000": lambda: chain(2_000, (1, 2), (1, 2, 4)),
+    "split6": lambda: chain(6, (1, 2, 4)),
     "nodes": lambda: cluster(64, 80 * 10**9),
     "large": lambda: cluster(1_024, 80 * 10**9),
     "small": lambda: cluster(1_024, 300 * 10**6),
@@ -179,6 +183,22 @@ ROWS = (
     Row(
         "2,000 blocks on 1 to 8 devices each, 1,024 devices of 80 GB", "search split2000.json --cluster large.json", 30
     ),
+    Row(
+        "2,000 blocks on 1 or 2 devices, sequences in 1 to 4 parts, 1,024 devices of 80 GB",
+        "search parts2000.json --cluster large.json",
+        30,
+    ),
+    Row(
+        "2,000 blocks on 1 or 2 devices, sequences in 1 to 4 parts, 1,024 devices of 0.3 GB, any ZeRO",
+        "search parts2000.json --cluster small.json --zero auto",
+        30,
+    ),
+    Row(
+        "widths of 6 blocks on 8 devices, 100,000 micro-batches",
+        "search split6.json --devices 8 --microbatches 100000 --scheduler 1f1b",
+        10,
+        quick=True,
+    ),
     Row("Llama 70B, estimated, 64 devices", "search llama.json --devices 64 --memory 80GB --mini-batch 512", 30),
     Row(
         "Llama 70B, 1 to 8 devices a block, 64 in nodes", "search llama.json --cluster nodes.json --mini-batch 256", 30
@@ -192,6 +212,11 @@ ROWS = (
         "Llama 70B, 1 to 8 devices a block, 1F1B",
         "search llama.json --cluster nodes.json --mini-batch 256 --scheduler 1f1b",
         10,
+    ),
+    Row(
+        "Llama 70B, 1 to 8 devices a block, 2 workers",
+        "search llama.json --cluster nodes.json --mini-batch 256 --workers 2",
+        30,
     ),
 )
 

@@ -131,7 +131,7 @@ def search(
         return search_plan(request, executor=executor, **how)
     from pipeplan.planning.workers import named_executor
 
-    with named_executor(executor) as named:
+    with named_executor(executor, within) as named:
         return search_plan(request, executor=named, **how)
 
 
@@ -406,21 +406,20 @@ def last_checkpoint(folder: str) -> int | None:
 
 
 def known_names(
-    kind: Literal["schedulers", "placements", "models", "examples", "devices", "rules", "recipes"],
+    kind: Literal["schedulers", "placements", "planners", "models", "examples", "devices", "rules", "recipes"],
 ) -> list[str]:
     """What the command line completes: names of one kind, from the catalog and the planner's tables, without torch."""
-    from pipeplan.catalog import RUNNING_FAMILIES, configurations, model_sizes, names
+    from pipeplan.catalog import configurations, names, running_models
     from pipeplan.examples import SHAPES
     from pipeplan.partition.strategies import STRATEGIES
+    from pipeplan.planning.planners import PLANNERS
     from pipeplan.schedule.classic import CLASSIC
 
     tables: dict[str, list[str]] = {
         "schedulers": ["auto", "repetend", "rules", *CLASSIC],
         "placements": ["auto", "all", *STRATEGIES],
-        "models": [
-            *(name for name, size in model_sizes().items() if size.family in RUNNING_FAMILIES),
-            *configurations(),
-        ],
+        "planners": ["auto", *PLANNERS],
+        "models": [*running_models(), *configurations()],
         "examples": [*(f"shape-{name}" for name in SHAPES), *chain.from_iterable(example_names().values())],
     }
     return tables.get(kind) or list(names(kind))

@@ -179,6 +179,7 @@ def search(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
@@ -231,6 +232,7 @@ def search(
         zero_group: neighbouring replicas that share one copy of what is divided; by default all.
         shard_shared: whether shared blocks are split over all devices of the pipeline.
         slices: leading micro-batches whose warm-up forwards run in two halves.
+        planner: who chooses the stages: a published planner alone, as ``"graphpipe"``, or ``"auto"``, which is ours.
         recompute: activation checkpointing of all blocks (True, ``"all"``), of none (False, ``"none"``), of attention
             cores (``"selective"``), or searched.
         unroll: micro-batches per repetend, from 1 to 64.
@@ -314,6 +316,7 @@ def tune(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
@@ -378,6 +381,7 @@ def compare(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
@@ -953,7 +957,8 @@ def example(
         bytes: of the tensor on each edge, which a cluster's links carry; instead of ``comm``.
         activation_bytes: held by each chain block.
         weight_grad_bytes: held from the input gradient to the weight gradient.
-        device: preset that a model's costs are for; by default ``"a100-80gb"``.
+        device: preset that a model's costs are for; by default ``"a100-80gb"``, of graphpipe-case-study
+            ``"v100-16gb"``.
         microbatch: samples per micro-batch that a model has costs for.
         shards: numbers of devices that split a model's block.
         cluster: whose links time the collectives of split blocks.

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pipeplan.time_limit import checked
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Hop, Loop, Round
+from pipeplan.workload.exchanges import texts_around
 from pipeplan.workload.steady_state.loop import LoopCut
-from pipeplan.workload.task_graph import Orders, TaskGraph
+from pipeplan.workload.task_graph import NEVER, Orders, TaskGraph
 
 _Words = tuple[str, str]
 
@@ -33,7 +34,24 @@ def programs(
     for device_events in checked(events, 1):
         device_events.sort()
     found = tuple(tuple(text for *_, text in device_events) for device_events in events)
+    if graph.workload.exchanges:
+        found = _with_exchanges(graph, starts, events)
     return found, None if cut is None else _loop(cut, events)
+
+
+def _with_exchanges(
+    graph: TaskGraph, starts: Sequence[int], events: Sequence[Sequence[_Event]]
+) -> tuple[tuple[str, ...], ...]:
+    """The programs of devices' events, with what exchanges state right before and after the actions it is for."""
+    before, after = texts_around(graph, starts)
+    found = []
+    for device, device_events in enumerate(events):
+        program = list[str]()
+        for _, is_compute, task, _, text in device_events:
+            own = task if is_compute else NEVER
+            program += [*before[device].get(own, ()), text, *after[device].get(own, ())]
+        found.append((*program, *before[device].get(None, ())))
+    return tuple(found)
 
 
 def _loop(cut: LoopCut, events: Sequence[Sequence[_Event]]) -> Loop:

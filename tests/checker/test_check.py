@@ -18,6 +18,7 @@ from builders.chains import chain_plan, chain_profile, chain_workload, shared_wo
 from builders.clusters import cluster_of
 from builders.orders import gpipe_orders, one_f_one_b, one_f_one_b_repetend, serial_orders
 from builders.plans import plan_of
+from builders.sharded import sharded_plan
 from builders.timed import timed
 from pipeplan.checker import RULES, Report, check
 from pipeplan.costs import build_workload
@@ -167,7 +168,7 @@ BASES: dict[str, Callable[[], Plan]] = {
         *(chain, split, shared, unequal, spare, alternating, far, sliced, far_sliced, replicated, bidirectional),
         repeating,
     )
-}
+} | {"sharded": sharded_plan}
 
 
 @cache
@@ -412,6 +413,7 @@ DAMAGES: list[tuple[str, str, Callable[[Data], None], str, str]] = [
     ("an action on one device too few", "shared", drop(2, "0F1"), "actions", "programs[2]"),
     ("a micro-batch too many", "chain", insert(1, "1B0", "1F8"), "actions", "] (1F8)"),
     ("another action instead", "split", write(2, "2W3", "2W4"), "actions", "programs[2]["),
+    ("an UNSHARD on one device too few", "sharded", drop(1, "0UNSHARD.1"), "exchanges", "programs[1]"),
     ("a SEND left out", "chain", drop(1, "1SEND_F3"), "transfers", "programs[1]"),
     ("a RECV left out", "chain", drop(2, "2RECV_F3"), "transfers", "programs[2]"),
     ("a SEND twice", "chain", insert(1, "1SEND_F4", "1SEND_F3>2@2"), "transfers", "] (1SEND_F3>2@2)"),

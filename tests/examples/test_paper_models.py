@@ -93,7 +93,7 @@ DEAREST = "flexpipe-clip-4.7b"  # its file is as large as four others
 
 
 INPUTS = {
-    **dict.fromkeys(("gpt", "bert", "vgg", "wide-resnet", "lstm", "mmt", "candle-uno"), 1),
+    **dict.fromkeys(("gpt", "bert", "vgg", "wide-resnet", "lstm", "mmt", "two-branch", "candle-uno"), 1),
     **dict.fromkeys(("encoder-decoder", "clip", "flava", "dlrm"), 2),
 }
 """{family: blocks without a source}, of each branch where it has several."""

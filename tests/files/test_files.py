@@ -51,6 +51,7 @@ from pipeplan.files import (
 from pipeplan.files import read_write as files
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import (
+    BlockGroup,
     Bucket,
     Dependency,
     Device,
@@ -459,6 +460,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Plan": Plan,
     "Device of a plan": Device,
     "Stage of a plan": Stage,
+    "Group of blocks of a stage": BlockGroup,
     "Bucket of a stage": Bucket,
     "Tied state of a plan": TiedState,
     "Operation of a plan": Operation,

@@ -80,13 +80,14 @@ def test_bounds(piece: int, parts: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_faults_of_processes_and_going_on_where_it_stopped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["faults", "searches"])
+def test_faults_of_processes_and_going_on_where_it_stopped(part: str, tmp_path: Path) -> None:
     state = tmp_path / "state.jsonl"
     for count in (1, 2):
-        command = [sys.executable, str(ROOT / "benchmarks/attack.py"), "--only", "faults", "--state", str(state)]
+        command = [sys.executable, str(ROOT / "benchmarks/attack.py"), "--only", part, "--state", str(state)]
         done = subprocess.run([*command, "--count", str(count)], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert f"| faults | {count} | 0 | 0 |" in done.stdout
+        assert f"| {part} | {count} | 0 | 0 |" in done.stdout
     assert sorted(each.index for each in read(state)) == [0, 1]
 
 

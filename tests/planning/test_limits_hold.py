@@ -46,6 +46,7 @@ from pipeplan.planning.steps import STEPS, EvenCut, search_plan, without
 from pipeplan.planning.trials import PlanSearch, Trial, on_cluster
 from pipeplan.planning.tuning import tune
 from pipeplan.planning.uniform_space import longest_stages
+from pipeplan.planning.widths import EveryWidth
 from pipeplan.schedule import steps as schedule_steps
 from pipeplan.schedule.cpsat.solver import Budget, load_solver, solve
 from pipeplan.schedule.cpsat.windows import Ramps
@@ -54,7 +55,7 @@ from pipeplan.schedule.search import MOST_ENTRIES, first_look, plain_look
 from pipeplan.schedule.state import ScheduleStep, SearchState
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.schedule.steps import FirstSchedule, RepetendSearch, SlowClassics
-from pipeplan.time_limit import Limit, TimeUpError, checkpoint
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint, time_is_up
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.samples import carried
 from pipeplan.workload.steady_state.repetend import find_repetend
@@ -300,6 +301,47 @@ def test_making_a_plan_asks_for_the_time() -> None:
     assert calls.all > 4 * MOST_CALLS
 
 
+def test_a_first_plan_of_few_actions_on_many_devices_asks_for_the_time() -> None:
+    """A stage's actions are a few, but all of its devices have them."""
+    asked = Request.of(chain(400), devices=256, mini_batch=256, time_limit=1000.0, replicas=16)
+    calls = Calls()
+    search = PlanSearch(asked, Budget(asked.time_limit, clock=calls), None, STEPS)
+    with search.budget.enforced(), calls.counting():
+        EvenCut(growth=0.0).run(search)
+        assert search.made is not None
+        assert search.made.schedule.graph.num_tasks < planning_steps._FEW
+    assert calls.all > 5 * MOST_CALLS
+    assert calls.most <= MOST_CALLS
+
+
+def test_a_search_that_ends_does_not_wait_for_a_bound_it_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer has one all the same."""
+    begun = list[bool]()
+
+    def ended(asked: Request) -> int:
+        begun.append(not time_is_up())
+        limit.interrupt()
+        checkpoint()
+        return 17
+
+    limit = Limit(20.0, clock=Hand())
+    monkeypatch.setattr("pipeplan.planning.trials.request_bound", ended)
+    found = search_plan(of(8, 8, time_limit=20.0), within=limit)
+    assert found.interrupted
+    assert found.lower_bound_ns == 17
+    assert begun == [True, True]
+
+
+def test_stages_of_different_widths_take_no_more_for_more_microbatches() -> None:
+    """Their 1F1B repeats itself: that of a hundred thousand micro-batches took the whole limit."""
+
+    def work(mini_batch: int) -> int:
+        asked = Request.of(split(6), devices=8, mini_batch=mini_batch, time_limit=1000.0)
+        return counted(lambda: list(EveryWidth().candidates(asked))).all
+
+    assert work(6_400) <= 1.5 * work(640)
+
+
 def test_composing_a_pattern_takes_work_in_proportion_to_its_actions() -> None:
     """Messages of hours between actions of milliseconds: billions of repetitions are on the way at once."""
     problem = OneMicrobatch.of(shape_workload("v", 4, 6))
@@ -434,6 +476,28 @@ def test_a_last_plan_that_takes_too_long_ends_with_the_lateness(monkeypatch: pyt
     assert len(found) == 2
     assert 21.5 < clock.now <= 21.95
     assert "there was no time to make its plan" in result.notes[-1]
+
+
+@pytest.mark.parametrize("now", [1.0, 4.0, 17.0, 20.0])
+def test_a_plan_that_is_not_made_in_time_is_given_up_in_time(now: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is half made goes part by part, the longer the more there is; the lateness is for that, too."""
+    clock = Hand()
+    budget = Budget(20.0, clock=clock)
+    clock.now = now
+
+    def slowly(*given: Any) -> None:
+        try:
+            while True:
+                clock.now += 0.01
+                checkpoint()
+        finally:
+            clock.now += 0.04 * (clock.now - now)
+
+    monkeypatch.setattr(planning_steps, "_made", slowly)
+    search: Any = SimpleNamespace(budget=budget, lateness=2.0)
+    with budget.enforced(), pytest.raises(TimeUpError):
+        planning_steps._made_late(search, search)
+    assert 20.9 < clock.now <= 22.0 - planning_steps._ENDING + 0.02
 
 
 @pytest.mark.parametrize(("value", "reserved"), [(9, 3.5), (10, 1.75), (None, 1.75)])

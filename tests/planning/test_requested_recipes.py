@@ -116,7 +116,10 @@ STATED = Block.of("a", "1ms", "2ms", parameters=40, optimizer=80)
     [
         (lambda: Profile.of("p", [STATED]), {"precision": "fp32"}, "block 'a' does not say how many parameters it has"),
         (lambda: Profile.of("p", [STATED]), {"optimizer": "sgd"}, "has the recipe custom, which says only bytes"),
-        (lambda: Profile.of("p", [counted()], recipe="fp32"), {"precision": "bf61"}, "there is no recipe 'bf61'"),
+        *(
+            (lambda: Profile.of("p", [counted()], recipe="fp32"), {"precision": name}, f"there is no recipe {said}")
+            for name, said in {"bf61": "'bf61'", "": "''", "\x1b[31m": r"'\\x1b\[31m'", 300 * "x": "'x"}.items()
+        ),
         (
             lambda: Profile.of("p", [counted()], recipe="fp32"),
             {"gradient_dtype": "bf16"},

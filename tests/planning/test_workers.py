@@ -15,6 +15,9 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import active_children, parent_process
 from pathlib import Path
+from textwrap import indent
+from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -348,6 +351,69 @@ def test_workers_do_not_outlive_who_made_them(made: str) -> None:
     assert not any(map(running, pids))
 
 
+TORN = """
+import os, struct, sys
+
+def torn(item):
+    frame = sys._getframe()
+    while "result_queue" not in frame.f_locals:
+        frame = frame.f_back
+    os.write(frame.f_locals["result_queue"]._writer.fileno(), struct.pack("!i", 1_000) + b"x")
+    os._exit(1)
+"""
+"""Begins an answer, and ends: as one that is killed while it writes."""
+
+ENDS = {
+    "at the end": """
+from torn import torn
+from pipeplan.planning.workers import processes
+make, end = processes(1)
+pool = make()
+pool.submit(torn, 0)
+while not pool._processes or all(each.exitcode is None for each in pool._processes.values()):
+    pass
+pool.submit(len, 10**7 * b"x")
+end(pool)
+""",
+    "while it is waited for": """
+import math
+from torn import torn
+from pipeplan.planning import workers
+from pipeplan.planning.workers import Ahead, LostError, processes
+make, end = processes(1)
+ahead = Ahead(torn, (), lambda: math.inf, 2, make, end)
+ahead._first.result()
+(given,) = ahead.over(iter([0]), lambda item: True)
+try:
+    ahead.found(given)
+except LostError:
+    ahead.end()
+else:
+    raise SystemExit("it was not lost")
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ENDS)
+def test_a_worker_that_dies_in_the_middle_of_an_answer_keeps_nobody(when: str, tmp_path: Path) -> None:
+    """Neither the search nor the end of the process waits for the rest, which never comes."""
+    (tmp_path / "torn.py").write_text(TORN)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    code = f"if __name__ == '__main__':\n{indent(ENDS[when], '    ')}"
+    (tmp_path / "ends.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "ends.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_clusters_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """No scheduler at the address, and one without workers; both say what would do."""
@@ -359,6 +425,34 @@ def test_clusters_that_cannot_work_are_refused(monkeypatch: pytest.MonkeyPatch) 
         named = f"dask:{cluster.scheduler_address}"
         with pytest.raises(UsageError, match=r"has no workers after 0\.5 s; start some with dask worker"):
             workers.named_executor(named).__enter__()
+
+
+class Unheard:
+    """A cluster's client that never comes back, beside a clock that is moved whenever it is asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.end = 0.0, Event()
+        self.limit = Limit(3.0, clock=self)
+        monkeypatch.setitem(sys.modules, "distributed", SimpleNamespace(Client=self.client))
+
+    def __call__(self) -> float:
+        self.now += 0.25
+        return self.now
+
+    def client(self, address: str, timeout: float) -> None:
+        self.end.wait()
+
+
+def test_a_cluster_that_does_not_answer_is_waited_for_no_longer_than_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor than an interruption: connecting took a minute where something listens that says nothing."""
+    for interrupted, raised in ((False, UsageError), (True, KeyboardInterrupt)):
+        unheard = Unheard(monkeypatch)
+        if interrupted:
+            unheard.limit.interrupt()
+        with pytest.raises(raised), workers.named_executor("dask:tcp://127.0.0.1:1", unheard.limit):
+            pass
+        unheard.end.set()
+        assert unheard.now < (1.5 if interrupted else 4.0)
 
 
 def test_names_of_executors() -> None:

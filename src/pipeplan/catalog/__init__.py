@@ -31,6 +31,7 @@ __all__ = [
     "read_table",
     "read_text",
     "require_known",
+    "running_models",
 ]
 
 
@@ -76,7 +77,7 @@ class ModelSize:
     """A model by the dimensions of its family; which these are, and their units, the family's class says.
 
     ``reference`` is where a paper gives them, empty for models of ours that are only to be run; ``notes`` say what the
-    paper leaves open, ``microbatch_sizes`` which ones an example has costs for unless it is asked for others.
+    paper leaves open, ``microbatch_sizes`` and ``device`` what an example has costs for unless it is asked for others.
     """
 
     name: str
@@ -85,6 +86,7 @@ class ModelSize:
     reference: str = ""
     notes: str = ""
     microbatch_sizes: Sequence[int] = (1, 2, 4)
+    device: str = "a100-80gb"
 
 
 RUNNING_FAMILIES = ("gpt", "encoder-decoder", "flava", "mmt", "dlrm", "candle-uno")
@@ -96,6 +98,11 @@ def model_sizes() -> Mapping[str, ModelSize]:
     """Every model by name."""
     tables = _tables(read_table("models", file) for file in names("models"))
     return {name: _model_size(name, keys) for name, keys in tables.items()}
+
+
+def running_models() -> list[str]:
+    """The models that the zoo can run."""
+    return [name for name, size in model_sizes().items() if size.family in RUNNING_FAMILIES]
 
 
 def _tables(files: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

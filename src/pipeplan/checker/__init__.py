@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from pipeplan.checker.exchanges import check_exchanges
 from pipeplan.checker.facts import RULES, Facts, Figures, Findings, Report, Violation, check_figures, figures_of
 from pipeplan.checker.inputs import check_cluster, check_profile
 from pipeplan.checker.loop import check_loop
@@ -40,18 +41,20 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
         check_links(facts, links, findings)
     check_inputs(facts, findings)
     peaks: tuple[int, ...] = ()
+    busy: list[int] = []
     rate: Fraction | None = None
     if not findings.has("actions"):
-        check_timeline(facts, programs, links, findings)
+        exchanges = check_exchanges(facts, programs, findings)
+        check_timeline(facts, programs, links, exchanges.least, findings)
         if findings.has("transfer-order", "inputs", "order") and not findings.has("deadlock"):
             check_waits(facts, programs, findings)
-        peaks = check_memory(facts, programs, findings)
+        peaks, busy = check_memory(facts, programs, findings, exchanges.spans), exchanges.busy
         if plan.repetend is not None and not findings.has("inputs", "links", "order", "exclusive"):
             rate = check_repetend(facts, programs, links, findings)
     timed = {problem.rule for problem in findings.problems} <= {"memory", "figures"}
     if plan.loop is not None and messages is not None and links is not None and timed:
         check_loop(facts, messages, programs, links, findings)
-    figures = figures_of(facts, rate, peaks)
+    figures = figures_of(facts, rate, peaks, busy)
     check_figures(facts, figures, findings)
     if profile is not None:
         check_profile(plan, profile, cluster, findings)

@@ -242,7 +242,7 @@ def _waits(plan: Plan, position: dict[str, int]) -> list[list[Wait]]:
 RULES = (
     *("stages", "dependencies", "hops", "balance"),
     *("actions", "transfers", "transfer-order", "fifo", "deadlock"),
-    *("inputs", "links", "exclusive", "order", "earliest"),
+    *("inputs", "links", "exclusive", "order", "exchanges", "earliest"),
     *("memory", "figures", "repetend", "loop", "profile", "cluster"),
 )
 """Every rule; docs/check.md says each."""
@@ -376,13 +376,16 @@ TOLERANCE = 1e-9
 """Relative and absolute: a float of a file against the exact figure."""
 
 
-def figures_of(facts: Facts, copy_ns: Fraction | None, peaks: tuple[int, ...]) -> Figures:
-    """The figures of the plan's start times; ``copy_ns`` is the time from one repetend to the next."""
+def figures_of(facts: Facts, copy_ns: Fraction | None, peaks: tuple[int, ...], busy_ns: Sequence[int] = ()) -> Figures:
+    """The figures of the plan's start times; ``copy_ns`` is the time from one repetend to the next.
+
+    ``busy_ns`` [device] is until when networks exchange state for actions; none: none does.
+    """
     plan = facts.plan
     makespan = max(_last_end(facts, operation) for operation in range(len(facts.ids)))
     busy = facts.busy()
     unroll = plan.repetend.unroll if plan.repetend is not None else 1
-    phases = _phases(facts)
+    phases = _phases(facts, busy_ns)
     steady = None
     if copy_ns is not None:
         per_copy = Fraction(sum(facts.busy_whole()) * unroll, facts.num_microbatches)
@@ -415,7 +418,7 @@ def _last_end(facts: Facts, operation: int) -> int:
     )
 
 
-def _phases(facts: Facts) -> tuple[int, int, int, int]:
+def _phases(facts: Facts, busy_ns: Sequence[int]) -> tuple[int, int, int, int]:
     """When all devices have ended actions, then sums of gradients, steps, gathers, in ns, as docs/check.md says."""
     plan, ends, gradients = facts.plan, [0] * len(facts.plan.devices), [0] * len(facts.plan.stages)
     for operation, devices in enumerate(facts.devices):
@@ -427,7 +430,8 @@ def _phases(facts: Facts) -> tuple[int, int, int, int]:
     steps = [sum(stage.step_ns for stage in plan.stages if device in stage.devices) for device in range(len(ends))]
     sums = _sums(facts, gradients)
     order = plan.sum_order or sorted(range(len(sums)), key=lambda number: (sums[number][0], number))
-    network = _on_networks([sums[number] for number in order], len(ends))
+    before = [(0, busy, frozenset((device,))) for device, busy in enumerate(busy_ns) if busy]
+    network = _on_networks([*before, *(sums[number] for number in order)], len(ends))
     acted, summed = max(ends), max(*ends, *network)
     ends = [max(end, free) + step for end, free, step in zip(ends, network, steps, strict=True)]
     gathers = [

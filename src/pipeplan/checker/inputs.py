@@ -17,7 +17,16 @@ from pipeplan.costs.recipes import bytes_per_parameter, running_bytes, state_rec
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
 from pipeplan.time_limit import checked
-from pipeplan.workload.elements import Bucket, Dependency, Hop, Operation, Stage, TiedState
+from pipeplan.workload.elements import (
+    BlockGroup,
+    Bucket,
+    Dependency,
+    Hop,
+    Operation,
+    Stage,
+    TiedState,
+    is_in_line,
+)
 from pipeplan.workload.kinds import (
     BACKWARD_ROLES,
     GRADIENT_ROLES,
@@ -68,6 +77,8 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
             rows, timed = _exchanging(stage, rows, known, cluster), _times_known(plan, stage, cluster)
             gathers = ends.get(number, (0, 0)) if timed else (None, None)
             _check_operations(own, rows, again, overhead_ns, gathers, findings, timed=timed)
+            if stage.block_groups:
+                _check_groups(number, stage, own, rows, known, cluster, findings, timed=timed)
             for operation in own:
                 if operation.part_ns is not None and timed:
                     _check_part(number, stage, operation, known, cluster, findings)
@@ -520,6 +531,8 @@ def _sharded_ns(
     part = own if stage.zero > 1 else (own + size - 1) // size
     between = round(time_of_groups(cluster, Exchange("all_reduce", part), list(map(sorted, outer.values()))))
     copy, gradient, _ = _exchanged(stage, stage.blocks[0], known)
+    if stage.reduce_every is not None and stage.zero > 1:  # actions do that
+        copy = gradient = 0
     scattered = round(time_of_groups(cluster, Exchange("reduce_scatter", own if stage.zero == 1 else gradient), inner))
     kept = trained if gradients else 0
     gathered = round(time_of_groups(cluster, Exchange("all_gather", copy if stage.zero == 3 else kept), inner))
@@ -559,6 +572,8 @@ def _exchanging(stage: Stage, rows: list[CostRow], known: _Known, cluster: Clust
     """
     if stage.zero < 2 or (size := _sharers(stage)) == 1:
         return rows
+    if stage.reduce_every is not None:
+        return _beside_actions(stage, rows, known, cluster)
     groups, found = list(_groups_in(stage, size).values()), list[CostRow]()
     for block, row in zip(stage.blocks, rows, strict=True):
         copy, gradient, cast = _exchanged(stage, block, known)
@@ -579,6 +594,71 @@ def _exchanging(stage: Stage, rows: list[CostRow], known: _Known, cluster: Clust
             }
         found.append(row.model_copy(update=changes))
     return found
+
+
+def _beside_actions(stage: Stage, rows: list[CostRow], known: _Known, cluster: Cluster | None) -> list[CostRow]:
+    """Rows of blocks whose state actions of programs exchange: compute alone, slower by the cluster's contention.
+
+    An exchange for several actions slows each of them by as much. What is cast for it is no workspace of a block.
+    """
+    groups = list(_groups_in(stage, _sharers(stage)).values())
+    per_use, per_sum, found = stage.unshard_every or 1, stage.reduce_every or 1, list[CostRow]()
+    for block, row in zip(stage.blocks, rows, strict=True):
+        copy, gradient, cast = _exchanged(stage, block, known)
+        gather = round(time_of_groups(cluster, Exchange("all_gather", copy), groups)) / per_use
+        reduce = round(time_of_groups(cluster, Exchange("reduce_scatter", gradient), groups)) / per_sum
+
+        def slowed(time: int, beside: float) -> int:
+            return time if cluster is None else time + round(cluster.contention * beside)
+
+        whole = row.backward_ns
+        if whole is None:
+            whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
+        changes = {
+            "forward_ns": slowed(row.forward_ns, gather),
+            "backward_ns": slowed(whole, gather + reduce),
+            "workspace_bytes": max(0, row.workspace_bytes - cast),
+        }
+        if row.input_grad_ns is not None and row.weight_grad_ns is not None:
+            changes |= {
+                "input_grad_ns": slowed(row.input_grad_ns, gather),
+                "weight_grad_ns": slowed(row.weight_grad_ns, reduce),
+            }
+        found.append(row.model_copy(update=changes))
+    return found
+
+
+def _check_groups(
+    number: int,
+    stage: Stage,
+    operations: Sequence[Operation],
+    rows: Sequence[CostRow],
+    known: _Known,
+    cluster: Cluster | None,
+    findings: Findings,
+    *,
+    timed: bool,
+) -> None:
+    """A group's bytes are those of its blocks, its exchanges take what these do together, its part of actions as well.
+
+    What an action takes beside its blocks is of the group that it comes to last.
+    """
+    devices, begin = list(_groups_in(stage, _sharers(stage)).values()), 0
+    for place, group in enumerate(stage.block_groups):
+        end = begin + group.blocks
+        sizes = [_exchanged(stage, block, known) for block in stage.blocks[begin:end]]
+        copy, gradient = sum(each[0] for each in sizes), sum(each[1] for each in sizes)
+        expected = {"gathered_bytes": copy, "reduced_bytes": gradient}
+        if timed:
+            expected["unshard_ns"] = round(time_of_groups(cluster, Exchange("all_gather", copy), devices))
+            expected["reduce_ns"] = round(time_of_groups(cluster, Exchange("reduce_scatter", gradient), devices))
+        for operation in operations if timed else ():
+            last = place == (len(stage.block_groups) - 1 if operation.role is Role.FORWARD else 0)
+            name = {Role.FORWARD: "forward_ns", Role.WEIGHT_GRAD: "weight_grad_ns"}.get(operation.role, "backward_ns")
+            if not last:
+                expected[name] = sum(_duration(row, operation.role) or 0 for row in rows[begin:end])
+        _compare(f"stages[{number}].block_groups[{place}]", group, expected, findings)
+        begin = end
 
 
 def _beside(exchange: int, compute: int, cluster: Cluster | None) -> int:
@@ -687,8 +767,13 @@ def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, f
     for source, target in sorted(set(expected) - stated):
         if _led_by_instructions(plan, source, target):
             continue
-        edge = expected[source, target][0]
-        text = f"{source} -> {target} is missing: the profile has an edge {edge.source!r} -> {edge.target!r}"
+        edges = expected[source, target]
+        why = (
+            f"the profile has an edge {edges[0].source!r} -> {edges[0].target!r}"
+            if edges
+            else f"stages of a {plan.placement} placement run one after the other"
+        )
+        text = f"{source} -> {target} is missing: {why}"
         findings.add("profile", "dependencies", text)
     for number, dependency in enumerate(plan.dependencies):
         pair = dependency.source, dependency.target
@@ -729,6 +814,12 @@ def _expected(plan: Plan, profile: Profile) -> _EdgesByPair:
             if edge.tensor is None or (pair, edge.source, edge.tensor) not in sent:
                 found[pair].append(edge)
                 sent.add((pair, edge.source, edge.tensor))
+    if is_in_line(plan.placement):  # each stage waits for the one before it, with nothing to send if no edge joins them
+        for before, after in itertools.pairwise(sorted(forward)):
+            joined = (forward[before], forward[after]) in found
+            found.setdefault((forward[before], forward[after]), [])
+            if not joined and {before, after} <= back.keys():
+                found[back[after], back[before]] = []
     return dict(found)
 
 
@@ -828,7 +919,10 @@ def _tensor_bytes(edge: Edge, samples: int, parts: int = 1) -> int:
 
 
 def _compare(
-    place: str, stated: Stage | Bucket | TiedState | Operation | Hop, expected: dict[str, int], findings: Findings
+    place: str,
+    stated: Stage | Bucket | BlockGroup | TiedState | Operation | Hop,
+    expected: dict[str, int],
+    findings: Findings,
 ) -> None:
     for name, value in expected.items():
         if getattr(stated, name) != value:

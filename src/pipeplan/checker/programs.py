@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
-from pipeplan.workload.action import Action
+from pipeplan.workload.action import Action, StateAction
 from pipeplan.workload.elements import Dependency, Hop
 from pipeplan.workload.samples import Slots
 
@@ -79,12 +79,14 @@ class Programs:
     """What the programs mean.
 
     ``compute`` [device] has the compute actions in order, ``entries`` [device] these and the messages (numbered
-    on from the operations) with ``where`` [device] giving each one's position in the program.
+    on from the operations) with ``where`` [device] giving each one's position in the program. ``states`` [device] are
+    the actions that exchange state, after their positions.
     """
 
     compute: list[list[Entry]]
     entries: list[list[Entry]]
     where: list[dict[Entry, int]]
+    states: list[list[tuple[int, StateAction]]] = field(default_factory=list)
 
 
 def read_programs(facts: Facts, messages: Messages | None, findings: Findings) -> Programs:
@@ -100,6 +102,7 @@ def read_programs(facts: Facts, messages: Messages | None, findings: Findings) -
         programs.compute.append([entry for entry in reader.where if entry[0] < len(facts.ids)])
         programs.entries.append(list(reader.where))
         programs.where.append(reader.where)
+        programs.states.append(reader.states)
     _require_all_actions(facts, programs, findings)
     if messages is not None:
         _require_all_messages(facts, messages, programs, findings)
@@ -115,10 +118,15 @@ class _Reader:
     device: int
     findings: Findings
     where: dict[Entry, int] = field(default_factory=dict)
+    states: list[tuple[int, StateAction]] = field(default_factory=list)
     _named: dict[tuple[str, str], tuple[int, Slots] | str] = field(default_factory=dict)
 
     def read(self, index: int, text: str) -> None:
         """Take one entry, or say what is wrong with it."""
+        state = StateAction.read(text)
+        if state is not None:
+            self.states.append((index, state))
+            return
         match = _ENTRY.fullmatch(text)
         assert match is not None  # as files and plans require
         before, microbatch, part, after = match.groups()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from pipeplan.checker.exchanges import Span
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Entry, Messages, Programs
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import DeviceMemory, Hop, Loop
-from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes
+from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind
 
 Sent = tuple[int, int]
 """A message: the number of its hop, and its own among those of the hop."""
@@ -146,14 +147,16 @@ def _add_too_early(facts: Facts, findings: Findings, target: Entry, source: Entr
     findings.add("inputs", _place(facts, *target), text)
 
 
-def check_timeline(facts: Facts, programs: Programs, links: Links | None, findings: Findings) -> None:
+def check_timeline(
+    facts: Facts, programs: Programs, links: Links | None, least: dict[Entry, int], findings: Findings
+) -> None:
     """Devices run one action at a time, in program order, and each action starts as soon as it can.
 
-    The last holds if every start equals the latest of its device's previous ends and its inputs' arrivals: such
-    times are unique, so replaying the programs gives just these. Call it with complete programs only; without
-    ``links`` the last is passed over where messages occupy links.
+    The last holds if every start equals the latest of its device's previous ends, its inputs' arrivals, and of what
+    exchanges of state let it start at ``least``: such times are unique, so replaying the programs gives just these.
+    Call it with complete programs only; without ``links`` the last is passed over where messages occupy links.
     """
-    free: dict[Entry, int] = {}  # when the devices of an action have ended what they run before
+    free = dict(least)  # when the devices of an action have ended what they run before
     for device, entries in enumerate(programs.compute):
         _check_device(facts, device, entries, findings)
         before: Entry | None = None
@@ -162,7 +165,7 @@ def check_timeline(facts: Facts, programs: Programs, links: Links | None, findin
             free[entry] = max(free.get(entry, 0), ready)
             before = entry
     occupied = any(hop.occupancy_ns for dependency in facts.plan.dependencies for hop in dependency.hops)
-    if not findings.has("inputs", "links", "exclusive", "order") and (links is not None or not occupied):
+    if not findings.has("inputs", "links", "exclusive", "order", "exchanges") and (links is not None or not occupied):
         _check_earliest(facts, free, links, findings)
 
 
@@ -201,7 +204,9 @@ def _place(facts: Facts, operation: int, number: int) -> str:
     return f"starts_ns[{facts.ids[operation]}][{number}]"
 
 
-def check_memory(facts: Facts, programs: Programs, findings: Findings) -> tuple[int, ...]:
+def check_memory(
+    facts: Facts, programs: Programs, findings: Findings, spans: Sequence[Sequence[Span]] = ()
+) -> tuple[int, ...]:
     """Every device stays within its memory and its predicted parts are right; returns the peaks [device] in bytes.
 
     An action takes ``acquire_bytes`` at its start and gives ``release_bytes`` back at its end, a part of a forward
@@ -211,6 +216,9 @@ def check_memory(facts: Facts, programs: Programs, findings: Findings) -> tuple[
     state = _state(facts)
     peaks: list[int] = []
     for device, entries in checked(enumerate(programs.compute), 1):
+        if spans and spans[device]:
+            peaks.append(_peak_in_time(facts, device, entries, state[device], spans[device], findings))
+            continue
         kept = _kept(facts, device, entries)
         levels = [level + each.total for level, each in zip(_levels(facts, entries), kept, strict=True)]
         if facts.loop is not None and len(facts.loop.rounds) > 1:
@@ -228,6 +236,36 @@ def check_memory(facts: Facts, programs: Programs, findings: Findings) -> tuple[
         _check_parts(device, facts.plan.predicted.memory[device], parts, findings)
         peaks.append(parts.total)
     return tuple(peaks)
+
+
+def _peak_in_time(
+    facts: Facts, device: int, entries: list[Entry], state: MemoryBytes, spans: Sequence[Span], findings: Findings
+) -> int:
+    """The same of a device that has state whole for some time: all that it holds at each moment at which that grows."""
+    changes: dict[int, Counter[MemoryKind]] = defaultdict(Counter)
+    for operation, number in entries:
+        start, end = facts.starts[operation][number], facts.end(operation, number)
+        effect = facts.plan.operations[operation]
+        changes[start][ACTIVATIONS] += facts.acquired(operation, number)
+        changes[end][ACTIVATIONS] -= effect.release_bytes
+        changes[start][WORKSPACE] += effect.workspace_bytes
+        changes[end][WORKSPACE] -= effect.workspace_bytes
+    for begin, end, kind, size in spans:
+        changes[begin][kind] += size
+        changes[end][kind] -= size
+    held, highest, at = Counter[MemoryKind](), MemoryBytes(), 0
+    for moment in sorted(changes):
+        for kind, change in changes[moment].items():
+            held[kind] += change
+        if sum(held.values()) > highest.total:
+            highest, at = MemoryBytes(held), moment
+    parts = state + highest
+    limit = facts.plan.devices[device].usable_bytes
+    if limit is not None and parts.total > limit:
+        text = f"device {device} holds {parts.total} bytes at {at} ns, {parts.total - limit} more than its {limit}"
+        findings.add("memory", f"programs[{device}]", text)
+    _check_parts(device, facts.plan.predicted.memory[device], parts, findings)
+    return parts.total
 
 
 def _state(facts: Facts) -> list[MemoryBytes]:

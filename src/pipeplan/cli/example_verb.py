@@ -96,7 +96,10 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
     "--weight-grad-bytes", type=BYTES, default="0", help="Bytes held from the input gradient to the weight gradient."
 )
 @click.option(
-    "--device", type=DEVICE, metavar="PRESET", help="Device that a model's costs are for.  [default: a100-80gb]"
+    "--device",
+    type=DEVICE,
+    metavar="PRESET",
+    help="Device that a model's costs are for.  [default: a100-80gb; of graphpipe-case-study v100-16gb]",
 )
 @click.option("--microbatch", type=COUNTS, metavar="1,2,4", help="Micro-batch sizes that a model has costs for.")
 @click.option(
@@ -133,7 +136,7 @@ def made_example(ctx: click.Context) -> Profile | Cluster:
         asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
         return _api.make_cluster(name, asked)
     if kind == "models":
-        how = {"device": device or "a100-80gb", "microbatch_sizes": sizes, "shards": shards or (1,)}
+        how = {"device": device, "microbatch_sizes": sizes, "shards": shards or (1,)}
         return _api.make_model(name, **how, cluster=cluster)
     _require_shared(ctx, name, given)
     return _api.make_shape(name, devices, chunks=chunks, **given)

@@ -171,6 +171,7 @@ MODEL = KnownNames(lambda: _api.known_names("models"), files=True)
 EXAMPLE = KnownNames(lambda: _api.known_names("examples"))
 DEVICE = KnownNames(lambda: _api.known_names("devices"))
 MEASURED_DEVICE = KnownNames(lambda: ["cpu", "cuda", *_api.known_names("devices")])
+PLANNER = KnownNames(lambda: _api.known_names("planners"))
 RULES = KnownNames(lambda: _api.known_names("rules"), files=True)
 
 RULES_OPTION = partial(click.option, "--rules", "rules_path", type=RULES, metavar="FILE|NAME")
@@ -329,6 +330,14 @@ _OPTIONS = (
         "[default: auto; 0 for a named schedule or --rules]",
     ),
     click.option(
+        "--planner",
+        type=PLANNER,
+        default="auto",
+        metavar="auto|NAME",
+        help="Who chooses the stages: a published planner alone, by its own algorithm and objective; or auto, which is "
+        "ours.",
+    ),
+    click.option(
         "--recompute",
         type=Switch(_RECOMPUTE),
         default="auto",
@@ -376,7 +385,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
     cluster = given_file("cluster", flags["cluster_path"])
     same = (
         *("devices", "placement", "mini_batch", "microbatch_size", "chunks", "replicas", "zero", "zero_group"),
-        *("positions", "seed", "deterministic"),
+        *("positions", "planner", "seed", "deterministic"),
     )
     said: dict[str, Any] = {}
     if flags["slices"] is not None:

@@ -250,6 +250,7 @@ def checked_recipe(name: str, gradient_dtype: GradientDtype | None = None, optim
     Raises:
         UsageError: there is none of that name, or it has no such gradients or optimizer.
     """
+    state_recipe(name)  # a name that is none, of whatever letters, is refused as such
     found = Recipe(name=name, gradient_dtype=gradient_dtype, optimizer=optimizer or ADAMW)
     plain = Recipe(name=name, optimizer=found.optimizer)
     if _per_parameter(found) == _per_parameter(plain):

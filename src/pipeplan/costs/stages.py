@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
@@ -16,13 +16,27 @@ from pipeplan.costs.communication import all_gather_time, transfer_time
 from pipeplan.costs.experts import TOGETHER, Experts, ExpertState, kept_of
 from pipeplan.costs.recipes import state_of, step_bytes
 from pipeplan.costs.shared import SharedState, with_syncs
+<<<<<<< HEAD
 from pipeplan.costs.zero import ALONE, IN_ACTIONS, WHOLE, Exchanged, Exchanging, Zero, cuts, with_exchanges
+=======
+from pipeplan.costs.zero import (
+    IN_ACTIONS,
+    WHOLE,
+    Exchanged,
+    Exchanging,
+    Zero,
+    beside_exchanges,
+    cuts,
+    with_exchanges,
+)
+>>>>>>> main
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Recipe, TiedParameter
 from pipeplan.time_limit import checked
 from pipeplan.units import MAX_BYTES, MAX_NS, MAX_TOTAL, require_sum
 from pipeplan.workload.elements import (
     MAX_COUNT,
+    BlockGroup,
     Dependency,
     Device,
     Hop,
@@ -30,6 +44,7 @@ from pipeplan.workload.elements import (
     Recompute,
     Stage,
     TiedState,
+    is_in_line,
     recompute_of,
     slots_of,
 )
@@ -107,6 +122,8 @@ def group_costs(
 
     def exchanged(block: Block, row: CostRow) -> CostRow:
         own = Exchanged.of(block, recipe, zero, shards)
+        if exchanging.every is not None:
+            return beside_exchanges(row, own, times(own), exchanging)
         return with_exchanges(row, own, times(own), exchanging.contention) if any(own) else row
 
     def summed(blocks: Sequence[str]) -> StageCost:
@@ -295,6 +312,13 @@ def build_workload(
     operations = _operations(costs, split_backward, split_overhead_ns)
     stages, tied = _with_shared(profile, placed, costs, operations, given or {}, cluster)
     operations = tuple(_with_parts(profile, stages[each.stage], each, cluster) for each in operations)
+    stages = [
+        replace(stage, block_groups=_block_groups(profile, stage, own, cluster))
+        if stage.reduce_every is not None
+        else stage
+        for number, stage in enumerate(stages)
+        for own in [[each for each in operations if each.stage == number]]
+    ]
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
     known = cluster.reserve_bytes if cluster is not None and memory_bytes is None else (0,) * placement.num_devices
     reserve = known if reserve_bytes is None else reserve_bytes
@@ -310,7 +334,7 @@ def build_workload(
         ),
         stages=tuple(stages),
         operations=operations,
-        dependencies=_dependencies(profile, stages, placement.num_routes, operations, cluster),
+        dependencies=_dependencies(profile, stages, placement, operations, cluster),
         num_routes=placement.num_routes,
         tied=tuple(tied),
     )
@@ -350,6 +374,8 @@ def _with_first_and_last(first: Block, stage: Stage, recipe: Recipe, cluster: Cl
 
     The last reduction comes after the last backward; the gather before the first forward, after the step before.
     """
+    if stage.reduce_every is not None:  # actions do all of it
+        return stage
     exchanged = Exchanged.of(first, recipe, Zero.of(stage), stage.shards)
     gather, reduce = Exchanging.of(stage, cluster).times(exchanged)
     return replace(stage, sync_ns=stage.sync_ns + reduce, gather_ns=stage.gather_ns + gather)
@@ -465,7 +491,7 @@ def _costs_of(
 ) -> list[StageCost]:
     """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
     found = dict(given)
-    alike = defaultdict[tuple[int, int, int, Experts, Recompute, Zero, tuple[tuple[int, ...], ...]], list[int]](list)
+    alike = defaultdict[tuple[int, int, int, Experts, Recompute, Zero, Exchanging], list[int]](list)
     for number, stage in enumerate(stages):
         if number in given:
             continue
@@ -475,11 +501,12 @@ def _costs_of(
                 "and a profile does not say what that costs; plans with these stages come from pipeplan frontier"
             )
         again = stage.again if stage.recompute is True else stage.recompute  # the ends of a model, too, where so said
-        samples, groups = stage.microbatch_size // stage.replicas, Exchanging.of(stage, cluster).groups
-        alike[samples, stage.shards, stage.context, Experts.of(stage), again, Zero.of(stage), groups].append(number)
-    for (samples, shards, context, experts, recompute, zero, groups), numbers in alike.items():
+        samples, exchanging = stage.microbatch_size // stage.replicas, Exchanging.of(stage, cluster)
+        how_shared = stage.shards, stage.context, Experts.of(stage), again, Zero.of(stage)
+        alike[samples, *how_shared, exchanging._replace(cluster=None)].append(number)
+    for (samples, shards, context, experts, recompute, zero, exchanging), numbers in alike.items():
         how: dict[str, Any] = {"context": context, "recompute": recompute, "zero": zero, "experts": experts}
-        how["exchanging"] = Exchanging(cluster, groups)
+        how["exchanging"] = exchanging._replace(cluster=cluster)
         costs = group_costs(profile, [stages[number].blocks for number in numbers], samples, shards, **how)
         found.update(zip(numbers, costs, strict=True))
     return [found[number] for number in range(len(stages))]
@@ -607,6 +634,60 @@ def _with_parts(profile: Profile, stage: Stage, operation: Operation, cluster: C
     return replace(operation, part_ns=max(1, cost.forward_ns))
 
 
+MOST_GROUPS = 4
+"""Of blocks of a stage: an action begins when the first of them is gathered, and the last is reduced after it."""
+
+
+def _block_groups(
+    profile: Profile, stage: Stage, operations: Sequence[Operation], cluster: Cluster | None
+) -> tuple[BlockGroup, ...]:
+    """As equally many blocks in each as can be, with what they exchange and their parts of the stage's operations.
+
+    What an operation takes beside its blocks is at its end: what leaves the stage is made whole there.
+    """
+    number = min(MOST_GROUPS, len(stage.blocks))
+    ends = [len(stage.blocks) * (place + 1) // number for place in range(number)]
+    parts = [stage.blocks[begin:end] for begin, end in pairwise([0, *ends])]
+    zero, exchanging = Zero.of(stage), Exchanging.of(stage, cluster)
+    again = stage.again
+    by_id = {block.id: block for block in profile.blocks}
+    found = list[BlockGroup]()
+    for blocks, begin in zip(parts, [0, *ends], strict=False):
+        cost = stage_costs(
+            profile,
+            blocks,
+            stage.microbatch_size // stage.replicas,
+            stage.shards,
+            context=stage.context,
+            recompute=again[begin : begin + len(blocks)],
+            zero=zero,
+            exchanging=exchanging,
+        )
+        own = [Exchanged.of(by_id[id_], profile.recipe, zero, stage.shards) for id_ in blocks]
+        whole = Exchanged(sum(each.gathered for each in own), sum(each.reduced for each in own))
+        gather, reduce = exchanging.times(whole)
+        split = any(each.role is Role.WEIGHT_GRAD for each in operations)
+        found.append(
+            BlockGroup(
+                blocks=len(blocks),
+                gathered_bytes=whole.gathered,
+                reduced_bytes=whole.reduced,
+                unshard_ns=gather,
+                reduce_ns=reduce,
+                forward_ns=cost.forward_ns,
+                backward_ns=(cost.input_grad_ns or 0) if split else cost.backward_ns,
+                weight_grad_ns=(cost.weight_grad_ns or 0) if split else 0,
+            )
+        )
+    for operation in operations:
+        rest = operation.duration_ns - sum(each.time_in(operation.role) for each in found)
+        place, key = (-1, "forward_ns") if operation.role is Role.FORWARD else (0, "backward_ns")
+        key = "weight_grad_ns" if operation.role is Role.WEIGHT_GRAD else key
+        change: dict[str, Any] = {key: getattr(found[place], key) + rest}
+        found[place] = replace(found[place], **change)
+    return tuple(found)
+
+
 def _operations(costs: Sequence[StageCost], split_backward: bool, overhead_ns: int) -> tuple[Operation, ...]:
     """Forwards in stage order, then backwards in reverse, so that dependencies point forward.
 
@@ -645,20 +726,27 @@ def _operation(
 def _dependencies(
     profile: Profile,
     stages: Sequence[Stage],
-    num_routes: int,
+    placement: Placement,
     operations: Sequence[Operation],
     cluster: Cluster | None,
 ) -> tuple[Dependency, ...]:
-    """Within a stage F before B or I, I before W; between stages of a route outputs down the edges, gradients up."""
+    """Within a stage F before B or I, I before W; between stages of a route outputs down the edges, gradients up.
+
+    Where stages are run in line each also waits for its neighbour, by a message of no bytes where no edge joins them.
+    """
+    num_routes = placement.num_routes
     back = {operation.stage: operation.kind for operation in operations if operation.role in BACKWARD_ROLES}
     deferred = {operation.stage for operation in operations if operation.role is Role.WEIGHT_GRAD}
     found = [Dependency(source=f"{stage}F", target=f"{stage}{back[stage]}") for stage in sorted(back)]
     found += [Dependency(source=f"{stage}{back[stage]}", target=f"{stage}W") for stage in sorted(deferred)]
-    for (source, target), edges in checked(sorted(_crossing(profile, stages).items()), 16):
+    crossing = _crossing(profile, stages)
+    if is_in_line(placement.strategy):
+        crossing |= {pair: [] for pair in pairwise(range(len(stages))) if pair not in crossing}
+    for (source, target), edges in checked(sorted(crossing.items()), 16):
         hops = _hops(stages[source], stages[target], num_routes, _distinct(edges), cluster)
         found.append(Dependency(source=f"{source}F", target=f"{target}F", hops=hops))
         upward = _distinct(edge for edge in edges if edge.gradient)
-        if upward:
+        if upward or not edges:
             hops = _hops(stages[target], stages[source], num_routes, upward, cluster)
             found.append(Dependency(source=f"{target}{back[target]}", target=f"{source}{back[source]}", hops=hops))
     assert all(dependency.payload for dependency in found if dependency.hops)

@@ -11,6 +11,9 @@ copy is gathered while the block before it runs, a gradient reduced while the bl
 3.3.1 and 3.3.2). So a block takes the longer of its compute and its own exchanges, and what has no neighbour is left
 over: the first gather before the first forward and the last reduction after the last backward. Compute may be slower
 meanwhile (a cluster's ``contention``).
+
+Or actions of programs exchange (:mod:`pipeplan.workload.exchanges`), as torch's pipelining does: a whole stage, in
+groups of its blocks, at times that the plan says, and not with each micro-batch if it says so.
 """
 
 from __future__ import annotations
@@ -97,17 +100,23 @@ class Exchanged(NamedTuple):
 
 
 class Exchanging(NamedTuple):
-    """The groups of a stage, shard by shard, on links where these are known."""
+    """The groups of a stage, shard by shard, on links where these are known.
+
+    ``every`` is for how many of its actions it gathers, and after how many micro-batches it reduces, where actions of
+    programs do; None where each block exchanges inside of actions.
+    """
 
     cluster: Cluster | None = None
     groups: tuple[tuple[int, ...], ...] = ()
+    every: tuple[int | None, int] | None = None
 
     @classmethod
     def of(cls, stage: Stage, cluster: Cluster | None) -> Exchanging:
         """Those of a stage."""
         zero = Zero.of(stage)
-        if cluster is None or zero.level < IN_ACTIONS:
+        if zero.level < IN_ACTIONS:
             return cls()
+<<<<<<< HEAD
         return cls(cluster, tuple(map(tuple, _groups(stage.devices, stage.shards, zero.group))))
 
     @classmethod
@@ -116,6 +125,12 @@ class Exchanging(NamedTuple):
         if cluster is None or zero.level < IN_ACTIONS:
             return cls()
         return cls(cluster, tuple(map(tuple, _groups(range(shards * copies), shards, zero.group))))
+=======
+        every = None if stage.reduce_every is None else (stage.unshard_every, stage.reduce_every)
+        if cluster is None:
+            return cls(every=every)
+        return cls(cluster, tuple(map(tuple, _groups(stage, zero.group))), every)
+>>>>>>> main
 
     @property
     def contention(self) -> float:
@@ -147,6 +162,22 @@ def with_exchanges(row: CostRow, block: Exchanged, times: tuple[int, int], conte
     }
     longer = {name: max(beside[name], time + round(contention * beside[name])) for name, time in alone.items()}
     return row.model_copy(update=longer | {"workspace_bytes": row.workspace_bytes + block.workspace_bytes})
+
+
+def beside_exchanges(row: CostRow, block: Exchanged, times: tuple[int, int], exchanging: Exchanging) -> CostRow:
+    """A block's costs where actions of programs exchange its state: only compute, and slower by contention.
+
+    An exchange for several actions slows all of them alike. What is gathered is no workspace.
+    """
+    assert exchanging.every is not None
+    uses, additions = exchanging.every
+    gather, reduce = times[0] / (uses or 1), times[1] / additions
+    beside = {"forward_ns": gather, "backward_ns": gather + reduce, "input_grad_ns": gather, "weight_grad_ns": reduce}
+    alone = {"backward_ns": row.whole_backward_ns} | {
+        name: time for name in beside if (time := getattr(row, name)) is not None
+    }
+    slowed = {name: time + round(exchanging.contention * beside[name]) for name, time in alone.items()}
+    return row.model_copy(update=slowed | {"workspace_bytes": max(0, row.workspace_bytes - block.running)})
 
 
 def updated_bytes(stage: Stage, recipe: Recipe) -> int:

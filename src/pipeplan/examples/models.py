@@ -214,6 +214,19 @@ class MultiModal(_Layers):
 
 
 @dataclass(config=_STRICT, frozen=True, slots=True)
+class TwoBranch(_Layers):
+    """GraphPipe's case study: branches of equal layers and nothing else, their outputs concatenated per token."""
+
+    branches: int
+
+    def build(self, layout: ModelLayout) -> None:
+        """Branches, concatenation."""
+        stack = self.stack()
+        ends = [layout.layers(f"branch{branch}.layer", stack, []) for branch in range(self.branches)]
+        layout.joined("concatenation", [(end, stack.sample_bytes) for end in ends])
+
+
+@dataclass(config=_STRICT, frozen=True, slots=True)
 class Recommendation:
     """DLRM: as many branches of dense as of sparse features, concatenated, and as many layers after that as before.
 
@@ -355,6 +368,7 @@ FAMILIES: dict[str, Callable[..., Family]] = {
     "clip": Contrastive,
     "flava": CrossEncoder,
     "mmt": MultiModal,
+    "two-branch": TwoBranch,
     "dlrm": Recommendation,
     "candle-uno": Response,
     "vgg": Convolutions,
@@ -394,12 +408,14 @@ def family_of(name: str) -> Family:
 def model(
     name: str,
     *,
-    device: str = "a100-80gb",
+    device: str | None = None,
     microbatch_sizes: Sequence[int] | None = None,
     shards: Sequence[int] = (1,),
     cluster: Cluster | None = None,
 ) -> Profile:
-    """The profile of a paper's model, for a device preset, with a cost row per number of shards and micro-batch size.
+    """The profile of a paper's model, with a cost row per number of shards and micro-batch size.
+
+    Costs are for a ``device`` preset, by default the one that the catalog says.
 
     ``shards`` are how many devices split a block; a row's collectives are in its times, over the device's own links
     or among the first devices of ``cluster``.
@@ -409,7 +425,8 @@ def model(
     """
     if name not in MODELS:
         raise UsageError(f"there is no model {name!r}; {choose_from(name, list(MODELS))}")
-    paper, preset = MODELS[name], device_preset(device)
+    paper = MODELS[name]
+    preset = device_preset(device or paper.device)
     sizes = sorted(set(paper.microbatch_sizes if microbatch_sizes is None else microbatch_sizes))
     if not sizes or sizes[0] < 1 or sizes[-1] > _MOST_SAMPLES:
         raise UsageError(f"--microbatch must be sizes from 1 to {_MOST_SAMPLES}, not {sizes}")

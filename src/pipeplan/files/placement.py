@@ -11,6 +11,8 @@ from pipeplan.files.base import SAID_ONLY, CurrentVersion, File, FileModel, curr
 from pipeplan.workload.elements import (
     CONTEXT,
     EXPERT,
+    REDUCE_EVERY,
+    UNSHARD_EVERY,
     ZERO,
     ZERO_GROUP,
     Count,
@@ -21,6 +23,7 @@ from pipeplan.workload.elements import (
     Recompute,
     ZeroLevel,
     context_problem,
+    exchange_problem,
     expert_problem,
     group_problem,
     mesh_of,
@@ -44,6 +47,9 @@ def configuration_problem(configurations: tuple[str, ...], num_blocks: int, shar
         if samples % mesh.size_of(SAMPLES):
             return f"has {text!r}, and {samples} samples cannot be shared evenly over {mesh.size_of(SAMPLES)} devices"
     return None
+
+
+_SAID_ONLY = ("zero", "zero_group", "unshard_every", "reduce_every")
 
 
 class PlacedStage(FileModel):
@@ -75,6 +81,8 @@ class PlacedStage(FileModel):
     ] = ()
     zero: Annotated[ZeroLevel, Field(description=ZERO, json_schema_extra={SAID_ONLY: True})] = 0
     zero_group: Annotated[Count | None, Field(description=ZERO_GROUP, json_schema_extra={SAID_ONLY: True})] = None
+    unshard_every: Annotated[Count | None, Field(description=UNSHARD_EVERY, json_schema_extra={SAID_ONLY: True})] = None
+    reduce_every: Annotated[Count | None, Field(description=REDUCE_EVERY, json_schema_extra={SAID_ONLY: True})] = None
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_divided(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -83,7 +91,7 @@ class PlacedStage(FileModel):
         for key in ("context", "expert"):
             if found.get(key) == 1:
                 del found[key]
-        return {key: value for key, value in found.items() if value or key not in ("zero", "zero_group")}
+        return {key: value for key, value in found.items() if value or key not in _SAID_ONLY}
 
     @property
     def copies(self) -> int:
@@ -103,6 +111,8 @@ class PlacedStage(FileModel):
         size = self.microbatch_size
         samples = 0 if size is None else size // self.replicas  # without a size of its own it is not known yet
         if problem := sharing_problem(self.zero, self.zero_group, self.copies, bool(self.configurations)):
+            raise ValueError(problem)
+        if problem := exchange_problem(self.zero, self.copies, self.unshard_every, self.reduce_every, self.num_parted):
             raise ValueError(problem)
         if problem := configuration_problem(self.configurations, len(self.blocks), self.shards, samples):
             raise ValueError(f"configurations {problem}")

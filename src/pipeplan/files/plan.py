@@ -41,8 +41,11 @@ from pipeplan.workload.elements import (
     Text,
     TiedState,
     buckets_problem,
+    exchange_problem,
     expert_problem,
     group_problem,
+    groups_problem,
+    odd_neighbour,
     recompute_problem,
     sharing_problem,
     slots_of,
@@ -134,6 +137,9 @@ MIGRATIONS["plan", 1] = _memory_has_master_copies
 """Version 2 also has ``tied``, the recipe, what the profile's numbers are for and what a sample is, by default none."""
 
 
+_EXCHANGE = ("unshard_every", "reduce_every", "block_groups")
+
+
 class Plan(File):
     """A placement, a schedule and a program per device for one mini-batch."""
 
@@ -185,7 +191,7 @@ class Plan(File):
             if not device.get("reserve_bytes"):
                 device.pop("reserve_bytes", None)
         for stage in found.get("stages", ()):
-            for key in ("step_ns", "gather_ns", "zero", "zero_group", "buckets"):
+            for key in ("step_ns", "gather_ns", "zero", "zero_group", "buckets", *_EXCHANGE):
                 if not stage.get(key):
                     stage.pop(key, None)
             for key in ("context", "expert"):
@@ -248,12 +254,32 @@ class Plan(File):
         duration = max((each.duration_ns for each in adding), default=0) if stage.buckets else 0
         if problem := buckets_problem(stage.buckets, len(stage.blocks), duration):
             raise ValueError(f"stages[{number}].buckets {problem}")
+        self._require_exchanges(number)
+
+    def _require_exchanges(self, number: int) -> None:
+        """Actions that exchange state are of stages that divide it, and that share their devices as a whole or not."""
+        stage = self.stages[number]
+        every = stage.unshard_every, stage.reduce_every
+        if problem := exchange_problem(stage.zero, stage.copies, *every, stage.num_parted):
+            raise ValueError(f"stages[{number}]: {problem}")
+        if bool(stage.block_groups) != (stage.reduce_every is not None):
+            raise ValueError(f"stages[{number}].block_groups are for stages with reduce_every, and for all of these")
+        own = (each for each in self.operations if each.stage == number)
+        if problem := groups_problem(stage.block_groups, len(stage.blocks), own):
+            raise ValueError(f"stages[{number}].block_groups {problem}")
+        if stage.block_groups and (other := odd_neighbour(stage, self.stages)) is not None:
+            raise ValueError(
+                f"stages[{number}] exchanges state by actions and shares only some of its devices with "
+                f"stages[{other}]; let both have the same devices, or leave out unshard_every and reduce_every"
+            )
 
     def _require_loop(self) -> None:
         """A round of whole micro-batches of every stage, which the programs have."""
         loop = self.loop
         if loop is None:
             return
+        if any(stage.block_groups for stage in self.stages):
+            raise ValueError("loop: exchanges of state by actions are written out, not repeated")
         if loop.skipped >= self.num_microbatches:
             raise ValueError(
                 f"loop: {loop.copies} copies of {loop.microbatches} micro-batches are not fewer than the plan's "

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pipeplan.errors import FileError, did_you_mean
 from pipeplan.files.read_write import read_bytes
 from pipeplan.texts import escaped
-from pipeplan.workload.action import Action
+from pipeplan.workload.action import Action, StateAction
 from pipeplan.workload.elements import Index, Name
 
 Process = Literal["predicted", "measured"]
@@ -54,13 +54,15 @@ class Trace:
         found: list[TraceEvent] = []
         busy_until: dict[int, list[int]] = {}
         for device, start, duration, action, args in sorted(self._added, key=lambda entry: entry[:4]):
-            parsed, track = Action.parse(action), 0
-            if not parsed.is_compute:
+            state = StateAction.read(action)
+            parsed, track = state or Action.parse(action), 0
+            if not (isinstance(parsed, Action) and parsed.is_compute):
                 lane = _free_lane(busy_until.setdefault(device, []), start, start + duration)
                 track = 1 + min(lane, _TRACKS - 2)
             number = device * _TRACKS + track
             named[number] = _track_name(number)
-            about = {"stage": parsed.stage, "microbatch": parsed.microbatch, "device": device, **(args or {})}
+            number_of = {} if isinstance(parsed, StateAction) else {"microbatch": parsed.microbatch}
+            about = {"stage": parsed.stage, **number_of, "device": device, **(args or {})}
             found.append(
                 {
                     "name": action,

@@ -15,12 +15,14 @@ class PlacementStrategy:
 
     ``positions`` gives [stage] the position that runs it, for a number of positions and of chunks (stages per
     position). ``chunked`` strategies take that number. With ``two_ways`` a second route leads the other way round: each
-    of its stages stands on the position opposite to that of the first route's.
+    of its stages stands on the position opposite to that of the first route's. Stages ``in_line`` run one after the
+    other whatever their blocks need: searches try that only where it is asked for.
     """
 
     positions: Callable[[int, int], list[int]]
     chunked: bool = False
     two_ways: bool = False
+    in_line: bool = False
 
     def routes(self, positions: int, chunks: int) -> Positions:
         """Each route's positions."""
@@ -47,5 +49,9 @@ STRATEGIES: dict[str, PlacementStrategy] = {
     "v-shape": PlacementStrategy(_zigzag, chunked=True),
     "bidirectional": PlacementStrategy(_one_each, two_ways=True),
     "bidirectional-v-shape": PlacementStrategy(_zigzag, chunked=True, two_ways=True),
+    "sequential": PlacementStrategy(_one_each, in_line=True),
 }
 """Every strategy by the name ``--placement`` takes."""
+
+SEARCHED: tuple[str, ...] = tuple(name for name, strategy in STRATEGIES.items() if not strategy.in_line)
+"""Those that searches try without being asked."""

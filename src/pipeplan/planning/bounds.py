@@ -50,7 +50,12 @@ def _any_plan(request: Request) -> int:
 
 
 def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> Iterator[CostRow]:
-    """A block's costs for every share of a micro-batch that a device may have, which divides what it is a share of."""
+    """A block's costs for every share of a micro-batch that a device may have, which divides what it is a share of.
+
+    Where what is computed again follows from rows that keep it, which may be asked for too, it takes longer than they.
+    """
+    if False in recomputes and not any(row.recompute for row in block.costs):
+        recomputes = (False,)
     whole = request.batch.mini_batch if request.sizes else request.batch.microbatch_size
     asked = request.shards, request.context, request.expert if block.expert_parameters else None
     for split in sorted({(row.shards, row.context, row.expert) for row in block.costs}):

@@ -29,7 +29,7 @@ from pipeplan.partition.mapping import neighbours
 from pipeplan.partition.placement import Cut, can_spread, place, place_submodules, undivided
 from pipeplan.partition.problem import PATIENCE, Partition, PartitionProblem, Pricing, free
 from pipeplan.partition.recomputation import FittingChain, Holding, kept_whole, levels_of, recomputing
-from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.partition.strategies import SEARCHED, STRATEGIES
 from pipeplan.planning.request import SUBMODULES, Batch, Request, submodules_of
 from pipeplan.planning.uniform_space import Blocks, BoundedChoice, Choice, best_first
 from pipeplan.planning.usual import USUAL, Counts, Usual, excess
@@ -124,7 +124,7 @@ def sharing(request: Request, placement: Placement) -> Placement:
     if request.zero is None:
         return placement
     shared = [(stage, request.sharing(stage.copies)) for stage in placement.stages]
-    keys: dict[str, int | None] = {"zero": 0, "zero_group": None}
+    keys: dict[str, int | None] = {"zero": 0, "zero_group": None, "unshard_every": None, "reduce_every": None}
     stages = tuple(
         stage if zero is None else stage.model_copy(update=keys | zero.keys(stage.copies)) for stage, zero in shared
     )
@@ -482,7 +482,7 @@ def _strategies(request: Request) -> Iterable[str]:
     assert isinstance(request.placement, str)
     if request.placement != "auto":
         return (request.placement,)
-    return ("one-to-one",) if request.num_parted else STRATEGIES
+    return ("one-to-one",) if request.num_parted else SEARCHED
 
 
 def _by_name(request: Request) -> list[str]:
@@ -900,14 +900,25 @@ class StageGraphs(CandidateStep):
             for sizes in choices:
                 yield partial(_tried, self._graph, request, sizes, request.chunks or self.chunks)
 
-    def _graph(self, request: Request, sizes: Sequence[int], chunks: int = 1) -> PlacementCandidate:
-        """Stages as a graph; with several chunks each device runs as many stages, in turn."""
-        problem = _problem(request, sizes, request.recomputes, chunks=chunks)
+    def alone(self, request: Request) -> Iterator[Proposal]:
+        """Only what GraphPipe chooses: of all sizes, of stages with the replicas that are asked for, or any."""
+        sizes = open_sizes(request)
+        if request.replicas is not None and len(sizes) > 1:  # which share each micro-batch
+            sizes = [size for size in sizes if size % request.replicas == 0]
+        yield partial(_tried, self._graph, request, sizes, lines=False)
+
+    def _graph(
+        self, request: Request, sizes: Sequence[int], chunks: int = 1, *, lines: bool = True
+    ) -> PlacementCandidate:
+        """Stages as a graph, or as a line where ``lines`` are tried, too; with several chunks each device runs as many
+        stages, in turn.
+        """
+        problem = _problem(request, sizes, request.recomputes, chunks=chunks, replicas=request.replicas)
         share = self.share if len(sizes) == 1 else self.any_share
         limit = Limit(math.inf if request.deterministic else max(self.seconds, share * request.time_limit))
         try:
             with limit.enforced():
-                placement = next(graphpipe(problem, tolerance=self.tolerance)).placement
+                placement = next(graphpipe(problem, tolerance=self.tolerance, lines=lines)).placement
         except TimeUpError as up:
             if up.limit is not limit:
                 raise
@@ -1057,8 +1068,8 @@ def _one_published(
     return PlacementCandidate(placement, batch, False, name)
 
 
-def _tried(make: Callable[..., PlacementCandidate], *arguments: object) -> CandidateOrError:
+def _tried(make: Callable[..., PlacementCandidate], *arguments: object, **named: object) -> CandidateOrError:
     try:
-        return make(*arguments)
+        return make(*arguments, **named)
     except (InfeasibleError, SearchTimeoutError, UsageError) as error:
         return error

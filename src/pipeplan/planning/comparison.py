@@ -11,7 +11,7 @@ from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, InvalidPlanError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
-from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.partition.strategies import SEARCHED, STRATEGIES
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate
@@ -192,8 +192,15 @@ def compare(
         SearchTimeoutError: no time to find what fits on any placement.
         UsageError: no placement is possible, or the rules have instructions.
     """
-    placements = ["auto", *STRATEGIES] if request.placement == "auto" else [request.placement]
+    placements = _placements(request)
     return compare_on(placements, request, progress, within, rules)
+
+
+def _placements(request: Request) -> list[Placement | str]:
+    """What is compared: what is asked for, or what a search may choose and every strategy; of a planner its own."""
+    if request.placement != "auto" or request.planner != "auto":
+        return [request.placement]
+    return ["auto", *SEARCHED]
 
 
 def compare_on(

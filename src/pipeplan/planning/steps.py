@@ -28,6 +28,7 @@ from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slice
 from pipeplan.planning.candidates import (
     LARGE,
     PlacementCandidate,
+    Proposal,
     PublishedPlanners,
     RecomputedBlocks,
     StageGraphs,
@@ -37,6 +38,7 @@ from pipeplan.planning.candidates import (
     is_large,
 )
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
+from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import (
     BackwardWays,
@@ -254,7 +256,7 @@ class SliceForwards(PlanStep):
     def run(self, search: PlanSearch) -> None:
         best = [] if search.best is None else [search.best]
         for trial in search.finalists[: self.finalists] or best:
-            with shielded() if self.after_all(search) and _takes_little(trial.best) else nullcontext():
+            with shielded() if self.after_all(search) and _takes_little(search, trial.best) else nullcontext():
                 slice_forwards(search.request, trial)
 
     def expect(self, request: Request, trial: Trial) -> None:
@@ -404,6 +406,8 @@ class EvenCut(PlanStep):
     def run(self, search: PlanSearch) -> None:
         request = search.request
         if search.begun or isinstance(request.placement, Placement) or request.num_parted or request.spread:
+            return
+        if request.planner != AUTO_PLANNER:
             return
         if request.scheduler != "auto" and not _is_named(request):
             return
@@ -681,10 +685,11 @@ def search_plan(
     clock = time.monotonic if within is None else within.clock
     budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within, clock=clock)
     looking = named(steps, LookAtCandidates) or LookAtCandidates()
+    require_planner(request)
     with request.reserve_said():
         search = PlanSearch(request, budget, progress, steps)
         with _workers_of(search, workers, executor):
-            search.run(lambda asked: candidates(asked, steps, looking.chains_between, looking.chains_first))
+            search.run(lambda asked: _candidates(asked, steps, looking))
         best = search.answer
         if best is None:
             raise _nothing(search)
@@ -712,6 +717,13 @@ def search_plan(
         notes=(*dict.fromkeys(notes), *slices_left_out(request, schedule.workload, "what was found does not fit so")),
         explanation=explained(search) if explain else None,
     )
+
+
+def _candidates(request: Request, steps: Sequence[SearchStep], looking: LookAtCandidates) -> Iterator[Proposal]:
+    """What may be looked at: what a planner chooses that is asked for by name, else all that we know."""
+    if request.planner != AUTO_PLANNER:
+        return PLANNERS[request.planner].proposals(request)
+    return candidates(request, steps, looking.chains_between, looking.chains_first)
 
 
 @contextmanager
@@ -754,7 +766,11 @@ _COUNTING = 0.05
 """Seconds in which what is left is counted."""
 
 _ENDING = 5 * _COUNTING
-"""Seconds a search takes after its last plan: a large one that was not made is given up, what is left is counted."""
+"""Seconds a search takes after its last plan: what is left is counted, and all is told."""
+
+_GIVING_UP = 0.05
+"""Giving up a plan that is half made takes so much of the time that it was being made: its parts go one by one, which
+was 3 % of it for a million and a half entries."""
 
 
 def _nothing(search: PlanSearch) -> BaseException:
@@ -806,12 +822,13 @@ def _improves(trial: Trial, made: MadePlan) -> bool:
 
 
 _FEW = 4_000
-"""Up to so many actions the first plan takes so little that it is made whatever the time, and whatever is heard."""
+"""Of up to so many actions and messages in programs, and blocks, a first plan takes so little that it is made whatever
+the time, and whatever is heard."""
 
 
-def _takes_little(schedule: Schedule | None) -> bool:
-    """Whether there is a schedule, with so few actions."""
-    return schedule is not None and schedule.graph.num_tasks <= _FEW
+def _takes_little(search: PlanSearch, schedule: Schedule | None) -> bool:
+    """Whether there is a schedule, of whose plan there is so little."""
+    return schedule is not None and _entries(schedule) + len(search.request.profile.blocks) <= _FEW
 
 
 _MOMENT = 0.5
@@ -834,7 +851,8 @@ def _made(search: PlanSearch, trial: Trial) -> MadePlan:
 def _made_late(search: PlanSearch, trial: Trial) -> MadePlan:
     """The same, for which the search may be late: what ends in the middle is lost."""
     budget = search.budget
-    budget.reserved, budget.patience = 0.0, max(0.0, search.lateness - _ENDING)
+    budget.reserved = 0.0
+    budget.patience = max(0.0, search.lateness - _ENDING - _GIVING_UP * (max(0.0, budget.left()) + search.lateness))
     try:
         return _made(search, trial)
     finally:
@@ -844,7 +862,7 @@ def _made_late(search: PlanSearch, trial: Trial) -> MadePlan:
 def _first_made(search: PlanSearch, trial: Trial) -> MadePlan:
     """The first plan, made in any case where that takes little; else while there is time, whatever is heard: once."""
     assert trial.best is not None
-    with shielded() if _takes_little(trial.best) else search.budget.finishing(math.inf):
+    with shielded() if _takes_little(search, trial.best) else search.budget.finishing(math.inf):
         return _made(search, trial)
 
 

@@ -28,8 +28,8 @@ from pipeplan.planning.candidates import (
     Proposal,
     in_turns,
     is_large,
-    workload_of,
 )
+from pipeplan.planning.exchanging import exchanging_workload
 from pipeplan.planning.request import Request
 from pipeplan.planning.usual import Usual
 from pipeplan.planning.workers import Ahead, Given, LostError
@@ -466,7 +466,8 @@ class PlanSearch:
                 with self.noting(step.name):
                     if step.applies(self):
                         step.run(self)
-        self._bound()
+        with shielded():  # the answer has it, whenever it comes
+            self._bound()
         for step in left:
             if step.after_all(self) and step.applies(self):
                 step.run(self)
@@ -481,9 +482,8 @@ class PlanSearch:
     def _bound(self) -> None:
         """Find out once, when there is a plan, what no plan that the request leaves open is below."""
         if self.answer is not None and not self._bounded:
+            self.others[None] = request_bound(self.request)
             self._bounded = True
-            with shielded():
-                self.others[None] = request_bound(self.request)
 
     def _try_all(self, candidates: Callable[[Request], Iterator[Proposal]], steps: Sequence[PlanStep]) -> None:
         for fallback in (False, True) if isinstance(self.request.placement, Placement) else (False,):
@@ -712,7 +712,7 @@ def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]
         UsageError: split backward is asked for, and the profile has no costs for it.
     """
     rules = request.rules
-    found = [workload_of(request, candidate, split_backward=split) for split in _backward_ways(request)]
+    found = [exchanging_workload(request, candidate, split_backward=split) for split in _backward_ways(request)]
     if rules is None or not rules.instructions:
         return found
     with naming(rules):

@@ -553,7 +553,7 @@ def _fitted(
         for name in ("static_bytes", "activation_bytes", "weight_grad_bytes", "workspace_bytes")
     )
     positions, count = p[:, None], m[:, None]
-    for usual, own in schedules:
+    for usual, own in checked(schedules, 1):
         first = choices[own[0]]
         chunks, routes = first.per_position, 1 + STRATEGIES[first.strategy].two_ways
         places = positions[own]
@@ -569,7 +569,7 @@ def _fitted(
         left = _of_each(usual.ending, where)
         ends = np.where(there, (routes * static[own] + left * owed_bytes[own]) / places, 0.0).max(axis=1) <= limit
         short = np.where(there, (need - limit) * places / np.maximum(flight, 1e-9), 0.0)  # of all blocks
-        for place in np.unique(rows[own]):
+        for place in checked(np.unique(rows[own]), 1):
             alike = rows[own] == place
             saved, longer = sums[place].saved_bytes, sums[place].again_ns
             taken = np.interp(short[alike].clip(min=0.0), saved, longer, right=math.inf)

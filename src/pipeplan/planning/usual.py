@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.partition.chain.costs import FloatArray
+from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -123,7 +124,7 @@ def usual_of(strategy: str, chunks: int, splits: bool, scheduler: str) -> list[U
 
     Where none is, that which holds as much as the first of the strategy: schedules with other names are searched.
     """
-    own = [each for each in USUAL if each.strategy == strategy]
+    own = [each for each in USUAL if each.strategy == ("one-to-one" if STRATEGIES[strategy].in_line else strategy)]
     if strategy == "v-shape" and chunks != 2:  # rows of chunks in turn hold about as much
         own = [each for each in USUAL if each.strategy == "circular"]
     able = [each for each in own if (splits or not each.splits) and scheduler in ("auto", each.name)]

@@ -21,7 +21,7 @@ from pipeplan.costs.after import AfterActions
 from pipeplan.costs.zero import Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Placement, Profile
-from pipeplan.partition.chain.autopipe import timeline
+from pipeplan.partition.chain.autopipe import measured
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.problem import Pricing, together
 from pipeplan.partition.recomputation import kept_whole, levels_of
@@ -119,7 +119,7 @@ class _Widths:
             for count in range(1, min(len(self.order), request.num_devices) + 1):
                 for ranges, ways in self._stages(batch, count, found, most):
                     times = StageTimes(tuple(way.forward_ns for way in ways), tuple(way.backward_ns for way in ways))
-                    actions = timeline(times, batch.num_microbatches).iteration_ns
+                    actions = measured(times, batch.num_microbatches).iteration_ns
                     usual = max(actions, *(batch.num_microbatches * way.work_ns + way.after_ns for way in ways), 0)
                     insort(found, _WidthLayout(batch, ranges, ways, actions, usual), key=lambda each: each.usual_ns)
                     del found[most:]

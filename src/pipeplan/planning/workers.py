@@ -16,7 +16,7 @@ import signal
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from threading import Lock, Thread
@@ -161,14 +161,22 @@ class Ahead(Generic[Item, Found]):
             return None
 
     def _waited(self, future: Future[bytes]) -> bytes:
+        polls = 0
         while not future.done():
             checkpoint()
             wait([future], _POLL)
+            if self.close is not None and _gone(self._executor):
+                polls += 1  # the executor says so itself, unless it waits for the rest of an answer
+                if polls > _MOST_POLLS and not future.done():
+                    raise BrokenExecutor("a process has ended in the middle of an answer")
         return future.result()
 
 
 _POLL = 0.02
 """Seconds between two looks at whether there is time."""
+
+_MOST_POLLS = 50
+"""So many for an executor to notice that a process of its has ended."""
 
 
 def answered(told: bytes, job: bytes) -> bytes:
@@ -241,9 +249,20 @@ def processes(
         assert isinstance(executor, ProcessPoolExecutor)
         for process in [*(executor._processes or {}).values()]:
             process.kill()
+        # One may have been killed in the middle of an answer, or of what it was given: whoever waits for the rest of
+        # it would wait for ever, as these ends of the pipes are open here, too.
+        inside: Any = executor
+        for end in (inside._result_queue._writer, inside._call_queue._reader):
+            end.close()
         executor.shutdown(wait=True, cancel_futures=True)
 
     return made, ended
+
+
+def _gone(executor: Executor | None) -> bool:
+    """Whether a process of an executor of ours has ended, which only its death does."""
+    known = executor._processes if isinstance(executor, ProcessPoolExecutor) else None
+    return any(process.exitcode is not None for process in [*(known or {}).values()])
 
 
 @contextmanager
@@ -269,11 +288,14 @@ def _begin(begin: Callable[..., None] | None, given: tuple[object, ...]) -> None
 
 
 @contextmanager
-def named_executor(name: str) -> Iterator[Executor]:
+def named_executor(name: str, within: Limit | None = None) -> Iterator[Executor]:
     """An executor of a name as the command line has it: ``dask:ADDRESS`` of a scheduler.
+
+    Waiting for it spends the time of ``within``, and ends with it.
 
     Raises:
         UsageError: it has another name, Dask is not installed, nobody answers there, or there are no workers.
+        KeyboardInterrupt: interrupted while it was waited for.
     """
     kind, _, address = name.partition(":")
     if kind != "dask" or not address:
@@ -282,25 +304,74 @@ def named_executor(name: str) -> Iterator[Executor]:
         from distributed import Client
     except ImportError:
         raise UsageError("--executor dask needs Dask; install pipeplan[dask]") from None
+    limit = Limit() if within is None else within
+    patience = min(_PATIENCE, max(_LEAST_PATIENCE, limit.left()))
     try:
-        client: Any = Client(address, timeout=_PATIENCE)  # type: ignore[no-untyped-call]  # Dask has it without types
-    except (OSError, ValueError) as error:
+        client: Any = _waited_for(
+            lambda: Client(address, timeout=patience),  # type: ignore[no-untyped-call]  # Dask has it without types
+            patience,
+            limit,
+            late=_closed,
+        )
+    except Exception as error:  # of Dask's own, or of the network
         raise UsageError(
-            f"--executor {name}: no scheduler of Dask answers there within {_PATIENCE:g} s ({error}); start one with "
+            f"--executor {name}: no scheduler of Dask answers there within {patience:g} s ({error}); start one with "
             "dask scheduler, or leave --executor out"
         ) from None
     try:
         try:
-            client.wait_for_workers(1, timeout=_PATIENCE)
+            _waited_for(lambda: client.wait_for_workers(1, timeout=patience), patience, limit)
         except TimeoutError:
             raise UsageError(
-                f"--executor {name}: the scheduler has no workers after {_PATIENCE:g} s; start some with dask worker "
+                f"--executor {name}: the scheduler has no workers after {patience:g} s; start some with dask worker "
                 f"{address}, or leave --executor out"
             ) from None
         yield client.get_executor(pure=False)
     finally:
-        client.close()
+        with suppress(Exception):  # a scheduler that does not answer any more is left to itself
+            _waited_for(lambda: _closed(client), _LEAVING, Limit())
 
 
-_PATIENCE = 5.0
-"""Seconds for which a scheduler, and then a worker, is waited for."""
+def _closed(client: Any) -> None:
+    client.close()
+
+
+def _waited_for(
+    work: Callable[[], Found], seconds: float, limit: Limit, late: Callable[[Found], object] = lambda _: None
+) -> Found:
+    """What work finds that may not come back, and does not ask for the time: it is done on a thread of its own.
+
+    Where it is not waited for any longer, what it finds all the same is for ``late`` to deal with.
+
+    Raises:
+        TimeoutError: it takes longer, by the clock of the limit.
+        KeyboardInterrupt: the limit was interrupted.
+        Exception: what work raises.
+    """
+    future: Future[Found] = Future()
+
+    def do() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    def leave(future: Future[Found]) -> None:
+        with suppress(Exception):
+            late(future.result())
+
+    until = limit.clock() + seconds
+    Thread(target=do, daemon=True).start()
+    while not future.done():
+        if limit.interrupted or limit.clock() >= until:
+            future.add_done_callback(leave)
+            raise KeyboardInterrupt if limit.interrupted else TimeoutError("it took too long")
+        wait([future], _POLL)
+    return future.result()
+
+
+_PATIENCE, _LEAST_PATIENCE = 5.0, 0.5
+"""Seconds for which a scheduler, and then a worker, is waited for: while there is time, and the latter in any case."""
+
+_LEAVING = 0.2
+"""Seconds in which a scheduler is told that we leave."""

@@ -233,7 +233,16 @@ def zero_words(stages: Sequence[Stage]) -> str:
         return ""
     levels, groups = ({getattr(stage, name) for stage in dividing} for name in ("zero", "sharers"))
     level, group = ("-".join(map(str, dict.fromkeys((min(each), max(each))))) for each in (levels, groups))
-    return f"ZeRO {level} over {group} {'copies' if any(stage.context > 1 for stage in dividing) else 'replicas'}"
+    found = f"ZeRO {level} over {group} {'copies' if any(stage.context > 1 for stage in dividing) else 'replicas'}"
+    every = [
+        f"{done} every {'-'.join(map(str, dict.fromkeys((min(counts), max(counts)))))} {what}"
+        for done, what, counts in (
+            ("gathered", "actions", [stage.unshard_every for stage in dividing if stage.unshard_every]),
+            ("reduced", "micro-batches", [stage.reduce_every for stage in dividing if stage.reduce_every]),
+        )
+        if counts
+    ]
+    return f"{found} ({', '.join(every)})" if every else found
 
 
 def _configurations(stage: Stage) -> str:

@@ -370,6 +370,9 @@ def predicted_trace(simulation: Simulation) -> Trace:
         for task in order:
             trace.add(simulation.label(task), device, simulation.start_of(task), graph.durations[task])
     workload, loop = graph.workload, simulation.loop
+    for text, devices, begin, duration, size in simulation.exchanges:
+        for device in devices:
+            trace.add(text, device, begin, duration, {"bytes": size})
     position = {operation.id: index for index, operation in enumerate(workload.operations)}
     for dependency in workload.dependencies:
         source, target = position[dependency.source], position[dependency.target]

@@ -135,7 +135,7 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int], loop: LoopCut
         last_end_ns=last,
         bubble_rate=_share_idle(sum(busy), len(busy) * makespan),
         bubble_rate_span=_share_idle(busy[longest], spans[longest]),
-        tail=tail_of(graph.workload, graph.last_ends(starts, later)),
+        tail=tail_of(graph.workload, graph.last_ends(starts, later), busy_ns=graph.busy(starts, later)),
     )
 
 
@@ -187,7 +187,7 @@ def _share_idle(busy: int, available: int) -> float:
     return (available - busy) / available if available else 0.0
 
 
-Reason = Literal["start", "device", "link", "dependency", "transfer"]
+Reason = Literal["start", "device", "link", "dependency", "transfer", "exchange"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,8 @@ class CriticalStep:
 
     ``device``: that action was on the same device until then. ``dependency``: it made the input. ``transfer``: it
     made the input, which was on the way for ``lag_ns``. A message that may have to wait for its link is a step of
-    its own; ``link``: the message before it was on the link until then.
+    its own; ``link``: the message before it was on the link until then. ``exchange``: that action was on the same
+    device, and the network then exchanged state for ``lag_ns`` more.
     """
 
     task: int
@@ -217,7 +218,10 @@ def critical_path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> li
     steps: list[CriticalStep] = []
     while starts[task] > 0:
         before = _before(graph, orders, starts, task)
-        step, task = _step(graph, starts, task, before, inputs.of(graph, task))
+        found = _step(graph, starts, task, before, inputs.of(graph, task))
+        if found is None:  # the first of its devices' actions, for which state was gathered
+            break
+        step, task = found
         steps.append(step)
     steps.append(CriticalStep(task, "start"))
     return steps[::-1]
@@ -225,14 +229,19 @@ def critical_path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> li
 
 def _step(
     graph: TaskGraph, starts: Sequence[int], task: int, before: Sequence[int], inputs: Sequence[tuple[int, int]]
-) -> tuple[CriticalStep, int]:
-    """The step of a task that started after 0, and the task it waited for."""
+) -> tuple[CriticalStep, int] | None:
+    """The step of a task that started after 0, and the task it waited for; None where that was only an exchange."""
     for other in before:
         if starts[other] + graph.durations[other] == starts[task]:
             return CriticalStep(task, "device" if task < graph.num_actions else "link"), other
     for other, lag in inputs:
         if starts[other] + graph.durations[other] + lag == starts[task]:
             return CriticalStep(task, "transfer" if lag else "dependency", lag), other
+    if graph.workload.exchanges:
+        if not before:
+            return None
+        ends = [starts[other] + graph.durations[other] for other in before]
+        return CriticalStep(task, "exchange", starts[task] - max(ends)), before[ends.index(max(ends))]
     raise AssertionError(f"{graph.label(task)} starts at {starts[task]} and nothing let it start then")
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
@@ -25,16 +25,17 @@ from pipeplan.simulator.metrics import (
 )
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.units import format_ns
-from pipeplan.workload.action import operation_of
+from pipeplan.workload.action import StateAction, operation_of
 from pipeplan.workload.bounds import weak_iteration_bound, work_bound
 from pipeplan.workload.elements import DeviceMemory, Loop, Repetend
-from pipeplan.workload.kinds import Role, payload_of
+from pipeplan.workload.exchanges import networks_at, text_of, texts_around
+from pipeplan.workload.kinds import REDUCE_GRAD, RESHARD, Role, payload_of
 from pipeplan.workload.memory import Overflow, overflow, peak_memory
 from pipeplan.workload.slices import in_parts, num_sliced, parts_before, whole, with_parts
 from pipeplan.workload.steady_state.loop import LoopCut, LoopedOrders, counts_of, longer, looped
 from pipeplan.workload.steady_state.rate import CutOrders, repetend_rate, require_cut, steady_bubble_rate
 from pipeplan.workload.steady_state.repetend import extend, num_copies
-from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
+from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 _Name = tuple[str, str]
@@ -56,7 +57,8 @@ def orders_of(plan: Plan, graph: TaskGraph) -> list[list[int]]:
 
 def _compute_order(graph: TaskGraph, device: int, program: Sequence[str]) -> list[int]:
     number = _actions_of(graph, device)
-    computes = [text for text in program if "_" not in text]  # a transfer is 1SEND_F0 or 2RECV_F0
+    # a transfer is 1SEND_F0 or 2RECV_F0
+    computes = [text for text in program if "_" not in text and StateAction.read(text) is None]
     _require_all(device, computes, number)
     return [number[text] for text in computes]
 
@@ -71,6 +73,24 @@ def _actions_of(graph: TaskGraph, device: int) -> dict[str, int]:
             text = workload.slots[item].text
             number.update({f"{id_}{text(m)}": task for m, task in enumerate(tasks)})
     return number
+
+
+def _require_exchanges(plan: Plan, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> None:
+    """State is exchanged where :mod:`pipeplan.workload.exchanges` has it, for it is timed by that. Raises."""
+    before, after = texts_around(graph, starts)
+    for device, order in enumerate(graph.on_devices(orders)):
+        found = [text for text in plan.programs[device] if "SEND_" not in text and "RECV_" not in text]
+        expected = list[str]()
+        for task in order:
+            expected += [*before[device].get(task, ()), graph.label(task), *after[device].get(task, ())]
+        expected += before[device].get(None, ())
+        wrong = next((pair for pair in zip_longest(found, expected) if pair[0] != pair[1]), None)
+        if wrong is not None:
+            raise InvalidPlanError(
+                f"programs[{device}] has {wrong[0] or 'nothing'} where state is exchanged by {wrong[1] or 'nothing'}: "
+                "simulate replays exchanges only where pipeplan puts them; pipeplan check says whether the plan is "
+                "right as it is"
+            )
 
 
 def _link_order(graph: TaskGraph, link: int, source: int, target: int, program: Sequence[str]) -> list[int]:
@@ -167,6 +187,7 @@ class Simulation(Displayed):
     without one, or where that does not become periodic. ``copies`` [device] are the positions of the repetend's
     first copy in the orders. ``overflow`` is the device most short of memory, None if all have enough.
     ``as_planned`` says that number of micro-batches and costs are the plan's, ``yardstick`` what a sample is.
+    ``exchanges`` are what exchanges state on networks: (action's text, devices, start and duration in ns, bytes).
     ``measured`` sets what a run took beside it, if it was asked for.
 
     With a ``loop`` its round runs more often than it is there: ``graph``, ``orders``, ``starts``, ``copies`` and
@@ -192,6 +213,7 @@ class Simulation(Displayed):
     as_planned: bool
     yardstick: Yardstick
     loop: LoopCut | None = None
+    exchanges: tuple[tuple[str, tuple[int, ...], int, int, int], ...] = ()
     measured: MeasuredComparison | LoggedComparison | None = None
 
     def __repr__(self) -> str:
@@ -250,6 +272,10 @@ class Simulation(Displayed):
         """Why devices do not compute all the time."""
         steady = None if self.period_ns is None else self.period_ns * self.workload.num_microbatches
         return IdleShares.of(self.rates, steady, self.workload.idle_devices)
+
+    def exchange_ns(self, device: int) -> int:
+        """How long a device's network exchanges state for its actions."""
+        return sum(duration for _, devices, _, duration, _ in self.exchanges if device in devices)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -321,6 +347,7 @@ def _device(simulation: Simulation, device: int) -> dict[str, object]:
         "span_ns": rates.span_ns[device],
         "in_flight": simulation.in_flight[device],
         "num_actions": _num_actions(simulation, device),
+        **({"exchange_ns": simulation.exchange_ns(device)} if simulation.workload.exchanges else {}),
         "memory_limit_bytes": simulation.workload.devices[device].usable_bytes,
         **({"memory_reserve_bytes": reserve} if reserve else {}),
         **asdict(simulation.memory[device]),
@@ -374,6 +401,8 @@ def simulate(
     as_planned = workload == plan.workload and total == plan.num_microbatches
     run = _run(plan, workload, total)
     graph, orders, starts, loop = run.graph, run.orders, run.starts, run.loop
+    if as_planned and workload.exchanges:
+        _require_exchanges(plan, graph, orders, starts)
     workload = workload.with_microbatches(total)
     repetend = plan.repetend
     period, copies = (None, None) if repetend is None else _repetition(graph, orders, repetend, loop)
@@ -397,7 +426,21 @@ def simulate(
         as_planned=as_planned,
         yardstick=Yardstick.of_plan(plan) if profile is None else Yardstick.of(profile),
         loop=loop,
+        exchanges=_exchanges(graph, starts) if workload.exchanges else (),
     )
+
+
+def _exchanges(graph: TaskGraph, starts: Sequence[int]) -> tuple[tuple[str, tuple[int, ...], int, int, int], ...]:
+    """What exchanges state, as a simulation has it; giving it up takes no time."""
+    found = []
+    for devices, network in networks_at(graph, starts):
+        for run in network.runs:
+            group = graph.workload.stages[run.stage].block_groups[run.group]
+            size = group.reduced_bytes if run.kind == REDUCE_GRAD else group.gathered_bytes
+            if run.kind != RESHARD:
+                text = text_of(graph.workload, run)
+                found.append((text, devices, run.start_ns, run.end_ns - run.start_ns, size))
+    return tuple(found)
 
 
 _ANOTHER = ("--microbatches", "--mini-batch", "--global-batch-size", "-o", "--output", "--placement-output")

@@ -12,6 +12,9 @@ Where a forward runs a micro-batch in two parts, the part follows the micro-batc
 
 Kinds other than ``F``, ``B``, ``I`` and ``W`` are *instructions*, each an upper-case word: ``5ALLGATHER0``. What they
 make for others travels under their own name: ``5SEND_ALLGATHER0``.
+
+What a stage's sharded state takes has no micro-batch, as in torch: ``3UNSHARD``, ``3RESHARD``, ``3REDUCE_GRAD``. Where
+the stage's blocks are exchanged in several groups, the group follows: ``3UNSHARD.1``.
 """
 
 from __future__ import annotations
@@ -20,19 +23,19 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from pipeplan.workload.kinds import RECV, SEND, Role, role_of
+from pipeplan.workload.kinds import RECV, RESHARD, SEND, STATE_ACTIONS, UNSHARD, Role, role_of
 
 KIND_PATTERN = "([FBIW]|[A-Z]{3,24})"
 """A compute kind, or an instruction's word; ``SEND`` and ``RECV`` are taken."""
 
-_RESERVED = (SEND, RECV)
+_RESERVED = (SEND, RECV, UNSHARD, RESHARD)
 
 NUMBER_PATTERN = "(0|[1-9][0-9]{0,6})"
 """A stage, micro-batch or device: one spelling for each number, so that equal actions are equal texts."""
 
 ACTION_PATTERN = (
     f"^{NUMBER_PATTERN}({KIND_PATTERN}{NUMBER_PATTERN}([.][01])?|(SEND|RECV)_([FB]|[A-Z]{{3,24}}){NUMBER_PATTERN}([.][01])?"
-    f"(>{NUMBER_PATTERN})?(@{NUMBER_PATTERN})?)$"
+    f"(>{NUMBER_PATTERN})?(@{NUMBER_PATTERN})?|({'|'.join(STATE_ACTIONS)})([.]{NUMBER_PATTERN})?)$"
 )
 
 _PARSE = re.compile(
@@ -40,6 +43,32 @@ _PARSE = re.compile(
     f"(?:>{NUMBER_PATTERN})?(?:@{NUMBER_PATTERN})?"
 )
 _OPERATION = re.compile(f"{NUMBER_PATTERN}{KIND_PATTERN}")
+
+
+_STATE = re.compile(f"{NUMBER_PATTERN}({'|'.join(STATE_ACTIONS)})(?:[.]{NUMBER_PATTERN})?")
+
+
+@dataclass(frozen=True, slots=True)
+class StateAction:
+    """One entry of a device's program that gathers, gives up or reduces the state of a stage, or of a group of blocks.
+
+    ``group`` numbers the stage's groups of blocks; None where the stage has but one.
+    """
+
+    stage: int
+    kind: str
+    group: int | None = None
+
+    @classmethod
+    def read(cls, text: str) -> StateAction | None:
+        """What a text means; None where it is another action's."""
+        if text[-1] != "D" and "D." not in text:  # what all three end with; programs are long
+            return None
+        match = _STATE.fullmatch(text)
+        return None if match is None else cls(int(match[1]), match[2], None if match[3] is None else int(match[3]))
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{'' if self.group is None else f'.{self.group}'}"
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -14,7 +14,7 @@ from fractions import Fraction
 from operator import itemgetter
 
 from pipeplan.time_limit import checked
-from pipeplan.workload.kinds import GRADIENT_ROLES
+from pipeplan.workload.kinds import GRADIENT_ROLES, PARAMETER_ROLES
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import NEVER
 from pipeplan.workload.workload import Hold, Workload
@@ -38,7 +38,31 @@ def weak_iteration_bound(workload: Workload) -> int:
     for here in filter(None, workload.on_resource):
         work = sum(map(workload.work_of, here))
         best = max(best, min(heads[item] for item in here) + work + min(tails[item] for item in here))
+    if workload.exchanges:
+        best = max(best, _exchanges(workload))
     return max(best, _network(workload)) if workload.has_tail else best
+
+
+def _exchanges(workload: Workload) -> int:
+    """Least iteration in ns by what actions exchange: a network has all of it to do, and then its device steps.
+
+    Whatever runs when, a stage is gathered once for as many actions as it says, and reduced once for as many.
+    """
+    least = [0] * len(workload.devices)
+    for number, stage in enumerate(workload.stages):
+        if not stage.block_groups:
+            continue
+        own = [item for item, each in enumerate(workload.operations) if each.stage == number]
+        uses, additions = (
+            sum(len(workload.slots[item]) for item in own if workload.operations[item].role in roles)
+            for roles in (PARAMETER_ROLES, GRADIENT_ROLES)
+        )
+        gathers = -(-uses // stage.unshard_every) if stage.unshard_every else 0
+        reduces = -(-additions // (stage.reduce_every or 1))
+        time = sum(each.unshard_ns * gathers + each.reduce_ns * reduces for each in stage.block_groups)
+        for device in stage.devices:
+            least[device] += time
+    return max((time + step for time, step in zip(least, workload.steps_ns, strict=True) if time), default=0)
 
 
 def _network(workload: Workload) -> int:

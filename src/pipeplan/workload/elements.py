@@ -256,6 +256,66 @@ class Bucket(Element):
     sync_ns: Annotated[Nanoseconds, Meaning("summing it, beside compute")] = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockGroup(Element):
+    """Neighbouring blocks of a stage whose state is gathered and reduced together, by actions of programs.
+
+    Times of compute are its part of the stage's actions: of F, of B or I, and of W. Forwards run the groups in order,
+    the others from the last to the first.
+    """
+
+    blocks: Annotated[Count, Meaning("how many: the first group has the first blocks of the stage, and so on")]
+    gathered_bytes: Annotated[
+        Bytes, Meaning("on each device, from UNSHARD to RESHARD; 0 where parameters are not divided")
+    ] = 0
+    reduced_bytes: Annotated[Bytes, Meaning("of gradients that are not divided yet, to the end of REDUCE_GRAD")] = 0
+    unshard_ns: Annotated[Nanoseconds, Meaning("UNSHARD, beside compute")] = 0
+    reduce_ns: Annotated[Nanoseconds, Meaning("REDUCE_GRAD, beside compute")] = 0
+    forward_ns: Nanoseconds = 0
+    backward_ns: Nanoseconds = 0
+    weight_grad_ns: Nanoseconds = 0
+
+    def time_in(self, role: Role) -> int:
+        """Its part of an action, in ns."""
+        return {Role.FORWARD: self.forward_ns, Role.WEIGHT_GRAD: self.weight_grad_ns}.get(role, self.backward_ns)
+
+
+def groups_problem(groups: Sequence[BlockGroup], num_blocks: int, operations: Iterable[Operation]) -> str | None:
+    """What is wrong with a stage's groups of blocks, if anything; ``operations`` are the stage's."""
+    if not groups:
+        return None
+    if (found := sum(each.blocks for each in groups)) != num_blocks:
+        return f"have {found} blocks together, the stage has {num_blocks}"
+    for operation in operations:
+        if (parts := sum(each.time_in(operation.role) for each in groups)) != operation.duration_ns:
+            return f"take {parts} ns of {operation.id}, which lasts {operation.duration_ns} ns"
+    return None
+
+
+UNSHARD_EVERY = (
+    "forwards and backwards of the stage, one after another on its devices, for which its parameters stay gathered, "
+    "from an UNSHARD to a RESHARD; none: each block is gathered inside of actions"
+)
+REDUCE_EVERY = (
+    "micro-batches whose gradients add up before a REDUCE_GRAD; none: each block's are reduced inside of actions"
+)
+
+
+def exchange_problem(
+    zero: int, copies: int, unshard_every: int | None, reduce_every: int | None, num_parted: int
+) -> str | None:
+    """What is wrong with how often a stage's state is exchanged by actions, if anything."""
+    if unshard_every is None and reduce_every is None:
+        return None
+    if zero < 2 or copies == 1:
+        return "reduce_every is for stages whose replicas divide gradients (zero 2 and 3); leave it out"
+    if reduce_every is None or (unshard_every is None) == (zero == 3):
+        return "reduce_every stands with zero 2 alone, and with unshard_every at zero 3; give what is missing"
+    if num_parted:
+        return f"num_parted is {num_parted}: forwards in two parts cannot be with unshard_every and reduce_every"
+    return None
+
+
 def buckets_problem(buckets: Sequence[Bucket], num_blocks: int, duration_ns: int) -> str | None:
     """What is wrong with a stage's buckets, if anything; its actions that add to gradients take so long."""
     ahead = [each.ahead_ns for each in buckets]
@@ -313,6 +373,12 @@ class Stage(Element):
     buckets: Annotated[
         Items[Bucket], Meaning("in which gradients are summed as they become ready; none: all at once, in sync_ns")
     ] = ()
+    unshard_every: Annotated[Count | None, Meaning(UNSHARD_EVERY, said_only=True)] = None
+    reduce_every: Annotated[Count | None, Meaning(REDUCE_EVERY, said_only=True)] = None
+    block_groups: Annotated[
+        Items[BlockGroup],
+        Meaning("that UNSHARD, RESHARD and REDUCE_GRAD are of, where actions exchange state", said_only=True),
+    ] = ()
 
     @property
     def copies(self) -> int:
@@ -363,6 +429,14 @@ class Stage(Element):
     def mesh_of(self, index: int) -> Mesh:
         """How the devices of a replica stand for a block. Raises ValueError where ``check`` would refuse it."""
         return mesh_of(self.configurations, index, self.shards)
+
+
+def odd_neighbour(stage: Stage, stages: Iterable[Stage]) -> int | None:
+    """The first stage that has some of a stage's devices, and not just these."""
+    own = set(stage.devices)
+    return next(
+        (n for n, each in enumerate(stages) if not own.isdisjoint(each.devices) and own != {*each.devices}), None
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -620,6 +694,15 @@ class DeviceMemory(Element):
     def parts(self) -> MemoryBytes:
         """What there is of every kind."""
         return MemoryBytes.of_keys(self)
+
+
+IN_LINE = "sequential"
+"""The placement strategy whose stages run one after the other, whatever their blocks need."""
+
+
+def is_in_line(placement: str) -> bool:
+    """Whether the stages of a placement of this name run in line: each waits for the one numbered before it."""
+    return placement.partition(",")[0] == IN_LINE
 
 
 def again_of(recompute: Recompute, num_blocks: int) -> tuple[Again, ...]:

@@ -23,6 +23,7 @@ class Role(Enum):
     WEIGHT_GRAD = "weight_grad"
     NETWORK = "network"
     CACHE = "cache"
+    STATE = "state"
     CUSTOM = "custom"
 
     __hash__ = object.__hash__  # that of Enum runs in Python
@@ -36,6 +37,9 @@ BACKWARD_ROLES = (Role.BACKWARD, Role.INPUT_GRAD)
 
 GRADIENT_ROLES = (Role.BACKWARD, Role.WEIGHT_GRAD)
 """Roles of actions that add to the gradients of their stage's parameters."""
+
+PARAMETER_ROLES = (Role.FORWARD, Role.BACKWARD, Role.INPUT_GRAD)
+"""Roles of actions that compute with their stage's parameters."""
 
 
 class Resource(Enum):
@@ -66,6 +70,10 @@ COMPUTE_KINDS = ("F", "B", "I", "W")
 SEND, RECV = "SEND", "RECV"
 """The two ends of a message. Its text names the payload, too: ``SEND_F``."""
 
+UNSHARD, RESHARD, REDUCE_GRAD = STATE_ACTIONS = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+"""What a stage's sharded state takes, on the network of its devices: its parameters are gathered, the gathered copy is
+given up (which takes no time), its gradients are reduced and scattered. They have no micro-batch."""
+
 _PAYLOADS = ("F", "B", "B", "")
 _COMPUTE_ROLES = (Role.FORWARD, Role.BACKWARD, Role.INPUT_GRAD, Role.WEIGHT_GRAD)
 
@@ -75,6 +83,7 @@ KINDS: dict[str, Kind] = {
         for name, role, payload in zip(COMPUTE_KINDS, _COMPUTE_ROLES, _PAYLOADS, strict=True)
     },
     **{name: Kind(name, Role.NETWORK, Resource.LINK, "") for name in (SEND, RECV)},
+    **{name: Kind(name, Role.STATE, Resource.NETWORK, "") for name in STATE_ACTIONS},
 }
 """[name] every kind with a role of its own; all other words are custom kinds."""
 

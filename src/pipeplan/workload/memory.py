@@ -18,6 +18,7 @@ from pipeplan.time_limit import checked
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import DeviceMemory
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.exchanges import WholeState, networks_at
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes, MemoryKind, Role
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.steady_state.loop import LoopCut
@@ -129,7 +130,15 @@ class MemoryState:
                 self._holders[x], kind, _part_of(size, number) if number < self._effects[x].num_parts else size
             )
         self._change(self._holders[x], WORKSPACE, self._effects[x].workspace)
-        for device in self._holders[x]:
+        self._note_peaks(self._holders[x], task)
+
+    def exchange(self, devices: Sequence[int], kind: MemoryKind, size: int) -> None:
+        """Devices begin to have something whole, of so many bytes; or end, where these are negative."""
+        self._change(devices, kind, size)
+        self._note_peaks(devices, None)
+
+    def _note_peaks(self, devices: Sequence[int], task: int | None) -> None:
+        for device in devices:
             if self.held[device] > self.peak[device]:
                 self.peak[device], self.peak_task[device] = self.held[device], task
                 self.at_peak[device] = MemoryBytes(self._by_kind[device])
@@ -216,9 +225,10 @@ def num_that_fit(capacity: int | None, each: int) -> float:
 
 
 def capacities(workload: Workload) -> list[int | None]:
-    """[device] bytes that its memory leaves beside the static ones; None without limit."""
+    """[device] bytes that its memory leaves beside the static ones, and those that actions exchange; None: no limit."""
+    exchanged = workload.exchanged_bytes
     return [
-        None if (usable := device.usable_bytes) is None else usable - workload.static_bytes(index)
+        None if (usable := device.usable_bytes) is None else usable - workload.static_bytes(index) - exchanged[index]
         for index, device in enumerate(workload.devices)
     ]
 
@@ -344,10 +354,28 @@ def in_all_copies(
 
 
 def followed(graph: TaskGraph, starts: Sequence[int]) -> MemoryState:
-    """The state after all actions have started at ``starts`` [task], in ns, and ended."""
+    """The state after all actions have started at ``starts`` [task], in ns, and ended, with what they exchange."""
     state = MemoryState(graph)
-    starting = [(starts[task], 1, task) for task in range(graph.num_actions)]
-    ending = [(starts[task] + graph.durations[task], 0, task) for task in range(graph.num_actions)]
-    for _, is_start, task in checked(sorted(starting + ending), 1024):
-        (state.start if is_start else state.end)(task)
+    events: list[tuple[int, int, int, int]] = []  # time, 0 for ends and 1 for starts, what it is of, which of these
+    for task in range(graph.num_actions):
+        events += (starts[task], 1, 0, task), (starts[task] + graph.durations[task], 0, 0, task)
+    held = _exchanged(graph, starts) if graph.workload.exchanges else []
+    for number, (_, each) in enumerate(held):
+        events += (each.begin_ns, 1, 1, number), (each.end_ns, 0, 1, number)
+    for _, is_start, of, number in checked(sorted(events), 1024):
+        if of:
+            devices, each = held[number]
+            state.exchange(devices, each.kind, each.size if is_start else -each.size)
+        else:
+            (state.start if is_start else state.end)(number)
     return state
+
+
+def _exchanged(graph: TaskGraph, starts: Sequence[int]) -> list[tuple[tuple[int, ...], WholeState]]:
+    """(devices, what each of them has whole for a time)."""
+    return [
+        (devices, each)
+        for devices, network in networks_at(graph, starts)
+        for each in network.held
+        if each.size and each.begin_ns < each.end_ns
+    ]

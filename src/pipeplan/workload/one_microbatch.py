@@ -224,6 +224,7 @@ class OneMicrobatch:
             if capacity is None:
                 continue
             static, memory = self.workload.static_bytes(device), self.workload.devices[device].usable_bytes
+            static += self.workload.exchanged_bytes[device]
             if capacity < 0:
                 raise InfeasibleError(
                     f"{self._named(device)} has {format_bytes(memory or 0)}, but parameters, gradients and optimizer "
@@ -394,7 +395,7 @@ def _copy(stage: Stage, round_size: int, index: int) -> Stage:
     copy = replace(stage, microbatch_size=round_size, route=0)
     if index == 0:
         return copy
-    return replace(copy.with_state(MemoryBytes()), sync_ns=0, step_ns=0, gather_ns=0)
+    return replace(copy.with_state(MemoryBytes()), sync_ns=0, step_ns=0, gather_ns=0, block_groups=())
 
 
 def _dependencies(workload: Workload, round_size: int, stage_firsts: Sequence[int]) -> tuple[Dependency, ...]:

@@ -82,7 +82,12 @@ def parts_are_before(graph: TaskGraph, orders: Orders, repetend: Repetend) -> bo
 
 
 def repetend_of(graph: TaskGraph, orders: Orders) -> Repetend | None:
-    """The repetend of a schedule, where micro-batches are all alike after those that run in parts."""
+    """The repetend of a schedule, where micro-batches are all alike after those that run in parts.
+
+    None where actions exchange state: what repeats is then the actions and their exchanges, in a loop or not at all.
+    """
+    if graph.workload.exchanges:
+        return None
     replaced, whole_orders = whole(graph, orders)
     if not replaced.workload.is_uniform:
         return None

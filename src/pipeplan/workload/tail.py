@@ -8,15 +8,18 @@ there is a sum for each, ready while the stage's last action still runs: as soon
 bucket's blocks, as PyTorch's DistributedDataParallel has it (Li et al., VLDB 2020, section 3.2.3). When a device has
 ended all its actions and all its sums it takes the steps of its stages; a stage's parameters are gathered when all of
 its devices have stepped, on their networks, in the same manner. The iteration ends with the last device.
+
+Where actions exchange what replicas divide (:mod:`pipeplan.workload.exchanges`), sums follow these on the same network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, permutations
+from itertools import accumulate, islice, permutations
 
 from pipeplan.workload.elements import Loop
+from pipeplan.workload.exchanges import Numbered, networks_at
 from pipeplan.workload.kinds import GRADIENT_ROLES
 from pipeplan.workload.network_jobs import NetworkJob
 from pipeplan.workload.workload import Workload
@@ -66,15 +69,18 @@ class Tail:
         return max(self.ended_ns) - max(self.stepped_ns)
 
 
-def tail_of(workload: Workload, ends_ns: Sequence[int], order: Collection[int] = ()) -> Tail:
+def tail_of(
+    workload: Workload, ends_ns: Sequence[int], order: Collection[int] = (), busy_ns: Sequence[int] = ()
+) -> Tail:
     """What follows where the last action of each operation ends at ``ends_ns`` [operation].
 
-    Sums run in an ``order``, by default the workload's.
+    Sums run in an ``order``, by default the workload's. Networks are ``busy_ns`` [device] until then with what actions
+    exchange; none: not at all.
     """
     acted, ready = _actions_of(workload, ends_ns)
     if not workload.has_tail:
         return Tail((), *[tuple(acted)] * 4)
-    free = [0] * len(acted)
+    free = [*busy_ns] or [0] * len(acted)
     times = _one_after_another(workload.gradient_sums, ready, free, order or workload.sum_order)
     summed = [max(pair) for pair in zip(acted, free, strict=True)]
     summed = [summed[leader] for leader in workload.leaders]
@@ -88,7 +94,41 @@ def tail_of(workload: Workload, ends_ns: Sequence[int], order: Collection[int] =
 def tail_at(workload: Workload, starts_ns: Mapping[str, Sequence[int]], loop: Loop | None) -> Tail:
     """What follows where the actions of each operation, by its id, begin at these ns, as a plan says them."""
     later = 0 if loop is None else loop.skipped_ns
-    return tail_of(workload, [max(starts_ns[each.id]) + each.duration_ns + later for each in workload.operations])
+    ends = [max(starts_ns[each.id]) + each.duration_ns + later for each in workload.operations]
+    return tail_of(workload, ends, busy_ns=_busy_at(workload, starts_ns, loop) if workload.exchanges else ())
+
+
+def _busy_at(workload: Workload, starts_ns: Mapping[str, Sequence[int]], loop: Loop | None) -> list[int]:
+    """[device] when its network has ended what actions exchange, which a plan does not say."""
+    skipped = 0 if loop is None else loop.skipped
+    written = workload.with_microbatches(workload.num_microbatches - skipped)
+    numbers = _Numbers.of(written)
+    starts = [start for each in written.operations for start in starts_ns[each.id]]
+    return busy_until(numbers, starts, 0 if loop is None else loop.skipped_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The actions of a workload as numbered tasks: no more than exchanges need of a graph of tasks."""
+
+    workload: Workload
+    offsets: list[int]
+    operation_of: list[int]
+
+    @classmethod
+    def of(cls, workload: Workload) -> _Numbers:
+        counts = [len(slots) for slots in workload.slots[: len(workload.operations)]]
+        operation_of = [item for item, count in enumerate(counts) for _ in range(count)]
+        return cls(workload, [0, *accumulate(counts)], operation_of)
+
+
+def busy_until(graph: Numbered, starts_ns: Sequence[int], later_ns: int = 0) -> list[int]:
+    """[device] when its network has ended what actions exchange that start at ``starts_ns`` [task]."""
+    found = [0] * len(graph.workload.devices)
+    for devices, network in networks_at(graph, starts_ns):
+        for device in devices:
+            found[device] = network.free + later_ns
+    return found
 
 
 def _actions_of(workload: Workload, ends_ns: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -119,28 +159,32 @@ def _one_after_another(
     return times
 
 
-def best_tail(workload: Workload, ends_ns: Sequence[int]) -> tuple[Workload, Tail]:
+def best_tail(workload: Workload, ends_ns: Sequence[int], busy_ns: Sequence[int] = ()) -> tuple[Workload, Tail]:
     """The workload summing in buckets or not, in an order, whatever ends sooner of what is found; and its tail."""
     found = []
     for way in workload.ways_to_sum:
-        order = best_order(way, ends_ns)
-        found.append((way, order, tail_of(way, ends_ns, order)))
+        order = best_order(way, ends_ns, busy_ns)
+        found.append((way, order, tail_of(way, ends_ns, order, busy_ns)))
     way, order, tail = min(found, key=lambda each: (each[2].iteration_ns, sum(each[2].ended_ns)))
     return replace(way, sum_order=order), tail
 
 
-def best_order(workload: Workload, ends_ns: Sequence[int]) -> tuple[int, ...]:
+def best_order(workload: Workload, ends_ns: Sequence[int], busy_ns: Sequence[int] = ()) -> tuple[int, ...]:
     """An order of sums by which the iteration ends sooner than as they become ready; none where none is found.
 
     On one network alone readiness is best, so that an order matters only where sums have several devices. Of up to
     :data:`MOST_PERMUTED` sums every order is tried; of more moves of one sum to the front of others, while one helps.
     """
     sums = workload.gradient_sums
-    best = tail_of(workload, ends_ns).iteration_ns if len(sums) > 1 else 0
-    if best <= _least_iteration(workload, ends_ns):
+
+    def iteration(order: Collection[int] = ()) -> int:
+        return tail_of(workload, ends_ns, order, busy_ns).iteration_ns
+
+    best = iteration() if len(sums) > 1 else 0
+    if best <= _least_iteration(workload, ends_ns, busy_ns):
         return ()
     if len(sums) <= MOST_PERMUTED:
-        tried = ((tail_of(workload, ends_ns, order).iteration_ns, order) for order in permutations(range(len(sums))))
+        tried = ((iteration(order), order) for order in permutations(range(len(sums))))
         found, order = min(tried)
         return order if found < best else ()
     _, ready = _actions_of(workload, ends_ns)
@@ -148,10 +192,10 @@ def best_order(workload: Workload, ends_ns: Sequence[int]) -> tuple[int, ...]:
     left = MOST_TRIED
     while left:
         moved = islice(_moved(order), left)
-        better = next((each for each in moved if tail_of(workload, ends_ns, each).iteration_ns < best), None)
+        better = next((each for each in moved if iteration(each) < best), None)
         left = 0 if better is None else left - 1
         if better is not None:
-            best, order, chosen = tail_of(workload, ends_ns, better).iteration_ns, better, better
+            best, order, chosen = iteration(better), better, better
     return chosen
 
 
@@ -166,10 +210,10 @@ def _moved(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             yield (*order[:to], order[place], *order[to:place], *order[place + 1 :])
 
 
-def _least_iteration(workload: Workload, ends_ns: Sequence[int]) -> int:
+def _least_iteration(workload: Workload, ends_ns: Sequence[int], busy_ns: Sequence[int]) -> int:
     """Ns that no order of sums is below: each network alone with its sums as they become ready, steps and gathers."""
     free, ready = _actions_of(workload, ends_ns)
-    network = [0] * len(free)
+    network = [*busy_ns] or [0] * len(free)
     for number in sorted(range(len(ready)), key=ready.__getitem__):
         job = workload.gradient_sums[number]
         for device in job.devices:

@@ -18,7 +18,8 @@ from operator import add
 from pipeplan.errors import InvalidPlanError
 from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
-from pipeplan.workload.tail import best_tail
+from pipeplan.workload.exchanges import networks_of
+from pipeplan.workload.tail import best_tail, busy_until
 from pipeplan.workload.workload import Workload
 
 Orders = Sequence[Sequence[int]]
@@ -94,13 +95,18 @@ class TaskGraph:
         """
         if not self.workload.has_tail:
             return self.makespan(starts) + later_ns
-        return best_tail(self.workload, self.last_ends(starts, later_ns))[1].iteration_ns
+        return best_tail(self.workload, self.last_ends(starts, later_ns), self.busy(starts, later_ns))[1].iteration_ns
 
     def summed_best(self, starts: Sequence[int], later_ns: int = 0) -> TaskGraph:
         """The same, whose workload sums gradients as :meth:`iteration` has it: as a plan says it."""
         if not self.workload.has_tail:
             return self
-        return replace(self, workload=best_tail(self.workload, self.last_ends(starts, later_ns))[0])
+        ends, busy = self.last_ends(starts, later_ns), self.busy(starts, later_ns)
+        return replace(self, workload=best_tail(self.workload, ends, busy)[0])
+
+    def busy(self, starts: Sequence[int], later_ns: int = 0) -> list[int]:
+        """[device] ns at which its network has ended what actions exchange; none where nothing is."""
+        return busy_until(self, starts, later_ns) if self.workload.exchanges else []
 
 
 def task_graph(workload: Workload) -> TaskGraph:
@@ -143,6 +149,7 @@ def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
     """
     assert len(orders) == graph.workload.num_resources, "an order for each device and each link"
     durations, successors = graph.durations, graph.successors
+    networks = networks_of(graph) if graph.workload.exchanges else []
     waiting = graph.num_predecessors.copy()
     following = _following(graph, orders, waiting)
     starts = [0] * len(durations)
@@ -153,6 +160,8 @@ def earliest_starts(graph: TaskGraph, orders: Orders) -> list[int]:
         done += 1
         if not done % 4096:
             checkpoint()
+        if networks and task < graph.num_actions and (network := networks[graph.operation_of[task]]) is not None:
+            starts[task] = network.start(task, starts[task])
         end = starts[task] + durations[task]
         for other in following[task]:
             if starts[other] < end:

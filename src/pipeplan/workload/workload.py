@@ -242,7 +242,21 @@ class Workload:
     @cached_property
     def has_tail(self) -> bool:
         """Whether anything follows the last actions (:mod:`pipeplan.workload.tail`)."""
-        return bool(self.gradient_sums or self.gathers or any(self.steps_ns))
+        return bool(self.exchanges or self.gradient_sums or self.gathers or any(self.steps_ns))
+
+    @cached_property
+    def exchanges(self) -> bool:
+        """Whether actions of programs exchange what replicas divide (:mod:`pipeplan.workload.exchanges`)."""
+        return any(stage.block_groups for stage in self.stages)
+
+    @cached_property
+    def exchanged_bytes(self) -> tuple[int, ...]:
+        """[device] bytes that these actions have whole at most, beside state; searches leave so much room."""
+        found = [0] * len(self.devices)
+        for stage in self.stages:
+            for device in stage.devices if stage.block_groups else ():
+                found[device] += sum(each.gathered_bytes + each.reduced_bytes for each in stage.block_groups)
+        return tuple(found)
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
@@ -486,7 +500,7 @@ class Workload:
     @cached_property
     def order_tells_memory(self) -> bool:
         """Whether what a device holds follows from its order: all it holds is activations that it gives back itself."""
-        return not self.networks and all(
+        return not (self.networks or self.exchanges) and all(
             hold.kind is ACTIVATIONS and all(self.holders[x] == self.holders[hold.source] for x in hold.targets)
             for hold in self.holds
         )

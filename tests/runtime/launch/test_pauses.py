@@ -11,6 +11,8 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from pipeplan.errors import ExecutionError
 from pipeplan.runtime.launch import local
 from pipeplan.runtime.launch.job import RankContext, Report, Reports
 from pipeplan.runtime.launch.output import RankOutput
+from pipeplan.runtime.launch.status import Phase, Position
 from runtime_support.faults import MARK, left_over
 from runtime_support.plain_rank import PARENT, RANK
 from runtime_support.warm import warm_ranks
@@ -183,6 +186,34 @@ def test_ranks_go_on_while_nobody_reads_the_output_of_their_parent(mark: str) ->
     with warm_ranks():
         local.watch_local(f"{__name__}:chatter", [("0F0",)] * 2, {}, 3600 * 10**9, listen)
     assert sorted(heard) == [0] * 8 + [1] * 8
+
+
+def test_after_a_pause_of_the_parent_ranks_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they did meanwhile is not known: they hang only if they do so from then on. The clock is moved by hand."""
+    position = Position(Phase.WAITING, 1, 0, 1, 0)
+    ranks: Any = SimpleNamespace(
+        looked_ns=0,
+        resumed_ns=0,
+        ranks=[None] * 2,
+        done={1},
+        board=SimpleNamespace(read=lambda rank: position),
+        timeout_ns=3_000 * MILLISECOND,
+        failures=[],
+    )
+    for now, hangs in (
+        (500, False),
+        (60_000, False),
+        (60_900, False),
+        (61_800, False),
+        (62_700, False),
+        (66_000, True),
+    ):
+        monkeypatch.setattr(time, "monotonic_ns", lambda now=now: now * MILLISECOND)
+        ranks.looked_ns = (
+            max(ranks.looked_ns, 65_500 * MILLISECOND) if hangs else ranks.looked_ns
+        )  # it looked meanwhile
+        local._Ranks._notice_hangs(ranks)
+        assert bool(ranks.failures) == hangs
 
 
 def test_reports_wait_for_room_and_keep_their_order() -> None:

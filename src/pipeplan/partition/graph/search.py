@@ -341,11 +341,12 @@ class GraphPartition(Partition):
     series_parallel_ns: int | None = field(kw_only=True)
 
 
-def graphpipe(problem: PartitionProblem, *, tolerance: float = 0.0) -> Iterator[GraphPartition]:
+def graphpipe(problem: PartitionProblem, *, tolerance: float = 0.0, lines: bool = True) -> Iterator[GraphPartition]:
     """Stages with the least time of the busiest device, of all that the decomposition and the lines can reach.
 
     The lines are the blocks in the order they were given in (as far as edges let them) and in the order of the
-    decomposition. Of equal partitions those of the decomposition are taken, with few samples in flight, then few
+    decomposition; without ``lines`` only the decomposition is searched, as in the paper's Algorithm 2. Of equal
+    partitions those of the decomposition are taken, with few samples in flight, then few
     devices. With a ``tolerance`` the result is at most that share above the optimum. There is one such
     partition.
 
@@ -356,7 +357,7 @@ def graphpipe(problem: PartitionProblem, *, tolerance: float = 0.0) -> Iterator[
     found = decompose(tuple(problem.costs), problem.edges, weights)
     best: tuple[int, list[Staged]] | None = None
     series_parallel: int | None = None
-    for tree in _candidates(problem, found.tree):
+    for tree in _candidates(problem, found.tree) if lines else [found.tree]:
         better = _least(Shapes(problem, tree), None if best is None else best[0], tolerance)
         if tree is found.tree and better is not None:
             series_parallel = better[0]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
-from pipeplan.workload.elements import Dependency, Hop, Stage, slots_of
+from pipeplan.workload.elements import Dependency, Hop, Stage, is_in_line, slots_of
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role, is_instruction, role_of
 from pipeplan.workload.samples import replica_samples
 
@@ -122,6 +122,12 @@ def _with_gradients(
     plan: Plan, crossings: Mapping[_Pair, _Names], gradients: Collection[_Pair], tensors: Mapping[Message, _Names]
 ) -> MessageGraph:
     """The graph, with the gradients' messages, too. Raises UsageError where a hop has nothing to carry."""
+    waiting = {
+        Message.of(each): ()
+        for each in plan.dependencies
+        if each.hops and not each.has_instruction and _only_waits(plan, each)
+    }
+    tensors = waiting | dict(tensors)
     found = {**tensors, **{Message("B", target, source): crossings[source, target] for source, target in gradients}}
     for number, dependency in enumerate(plan.dependencies):
         carries = _carries_forward(dependency) and found.get(Message.of(dependency))
@@ -227,6 +233,8 @@ def _require_same_edges(plan: Plan, crossings: Collection[_Pair], model: str) ->
         source, target = dependency.source_stage, dependency.target_stage
         if source == target or dependency.has_instruction:
             continue
+        if _only_waits(plan, dependency):
+            continue
         forward = dependency.source_role is dependency.target_role is Role.FORWARD
         pair = (source, target) if forward else (target, source)
         if pair not in crossings:
@@ -234,6 +242,11 @@ def _require_same_edges(plan: Plan, crossings: Collection[_Pair], model: str) ->
                 f"the plan makes {dependency.target} wait for {dependency.source}, but model {model!r} has no edge "
                 f"from a block of stage {pair[0]} to one of stage {pair[1]}; give the plan's --model and --granularity"
             )
+
+
+def _only_waits(plan: Plan, dependency: Dependency) -> bool:
+    """Whether a message has no tensors: of neighbours in a line of stages that no edge joins."""
+    return is_in_line(plan.placement) and not any(hop.bytes for hop in dependency.hops)
 
 
 Numbers = tuple[int, ...]

@@ -24,7 +24,7 @@ from pipeplan.runtime.executor.message_graph import (
     planned_messages,
 )
 from pipeplan.runtime.parallel import Share
-from pipeplan.workload.action import Action
+from pipeplan.workload.action import Action, StateAction
 from pipeplan.workload.elements import Again, Attribute, Loop, Stage
 from pipeplan.workload.kinds import Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
@@ -316,7 +316,11 @@ class _Lowering:
             mini_batch=plan.mini_batch,
             microbatch_size=plan.microbatch_size,
             texts=texts,
-            steps=tuple(self._step(counter, Action.parse(text)) for counter, text in enumerate(texts)),
+            steps=tuple(
+                self._step(counter, Action.parse(text))
+                for counter, text in enumerate(texts)
+                if StateAction.read(text) is None
+            ),
             stages=self._stages,
             holders=holders,
             tensors=self._graph.tensors,

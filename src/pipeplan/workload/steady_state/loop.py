@@ -94,7 +94,7 @@ def counts_of(workload: Workload, microbatches: int) -> tuple[int, ...] | None:
     to another's: how that overlaps is not said by where a round begins.
     """
     samples = microbatches * workload.microbatch_size
-    if workload.needs or workload.networks or any(stage.kept.total for stage in workload.stages):
+    if workload.needs or workload.networks or workload.exchanges or any(stage.kept.total for stage in workload.stages):
         return None
     found = []
     for slots in workload.slots:

@@ -1,0 +1,179 @@
+"""Searches with workers of which one, all, or the process that began them is hit from outside, at any moment.
+
+A command runs as its user starts it. Once its workers are there, one of its processes is killed, stopped for good or
+for a while, told to end or interrupted, by the terminal all of them at once. Then: the command ends soon after its time
+limit, or after the interruption, leaves no process, and what it says it has found is a valid plan in its file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from attack_faults import children, left_over, living
+from attack_part import Ended, drawn_for
+from limits import chain, cluster
+
+from pipeplan.checker import check
+from pipeplan.files import read_plan
+
+__all__ = ["Searches"]
+
+LIMIT_S = 6
+SOON_S = 10.0
+COMMAND = f"search chain.json --cluster cluster.json --mini-batch 256 --workers 2 --time-limit {LIMIT_S}s -o found.json"
+_SUBREAPER = 36
+
+WORKER_SIGNALS = {"killed": signal.SIGKILL, "ended": signal.SIGTERM, "stopped": signal.SIGSTOP, "slow": signal.SIGSTOP}
+OWN_SIGNALS = {
+    "interrupted": signal.SIGINT,
+    "told to end": signal.SIGTERM,
+    "hung up": signal.SIGHUP,
+    "launcher killed": signal.SIGKILL,
+    "launcher slow": signal.SIGSTOP,
+}
+INTERRUPTIONS = ("interrupted", "told to end", "hung up")
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What happens to a worker, all workers, the launcher or everybody, so many seconds after workers are there."""
+
+    kind: str
+    whole: bool
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """With whom it happens to."""
+        who = "workers" if self.whole else "a worker"
+        if self.kind in OWN_SIGNALS:
+            return f"all {self.kind}" if self.whole and self.kind in INTERRUPTIONS else self.kind
+        return f"{who} {self.kind}"
+
+
+def drawn(rng: Random) -> Hit:
+    """Any."""
+    return Hit(rng.choice([*WORKER_SIGNALS, *OWN_SIGNALS]), rng.random() < 0.5, rng.uniform(0, 3))
+
+
+@dataclass
+class Searches:
+    """Searches with workers, one after another."""
+
+    name: str = "searches"
+    count: int = 50
+    limit_s: float = 90.0
+    memory_bytes: int | None = None
+    inputs: dict[str, str] = field(default_factory=dict)
+
+    def prepare(self, folder: Path) -> None:
+        """What is searched for: more than the limit has time for."""
+        self.inputs = {
+            "chain.json": chain(96, (1, 2, 4, 8)).model_dump_json(),
+            "cluster.json": cluster(64, 200 * 10**6).model_dump_json(),
+        }
+
+    def attack(self, index: int, seed: int, folder: Path) -> Ended:
+        """One search, one hit, and what is left."""
+        ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)  # whoever is left over becomes a child of this process
+        self._write(folder)
+        try:
+            return self._attacked(drawn(drawn_for(self.name, seed, index)), folder)
+        finally:
+            for pid in children(os.getpid()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _write(self, folder: Path) -> None:
+        for name, text in self.inputs.items():
+            (folder / name).write_text(text)
+
+    def show(self, index: int, seed: int, folder: Path) -> str:
+        """The hit and the command, with its files."""
+        self._write(folder)
+        return f"pipeplan {COMMAND}\n{drawn(drawn_for(self.name, seed, index))}"
+
+    def _attacked(self, hit: Hit, folder: Path) -> Ended:
+        with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "pipeplan", *COMMAND.split()],
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+        until = time.monotonic() + 30
+        while not workers_of(process.pid) and process.poll() is None and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(hit.seconds)
+        workers = workers_of(process.pid)
+        if not workers:
+            return Ended("over before")
+        happened = time.monotonic()
+        _inflict(hit, process.pid, workers)
+        soon = SOON_S + (0.0 if hit.kind in INTERRUPTIONS else LIMIT_S)
+        try:
+            code = process.wait(soon)
+        except subprocess.TimeoutExpired:
+            return Ended(hit.name, "hang", f"{hit}: more than {soon:g} s")
+        said = (folder / "err").read_text()
+        what = f"{hit}, after {time.monotonic() - happened:.1f} s, exit {code}: {said[-1500:]}"
+        for wrong, found in (
+            ("orphan", left_over()),
+            ("traceback", "Traceback" in said),
+            ("exit", not _is_promised(code, hit)),
+            ("lost", code == 0 and _lost(folder / "found.json")),
+        ):
+            if found:
+                return Ended(hit.name, wrong, f"{found}: {what}")
+        return Ended(hit.name)
+
+
+def workers_of(launcher: int) -> list[int]:
+    """Processes that evaluate candidates for it."""
+    found = []
+    for pid in living(children(launcher)):
+        with contextlib.suppress(OSError):
+            if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
+
+
+def _inflict(hit: Hit, launcher: int, workers: list[int]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if hit.whole and hit.kind in INTERRUPTIONS:
+            os.killpg(launcher, OWN_SIGNALS[hit.kind])
+            return
+        victims = [launcher] if hit.kind in OWN_SIGNALS else workers if hit.whole else workers[:1]
+        for pid in victims:
+            os.kill(pid, (WORKER_SIGNALS | OWN_SIGNALS)[hit.kind])
+        if hit.kind in ("slow", "launcher slow"):
+            time.sleep(0.7 if hit.kind == "slow" else LIMIT_S)
+            for pid in victims:
+                os.kill(pid, signal.SIGCONT)
+
+
+def _is_promised(code: int, hit: Hit) -> bool:
+    """Whether a command that is hit so may end with a code: 3 where no plan was known at its limit."""
+    if hit.kind == "launcher killed":
+        return code == -signal.SIGKILL
+    return code in ((0, 130) if hit.kind in INTERRUPTIONS else (0, 3))
+
+
+def _lost(path: Path) -> str:
+    """What is wrong with a plan that was written."""
+    try:
+        report = check(read_plan(str(path)))
+    except Exception as error:  # whatever half of a file leads to
+        return f"{type(error).__name__}: {error}"
+    return "" if report.valid else f"it is not valid: {report}"

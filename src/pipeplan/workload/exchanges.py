@@ -1,0 +1,299 @@
+"""When a stage's sharded state is gathered and reduced by actions of programs, beside compute.
+
+Here: the one rule by which UNSHARD, RESHARD and REDUCE_GRAD (torch's words) stand among a device's actions, and when
+they run. Not here: what they cost (:mod:`pipeplan.costs`), and sums and gathers after the actions (``tail``).
+
+The devices of a stage whose state actions exchange have the same stages, and one network together, which runs one
+exchange at a time, in the order of the programs, beside compute.
+
+* UNSHARD stands right before the first action that needs a stage's parameters after a RESHARD, RESHARD right after the
+  last one that they stay gathered for. A group of blocks is gathered as soon as its last copy was given up; the action
+  starts when each group will be there before it comes to the group's blocks.
+* REDUCE_GRAD of a group may run as soon as the last action that adds to what it reduces has come to the group's end. An
+  action that adds to gradients comes to a group only when the group's last gradients were reduced: there is one buffer
+  for each.
+* No exchange begins before the action begins that stands last before it in the programs: whoever runs them one after
+  another issues it then. Of those that are to be placed the network takes first what is ready first, of equals UNSHARD.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
+
+from pipeplan.workload.action import StateAction
+from pipeplan.workload.elements import BlockGroup, Stage
+from pipeplan.workload.kinds import (
+    GRADIENT_ROLES,
+    GRADIENTS,
+    PARAMETER_ROLES,
+    PARAMETERS,
+    REDUCE_GRAD,
+    RESHARD,
+    UNSHARD,
+    MemoryKind,
+    Role,
+)
+from pipeplan.workload.workload import Workload
+
+
+class Numbered(Protocol):
+    """What is needed of a graph of tasks: its workload, and where each operation's actions begin among the tasks."""
+
+    @property
+    def workload(self) -> Workload:
+        """What it is of."""
+
+    @property
+    def offsets(self) -> list[int]:
+        """[operation] its first task."""
+
+    @property
+    def operation_of(self) -> list[int]:
+        """[task] its operation."""
+
+
+_Asked = tuple[int, bool, int, int, int]
+"""An exchange that may run: ready in ns, whether it reduces, a number among equals, stage and group."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateRun:
+    """A run of an UNSHARD, RESHARD or REDUCE_GRAD of a stage's ``group`` of blocks; a RESHARD takes no time.
+
+    It stands right ``after`` or before ``task`` in the programs of its devices; None is at their end.
+    """
+
+    kind: str
+    stage: int
+    group: int
+    start_ns: int
+    end_ns: int
+    task: int | None
+    after: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WholeState:
+    """Bytes that each device of a stage holds from a moment to another: gathered parameters, or whole gradients."""
+
+    kind: MemoryKind
+    size: int
+    begin_ns: int
+    end_ns: int
+
+
+def passes(groups: Sequence[BlockGroup], role: Role) -> list[tuple[int, int, int]]:
+    """(group, begin, end) in ns since an action's start, in the order in which it comes to the groups."""
+    order = range(len(groups)) if role is Role.FORWARD else range(len(groups) - 1, -1, -1)
+    ends = list(accumulate(groups[number].time_in(role) for number in order))
+    return [(number, begin, end) for number, begin, end in zip(order, [0, *ends], ends, strict=False)]
+
+
+@dataclass(slots=True)
+class _StageState:
+    """Of a stage: actions left that need parameters, and that add to gradients; for how many more it is gathered.
+
+    ``given_up`` and ``reduced`` [group] say when its last copy was given up, its last gradients reduced. ``added``
+    counts the micro-batches whose gradients wait to be reduced. ``gathered_at``, ``added_at`` [group]: since when
+    it holds the bytes.
+    """
+
+    uses: int
+    additions: int
+    left: int = 0
+    added: int = 0
+    given_up: list[int] = field(default_factory=list)
+    reduced: list[int] = field(default_factory=list)
+    gathered_at: list[int] = field(default_factory=list)
+    added_at: list[int] = field(default_factory=list)
+
+
+class Network:
+    """The network of the devices that have some stages, as their actions start one after another."""
+
+    def __init__(self, graph: Numbered, stages: Sequence[int]) -> None:
+        self._graph = graph
+        workload = graph.workload
+        self.free = 0
+        self.runs: list[StateRun] = []
+        self.held: list[WholeState] = []
+        self._floor = 0  # when the action began that stands last in the programs so far
+        self._waiting: list[_Asked] = []  # REDUCE_GRADs
+        self._states = dict[int, _StageState]()
+        for number in stages:
+            groups = len(workload.stages[number].block_groups)
+            counts = [
+                sum(
+                    len(slots)
+                    for each, slots in zip(workload.operations, workload.slots, strict=False)
+                    if each.stage == number and each.role in roles
+                )
+                for roles in (PARAMETER_ROLES, GRADIENT_ROLES)
+            ]
+            if groups:
+                uses, additions = counts
+                moments = [[0] * groups for _ in range(4)]
+                self._states[number] = _StageState(
+                    uses, additions, 0, 0, moments[0], moments[1], moments[2], moments[3]
+                )
+
+    def start(self, task: int, ready_ns: int) -> int:
+        """When an action starts that could start at ``ready_ns``: the next one of these devices."""
+        operation = self._graph.workload.operations[self._graph.operation_of[task]]
+        stage, role = self._graph.workload.stages[operation.stage], operation.role
+        state = self._states.get(operation.stage)
+        start = ready_ns
+        if state is not None:
+            course = passes(stage.block_groups, role)
+            start = self._after_exchanges(task, operation.stage, stage, state, role, course, start)
+        self._run([each for each in self._waiting if each[0] < start], task)
+        self._floor = start
+        if state is not None:
+            self._use(task, operation.stage, stage, state, role, course, start)
+        return start
+
+    def finish(self) -> None:
+        """Nothing more starts: run what waits."""
+        self._run(self._waiting, None)
+
+    def _after_exchanges(
+        self,
+        task: int,
+        number: int,
+        stage: Stage,
+        state: _StageState,
+        role: Role,
+        course: Sequence[tuple[int, int, int]],
+        start: int,
+    ) -> int:
+        """Run what must be done before an action: gather what it needs, reduce what it would add to."""
+        gathers = stage.unshard_every is not None and role in PARAMETER_ROLES and not state.left
+        adds = role in GRADIENT_ROLES and not state.added
+        asked: list[_Asked] = []
+        if gathers:
+            latest = 0
+            for place, (group, *_) in enumerate(course):
+                latest = max(latest, state.given_up[group])
+                asked.append((latest, False, place, number, group))
+        owed = [each for each in self._waiting if adds and each[3] == number]
+        if gathers or owed:
+            last = max([ready for ready, *_ in asked] + [ready for ready, *_ in owed])
+            # what is ready no later than the last of these goes with them, so that none is overtaken
+            asked += [each for each in self._waiting if each[0] <= last]
+            self._run(sorted(asked), task)
+        for group, begin, _ in course:
+            if gathers:
+                start = max(start, state.gathered_at[group] + stage.block_groups[group].unshard_ns - begin)
+            if role in GRADIENT_ROLES:
+                start = max(start, state.reduced[group] - begin)
+        if gathers:
+            assert stage.unshard_every is not None
+            state.left = min(stage.unshard_every, state.uses)
+        return start
+
+    def _use(
+        self,
+        task: int,
+        number: int,
+        stage: Stage,
+        state: _StageState,
+        role: Role,
+        course: Sequence[tuple[int, int, int]],
+        start: int,
+    ) -> None:
+        """An action runs: afterwards parameters may be given up, and gradients be ready."""
+        if stage.unshard_every is not None and role in PARAMETER_ROLES:
+            state.left, state.uses = state.left - 1, state.uses - 1
+            if not state.left:
+                for group, _, end in course:
+                    state.given_up[group] = start + end
+                    size = stage.block_groups[group].gathered_bytes
+                    self.held.append(WholeState(PARAMETERS, size, state.gathered_at[group], start + end))
+                    self.runs.append(StateRun(RESHARD, number, group, start + end, start + end, task, after=True))
+        if role not in GRADIENT_ROLES:
+            return
+        if not state.added:
+            for group, begin, _ in course:
+                state.added_at[group] = start + begin
+        state.added, state.additions = state.added + 1, state.additions - 1
+        if state.added == stage.reduce_every or not state.additions:
+            state.added = 0
+            for group, _, end in course:
+                self._waiting.append((start + end, True, len(self.runs) + len(self._waiting), number, group))
+            self._waiting.sort()
+
+    def _run(self, asked: Sequence[_Asked], task: int | None) -> None:
+        """Run exchanges one after another, in this order."""
+        for ready, reduces, _, number, group in asked:
+            state, blocks = self._states[number], self._graph.workload.stages[number].block_groups[group]
+            start = max(self.free, self._floor, ready)
+            self.free = end = start + (blocks.reduce_ns if reduces else blocks.unshard_ns)
+            self.runs.append(StateRun(REDUCE_GRAD if reduces else UNSHARD, number, group, start, end, task))
+            if reduces:
+                state.reduced[group] = end
+                self.held.append(WholeState(GRADIENTS, blocks.reduced_bytes, state.added_at[group], end))
+            else:
+                state.gathered_at[group] = start
+        done = {(each[3], each[4]) for each in asked if each[1]}
+        if done:
+            self._waiting = [each for each in self._waiting if (each[3], each[4]) not in done]
+
+
+def networks_of(graph: Numbered) -> list[Network | None]:
+    """[operation] the network of its devices; None where nothing is exchanged by actions."""
+    workload = graph.workload
+    by_devices: dict[frozenset[int], list[int]] = {}
+    for number, stage in enumerate(workload.stages):
+        by_devices.setdefault(frozenset(stage.devices), []).append(number)
+    found: dict[int, Network] = {}
+    for numbers in by_devices.values():
+        if any(workload.stages[number].block_groups for number in numbers):
+            network = Network(graph, numbers)
+            found |= dict.fromkeys(numbers, network)
+    return [found.get(operation.stage) for operation in workload.operations]
+
+
+def networks_at(graph: Numbered, starts: Sequence[int]) -> list[tuple[tuple[int, ...], Network]]:
+    """(devices, their network) after all actions have started at ``starts`` [task]; only where state is exchanged."""
+    networks = networks_of(graph)
+    devices = {
+        network: graph.workload.stages[operation.stage].devices
+        for operation, network in zip(graph.workload.operations, networks, strict=True)
+        if network is not None
+    }
+    tasks: dict[Network, list[int]] = {network: [] for network in devices}
+    for item, network in enumerate(networks):
+        if network is not None:
+            tasks[network] += range(graph.offsets[item], graph.offsets[item + 1])
+    for network, own in tasks.items():
+        for task in sorted(own, key=starts.__getitem__):
+            network.start(task, starts[task])
+        network.finish()
+    return [(own, network) for network, own in devices.items()]
+
+
+Around = list[dict[int | None, list[str]]]
+"""[device] {task: texts of what exchanges state there}; None is the end of its program."""
+
+
+def text_of(workload: Workload, run: StateRun) -> str:
+    """How programs say it."""
+    several = len(workload.stages[run.stage].block_groups) > 1
+    return str(StateAction(run.stage, run.kind, run.group if several else None))
+
+
+def texts_around(graph: Numbered, starts: Sequence[int]) -> tuple[Around, Around]:
+    """What stands right before and right after each action in the programs of its devices."""
+    devices = range(len(graph.workload.devices))
+    before: Around = [defaultdict(list) for _ in devices]
+    after: Around = [defaultdict(list) for _ in devices]
+    for own, network in networks_at(graph, starts):
+        for run in network.runs:
+            text = text_of(graph.workload, run)
+            for device in own:
+                (after if run.after else before)[device][run.task].append(text)
+    return before, after

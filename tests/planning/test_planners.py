@@ -1,0 +1,91 @@
+"""Planners by name, and stages in line: GraphPipe's case study (thesis, 3.7.4)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from pipeplan.checker import check
+from pipeplan.errors import UsageError
+from pipeplan.examples import model
+from pipeplan.files import Profile
+from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.planning.build_plan import Result
+from pipeplan.planning.planners import PLANNERS
+from pipeplan.planning.request import Request
+from pipeplan.planning.steps import search_plan
+from pipeplan.workload.elements import is_in_line
+from pipeplan.workload.kinds import ACTIVATIONS
+
+ASKED = {"mini_batch": 64, "replicas": 1, "recompute": False, "split_backward": False, "num_parted": 0}
+
+
+@cache
+def case_study() -> Profile:
+    return model("graphpipe-case-study")
+
+
+def asked(**how: Any) -> Request:
+    given: dict[str, Any] = {"devices": 8, "scheduler": "1f1b", "deterministic": True, "time_limit": 2.0, **ASKED}
+    return Request.of(case_study(), **given | how)
+
+
+@cache
+def graph(size: int) -> Result:
+    return search_plan(asked(planner="graphpipe", microbatch_size=size))
+
+
+@cache
+def in_line() -> Result:
+    return search_plan(asked(placement="sequential", microbatch_size=2))
+
+
+def test_a_planner_alone_gives_its_own_stages() -> None:
+    """Fig. 3.9: eight stages of a layer each, the last with the concatenation."""
+    found = graph(4)
+    assert found.plan.provenance.options["stages"] == "GraphPipe"
+    assert found.candidates.looked_at == 1
+    assert sorted(len(stage.blocks) for stage in found.plan.stages) == [2] * 7 + [3]
+    assert check(found.plan, case_study()).valid
+
+
+def test_stages_in_line_wait_for_each_other() -> None:
+    """All are one chain, which is deeper than the graph and so takes longer, and holds as much as a chain does."""
+    plan = in_line().plan
+    assert check(plan, case_study()).valid
+    pairs = {(each.source, each.target) for each in plan.dependencies}
+    assert {(f"{stage}F", f"{stage + 1}F") for stage in range(7)} <= pairs
+    assert {(f"{stage + 1}B", f"{stage}B") for stage in range(7)} <= pairs
+    assert plan.predicted.makespan_ns > 1.05 * graph(2).plan.predicted.makespan_ns
+    held = [memory.parts[ACTIVATIONS] for memory in plan.predicted.memory]
+    assert held[0] == max(held)
+    assert held[0] == 8 * held[6] // 2
+
+
+def test_a_line_without_its_waits_is_refused() -> None:
+    plan = in_line().plan
+    (number,) = [n for n, each in enumerate(plan.dependencies) if (each.source, each.target) == ("3F", "4F")]
+    left = plan.model_copy(update={"dependencies": (*plan.dependencies[:number], *plan.dependencies[number + 1 :])})
+    report = check(left, case_study())
+    assert any("3F -> 4F is missing: stages of a sequential" in each.message for each in report.problems)
+
+
+def test_the_name_of_a_line_is_one() -> None:
+    for name, strategy in STRATEGIES.items():
+        assert is_in_line(name) == strategy.in_line
+
+
+@pytest.mark.parametrize("name", PLANNERS)
+def test_planners_are_not_told_where_stages_stand(name: str) -> None:
+    with pytest.raises(UsageError, match=r"--planner .* chooses the stages and where they stand, which --placement"):
+        search_plan(asked(planner=name, placement="one-to-one"))
+    with pytest.raises(UsageError, match="the placement that is given says, too; give --placement all"):
+        search_plan(replace(asked(planner=name), placement=graph(4).plan.placed))
+
+
+def test_no_other_name_is_a_planner() -> None:
+    with pytest.raises(UsageError, match="--planner 'graphpip' is not known; did you mean graphpipe"):
+        search_plan(asked(planner="graphpip"))

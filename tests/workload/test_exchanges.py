@@ -1,0 +1,327 @@
+"""Actions that gather and reduce sharded state: where they stand, when they run, what is held meanwhile."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from builders.orders import random_orders
+from builders.sharded import assembled, chain_of, exchanging, pairs, placed, random_sharded, sharded_plan
+from pipeplan.checker import check
+from pipeplan.costs import build_workload
+from pipeplan.errors import FileError, InvalidPlanError
+from pipeplan.files import Plan, Profile, parse, to_json
+from pipeplan.reporting.terminal import zero_words
+from pipeplan.reporting.timeline import trace_text
+from pipeplan.simulator.recost import recosted
+from pipeplan.simulator.simulation import simulate
+from pipeplan.workload.action import Action, StateAction
+from pipeplan.workload.bounds import weak_iteration_bound
+from pipeplan.workload.engine import with_links
+from pipeplan.workload.kinds import REDUCE_GRAD, RESHARD, UNSHARD, Role
+from pipeplan.workload.task_graph import earliest_starts, task_graph
+
+
+def random_plan(seed: int, contention: float = 0.0) -> tuple[Plan, Profile]:
+    """A plan of some random stages, and orders that cannot block each other."""
+    draw = random.Random(seed)
+    profile, placement = random_sharded(draw)
+    split = profile.blocks[0].costs[0].input_grad_ns is not None
+    workload = build_workload(
+        profile,
+        placement,
+        num_microbatches=draw.randint(1, 5),
+        microbatch_size=2,
+        split_backward=split,
+        cluster=pairs(placement.num_devices, contention),
+    )
+    graph = task_graph(workload)
+    orders = with_links(graph, random_orders(graph, draw)[: len(workload.devices)])
+    return assembled(graph, orders, profile), profile
+
+
+def replayed(plan: Plan) -> tuple[dict[str, int], list[tuple[int, int, int, str, int]], int]:
+    """{action: start}, (device, begin, end, kind, bytes) of what is whole for a time, when the last exchange ends.
+
+    By the programs' texts alone: all that must come before something else is written down, and moments move later
+    until nothing is too early.
+    """
+    times: dict[object, int] = defaultdict(int)
+    least: list[tuple[object, object, int]] = []  # (earlier, later, ns between their begins at least)
+    spans: list[tuple[int, object, int, object, int, str, int]] = []
+    ends: list[tuple[object, int]] = []
+    for device, program in enumerate(plan.programs):
+        follow(plan, device, program, least, spans, ends)
+    for dependency in plan.dependencies:
+        for number in range(plan.num_microbatches):
+            duration = plan.operation(dependency.source).duration_ns
+            least.append((f"{dependency.source}{number}", f"{dependency.target}{number}", duration + dependency.lag_ns))
+    moved = True
+    while moved:
+        moved = False
+        for earlier, later, between in least:
+            if times[later] < times[earlier] + between:
+                times[later], moved = times[earlier] + between, True
+    starts = {f"{id_}{n}": times[f"{id_}{n}"] for id_ in plan.starts_ns for n in range(plan.num_microbatches)}
+    held = [
+        (device, times[begin] + after, times[end] + more, kind, size)
+        for device, begin, after, end, more, kind, size in spans
+    ]
+    return starts, held, max(times[each] + time for each, time in ends)
+
+
+def follow(
+    plan: Plan,
+    device: int,
+    program: tuple[str, ...],
+    least: list[tuple[object, object, int]],
+    spans: list[Any],
+    ends: list[Any],
+) -> None:
+    """Write down what one program says. An exchange has one moment for all devices of its stage: its how-manieth."""
+    last: str | None = None  # the action before
+    network: tuple[object, int] | None = None  # the exchange before, and what it takes
+    counts: dict[tuple[int, str, int], int] = defaultdict(int)
+    gathered: dict[tuple[int, int], object] = {}
+    given_up: dict[tuple[int, int], tuple[str, int]] = {}
+    adding: dict[tuple[int, int], list[tuple[str, Role]]] = defaultdict(list)
+    reduced: dict[tuple[int, int], tuple[object, int]] = {}
+
+    def before_and_after(stage: int, role: Role, group: int) -> tuple[int, int]:
+        groups = plan.stages[stage].block_groups
+        order = [*range(len(groups))] if role is Role.FORWARD else [*range(len(groups))][::-1]
+        begin = sum(groups[n].time_in(role) for n in order[: order.index(group)])
+        return begin, begin + groups[group].time_in(role)
+
+    for text in program:
+        state = StateAction.read(text)
+        if state is not None:
+            key = state.stage, state.group or 0
+            blocks = plan.stages[key[0]].block_groups[key[1]]
+            if state.kind == RESHARD:
+                assert last is not None
+                after = before_and_after(key[0], Action.parse(last).role, key[1])[1]
+                given_up[key] = last, after
+                spans.append((device, gathered.pop(key), 0, last, after, "parameters", blocks.gathered_bytes))
+                continue
+            counts[key[0], state.kind, key[1]] += 1
+            moment = state.stage, state.kind, key[1], counts[key[0], state.kind, key[1]]
+            takes = blocks.unshard_ns if state.kind == UNSHARD else blocks.reduce_ns
+            least += [(last, moment, 0)] if last else []
+            least += [(network[0], moment, network[1])] if network else []
+            if state.kind == UNSHARD:
+                least += [(given_up[key][0], moment, given_up[key][1])] if key in given_up else []
+                gathered[key] = moment
+            else:
+                for action, role in adding[key]:
+                    least.append((action, moment, before_and_after(key[0], role, key[1])[1]))
+                first, role = adding[key][0]
+                begin = before_and_after(key[0], role, key[1])[0]
+                spans.append((device, first, begin, moment, takes, "gradients", blocks.reduced_bytes))
+                reduced[key], adding[key] = (moment, takes), []
+            network = moment, takes
+            ends.append((moment, takes))
+        elif "_" not in text:
+            action = Action.parse(text)
+            for group in range(len(plan.stages[action.stage].block_groups)):
+                key, begin = (action.stage, group), before_and_after(action.stage, action.role, group)[0]
+                if action.role is not Role.WEIGHT_GRAD and key in gathered:
+                    takes = plan.stages[action.stage].block_groups[group].unshard_ns
+                    least.append((gathered[key], text, takes - begin))
+                if action.role in (Role.BACKWARD, Role.WEIGHT_GRAD):
+                    least += [(reduced[key][0], text, reduced[key][1] - begin)] if key in reduced else []
+                    adding[key].append((text, action.role))
+            least += [(last, text, plan.operation(Action.parse(last).operation).duration_ns)] if last else []
+            last = text
+    assert not gathered, "all is given up"
+    assert not any(adding.values()), "all is reduced"
+
+
+def held_at_most(plan: Plan, spans: list[tuple[int, int, int, str, int]], device: int) -> int:
+    """Of a device, all that it holds at each moment at which something begins."""
+    taken = [(begin, end, size) for own, begin, end, _, size in spans if own == device]
+    for id_, starts in plan.starts_ns.items():
+        operation = plan.operation(id_)
+        if device in plan.stages[operation.stage].devices:
+            for start in starts:
+                end = start + operation.duration_ns
+                taken += [(start, end, operation.workspace_bytes), (start, 10**18, operation.acquire_bytes)]
+                taken.append((end, 10**18, -operation.release_bytes))
+    state = sum(stage.state.total for stage in plan.stages if device in stage.devices)
+    moments = {begin for begin, _, _ in taken}
+    return state + max(sum(size for begin, end, size in taken if begin <= each < end) for each in moments)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_plans_exchange_when_their_programs_say_and_hold_what_that_takes(seed: int) -> None:
+    """Starts, the end of the last exchange and peaks of memory by programs alone; check finds them right, too."""
+    plan, profile = random_plan(seed, contention=0.5 * (seed % 2))
+    cluster = pairs(len(plan.devices), 0.5 * (seed % 2))
+    report = check(plan, profile, cluster)
+    assert report.valid, report.problems[:3]
+    starts, spans, ended = replayed(plan)
+    assert starts == {f"{id_}{n}": start for id_, own in plan.starts_ns.items() for n, start in enumerate(own)}
+    gathered = report.recomputed.exposed_gather_ns  # by level 2 once, after the step
+    assert plan.predicted.iteration_ns - gathered == max(ended, plan.predicted.makespan_ns)
+    peaks = [held_at_most(plan, spans, device) for device in range(len(plan.devices))]
+    assert [each.peak_bytes for each in plan.predicted.memory] == peaks
+    simulation = simulate(plan)
+    assert simulation.iteration_ns == plan.predicted.iteration_ns
+    assert [each.peak_bytes for each in simulation.memory] == peaks
+    assert weak_iteration_bound(plan.workload) <= plan.predicted.iteration_ns
+    assert parse(to_json(plan), Plan) == plan
+    assert recosted(plan, profile, cluster) == plan.workload
+
+
+def test_programs_say_it_in_torchs_words() -> None:
+    """Groups are named where a stage has several; torch's own pattern reads the others."""
+    plan = sharded_plan()
+    groups = [len(stage.block_groups) for stage in plan.stages]
+    assert groups == [3, 2]
+    said = [text for text in plan.programs[0] if StateAction.read(text)]
+    assert said[:3] == ["0UNSHARD.0", "0UNSHARD.1", "0UNSHARD.2"]
+    assert StateAction.read("3REDUCE_GRAD") == StateAction(3, REDUCE_GRAD)
+    assert [StateAction.read(text) for text in ("3UNSHARD.01", "3F0", "UNSHARD", "3RESHARD0")] == [None] * 4
+    with pytest.raises(ValueError, match="is not an action"):
+        Action.parse("3UNSHARD4")
+
+
+Data = dict[str, Any]
+
+
+def without(text: str, device: int = 0, nth: int = 0) -> Callable[[Data], None]:
+    def damage(data: Data) -> None:
+        for each in (device, device + 1):
+            places = [n for n, own in enumerate(data["programs"][each]) if own == text]
+            del data["programs"][each][places[nth]]
+
+    return damage
+
+
+def later(text: str, device: int = 0, nth: int = 0, by: int = 1) -> Callable[[Data], None]:
+    """Behind so many actions that compute."""
+
+    def damage(data: Data) -> None:
+        for each in (device, device + 1):
+            program = data["programs"][each]
+            place = [n for n, own in enumerate(program) if own == text][nth]
+            rest = range(place + 1, len(program))
+            computing = [n for n in rest if "_" not in program[n] and not StateAction.read(program[n])]
+            to = computing[by - 1]
+            program.insert(to + 1, text)
+            del program[place]
+
+    return damage
+
+
+def keys(**changes: Any) -> Callable[[Data], None]:
+    def damage(data: Data) -> None:
+        for name, value in changes.items():
+            data["stages"][0]["block_groups"][0][name] = value
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "rule", "message"),
+    [
+        (without("0UNSHARD.1"), "exchanges", "0UNSHARD.1 is missing before"),
+        (without("0RESHARD.1"), "exchanges", "a RESHARD is missing before"),
+        (without("0RESHARD.1", nth=-1), "exchanges", "0RESHARD.1 is missing"),
+        (without("0REDUCE_GRAD.0"), "exchanges", "adds to gradients before 0REDUCE_GRAD"),
+        (without("0REDUCE_GRAD.0", nth=-1), "exchanges", "0REDUCE_GRAD.0 is missing"),
+        (later("0UNSHARD.2"), "exchanges", "0UNSHARD.2 is missing before"),
+        (later("0RESHARD.2"), "exchanges", "of what it was gathered for"),
+        (later("1REDUCE_GRAD.0", device=2, by=2), "exchanges", "adds to gradients before 1REDUCE_GRAD"),
+        (lambda data: data["programs"][1].remove("0UNSHARD.0"), "exchanges", "exchanges the same state"),
+        (lambda data: data["programs"][0].insert(0, "1UNSHARD.0"), "exchanges", "exchanges the same state"),
+        (lambda data: [data["programs"][n].insert(0, "1UNSHARD.0") for n in (0, 1)], "exchanges", "no block_groups"),
+        (lambda data: [data["programs"][n].insert(0, "0UNSHARD") for n in (0, 1)], "exchanges", "3 groups of blocks"),
+        (keys(unshard_ns=100_000), "exchanges", "what it needs is gathered"),
+        (keys(unshard_ns=0), "earliest", "its devices are free"),
+        (keys(reduce_ns=100_000), "exchanges", "what it adds to reduced"),
+        (keys(gathered_bytes=10**6), "figures", "the programs give"),
+        (keys(reduced_bytes=10**6), "figures", "the programs give"),
+    ],
+)
+def test_check_refuses_missing_late_and_wrong_exchanges(
+    damage: Callable[[Data], None], rule: str, message: str
+) -> None:
+    data = json.loads(to_json(sharded_plan()))
+    damage(data)
+    plan = parse(json.dumps(data), Plan)
+    found = [problem for problem in check(plan).problems if problem.rule == rule]
+    assert any(message in problem.message for problem in found), check(plan).problems[:5]
+
+
+@pytest.mark.parametrize("name", ["gathered_bytes", "reduced_bytes", "unshard_ns", "reduce_ns"])
+def test_check_computes_groups_anew_from_the_profile(name: str) -> None:
+    plan, profile = sharded_plan(), chain_of([100] * 5)
+    stage = plan.stages[0]
+    first = replace(stage.block_groups[0], **{name: getattr(stage.block_groups[0], name) + 1})
+    stages = (replace(stage, block_groups=(first, *stage.block_groups[1:])), *plan.stages[1:])
+    problems = check(plan.model_copy(update={"stages": stages}), profile, pairs(4)).problems
+    assert any(problem.place == f"stages[0].block_groups[0].{name}" for problem in problems)
+
+
+def test_simulate_refuses_exchanges_that_stand_elsewhere_by_name() -> None:
+    data = json.loads(to_json(sharded_plan()))
+    for program in data["programs"][:2]:
+        place = program.index("0UNSHARD.0")
+        program[place], program[place + 1] = program[place + 1], program[place]
+    with pytest.raises(InvalidPlanError, match=r"has 0UNSHARD\.1 where state is exchanged by 0UNSHARD\.0"):
+        simulate(parse(json.dumps(data), Plan))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"unshard_every": None}, "reduce_every stands with zero 2 alone"),
+        ({"reduce_every": None}, "reduce_every stands with zero 2 alone"),
+        ({"zero": 1}, "stages whose replicas divide gradients"),
+        ({"block_groups": []}, "block_groups are for stages with reduce_every"),
+    ],
+)
+def test_files_say_how_often_only_where_it_makes_sense(changes: Data, message: str) -> None:
+    data = json.loads(to_json(sharded_plan()))
+    data["stages"][0] |= changes
+    with pytest.raises(FileError, match=message):
+        parse(json.dumps(data), Plan)
+
+
+def test_a_group_that_is_there_lets_its_action_begin_while_the_next_is_gathered() -> None:
+    """Three groups of 405 ns each: forward needs the last only after two thirds of its 600 ns."""
+    profile = chain_of([200] * 3)
+    placement = placed(exchanging([0, 1, 2], (100, 100), (0, 1)))
+    workload = build_workload(profile, placement, num_microbatches=1, microbatch_size=2, cluster=pairs(2))
+    graph = task_graph(workload)
+    groups = workload.stages[0].block_groups
+    gather, reduce = groups[0].unshard_ns, groups[0].reduce_ns
+    starts = earliest_starts(graph, [[0, 1], [0, 1]])
+    assert starts == [3 * gather - 2 * groups[0].forward_ns, 3 * gather + groups[0].forward_ns]
+    ready = starts[1] + groups[0].backward_ns
+    assert graph.iteration(starts) == max(ready + 3 * reduce, starts[1] + 3 * groups[0].backward_ns + reduce)
+
+
+def test_simulations_and_traces_show_exchanges() -> None:
+    """On the network of each device, one after another."""
+    plan = sharded_plan()
+    simulation = simulate(plan)
+    said = [text for text in plan.programs[0] if StateAction.read(text) and RESHARD not in text]
+    shown = sorted((begin, text) for text, devices, begin, _, _ in simulation.exchanges if 0 in devices)
+    assert [text for _, text in shown] == said
+    figures: Any = simulation.figures()["devices"]
+    blocks = plan.stages[0].block_groups[0]
+    assert figures[0]["exchange_ns"] == 3 * 3 * blocks.unshard_ns + 3 * 2 * blocks.reduce_ns
+    events = json.loads(trace_text(simulation))["traceEvents"]
+    drawn = [each for each in events if each["ph"] == "X" and each["args"]["device"] == 0 and "RED" in each["name"]]
+    assert {each["tid"] for each in drawn} == {1}, "they are communication"
+    assert zero_words(plan.stages) == (
+        "ZeRO 3 over 2 replicas (gathered every 1-2 actions, reduced every 1-2 micro-batches)"
+    )
