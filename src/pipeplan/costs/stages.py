@@ -16,10 +16,8 @@ from pipeplan.costs.communication import all_gather_time, transfer_time
 from pipeplan.costs.experts import TOGETHER, Experts, ExpertState, kept_of
 from pipeplan.costs.recipes import state_of, step_bytes
 from pipeplan.costs.shared import SharedState, with_syncs
-<<<<<<< HEAD
-from pipeplan.costs.zero import ALONE, IN_ACTIONS, WHOLE, Exchanged, Exchanging, Zero, cuts, with_exchanges
-=======
 from pipeplan.costs.zero import (
+    ALONE,
     IN_ACTIONS,
     WHOLE,
     Exchanged,
@@ -29,7 +27,6 @@ from pipeplan.costs.zero import (
     cuts,
     with_exchanges,
 )
->>>>>>> main
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, PlacedStage, Placement, Profile, Recipe, TiedParameter
 from pipeplan.time_limit import checked

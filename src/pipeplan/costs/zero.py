@@ -116,8 +116,10 @@ class Exchanging(NamedTuple):
         zero = Zero.of(stage)
         if zero.level < IN_ACTIONS:
             return cls()
-<<<<<<< HEAD
-        return cls(cluster, tuple(map(tuple, _groups(stage.devices, stage.shards, zero.group))))
+        every = None if stage.reduce_every is None else (stage.unshard_every, stage.reduce_every)
+        if cluster is None:
+            return cls(every=every)
+        return cls(cluster, tuple(map(tuple, _groups(stage.devices, stage.shards, zero.group))), every)
 
     @classmethod
     def on_first(cls, cluster: Cluster | None, shards: int, copies: int, zero: Zero) -> Exchanging:
@@ -125,12 +127,6 @@ class Exchanging(NamedTuple):
         if cluster is None or zero.level < IN_ACTIONS:
             return cls()
         return cls(cluster, tuple(map(tuple, _groups(range(shards * copies), shards, zero.group))))
-=======
-        every = None if stage.reduce_every is None else (stage.unshard_every, stage.reduce_every)
-        if cluster is None:
-            return cls(every=every)
-        return cls(cluster, tuple(map(tuple, _groups(stage, zero.group))), every)
->>>>>>> main
 
     @property
     def contention(self) -> float:

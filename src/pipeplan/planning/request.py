@@ -138,18 +138,11 @@ class Request:
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
     in a table of uniform layouts any, and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
-<<<<<<< HEAD
     of a chain, ``context`` how many of them, or groups, share each sequence, ``expert`` how many devices of a stage
     share experts, ``positions`` how many devices, or groups of them, blocks pass in turn, ``spread`` whether shared
     blocks stand on all devices, ``num_parted`` how many leading micro-batches run their warmup forwards in two parts.
+    ``planner`` is who chooses the stages: a published planner alone (:mod:`pipeplan.planning.planners`), or ``auto``.
     ``time_limit`` is in seconds: by the clock, or ``deterministic`` by work that takes about as long.
-=======
-    of a chain, ``context`` how many of them, or groups, share each sequence, ``positions`` how many devices, or groups
-    of them, blocks pass in turn, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many
-    leading micro-batches run their warmup forwards in two parts. ``planner`` is who chooses the stages: a published
-    planner alone (:mod:`pipeplan.planning.planners`), or ``auto``. ``time_limit`` is in seconds: by the
-    clock, or ``deterministic`` by work that takes about as long.
->>>>>>> main
 
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
     ``samples_assumed``: nobody said how many samples an iteration has.
