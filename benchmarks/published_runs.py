@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=Path, default=RUNS, metavar="FILE")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--simulate", action="store_true", help="also simulate every pipeline; takes a minute")
+    parser.add_argument("--simulate", action="store_true", help="also simulate every run's plan; takes half a minute")
     given = parser.parse_args()
     judged = judge(read_runs(given.runs))
     apart = simulated(judged) if given.simulate else None
@@ -44,7 +44,7 @@ def main() -> None:
     report(judged)
     if apart:
         worst = max(apart, key=lambda name: abs(apart[name]))
-        print(f"\nClosed forms beside the simulated plans of {len(apart)} pipelines: at most", end=" ")
+        print(f"\nClosed forms beside the simulated plans of {len(apart)} runs: at most", end=" ")
         print(f"{percent(apart[worst])} ({worst}).")
 
 
@@ -53,11 +53,11 @@ MOST_ACTIONS = 500_000
 
 
 def simulated(judged: Sequence[Judged]) -> dict[str, float]:
-    """The closed forms' time over that of the simulated plan, less 1, of every run with a pipeline; alike ones once."""
+    """The closed forms' time over that of the simulated plan, less 1, of every run that is said; alike ones once."""
     found: dict[str, float] = {}
     known: dict[object, float] = {}
     for each in judged:
-        if each.run is None or each.predicted_s is None or each.run.layout.pipeline == 1:
+        if each.run is None or each.predicted_s is None:
             continue
         layout = each.run.layout
         if layout.pipeline * layout.chunks * layout.microbatches > MOST_ACTIONS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pipeplan.errors import UsageError
@@ -33,3 +35,23 @@ def test_what_is_not_one_number_and_one_unit_is_refused(number: str) -> None:
         parse_bytes(number.format("GB"))
     with pytest.raises(UsageError, match="is not a duration; write a number and a unit"):
         parse_ns(number.format("ms"))
+
+
+@pytest.mark.parametrize(
+    ("size", "duration"),
+    [
+        ("3", ("3 of what? 3GB, or 3 bytes as 3B", "3 of what? 3s, or 3 milliseconds as 3ms")),
+        (" 2.5 ", ("2.5 of what? 2.5GB, or 2.5 bytes as 2.5B", "2.5 of what? 2.5s, or 2.5 milliseconds as 2.5ms")),
+        ("40000", ("40000MB, or 40000 bytes as 40000B", "40000s, or 40000 milliseconds as 40000ms")),
+        ("8000000", ("8000000kB, or 8000000 bytes as 8000000B", "8000000s, or")),
+    ],
+)
+def test_a_bare_number_is_asked_for_its_unit_with_two_likely_readings(size: str, duration: tuple[str, str]) -> None:
+    for parse, says in zip((parse_bytes, parse_ns), duration, strict=True):
+        with pytest.raises(UsageError, match=re.escape(says)):
+            parse(size)
+
+
+@pytest.mark.parametrize("zero", ["0", "0.0", " 0 "])
+def test_nothing_needs_no_unit(zero: str) -> None:
+    assert parse_bytes(zero) == parse_ns(zero) == 0

@@ -33,32 +33,45 @@ def programs(
     _add_messages(graph, _emissions(graph, orders, starts), events)
     for device_events in checked(events, 1):
         device_events.sort()
-    found = tuple(tuple(text for *_, text in device_events) for device_events in events)
+    found, places = _texts(events), [[*range(len(each) + 1)] for each in events]
     if graph.workload.exchanges:
-        found = _with_exchanges(graph, starts, events)
-    return found, None if cut is None else _loop(cut, events)
+        found, places = _with_exchanges(graph, starts, events)
+    return found, None if cut is None else _loop(cut, events, places)
+
+
+def _texts(events: Sequence[Sequence[_Event]]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(text for *_, text in device_events) for device_events in events)
 
 
 def _with_exchanges(
     graph: TaskGraph, starts: Sequence[int], events: Sequence[Sequence[_Event]]
-) -> tuple[tuple[str, ...], ...]:
-    """The programs of devices' events, with what exchanges state right before and after the actions it is for."""
+) -> tuple[tuple[tuple[str, ...], ...], list[list[int]]]:
+    """The programs of devices' events, with what exchanges state right before and after the actions it is for.
+
+    And where the entries of each event begin in its program; the last place is behind all of them.
+    """
     before, after = texts_around(graph, starts)
-    found = []
+    found, places = [], list[list[int]]()
     for device, device_events in enumerate(events):
-        program = list[str]()
+        program, begins = list[str](), list[int]()
         for _, is_compute, task, _, text in device_events:
             own = task if is_compute else NEVER
+            begins.append(len(program))
             program += [*before[device].get(own, ()), text, *after[device].get(own, ())]
+        places.append([*begins, len(program)])
         found.append((*program, *before[device].get(None, ())))
-    return tuple(found)
+    return tuple(found), places
 
 
-def _loop(cut: LoopCut, events: Sequence[Sequence[_Event]]) -> Loop:
+def _loop(cut: LoopCut, events: Sequence[Sequence[_Event]], places: Sequence[Sequence[int]]) -> Loop:
+    """``places`` [device][event] are where an event's entries begin in its program."""
     rounds = []
     for begin_ns, time in cut.moments:
         begins, ends = (
-            tuple(bisect_left(device_events, moment, key=lambda event: event[0]) for device_events in events)
+            tuple(
+                own[bisect_left(device_events, moment, key=lambda event: event[0])]
+                for device_events, own in zip(events, places, strict=True)
+            )
             for moment in (begin_ns, begin_ns + time)
         )
         rounds.append(Round(round_ns=time, begins=begins, ends=ends))

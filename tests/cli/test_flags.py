@@ -1,9 +1,10 @@
 """Renamed flags: help shows the new spelling, and the old one means the same; aliases stand beside each other."""
 
 import pytest
-from click import Context
+from click import BadParameter, Context
 
 from pipeplan.cli.main import VERBS, cli
+from pipeplan.cli.shared import BYTES, DURATION
 
 RENAMED = [
     ("search", "--spread", "--shard-shared", "yes"),
@@ -61,3 +62,23 @@ def test_help_shows_aliases_side_by_side(verb: str, one: str, other: str) -> Non
     text = context.command.get_help(context)
     assert f"{one}," in text
     assert other in text
+
+
+def quantities(verb: str) -> list[str]:
+    """The flags of a verb that take a size or a duration."""
+    command = cli.get_command(Context(cli), verb)
+    assert command is not None
+    return [each.opts[0] for each in command.params if each.type in (BYTES, DURATION)]
+
+
+@pytest.mark.parametrize("verb", [verb for verb in VERBS if quantities(verb)])
+def test_the_error_of_a_number_without_unit_names_its_flag(verb: str) -> None:
+    for flag in quantities(verb):
+        with pytest.raises(BadParameter, match=r"^3 of what\? 3(GB|s), or 3 (bytes|milliseconds) as ") as error:
+            context_of(verb, "input", flag, "3")
+        assert f"Invalid value for '{flag}'" in error.value.format_message()
+
+
+def test_sizes_and_durations_without_unit_are_refused_wherever_flags_take_them() -> None:
+    found = {flag for verb in VERBS for flag in quantities(verb)}
+    assert {"--memory", "--memory-reserve", "--time-limit", "--split-overhead"} <= found

@@ -421,6 +421,8 @@ def test_the_fingerprint_is_of_the_meaning() -> None:
     again = parse(json.dumps(json.loads(to_json(CLUSTER)), indent=7), Cluster)
     assert sha256_of(again) == sha256_of(CLUSTER)
     assert sha256_of(CLUSTER.model_copy(update={"name": "d"})) != sha256_of(CLUSTER)
+    assert sha256_of(CLUSTER.model_copy().read_as("an earlier one")) == "an earlier one"
+    assert again == parse(to_json(CLUSTER), Cluster), "that one knows its fingerprint makes no difference"
 
 
 # Schemas and documentation -------------------------------------------------------------------------------------

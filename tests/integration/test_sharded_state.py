@@ -656,6 +656,19 @@ def test_frontiers_of_plans_divide_too() -> None:
         frontier_request(LARGE, devices=[4], zero=1, splitting=_api.Splitting())
 
 
+def test_frontiers_of_plans_choose_the_level() -> None:
+    """Where links are quick, replicas that divide gradients, too, take no more time and less memory."""
+    words = {
+        "devices": [2],
+        "mini_batch": 8,
+        "cluster": cluster_of(2, latency_ns=1, bandwidth=10**13),
+        "time_limit": 4.0,
+    }
+    found = search_frontier(frontier_request(profile_of([1000] * 4), **words, zero="auto"))
+    plans = [found.plan(number) for number in range(1, 1 + len(found.points))]
+    assert {stage.zero for plan in plans for stage in plan.stages} & {2, 3}
+
+
 def test_compare_divides_what_it_times() -> None:
     """Also where what was found has no replicas; and in classic schedules on the same stages."""
     cluster = cluster_of(4, latency_ns=1, bandwidth=10**12)

@@ -20,7 +20,7 @@ from pipeplan.planning.steps import search_plan
 from pipeplan.reporting.tables import print_comparison
 from pipeplan.reporting.terminal import bottleneck, print_stages
 from pipeplan.schedule.classic import CLASSIC, Classic
-from pipeplan.schedule.rules.language import parse_rules
+from pipeplan.schedule.rules.language import named_rules, parse_rules
 from pipeplan.time_limit import Limit, checkpoint
 from pipeplan.units import format_bytes
 
@@ -388,6 +388,17 @@ def test_a_known_schedule_that_does_not_fit_recomputes_as_search_lets_it() -> No
     assert not any(row.recompute for row in kept)
 
 
+def test_rules_are_timed_as_a_search_runs_them() -> None:
+    """Those of 1F1B with whole backwards; that split ones are shorter is a row of its own."""
+    asked = Request(chain(8), 4, Batch(8, 1), **QUICK)
+    found = compare_on(("one-to-one",), asked, rules=named_rules("1f1b"))
+    titles = {row.title: row for row in found.rows}
+    for rules, classic in (("rules: 1f1b", "1f1b"), ("rules: 1f1b split", "1f1b split")):
+        assert titles[rules].split_backward is titles[classic].split_backward is (" split" in classic)
+        assert titles[rules].iteration_ns == titles[classic].iteration_ns
+    assert [row["varied"] for row in rows_of(found) if row["schedule"] == "1f1b"] == [True, False]
+
+
 def test_rules_of_ones_own_are_one_more_row() -> None:
     mine = parse_rules('in_flight = "D - d"\nseparate = true', "mine")
     asked = Request(chain(8), 4, Batch(8, 1), **QUICK)
@@ -400,6 +411,50 @@ def test_rules_of_ones_own_are_one_more_row() -> None:
     assert ("rules: round", "these rules are for stages that stand otherwise") in [
         (absent.schedule, absent.why) for absent in found.missing
     ]
+
+
+def split_chain() -> Profile:
+    """Four blocks that one, two or four devices can split."""
+    rows = tuple(
+        CostRow(microbatch_size=1, shards=shards, forward_ns=100 // shards, backward_ns=200 // shards)
+        for shards in (1, 2, 4)
+    )
+    blocks = chain(4).blocks
+    return chain(4).model_copy(update={"blocks": tuple(each.model_copy(update={"costs": rows}) for each in blocks)})
+
+
+def test_every_strategy_has_the_sizes_that_suit_it_and_rows_say_them() -> None:
+    """One sample after another on four devices: with whole blocks a pipeline takes twice as long as with split ones."""
+    found = compare(Request.of(split_chain(), devices=4, mini_batch=2, **QUICK))
+    ours = {row.placement: row for row in found.rows if row.is_ours}
+    assert ours["one-to-one"].shards == 4
+    assert {ours[each].shards for each in ("circular", "v-shape", "bidirectional")} == {2}
+    alone = search_plan(Request.of(split_chain(), devices=2, mini_batch=2, placement="circular", shards=1, **QUICK))
+    assert ours["circular"].iteration_ns == 810
+    assert alone.plan.predicted.iteration_ns == 1560
+    assert all({"shards", "context", "zero", "idle_devices"} <= set(row) for row in rows_of(found))
+    assert " tp backward" in printed(found)
+    assert " cp " not in printed(found), "what is usual has no column"
+
+
+def rows_of(found: Comparison) -> list[dict[str, Any]]:
+    rows = found.figures()["rows"]
+    assert isinstance(rows, list)
+    return rows
+
+
+def test_devices_that_run_nothing_are_said_before_all_else_and_of_every_row() -> None:
+    """One sample at a time, of two blocks: six of eight devices have nothing to do."""
+    asked = Request.of(chain(2), devices=8, mini_batch=4, microbatch_size=1, **QUICK)
+    found = compare(asked)
+    assert {tuple(row["idle_devices"]) for row in rows_of(found) if row["placement"] == "one-to-one"} == {
+        (2, 3, 4, 5, 6, 7)
+    }
+    assert printed(found).startswith("in the first row 6 of 8 devices run nothing: 2-7 shape-v: 8 devices, ")
+    assert "idle devices backward" in printed(found)
+    busy = printed(compared("one-to-one"))
+    assert "run nothing" not in busy
+    assert "idle devices" not in busy
 
 
 def test_what_applies_on_some_placement_is_not_noted_as_absent() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from builders.profiles import profile_of
-from pipeplan.errors import UsageError
+from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import CostRow, Edge, Profile, read_profile
 from pipeplan.planning.build_plan import Result
@@ -24,6 +24,7 @@ from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.rules.language import named_rules, parse_rules, shipped_rules, to_toml
 from pipeplan.schedule.rules.sweep import built_in_rules
 from pipeplan.simulator.simulation import simulate
+from pipeplan.time_limit import Limit
 from pipeplan.workload.workload import Workload
 
 GPT2 = Path(__file__).parents[2] / "profiles" / "gpt2-345m-cpu.json"
@@ -90,11 +91,8 @@ def test_one_edge_more_than_a_chain_leaves_the_schedules_of_graphs(placement: st
     assert named == expected[placement]
     why = {absent.schedule: absent.why for absent in compared.missing}
     parted = "it needs a chain of stages, and forwards of stage 0 go on to stages 1 and "
-    chained = {
-        "one-to-one": {"zb-1p", "zb-2p", "zb-auto"},
-        "v-shape": {"zb-v", "v-half", "v-min", "dualpipe-v", "hanayo"},
-    }
-    assert {name for name, reason in why.items() if reason.startswith(parted)} == chained.get(placement, set())
+    chained = {"zb-1p", "zb-2p", "zb-auto", "zb-v", "v-half", "v-min", "dualpipe-v", "hanayo", "chimera"}
+    assert {name for name, reason in why.items() if reason.startswith(parted)} == chained, "whatever the placement"
     for name in named:
         result = found(skipped, name, placement)
         assert result.plan.provenance.scheduler == name
@@ -240,3 +238,26 @@ def test_a_schedule_that_does_not_apply_says_so_whatever_cannot_be_placed(schedu
     branches = profile_of(blocks, [(n, 10) for n in range(10)])
     with pytest.raises(UsageError, match=rf"--scheduler {scheduler} does not apply: it needs .*; choose another"):
         found(branches, scheduler, devices=2)
+
+
+def test_memory_is_not_blamed_where_it_is_not_what_is_short() -> None:
+    """Before a refusal of sizes, or of a schedule that does not apply, it was said that no even cut fits."""
+    blocks = [CostRow(microbatch_size=1, forward_ns=10, backward_ns=20, activation_bytes=100)] * 11
+    branches = profile_of(blocks, [(n, 10) for n in range(10)])
+    heard: list[str] = []
+
+    def ask(**asked: Any) -> list[str]:
+        heard.clear()
+        with pytest.raises(PipeplanError):
+            search_plan(
+                Request.of(branches, devices=2, mini_batch=8, time_limit=5.0, **asked),
+                progress=lambda what, *_: heard.append(what),
+                within=Limit(5.0, clock=lambda: 0.0),
+            )
+        return heard
+
+    assert not ask(scheduler="zb-v")
+    assert not ask(scheduler="zb-v", memory_bytes=10_000)
+    assert not ask(microbatch_size=8)
+    assert not ask(microbatch_size=8, memory_bytes=10_000)
+    assert ask(memory_bytes=10) == ["no even cut with GPipe or 1F1B was found that fits: the search goes on"]

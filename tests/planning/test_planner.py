@@ -17,8 +17,10 @@ from pipeplan.examples import shape
 from pipeplan.files import Block, Cluster, CostRow, Profile, read_profile
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.build_plan import Result
+from pipeplan.planning.frontier import frontier_request, search_frontier
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import search_plan
+from pipeplan.reporting.answer import print_answer
 from pipeplan.reporting.terminal import report
 from pipeplan.simulator.simulation import simulate
 from pipeplan.units import parse_bytes
@@ -278,3 +280,21 @@ def test_idle_devices_are_said_first() -> None:
     assert str(second).startswith("test: ")
     busy = simulate(search_plan(Request.of(chain, devices=2, mini_batch=4, microbatch_size=1, **QUICK)).plan)
     assert str(report(busy, 80)[0]).startswith("test: ")
+
+
+@pytest.mark.parametrize(("devices", "idle"), [(8, "6 of 8 devices run nothing: 2-7"), (2, None)])
+def test_nor_does_the_answer_or_a_frontier_leave_that_to_the_end(
+    devices: int, idle: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chain = profile_of([CostRow(microbatch_size=1, forward_ns=100, backward_ns=200)] * 2)
+    request = Request.of(chain, devices=devices, mini_batch=4, microbatch_size=1, **QUICK)
+    result = search_plan(request)
+    print_answer(request, result, simulate(result.plan))
+    first, second, *_ = lines = capsys.readouterr().out.rstrip().splitlines()
+    assert first == (idle or "test: optimal for 2 devices")
+    assert len(lines) <= 10
+    assert idle is None or second == "test: best plan found for 8 devices"
+    found = search_frontier(frontier_request(chain, devices=[devices], mini_batch=2, time_limit=1.0))
+    assert [point.what.partition(";")[0] for point in found.points] == [
+        "2 stages on 2 replicas each, 4 devices run nothing" if idle else "1 stage on 2 replicas"
+    ]

@@ -7,7 +7,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import pytest
@@ -45,7 +45,33 @@ def profile_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="module")
+def split_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two blocks alike of 100 MB of parameters, which one to four devices can split and share sequences of."""
+    chain = chain_profile(2, placed=False, parameter_bytes=100_000_000)
+    rows = [
+        CostRow(
+            microbatch_size=1,
+            shards=shards,
+            context=context,
+            forward_ns=4000 // (shards * context),
+            backward_ns=8000 // (shards * context),
+            activation_bytes=4 * 10**8 // (shards * context),
+        )
+        for shards in (1, 2, 4)
+        for context in (1, 2, 4)
+    ]
+    blocks = tuple(block.model_copy(update={"costs": tuple(rows)}) for block in chain.blocks)
+    path = tmp_path_factory.mktemp("split") / "profile.json"
+    write_file(chain.model_copy(update={"blocks": blocks}), str(path))
+    return str(path)
+
+
 REFUSALS = [
+    (
+        "--devices 4 --microbatch-size 1 --replicas 4 --mini-batch 4",
+        "choose --microbatch-size 4, or choose --replicas of 1",
+    ),
     (
         "--devices 4 --microbatch-size 128",
         SIZES + "choose a --microbatch-size of at most 16, or --devices of at least 32",
@@ -92,6 +118,11 @@ REFUSALS = [
     ),
     ("--devices 2 --memory 1.5GB --placement one-to-one --recompute none --microbatch-size 2", "give --recompute auto"),
 ]
+SPLIT_REFUSALS = [
+    ("--devices 4 --memory 450MB --tp 1 --cp 1", ["give --tp auto"]),
+    ("--devices 4 --memory 750MB --tp 1 --cp 1 --replicas 4", ["leave --replicas out"]),
+    ("--devices 4 --memory 700MB --tp 1 --cp 2 --pp 1", ["give --tp auto", "give --cp auto", "leave --pp out"]),
+]
 _NUMBER = r"[0-9][0-9.]*[kMG]?B?"
 _ADVICE = re.compile(rf"(--[a-z-]+)((?: (?:of|to|at|most|least|such|as))* {_NUMBER}(?:(?:,| or) [0-9]+\b)*| auto\b)")
 
@@ -106,6 +137,7 @@ def advised(text: str) -> Iterator[list[str]]:
             if flag != "--shards"  # of another profile
         ]
         yield from ([word for each in together for word in each] for together in zip_longest(*found, fillvalue=[]))
+        yield from (["-", flag] for flag in re.findall("leave (--[a-z-]+) out", change))
 
 
 def refused(verb: str, path: str, *arguments: str) -> BaseException | None:
@@ -121,13 +153,21 @@ def require_advice_to_do(verb: str, path: str, asked: Sequence[str], says: Seque
     changes = list(advised(str(error)))
     assert changes, str(error)
     for change in changes:
-        found = refused(verb, path, *asked, *change)
+        left_out = change[1] if change[0] == "-" else None
+        kept = [word for before, word in pairwise(["", *asked]) if left_out not in (before, word)]
+        found = refused(verb, path, *kept, *(() if left_out else change))
         assert found is None, f"{change}: {found}"
 
 
 @pytest.mark.parametrize(("asked", "says"), REFUSALS, ids=[f"{asked}: {says}" for asked, says in REFUSALS])
 def test_what_is_advised_does(profile_path: str, asked: str, says: str) -> None:
     require_advice_to_do("search", profile_path, (*QUICK, *asked.split()), [says])
+
+
+@pytest.mark.parametrize(("asked", "says"), SPLIT_REFUSALS)
+def test_sizes_that_are_fixed_are_advised_to_be_opened(split_path: str, asked: str, says: Sequence[str]) -> None:
+    more = "--mini-batch", "8", "--time-limit", "1s"  # the last limit counts
+    require_advice_to_do("search", split_path, (*QUICK, *asked.split(), *more), says)
 
 
 def test_a_clusters_limit_is_refused_as_one_that_is_given(profile_path: str) -> None:

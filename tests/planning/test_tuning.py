@@ -14,17 +14,19 @@ from typing import Any
 
 import pytest
 
+from builders.profiles import profile_of
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
 from pipeplan.costs import clusters as testbeds
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
-from pipeplan.files import read_profile
+from pipeplan.files import CostRow, read_profile
 from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.candidates import grid
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.tuning import Tuning, tune
 from pipeplan.planning.tuning_cells import cell_of, rows_of
+from pipeplan.reporting.tables import print_ranking
 from pipeplan.schedule.rules.sweep import built_in_rules, run_rules
 from pipeplan.simulator.metrics import rates
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -257,3 +259,24 @@ def test_devices_of_a_cluster_are_chosen() -> None:
     assert check(found.result.plan, asked.profile, cluster).valid
     assert {row.depth for row in found.rows} == {4}
     assert {row.replicas for row in found.rows} == {2}
+
+
+def test_rows_say_how_many_devices_split_blocks_and_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    """So that sizes of a row make up the devices: 2 x 2 of them at each position and replica."""
+    rows = tuple(
+        CostRow(microbatch_size=1, shards=shards, context=context, forward_ns=400 // each, backward_ns=800 // each)
+        for shards, context in product((1, 2), (1, 2))
+        for each in (shards * context,)
+    )
+    profile = profile_of([rows[0]] * 4)
+    blocks = tuple(block.model_copy(update={"costs": rows}) for block in profile.blocks)
+    profile = profile.model_copy(update={"blocks": blocks})
+    how: dict[str, Any] = {"placement": "one-to-one", "time_limit": 0.3, "deterministic": True}
+    asked = Request.of(profile, devices=8, mini_batch=4, scheduler="rules", shards=2, context=2, **how)
+    found = tune(asked).rows
+    assert found
+    for row in found:
+        assert (row.shards, row.context) == (2, 2)
+        assert row.depth * row.replicas * row.shards * row.context == 8
+    print_ranking(found)
+    assert " pp dp tp cp samples " in " ".join(capsys.readouterr().out.split())

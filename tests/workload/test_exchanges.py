@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -17,12 +18,15 @@ from pipeplan.checker import check
 from pipeplan.costs import build_workload
 from pipeplan.errors import FileError, InvalidPlanError
 from pipeplan.files import Plan, Profile, parse, to_json
+from pipeplan.planning.build_plan import assemble
 from pipeplan.reporting.terminal import zero_words
 from pipeplan.reporting.timeline import trace_text
+from pipeplan.schedule.search import plain_look
 from pipeplan.simulator.recost import recosted
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.action import Action, StateAction
 from pipeplan.workload.bounds import weak_iteration_bound
+from pipeplan.workload.elements import ONCE
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import REDUCE_GRAD, RESHARD, UNSHARD, Role
 from pipeplan.workload.task_graph import earliest_starts, task_graph
@@ -325,3 +329,56 @@ def test_simulations_and_traces_show_exchanges() -> None:
     assert zero_words(plan.stages) == (
         "ZeRO 3 over 2 replicas (gathered every 1-2 actions, reduced every 1-2 micro-batches)"
     )
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "split"),
+    [
+        ((1, 1), (1, 1), False),
+        ((2, 2), (1, 1), False),
+        ((4, 1), (2, 4), False),
+        ((ONCE, ONCE), (2, 1), False),
+        ((None, 2), (ONCE, ONCE), False),
+        ((1, 1), (2, 2), True),
+    ],
+)
+def test_long_runs_repeat_a_round_with_its_exchanges(first: Any, second: Any, split: bool) -> None:
+    """1F1B of 480 micro-batches as a loop is what it is written out: starts, programs, iteration, memory, checks."""
+    profile = chain_of([100, 100, 50, 20], split=split)
+    placement = placed(exchanging([0, 1], first, (0, 1)), exchanging([2, 3], second, (2, 3)))
+    workload = build_workload(
+        profile, placement, num_microbatches=480, microbatch_size=2, split_backward=split, cluster=pairs(4)
+    )
+    found = plain_look(workload, 1000)
+    assert found is not None
+    assert found.loop is not None
+    bound = weak_iteration_bound(workload)
+    plan = assemble(found.graph, found.orders, bound, Fraction(0), "1f1b", loop=found.loop, recipe=profile.recipe)
+    report = check(plan, profile, pairs(4))
+    assert report.valid, report.problems[:3]
+    assert len(plan.programs[0]) < 0.4 * len(plan.whole_programs[0])
+    whole = plan.unrolled()
+    report = check(whole, profile, pairs(4))
+    assert report.valid, report.problems[:3]
+    again = simulate(whole)
+    assert again.iteration_ns == plan.predicted.iteration_ns == simulate(plan).iteration_ns
+    assert again.memory == plan.predicted.memory
+    assert parse(to_json(plan), Plan) == plan
+    data = json.loads(to_json(plan))
+    data["stages"][1] |= {"reduce_every": 7}
+    assert not check(parse(json.dumps(data), Plan)).valid
+    longer = simulate(plan, 480 + 8 * plan.loop.microbatches) if plan.loop is not None else again
+    assert longer.loop is not None
+    assert longer.iteration_ns > plan.predicted.iteration_ns
+
+
+def test_check_refuses_a_round_after_which_exchanges_stand_otherwise() -> None:
+    profile = chain_of([100, 100, 50, 20])
+    placement = placed(exchanging([0, 1], (2, 1), (0, 1)), exchanging([2, 3], (2, 1), (2, 3)))
+    workload = build_workload(profile, placement, num_microbatches=480, microbatch_size=2, cluster=pairs(4))
+    found = plain_look(workload, 1000)
+    assert found is not None
+    plan = assemble(found.graph, found.orders, 1, Fraction(0), "1f1b", loop=found.loop, recipe=profile.recipe)
+    data = json.loads(to_json(plan))
+    data["loop"]["rounds"][0]["round_ns"] += 1
+    assert any("exchanges of state" in each.message for each in check(parse(json.dumps(data), Plan)).problems)

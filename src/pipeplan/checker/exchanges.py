@@ -12,7 +12,7 @@ from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Entry, Programs
 from pipeplan.time_limit import checked
 from pipeplan.workload.action import StateAction
-from pipeplan.workload.elements import Stage
+from pipeplan.workload.elements import ONCE, Stage
 from pipeplan.workload.kinds import (
     GRADIENT_ROLES,
     GRADIENTS,
@@ -61,7 +61,7 @@ def check_exchanges(facts: Facts, programs: Programs, findings: Findings) -> Sta
         follower.end()
         found.least.update(follower.least)
         for device in stage.devices:
-            found.spans[device], found.busy[device] = follower.spans, follower.free
+            found.spans[device], found.busy[device] = follower.spans, follower.free + facts.skipped_ns
     return found
 
 
@@ -130,6 +130,24 @@ class _Follower:
                     self._add(f"programs[{self.device}]", f"{self._text(number, 'RESHARD', place)} is missing")
                 if group.adding is not None:
                     self._add(f"programs[{self.device}]", f"{self._text(number, 'REDUCE_GRAD', place)} is missing")
+
+    def then(self) -> StateThen:
+        """What there is now, but for what is exchanged once an iteration."""
+        times, opened, counts = [self.free], dict[tuple[int, int, str], int](), dict[tuple[int, str], int]()
+        for number, groups in self._groups.items():
+            stage = self.facts.plan.stages[number]
+            if any(group.gathered is not None for group in groups) and stage.unshard_every != ONCE:
+                counts[number, "uses"] = self._uses.get(number, 0)
+            if any(group.adding is not None for group in groups) and stage.reduce_every != ONCE:
+                counts[number, "added"] = self._added.get(number, 0)
+            for place, group in enumerate(groups):
+                if group.gathered is not None and stage.unshard_every != ONCE:
+                    opened[number, place, "gathered"] = group.gathered
+                if group.adding is not None and stage.reduce_every != ONCE:
+                    opened[number, place, "adding"] = group.adding
+                waits = group.adding is not None and self._added.get(number) == stage.reduce_every
+                times += [group.given_up, group.reduced, group.ready if waits else 0]
+        return StateThen((self._begun, *(max(self._begun, time) for time in times)), opened, counts)
 
     def _exchange(self, index: int, action: StateAction) -> None:
         place = f"programs[{self.device}][{index}] ({action})"
@@ -225,6 +243,33 @@ class _Follower:
 
     def _add(self, place: str, text: str) -> None:
         self.findings.add("exchanges", place, text)
+
+
+@dataclass(frozen=True, slots=True)
+class StateThen:
+    """Of a device at a place in its program: when things were done that decide when later exchanges run, in ns.
+
+    ``times`` are of what was over or began, none of them before the last action began; ``open`` {(stage, group, what):
+    since when}; ``counts`` {(stage, what): since the last exchange}.
+    """
+
+    times: tuple[int, ...]
+    open: dict[tuple[int, int, str], int]
+    counts: dict[tuple[int, str], int]
+
+    def earlier(self, by_ns: int) -> StateThen:
+        """The same so much earlier."""
+        opened = {key: time - by_ns for key, time in self.open.items()}
+        return StateThen(tuple(time - by_ns for time in self.times), opened, self.counts)
+
+
+def state_before(facts: Facts, programs: Programs, device: int, place: int) -> StateThen:
+    """Follow a device's program up to a place."""
+    follower = _Follower(facts, device, Findings())
+    for index, each in _line(programs, device):
+        if index < place:
+            follower.follow(index, each)
+    return follower.then()
 
 
 def _moments(stage: Stage, role: Role) -> list[tuple[int, int]]:

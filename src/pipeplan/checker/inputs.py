@@ -463,7 +463,11 @@ def _summed_ns(
     if stage.zero and _sharers(stage) > 1:
         return _sharded_ns(stage, others, size, known, cluster)
     holders = sorted({device for other in others for device in other.devices})
-    return all_reduce_time(cluster, holders[:: stage.shards], size), 0
+    groups = [
+        [device for place, device in enumerate(holders) if place % stage.shards == shard]
+        for shard in range(stage.shards)
+    ]
+    return round(time_of_groups(cluster, Exchange("all_reduce", size), groups)), 0
 
 
 def _check_buckets(

@@ -16,14 +16,17 @@ so many parts more. Three things carry over to any number of copies:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pipeplan.checker.exchanges import state_before
 from pipeplan.checker.facts import Facts, Findings
 from pipeplan.checker.programs import Entry, Messages, Programs
 from pipeplan.checker.timeline import Links
 from pipeplan.time_limit import checked
-from pipeplan.workload.elements import Loop
+from pipeplan.workload.elements import ONCE, Loop, Round
+from pipeplan.workload.kinds import GRADIENT_ROLES, PARAMETER_ROLES
 from pipeplan.workload.samples import Slots
 
 
@@ -75,6 +78,8 @@ def check_loop(facts: Facts, messages: Messages, programs: Programs, links: Link
     if _counted(found) and _cut(found, programs) and _in_order(found):
         for number in range(len(loop.rounds)):
             _check_state(found, number, programs, links)
+        if any(stage.block_groups for stage in facts.plan.stages):
+            _check_exchanges(found, programs)
 
 
 def _counted(found: _RoundsOfPlan) -> bool:
@@ -101,8 +106,9 @@ def _counted(found: _RoundsOfPlan) -> bool:
 def _cut(found: _RoundsOfPlan, programs: Programs) -> bool:
     """Every device's program falls into what is before a round, the round, and what is after it."""
     for device, entries in checked(enumerate(programs.entries), 1):
-        for number, each in enumerate(found.loop.rounds):
-            _read_round(found, number, device, entries[each.begins[device] : each.ends[device]])
+        cuts = [_ends_among(programs, device, each) for each in found.loop.rounds]
+        for number, (begin, end) in enumerate(cuts):
+            _read_round(found, number, device, entries[begin:end])
         last: dict[int, int] = {}
         for item, number in entries:
             if item not in found.own:
@@ -112,8 +118,7 @@ def _cut(found: _RoundsOfPlan, programs: Programs) -> bool:
                 text = f"has {found.label(item, number)} after later ones; with several rounds they run in turn"
                 found.add(f"programs[{device}]", text)
             last[item] = number
-        for number, each in enumerate(found.loop.rounds):
-            begin, end = each.begins[device], each.ends[device]
+        for number, (begin, end) in enumerate(cuts):
             here = any(item < len(found.facts.ids) for item, _ in entries[begin:end])
             if programs.compute[device] and not here:
                 found.add(f"loop.rounds[{number}]", f"has no action of device {device}, which runs some")
@@ -135,6 +140,13 @@ def _cut(found: _RoundsOfPlan, programs: Programs) -> bool:
         if number < 2 * found.slots(item).num_parted:
             found.add("loop", f"has {found.label(item, number)}, which runs a part; a round is of whole micro-batches")
     return not found.findings.has("loop")
+
+
+def _ends_among(programs: Programs, device: int, each: Round) -> tuple[int, int]:
+    """Where a round begins and ends among the actions and messages of a device: exchanges of state are none."""
+    states = [place for place, _ in programs.states[device]] if programs.states else []
+    begin, end = each.begins[device], each.ends[device]
+    return begin - bisect_left(states, begin), end - bisect_left(states, end)
 
 
 def _read_round(found: _RoundsOfPlan, number: int, device: int, entries: list[Entry]) -> None:
@@ -182,6 +194,29 @@ def _in_order(found: _RoundsOfPlan) -> bool:
             )
             found.add("loop", text)
     return not found.findings.has("loop")
+
+
+def _check_exchanges(found: _RoundsOfPlan, programs: Programs) -> None:
+    """Exchanges come out with the round, and at its end all that decides when later ones run is as at its beginning.
+
+    On every device the same, but for what is exchanged once an iteration, of which a round has nothing.
+    """
+    plan, (each,) = found.facts.plan, found.loop.rounds
+    for number, stage in enumerate(plan.stages):
+        for name, roles in (("unshard_every", PARAMETER_ROLES), ("reduce_every", GRADIENT_ROLES)):
+            own = [n for n, it in enumerate(plan.operations) if it.stage == number and it.role in roles]
+            count, every = sum(found.counts[n] for n in own), getattr(stage, name)
+            if stage.block_groups and every not in (None, ONCE) and count % every:
+                text = f"is {every}, and a round has {count} such actions of the stage, which is no multiple"
+                found.add(f"stages[{number}].{name}", text)
+    for device in range(len(plan.devices)):
+        if programs.states[device]:
+            before, after = (
+                state_before(found.facts, programs, device, places[device]) for places in (each.begins, each.ends)
+            )
+            if after.earlier(each.round_ns) != before:
+                text = f"exchanges of state stand otherwise at the end of the round than {each.round_ns} ns before"
+                found.add(f"loop.rounds[0].ends[{device}]", text)
 
 
 def _check_state(found: _RoundsOfPlan, number: int, programs: Programs, links: Links) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pipeplan.costs.communication import all_reduce_time
+from pipeplan.costs.communication import all_reduce_in_shards
 from pipeplan.costs.recipes import expert_state_of, state_of, step_bytes
 from pipeplan.costs.zero import WHOLE, Zero, cuts, exchange_ns, updated_bytes
 from pipeplan.files import Cluster, Profile
@@ -71,7 +71,7 @@ class AfterActions:
 
     def _exchanged_ns(self, size: int, replicas: int, zero: Zero) -> int:
         if zero == WHOLE:
-            return all_reduce_time(self.cluster, range(0, replicas * self.shards, self.shards), size)
+            return all_reduce_in_shards(self.cluster, range(replicas * self.shards), self.shards, size)
         share = {kind: size * own // max(1, self.kept[GRADIENTS]) for kind, own in self.kept.items()}
         stage = Stage(
             blocks=("",),

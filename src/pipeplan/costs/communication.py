@@ -166,6 +166,15 @@ def all_reduce_time(cluster: Cluster | None, devices: Sequence[int], size: int) 
     return _time_of(cluster, Exchange("all_reduce", size), devices)
 
 
+def all_reduce_in_shards(cluster: Cluster | None, devices: Sequence[int], shards: int, size: int) -> int:
+    """Time in ns in which devices that each have one of so many shards, in turn, sum ``size`` bytes with their likes.
+
+    All shards are summed at once, over links that their groups may share.
+    """
+    groups = [devices[shard::shards] for shard in range(shards)]
+    return round(time_of_groups(cluster, Exchange("all_reduce", size), groups))
+
+
 def all_gather_time(cluster: Cluster | None, devices: Sequence[int], size: int) -> int:
     """Time in ns until each of these devices has all of ``size`` bytes; nothing without a cluster, or on one device."""
     return _time_of(cluster, Exchange("all_gather", size), devices)

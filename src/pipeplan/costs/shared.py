@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from pipeplan.costs.blocks import held_part
-from pipeplan.costs.communication import all_reduce_time
+from pipeplan.costs.communication import all_reduce_in_shards, all_reduce_time
 from pipeplan.costs.experts import ExpertState, exchanged_apart
 from pipeplan.costs.recipes import state_of
 from pipeplan.costs.zero import WHOLE, Zero, cuts, exchange_ns, updated_bytes
@@ -261,7 +261,7 @@ def _exchange(
     if Zero.of(stage) != WHOLE:
         return exchange_ns(cluster, stage, sharing, size, updated_bytes(stage, recipe))
     holders = {device for other in (stage, *sharing) for device in other.devices}
-    return all_reduce_time(cluster, sorted(holders)[:: stage.shards], size), 0
+    return all_reduce_in_shards(cluster, sorted(holders), stage.shards, size), 0
 
 
 def _tied_sync(entry: TiedState, tied: Iterable[TiedState], cluster: Cluster | None) -> int:

@@ -98,7 +98,13 @@ class File(FileModel, Displayed):
     def read_as(self, sha256: str) -> Self:
         """Note the fingerprint of the earlier version this was read from."""
         self._read_sha256 = sha256
+        self.__dict__.pop("fingerprint", None)
         return self
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """As :func:`sha256_of` has it: of what is read but once, and looked at again with every plan."""
+        return self.read_sha256 or sha256_of_text(self.model_dump_json())
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy; with changes it is no longer what was read."""
@@ -163,7 +169,7 @@ _JSON_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 
 def sha256_of(file: File) -> str:
     """Fingerprint of a file's meaning: sha256 of its canonical text, at the version in which it was read."""
-    return file.read_sha256 or sha256_of_text(file.model_dump_json())
+    return file.fingerprint
 
 
 def sha256_of_text(text: str) -> str:

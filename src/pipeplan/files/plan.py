@@ -20,7 +20,7 @@ from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.profile import FlopsPerSample, TokensPerSample
 from pipeplan.files.recipe import AUTOCAST, Recipe
 from pipeplan.units import format_ns
-from pipeplan.workload.action import ACTION_PATTERN, Action, operation_of
+from pipeplan.workload.action import ACTION_PATTERN, Action, StateAction, operation_of
 from pipeplan.workload.elements import (
     MAX_DEVICES,
     Count,
@@ -278,8 +278,8 @@ class Plan(File):
         loop = self.loop
         if loop is None:
             return
-        if any(stage.block_groups for stage in self.stages):
-            raise ValueError("loop: exchanges of state by actions are written out, not repeated")
+        if len(loop.rounds) > 1 and any(stage.block_groups for stage in self.stages):
+            raise ValueError("loop.rounds: exchanges of state by actions repeat in one round, not in several")
         if loop.skipped >= self.num_microbatches:
             raise ValueError(
                 f"loop: {loop.copies} copies of {loop.microbatches} micro-batches are not fewer than the plan's "
@@ -558,6 +558,7 @@ class _LoopedProgram(Sequence[str]):
             _without_microbatch(Action.parse(text)): end
             for begin, end in self._rounds
             for text in self._written[begin:end]
+            if StateAction.read(text) is None
         }
 
     def __len__(self) -> int:
@@ -578,13 +579,15 @@ class _LoopedProgram(Sequence[str]):
             number -= copy * (end - begin)
             if begin <= number < end:
                 return self._later(number, copy)
+        if StateAction.read(self._written[number]) is not None:  # of no micro-batch
+            return self._written[number]
         end = self._end_of.get(_without_microbatch(Action.parse(self._written[number])), len(self._written))
         return self._later(number, self._copies - 1 if number >= end else 0)
 
     def _later(self, number: int, copies: int) -> str:
         """What is written there, so many copies of its round later."""
         text = self._written[number]
-        if not copies:
+        if not copies or StateAction.read(text) is not None:
             return text
         action = Action.parse(text)
         return str(replace(action, microbatch=action.microbatch + copies * self._plan.per_round(self._made_by(action))))

@@ -768,8 +768,9 @@ def _other_sizes(request: Request, replicas: int, low: int, high: int, spread: b
     able = [size for size in range(unit, high * replicas + 1, unit) if low * replicas <= size]
     if dividing := [size for size in able if mini_batch % size == 0]:
         nearest = min(dividing, key=lambda size: min(abs(size - each) for each in asked))
-        bound = "of at most" if nearest == able[-1] else "of at least" if nearest == able[0] else "such as"
-        yield f"choose a --microbatch-size {bound} {nearest}"
+        above, below = nearest == dividing[-1] < min(asked), nearest == dividing[0] > max(asked)
+        bound = "of at most " if above else "of at least " if below else "such as "
+        yield "choose " + (f"a --microbatch-size {bound}{nearest}" if dividing[1:] else f"--microbatch-size {nearest}")
     if len(asked) > 1 and (open_ := [size for size in asked if size in able]):
         yield f"choose --mini-batch {-(-mini_batch // open_[0]) * open_[0]}"
     others = [count for count in range(1, request.num_devices + 1) if request.num_devices % count == 0]

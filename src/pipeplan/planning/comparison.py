@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
@@ -14,9 +15,9 @@ from pipeplan.files import Placement
 from pipeplan.partition.strategies import SEARCHED, STRATEGIES
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import Result
-from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.candidates import PlacementCandidate, uniform_choices
 from pipeplan.planning.infeasibility import most_telling
-from pipeplan.planning.request import Batch, Request, follows_rules, input_notes
+from pipeplan.planning.request import Batch, Request, follows_rules, input_notes, splits_by
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import FIRST_SECONDS, workloads
 from pipeplan.schedule.classic import CLASSIC, Classic, always, as_given
@@ -35,6 +36,7 @@ from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.loop import LoopedOrders
 from pipeplan.workload.task_graph import earliest_starts, task_graph
+from pipeplan.workload.workload import Workload
 
 OURS = "pipeplan"
 """The name of the search's own row."""
@@ -45,7 +47,9 @@ class ComparisonRow:
     """A schedule on a placement: times in ns, memory in bytes per device; an iteration ends with sums over replicas.
 
     ``microbatch_size`` counts samples over all replicas, of the stage that has most at once. ``replicas`` are the most
-    of a stage, ``samples_per_replica`` the least and most that one has of a micro-batch;
+    of a stage, ``samples_per_replica`` the least and most that one has of a micro-batch, ``shards``, ``context``,
+    ``expert`` and ``zero`` the most of a stage, too; on ``idle_devices`` no stage stands. ``varied``: backward runs
+    another way than the schedule's definition has it.
     ``lower_bound_ns`` is of the placement and its memory, whichever way backward runs, so that gaps of its rows
     compare; ``why`` says by how much a schedule does not fit, else it is empty. ``cut_short``: the search had too
     little time for a look at everything that is open on this placement.
@@ -71,6 +75,12 @@ class ComparisonRow:
     exposed_gather_ns: int = 0
     why: str = ""
     cut_short: bool = False
+    shards: int = 1
+    context: int = 1
+    zero: int = 0
+    expert: int = 1
+    idle_devices: tuple[int, ...] = ()
+    varied: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -83,11 +93,6 @@ class ComparisonRow:
         return self.iteration_ns / self.lower_bound_ns - 1 if self.fits else None
 
     @property
-    def varied(self) -> bool:
-        """Whether backward runs another way than the schedule's definition has it."""
-        return self.schedule in CLASSIC and self.split_backward != CLASSIC[self.schedule].splits
-
-    @property
     def title(self) -> str:
         """The schedule's name; of one that is not as it is defined, with what is unlike."""
         return f"{self.schedule} {'split' if self.split_backward else 'whole'}" if self.varied else self.schedule
@@ -95,7 +100,8 @@ class ComparisonRow:
     @property
     def setting(self) -> Hashable:
         """What schedules of it have in common: they are compared with each other first."""
-        return self.placement, self.num_microbatches, self.microbatch_size, self.replicas, self.recompute
+        split = tuple(getattr(self, name) for name in _SIZES)
+        return self.placement, self.num_microbatches, self.microbatch_size, self.replicas, self.recompute, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,19 +233,36 @@ def compare_on(
                 continue
             chunked = isinstance(wanted, str) and wanted != "auto" and STRATEGIES[wanted].chunked
             chosen = len(placements) == 1 or wanted == "auto" or chunked
-            asked = replace(
-                request,
-                placement=wanted,
-                chunks=request.chunks if chosen else None,
-                time_limit=rows.seconds_for(shares, index),
-            )
+            asked = replace(request, placement=wanted, chunks=request.chunks if chosen else None)
             try:
-                rows.search(asked, progress)
+                if isinstance(wanted, str) and wanted in STRATEGIES and len(placements) > 1:
+                    with rows.limit.ended():
+                        asked = _laid_out(request, asked)
+                rows.search(replace(asked, time_limit=rows.seconds_for(shares, index)), progress)
             except KeyboardInterrupt:
                 rows.limit.interrupt()
             except (InfeasibleError, SearchTimeoutError, UsageError) as error:
                 rows.add_failure(name, error)
     return rows.comparison()
+
+
+def _laid_out(request: Request, asked: Request) -> Request:
+    """A strategy's request with the sizes that its usual schedule is shortest with, where blocks may be split.
+
+    Of one strategy alone what is not said is 1, and with one device per stage every other layout looks better.
+    """
+    table = uniform_choices(request) if request.placement == "auto" else []
+    own = next((each.choice for each in table if each.choice.strategy == asked.placement), None)
+    if own is None:
+        return asked
+    return replace(
+        asked,
+        shards=own.shards,
+        context=own.context,
+        positions=own.positions,
+        replicas=own.replicas,
+        chunks=asked.chunks or own.chunks,
+    )
 
 
 _NO_TIME = "there was no time for it; raise --time-limit"
@@ -418,7 +441,18 @@ def _ours(result: Result, recompute: Again, memory: Sequence[int | None]) -> Com
         tail.exposed_gather_ns,
         "" if over is None else str(over),
         cut_short=result.candidates.left > 0 and not result.interrupted,
+        **_stands(result.schedule.workload),
     )
+
+
+_SIZES = ("shards", "context", "expert", "zero")
+
+
+def _stands(workload: Workload) -> dict[str, Any]:
+    """On what its stages stand, as rows say it."""
+    stages = workload.stages
+    most: dict[str, Any] = {name: max(getattr(each, name) for each in stages) for name in _SIZES}
+    return most | {"idle_devices": workload.idle_devices}
 
 
 def _never_longer(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
@@ -428,7 +462,7 @@ def _never_longer(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
         if row.fits:
             known.setdefault((row.placement, row.replicas), row)
     return [
-        replace(best, schedule=OURS, cut_short=True)
+        replace(best, schedule=OURS, cut_short=True, varied=False)
         if row.schedule == OURS
         and row.fits
         and (best := known[row.placement, row.replicas]).iteration_ns < row.iteration_ns
@@ -443,7 +477,7 @@ def _by_rules(rules: Rules) -> Classic:
         raise UsageError(
             f"rules {rules.name!r} have instructions, which known schedules cannot run; give --rules to search"
         )
-    return Classic(always, as_given(lambda workload, graph: schedule_by_rules(graph, rules)))
+    return Classic(always, as_given(lambda workload, graph: schedule_by_rules(graph, rules)), splits=splits_by(rules))
 
 
 @dataclass(slots=True)
@@ -622,4 +656,6 @@ def _row(
         tail.exposed_step_ns,
         tail.exposed_gather_ns,
         "" if over is None else str(over),
+        **_stands(given),
+        varied=problem.workload.splits_backward != classic.splits,
     )

@@ -16,7 +16,7 @@ from pipeplan.planning.candidates import PlacementCandidate, workload_of
 from pipeplan.planning.request import Request
 from pipeplan.schedule.search import plain_look
 from pipeplan.time_limit import checked
-from pipeplan.workload.elements import odd_neighbour
+from pipeplan.workload.elements import ONCE, odd_neighbour
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.workload import Workload
 
@@ -69,8 +69,8 @@ def _better(one: _Found | None, other: _Found | None) -> _Found | None:
 
 
 def _numbers(most: int) -> list[int]:
-    """For each, for two, four and eight of them, for all."""
-    return [*(each for each in (1, 2, 4, 8) if each < most), most]
+    """For each, for two, four and eight of them, once an iteration."""
+    return [*(each for each in (1, 2, 4, 8) if each < most), ONCE]
 
 
 def _timed(request: Request, candidate: PlacementCandidate, every: Every, split_backward: bool) -> _Found | None:

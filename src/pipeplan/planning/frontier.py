@@ -159,6 +159,8 @@ def frontier_notes(request: Request) -> Iterator[str]:
     yield from input_notes(request)
     if reserve := max(request.reserve):
         yield f"memory is beside a reserve of {format_bytes(reserve)} on each device"
+    if any(row.context > 1 for block in request.profile.blocks for row in block.costs):
+        yield "no point has devices that share sequences, for which the profile has costs: search and compare do (--cp)"
     if request.cluster is None:
         return
     kinds = request.cluster.first(request.num_devices).devices
@@ -527,6 +529,8 @@ def _words(point: PlanPoint) -> str:
     stages = f"{number} on {runs[0][0]}{' each' if len(ways) > 1 else ''}"
     if len(runs) > 1:
         stages = f"{number}: {', '.join(f'{count} on {way}' for way, count in runs)}"
+    idle = len(point.workload.idle_devices)
+    stages += f", {named_devices(idle)} {'runs' if idle == 1 else 'run'} nothing" if idle else ""
     return f"{stages}; {scheduler_words(point.scheduler)}, micro-batches of {point.workload.microbatch_words}"
 
 
@@ -545,12 +549,17 @@ def _stage_words(stage: Stage) -> str:
 
 
 def _ways(workload: Workload) -> dict[str, str]:
-    """Every block's replicas and how each of them splits it, as 2xshards4."""
+    """Every block's replicas and how each of them splits it, as 2xshards4 or 2xcontext2xshards4."""
     return {
-        block: f"{stage.replicas}x{stage.configurations[index] if stage.configurations else f'shards{stage.shards}'}"
+        block: f"{stage.replicas}x{stage.configurations[index] if stage.configurations else _uniform_way(stage)}"
         for stage in workload.stages
         for index, block in enumerate(stage.blocks)
     }
+
+
+def _uniform_way(stage: Stage) -> str:
+    """How a replica splits all blocks of a stage alike."""
+    return (f"context{stage.context}x" if stage.context > 1 else "") + f"shards{stage.shards}"
 
 
 def _nothing_fits(request: Request, splitting: Splitting, tracked: Sequence[Splits]) -> InfeasibleError:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from pipeplan.costs.stages import shared_in
 from pipeplan.costs.zero import AUTO, GATHERED
@@ -162,11 +163,11 @@ class _Least:
             self._lower_devices(fit)
 
     def _find_others(self) -> None:
-        """Flags each of which by itself makes something fit into the memory there is."""
-        for flag, request in _changed(self._request):
+        """Changes each of which by itself makes something fit into the memory there is."""
+        for remedy, request in _changed(self._request):
             within = request.within(self._limit)
-            if flag not in self.others and any(fit(within) is not None for fit in (self._chain, self._graph)):
-                self.others.append(flag)
+            if remedy not in self.others and any(fit(within) is not None for fit in (self._chain, self._graph)):
+                self.others.append(remedy)
 
     def _lower(self, fit: _FitOf) -> None:
         """The least memory with which something fits, if that is less than what is known."""
@@ -254,19 +255,33 @@ class _Least:
         return trial.best
 
 
+_OPENED = {
+    "shards": "give --tp auto",
+    "context": "give --cp auto",
+    "positions": "leave --pp out",
+    "replicas": "leave --replicas out",
+}
+"""Sizes that may be open, and what opens each."""
+
+
 def _changed(request: Request) -> Iterator[tuple[str, Request]]:
-    """Requests that may need less memory, by the flag that makes them; only what was fixed is changed."""
+    """Requests that may need less memory, by what makes them; only what was fixed is changed."""
     if request.recompute is False:
-        yield "--recompute auto", replace(request, recompute=None)
+        yield "give --recompute auto", replace(request, recompute=None)
     if request.zero not in (None, AUTO) and request.replicas != 1 and request.num_devices > 1:
         for level in range(request.zero + 1, 1 + (1 if shared_in(request.profile) else GATHERED)):
-            yield "--zero auto", replace(request, zero=AUTO, auto_level=level)
+            yield "give --zero auto", replace(request, zero=AUTO, auto_level=level)
+    if isinstance(request.placement, str):
+        for name, remedy in _OPENED.items():
+            if getattr(request, name) is not None:
+                opened: dict[str, Any] = {name: None}
+                yield remedy, replace(request, **opened)
     size = request.batch.microbatch_size
     if not request.sizes and not isinstance(request.placement, Placement):
         smallest = max(min(row.microbatch_size for row in block.costs) for block in request.profile.blocks)
         if smallest < size and request.batch.mini_batch % smallest == 0:
             batch = Batch(request.batch.mini_batch // smallest, smallest)
-            yield f"--microbatch-size {smallest}", replace(request, batch=batch)
+            yield f"give --microbatch-size {smallest}", replace(request, batch=batch)
 
 
 def _points(request: Request) -> list[Choice | PlacementCandidate]:
@@ -289,7 +304,7 @@ def _text(request: Request, limit: int, least: _Least) -> str:
         remedies.append(f"raise --devices to {least.devices}")
     elif least.in_time and not isinstance(request.placement, Placement):
         enough += f", and with {format_bytes(limit)} each no number of devices was found that does"
-    remedies += [f"give {flag}" for flag in least.others]
+    remedies += least.others
     return (
         f"no plan was found for {count} devices of {format_bytes(limit)}: in the one found that needs least, "
         f"{least.memory.place} needs {memory}, {format_bytes(least.enough - limit)} too much; {enough}; "

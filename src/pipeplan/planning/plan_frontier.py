@@ -249,15 +249,17 @@ def _searched(request: Request, limit: Limit, quickest: bool, progress: Progress
     """Try everything in turn, until the time is up, less what counting what is left will take."""
     requests = request.by_devices
     splits = GroupSplits(request.profile, request.cluster)
-    partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in requests])
+    levels = [level for asked in requests for level in asked.levels]
+    partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in levels])
     search = _FrontierSearch(limit, partitions, interrupted=True, progress=progress)
     share = (_HOW.chains, _HOW.split) if quickest else (1.0, 1.0)
     with limit.hearing_interrupts(), limit.ended():
         for asked in requests:
             search.one_stage(asked)
+        for asked in levels:
             search.own_placement(asked)
         search.try_all(partitions, share[0])
-        others = [stage_graphs(each, search.memories(each.num_devices)) for each in requests]
+        others = [stage_graphs(each, search.memories(each.num_devices)) for each in levels]
         joined = search.try_all(in_turn(others), share[1])
         split = search.try_all(in_turn([_split(splits, points) for points in search.by_devices(requests)]))
         search.interrupted = not (search.try_all(partitions) and split and joined)

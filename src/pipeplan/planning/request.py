@@ -638,19 +638,24 @@ def _between(times: Sequence[int]) -> str:
 
 
 def _as_defined(profile: Profile, scheduler: str, rules: Rules | None) -> dict[str, Any]:
-    """The fields that the definition of one schedule settles; none where schedules are searched.
-
-    Rules that a classic schedule is made by are that schedule: GPipe's say where W goes, for those who split it.
-    """
+    """The fields that the definition of one schedule settles; none where schedules are searched."""
     if scheduler == "rules" and rules is not None:
-        ships = rules.name in CLASSIC and rules.name in shipped_rules() and rules == named_rules(rules.name)
-        splits = CLASSIC[rules.name].splits if ships else rules.splits_backward
+        splits = splits_by(rules)
     elif scheduler in CLASSIC:
         splits = CLASSIC[scheduler].splits
     else:
         return {}
     outright = {"replicas": 1} if rules is not None and rules.order else {}
     return {"num_parted": 0, "split_backward": splits and can_split(profile), **outright}
+
+
+def splits_by(rules: Rules) -> bool:
+    """Whether rules split backward by their definition.
+
+    Those that a classic schedule is made by are that schedule: GPipe's say where W goes, for those who split it.
+    """
+    ships = rules.name in CLASSIC and rules.name in shipped_rules() and rules == named_rules(rules.name)
+    return CLASSIC[rules.name].splits if ships else rules.splits_backward
 
 
 def _placed(rules: Rules) -> Rules:

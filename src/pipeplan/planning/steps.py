@@ -36,11 +36,13 @@ from pipeplan.planning.candidates import (
     even_cuts,
     has_table,
     is_large,
+    strategy_choices,
 )
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import (
+    ENDING,
     BackwardWays,
     MadePlan,
     PlanSearch,
@@ -433,18 +435,18 @@ class EvenCut(PlanStep):
         )
         limit = Limit(max(self.seconds, self.share * search.budget.remaining), clock=search.budget.clock)
         with limit.ended(), telling.enforced():
-            self._look(search, search.request)
+            short = self._look(search, search.request)
             if search.best is None and search.may_divide:
                 levels = replace(search.request, zero=AUTO).levels  # the table has the first by default
                 for level in levels[1:] if has_table(search.request) else levels:
                     if search.spare is None and not telling.told:
                         self._look(search, level)
-            if search.answer is None and not telling.told:
+            if search.answer is None and not telling.told and short:
                 search.say(f"no {what} was found that fits: the search goes on")
 
-    def _look(self, search: PlanSearch, request: Request) -> None:
-        """The first that fits."""
-        unsuited: set[str] = set()
+    def _look(self, search: PlanSearch, request: Request) -> bool:
+        """The first that fits; whether others do not, of those that there are sizes and a place in the schedule for."""
+        unsuited, short = set[str](), False
         for candidate in even_cuts(request):
             if candidate.placement.strategy in unsuited:
                 continue
@@ -458,11 +460,15 @@ class EvenCut(PlanStep):
                     trial.look(usual=candidate.usual)
             except NotApplicableError:
                 unsuited.add(candidate.placement.strategy)
-            except PipeplanError:  # it does not fit
+                continue
+            except PipeplanError:
+                short = True
                 continue
             if trial.best is not None:
                 search.found_first(trial, spare=request is not search.request)
-                return
+                return short
+            short = True
+        return short or (not unsuited and request.least_memory is not None and bool(strategy_choices(request)))
 
     def _larger_groups(self, search: PlanSearch) -> None:
         entries = MOST_ENTRIES
@@ -765,9 +771,6 @@ def _left(search: PlanSearch) -> int:
 _COUNTING = 0.05
 """Seconds in which what is left is counted."""
 
-_ENDING = 5 * _COUNTING
-"""Seconds a search takes after its last plan: what is left is counted, and all is told."""
-
 _GIVING_UP = 0.05
 """Giving up a plan that is half made takes so much of the time that it was being made: its parts go one by one, which
 was 3 % of it for a million and a half entries."""
@@ -852,7 +855,7 @@ def _made_late(search: PlanSearch, trial: Trial) -> MadePlan:
     """The same, for which the search may be late: what ends in the middle is lost."""
     budget = search.budget
     budget.reserved = 0.0
-    budget.patience = max(0.0, search.lateness - _ENDING - _GIVING_UP * (max(0.0, budget.left()) + search.lateness))
+    budget.patience = max(0.0, search.lateness - ENDING - _GIVING_UP * (max(0.0, budget.left()) + search.lateness))
     try:
         return _made(search, trial)
     finally:

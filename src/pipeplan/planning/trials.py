@@ -386,6 +386,9 @@ FIRST_SECONDS = 1.0
 LATE, LATE_SHARE = 1.0, 0.1
 """A command may be so many seconds late, or by so much of its limit: for its first plan, and to make its last one."""
 
+ENDING = 0.25
+"""Seconds of these that a search takes after its last plan, or for want of one: it counts what is left, and ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class MadePlan:
@@ -448,7 +451,7 @@ class PlanSearch:
         that divide what they keep. Whatever runs ends when time is up, or at Ctrl-C.
         """
         steps = [step for step in self.steps if isinstance(step, PlanStep)]
-        self.budget.wait(self.lateness, FIRST_SECONDS)
+        self.budget.wait(max(0.0, self.lateness - ENDING), FIRST_SECONDS)
         left = steps
         with self.budget.hearing_interrupts(), self.budget.ended():
             if not self._bounded:

@@ -8,7 +8,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -128,6 +128,7 @@ def _digest(request: Request) -> str:
     return _sha256(
         [
             __version__,
+            [each.name for each in fields(TuningRow)],
             sha256_of(request.profile),
             str(request.profile.recipe),
             None if cluster is None else sha256_of(cluster),
@@ -195,7 +196,8 @@ class TuningRow:
     """A cell under one set of rules.
 
     ``depth`` is how many groups of devices form a pipeline, ``microbatch_size`` the samples of a micro-batch over all
-    ``replicas``, ``samples_per_replica`` the least and most in each; ``split``: backward has two parts. ``bubble_rate``
+    ``replicas``, ``samples_per_replica`` the least and most in each, ``shards`` and ``context`` how many devices split
+    each block, and how many of them each sequence; ``split``: backward has two parts. ``bubble_rate``
     is of the iteration, ``peak_memory_bytes`` of the device that needs most.
     """
 
@@ -212,6 +214,8 @@ class TuningRow:
     makespan_ns: int
     bubble_rate: float
     peak_memory_bytes: int
+    shards: int = 1
+    context: int = 1
 
     @property
     def rank(self) -> tuple[int, int, int, str]:
@@ -341,4 +345,6 @@ def _row(candidate: PlacementCandidate, schedule: Schedule, rules: Rules) -> Tun
         makespan_ns=figures.makespan_ns,
         bubble_rate=figures.bubble_rate,
         peak_memory_bytes=schedule.most_bytes,
+        shards=max(stage.shards for stage in candidate.placement.stages),
+        context=max(stage.context for stage in candidate.placement.stages),
     )

@@ -12,7 +12,7 @@ from pipeplan.files import Placement
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Request
-from pipeplan.reporting.layout import console_for, flowed, labelled, number_ranges
+from pipeplan.reporting.layout import console_for, flowed, idle_devices, labelled, number_ranges
 from pipeplan.reporting.terminal import Bottleneck, zero_words
 from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
@@ -38,10 +38,13 @@ def print_answer(
     """Print the answer, to stdout unless ``file`` is given; ``written`` is the plan's file, if there is one."""
     console = console_for(file)
     name, ended = result.plan.name, _heading(request, simulation, result)
-    heading = flowed(Text.assemble((name, "bold"), f": {ended}"), console.width)
-    most = LINES - 1 - heading.plain.count("\n")
+    heading = [
+        *idle_devices(simulation.workload.idle_devices, len(simulation.workload.devices), console.width),
+        flowed(Text.assemble((name, "bold"), f": {ended}"), console.width),
+    ]
+    most = LINES - sum(1 + text.plain.count("\n") for text in heading)
     rows = _fitted(list(_rows(request, result, simulation, written)), console.width, most)
-    console.print(heading)
+    console.print(*heading, sep="\n")
     console.print(labelled(rows, console.width))
     console.print()
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeplan.texts import printable
+from pipeplan.texts import counted, printable
 
 _PLAIN_WIDTH = 120
 """Columns where there is no terminal and ``COLUMNS`` is not set."""
@@ -227,6 +227,12 @@ def number_ranges(numbers: Sequence[int]) -> str:
         return ", ".join(names)
     steps = {(later[0] - run[0], later[1] - run[1]) for run, later in zip(runs, runs[1:], strict=False)}
     return f"{names[0]}{f', {names[1]}' if len(steps) == 1 else ''} .. {names[-1]} ({len(numbers)})"
+
+
+def idle_devices(idle: Sequence[int], count: int, width: int, where: str = "") -> list[Text]:
+    """What goes before all else where some of ``count`` devices run nothing: that they do (``where``), and which."""
+    text = f"{where}{len(idle)} of {counted(count, 'device')} run nothing: {number_ranges(idle)}" if idle else ""
+    return [flowed(Text(text, "bold yellow"), width)] if idle else []
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

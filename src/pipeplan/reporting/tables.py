@@ -27,6 +27,7 @@ from pipeplan.reporting.layout import (
     Column,
     console_for,
     flowed,
+    idle_devices,
     labelled,
     more,
     print_notes,
@@ -60,7 +61,8 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
     samples = (
         counted(comparison.mini_batch, "sample")
         if batch is None
-        else f"{batch.num_microbatches} micro-batches of {size_in_words(batch.microbatch_size, per_replica)}"
+        else f"{counted(batch.num_microbatches, 'micro-batch', 'es')} of "
+        f"{size_in_words(batch.microbatch_size, per_replica)}"
     )
     devices = counted(comparison.num_devices, "device")
     limited = f"memory {' or '.join(limits)}" if limits else "no memory limit"
@@ -68,7 +70,8 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
         limited += f" beside {format_bytes(reserve)} in reserve"
     estimated = ", times estimated" if comparison.yardstick.estimated else ""
     heading = Text.assemble((comparison.name, "bold"), f": {devices}, {samples}, {limited}{estimated}")
-    console.print(flowed(heading, console.width))
+    idle = idle_devices(comparison.rows[0].idle_devices, comparison.num_devices, console.width, "in the first row ")
+    console.print(*idle, flowed(heading, console.width), sep="\n")
     console.print(*_comparison_tables(comparison, console.width), sep="\n")
     print_notes((*_notes(comparison), *comparison.notes), file)
 
@@ -148,11 +151,19 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     after = [Column("after actions", [format_ns(ns) for ns in exposed])] if any(exposed) else []
     short = [Column("search", ["cut short" if row.cut_short else "" for row in rows], words=True)]
     copies = [Column("replicas", [str(row.replicas) for row in rows])]
+    others: list[tuple[str, list[int]]] = [  # what is usual has no column
+        ("tp", [row.shards if row.shards > 1 else 0 for row in rows]),
+        ("cp", [row.context if row.context > 1 else 0 for row in rows]),
+        ("ep", [row.expert if row.expert > 1 else 0 for row in rows]),
+        ("ZeRO", [row.zero for row in rows]),
+        ("idle devices", [len(row.idle_devices) for row in rows]),
+    ]
     columns = [
         Column("schedule", [row.title for row in rows], words=True, key=True),
         *(places if len({row.placement for row in rows}) > 1 else []),
         *(cuts if comparison.batch is None else []),
         *(copies if len({row.replicas for row in rows}) > 1 else []),
+        *(Column(name, [str(count or "-") for count in counts]) for name, counts in others if any(counts)),
         Column("backward", [_backward(split=row.split_backward, recompute=row.recompute) for row in rows], words=True),
         Column("iteration", [format_ns(row.iteration_ns) for row in rows]),
         *after,
@@ -197,10 +208,12 @@ _MAX_RANKS = 20
 def print_ranking(rows: Sequence[TuningRow], file: TextIO | None = None) -> None:
     """Print the first rows as a table, to stdout unless ``file`` is given."""
     console, shown = console_for(file), rows[:_MAX_RANKS]
+    sizes = [("tp", [row.shards for row in shown]), ("cp", [row.context for row in shown])]
     columns = [
         Column("rank", [str(rank) for rank in range(1, len(shown) + 1)], key=True),
         Column("pp", [str(row.depth) for row in shown]),
         Column("dp", [str(row.replicas) for row in shown]),
+        *(Column(name, list(map(str, counts))) for name, counts in sizes if max(counts) > 1),
         Column("samples", [str(row.microbatch_size) for row in shown]),
         Column("per replica", [_range(row.samples_per_replica) for row in shown]),
         Column("placement", [row.placement for row in shown], words=True),

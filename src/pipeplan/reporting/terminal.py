@@ -21,6 +21,7 @@ from pipeplan.reporting.layout import (
     console_for,
     flowed,
     groups_of_equal,
+    idle_devices,
     labelled,
     more,
     number_ranges,
@@ -43,7 +44,7 @@ from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns
-from pipeplan.workload.elements import Stage
+from pipeplan.workload.elements import ONCE, Stage
 from pipeplan.workload.kinds import MASTER, MEMORY_KINDS, PARAMETERS, MemoryBytes, Role, in_order, role_of
 from pipeplan.workload.samples import size_in_words
 from pipeplan.workload.slices import num_sliced
@@ -235,7 +236,7 @@ def zero_words(stages: Sequence[Stage]) -> str:
     level, group = ("-".join(map(str, dict.fromkeys((min(each), max(each))))) for each in (levels, groups))
     found = f"ZeRO {level} over {group} {'copies' if any(stage.context > 1 for stage in dividing) else 'replicas'}"
     every = [
-        f"{done} every {'-'.join(map(str, dict.fromkeys((min(counts), max(counts)))))} {what}"
+        f"{done} once" if min(counts) == ONCE else f"{done} every {_between(counts)} {what}"
         for done, what, counts in (
             ("gathered", "actions", [stage.unshard_every for stage in dividing if stage.unshard_every]),
             ("reduced", "micro-batches", [stage.reduce_every for stage in dividing if stage.reduce_every]),
@@ -243,6 +244,12 @@ def zero_words(stages: Sequence[Stage]) -> str:
         if counts
     ]
     return f"{found} ({', '.join(every)})" if every else found
+
+
+def _between(counts: Sequence[int]) -> str:
+    """The least and the most: ``1-8``."""
+    ends = dict.fromkeys((min(counts), max(counts)))
+    return "-".join("all" if each == ONCE else str(each) for each in ends)
 
 
 def _configurations(stage: Stage) -> str:
@@ -283,7 +290,7 @@ def print_simulation(simulation: Simulation, file: TextIO | None = None, width: 
 def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> list[RenderableType]:
     """The parts of the report, for a console of ``width`` columns."""
     return [
-        *_idle_devices(simulation, width),
+        *idle_devices(simulation.workload.idle_devices, len(simulation.workload.devices), width),
         flowed(_headline(simulation), width),
         labelled(_figures(simulation), width),
         *_devices(simulation, width),
@@ -292,12 +299,6 @@ def report(simulation: Simulation, width: int, *, ascii_only: bool = False) -> l
         flowed(_critical_path(simulation, "->" if ascii_only else "→"), width),
         *(flowed(Text(note, "dim"), width) for note in simulation.notes),
     ]
-
-
-def _idle_devices(simulation: Simulation, width: int) -> list[Text]:
-    idle, devices = simulation.workload.idle_devices, simulation.workload.devices
-    text = f"{len(idle)} of {counted(len(devices), 'device')} run nothing: {number_ranges(idle)}"
-    return [flowed(Text(text, "bold yellow"), width)] if idle else []
 
 
 def _headline(simulation: Simulation) -> Text:

@@ -391,12 +391,20 @@ def is_chain(problem: OneMicrobatch) -> str | None:
     return f"it needs a chain of stages, and forwards of stage {stage} go on to {ways}"
 
 
-one_each = all_of(stands("one-to-one", "a chain with stage d on device d alone", lambda chunks: chunks == 1), is_chain)
+def unparted(problem: OneMicrobatch) -> str | None:
+    """Forwards neither part nor meet: where they do, no placement makes a chain of the stages."""
+    return None if chains(problem) else is_chain(problem)
+
+
+one_each = all_of(
+    unparted, stands("one-to-one", "a chain with stage d on device d alone", lambda chunks: chunks == 1), is_chain
+)
 circular = stands("circular", "several stages per device in turn", lambda chunks: chunks > 1)
 v_shape = all_of(
-    stands("v-shape", "a chain with two stages per device, down and up", lambda chunks: chunks == 2), is_chain
+    unparted, stands("v-shape", "a chain with two stages per device, down and up", lambda chunks: chunks == 2), is_chain
 )
 waves = all_of(
+    unparted,
     stands("v-shape", "a chain with stages down and up, an even number per device", lambda chunks: chunks % 2 == 0),
     is_chain,
 )
@@ -476,7 +484,7 @@ CLASSIC: dict[str, Classic] = {
     "v-min": split(v_shape, repeated_block((1, 1, 1, 1)), automatic=True),
     "dualpipe-v": Classic(all_of(v_shape, enough_for_dualpipe), scripted(dualpipe_v), splits=True),
     "hanayo": Classic(waves, by_rules_in_units("hanayo")),
-    "chimera": Classic(needs_two_ways, by_rules("chimera")),
+    "chimera": Classic(all_of(unparted, needs_two_ways), by_rules("chimera")),
     "kfkb": Classic(one_stage_each, as_given(best_kfkb_orders)),
     "greedy": Classic(always, as_given(greedy_orders), quick_tasks=1_500),
     "1f1b+": Classic(needs_shared, by_rules("1f1b+")),

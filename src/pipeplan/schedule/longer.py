@@ -13,6 +13,7 @@ from pipeplan.errors import InvalidPlanError
 from pipeplan.schedule.state import Schedule, SearchStep
 from pipeplan.time_limit import checked
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.exchanges import microbatches_alike
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits
 from pipeplan.workload.one_microbatch import OneMicrobatch
@@ -45,9 +46,10 @@ class ShorterRun(SearchStep):
         """The shorter run, of whole rounds of all stages; None where the workload is not so long."""
         whole = OneMicrobatch.of(workload, require_room=False)
         actions = sum(map(len, workload.slots))
-        if actions <= self.most or counts_of(workload, whole.microbatches_per_round) is None:
+        alike = microbatches_alike(workload)
+        if actions <= self.most or counts_of(workload, alike * whole.microbatches_per_round) is None:
             return None
-        rounds, step = whole.num_microbatches, self.unrolls
+        rounds, step = whole.num_microbatches, math.lcm(self.unrolls, alike)
         if rounds >= 2 * whole.num_devices * self.unrolls:
             step = math.lcm(step, whole.num_devices)
         fewer = max(self.tasks // whole.num_operations, 2 * whole.num_devices)
@@ -132,6 +134,7 @@ class ShorterRun(SearchStep):
                 begins, unroll = parts
                 rounds = [int(operation.role is not Role.FORWARD) for operation in given.workload.operations]
             microbatches = unroll * problem.microbatches_per_round
+            microbatches = math.lcm(microbatches, microbatches_alike(given.workload))
             begins = _begins(problem, begins)
             return looped(given, devices, begins, microbatches, num_microbatches, most_written, rounds)
         except InvalidPlanError:

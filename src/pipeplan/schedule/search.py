@@ -39,6 +39,7 @@ from pipeplan.time_limit import TimeUpError, checked, checkpoint
 from pipeplan.units import format_bytes, format_ns, rounded_up
 from pipeplan.workload.bounds import period_bound, strong_iteration_bound, weak_iteration_bound
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.exchanges import microbatches_alike
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.steady_state.loop import MAX_WRITTEN, LoopedOrders
@@ -213,6 +214,7 @@ def plain_look(workload: Workload, most_entries: int = MOST_ENTRIES) -> Schedule
     fewer = max(1, most_entries // workload.entries)
     if workload.num_microbatches <= 2 * fewer:
         return _plain(workload)
+    fewer += (workload.num_microbatches - fewer) % microbatches_alike(workload)
     short = _plain(workload.with_microbatches(fewer))
     return None if short is None else ShorterRun().repeating(short, workload)
 

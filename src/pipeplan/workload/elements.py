@@ -292,12 +292,15 @@ def groups_problem(groups: Sequence[BlockGroup], num_blocks: int, operations: It
     return None
 
 
+ONCE = MAX_COUNT
+"""State that is exchanged after so many actions is exchanged once an iteration, however many micro-batches it has."""
 UNSHARD_EVERY = (
     "forwards and backwards of the stage, one after another on its devices, for which its parameters stay gathered, "
-    "from an UNSHARD to a RESHARD; none: each block is gathered inside of actions"
+    f"from an UNSHARD to a RESHARD; {ONCE}: all; none: each block is gathered inside of actions"
 )
 REDUCE_EVERY = (
-    "micro-batches whose gradients add up before a REDUCE_GRAD; none: each block's are reduced inside of actions"
+    f"micro-batches whose gradients add up before a REDUCE_GRAD; {ONCE}: all; none: each block's are reduced inside "
+    "of actions"
 )
 
 

@@ -22,10 +22,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import gcd, lcm
 from typing import Protocol
 
 from pipeplan.workload.action import StateAction
-from pipeplan.workload.elements import BlockGroup, Stage
+from pipeplan.workload.elements import ONCE, BlockGroup, Stage
 from pipeplan.workload.kinds import (
     GRADIENT_ROLES,
     GRADIENTS,
@@ -112,12 +113,46 @@ class _StageState:
     added_at: list[int] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of a network between two actions, in ns of the iteration: two are alike if all that comes after is.
+
+    ``waiting`` are (ready, stage, group, since when it adds up) of what is to be reduced. ``states`` [stage] say for
+    how many actions it is gathered and since when, how many were added and since when, each where that ends before the
+    iteration does; and when its groups were given up and reduced.
+    """
+
+    free_ns: int
+    floor_ns: int
+    waiting: tuple[tuple[int, int, int, int], ...]
+    states: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
+
+    def since(self, moment_ns: int) -> object:
+        """The same in ns since a moment; what is over when the last action began does not matter."""
+        floor = self.floor_ns
+
+        def over(*times: int) -> tuple[int, ...]:
+            return tuple(max(floor, time) - moment_ns for time in times)
+
+        states = [
+            (
+                (left[:1], [at - moment_ns for at in left[1:]]),
+                (added[:1], [at - moment_ns for at in added[1:]]),
+                over(*past),
+            )
+            for left, added, past in self.states
+        ]
+        waiting = [(over(ready), stage, group, added - moment_ns) for ready, stage, group, added in self.waiting]
+        return over(self.free_ns, floor), waiting, states
+
+
 class Network:
     """The network of the devices that have some stages, as their actions start one after another."""
 
     def __init__(self, graph: Numbered, stages: Sequence[int]) -> None:
         self._graph = graph
         workload = graph.workload
+        self.devices = workload.stages[stages[0]].devices
         self.free = 0
         self.runs: list[StateRun] = []
         self.held: list[WholeState] = []
@@ -155,6 +190,26 @@ class Network:
         if state is not None:
             self._use(task, operation.stage, stage, state, role, course, start)
         return start
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """What decides when later exchanges run."""
+        states = (
+            (
+                (state.left, *state.gathered_at) if state.left and not self._is_once(number) else (),
+                (state.added, *state.added_at) if state.added and not self._is_once(number, adds=True) else (),
+                (*state.given_up, *state.reduced),
+            )
+            for number, state in self._states.items()
+        )
+        waiting = [
+            (ready, number, group, self._states[number].added_at[group]) for ready, *_, number, group in self._waiting
+        ]
+        return Snapshot(self.free, self._floor, tuple(waiting), tuple(states))
+
+    def _is_once(self, number: int, *, adds: bool = False) -> bool:
+        stage = self._graph.workload.stages[number]
+        return (stage.reduce_every if adds else stage.unshard_every) == ONCE
 
     def finish(self) -> None:
         """Nothing more starts: run what waits."""
@@ -257,23 +312,60 @@ def networks_of(graph: Numbered) -> list[Network | None]:
     return [found.get(operation.stage) for operation in workload.operations]
 
 
+def snapshots(graph: Numbered, starts: Sequence[int]) -> list[tuple[list[int], list[Snapshot]]]:
+    """[network] when its devices' actions start, in ns, ascending, and its state right after each of these starts."""
+    found = []
+    for own, network in _tasks_of(graph).items():
+        tasks = sorted(network, key=starts.__getitem__)
+        states = []
+        for task in tasks:
+            own.start(task, starts[task])
+            states.append(own.snapshot)
+        found.append(([starts[task] for task in tasks], states))
+    return found
+
+
+def microbatches_alike(workload: Workload) -> int:
+    """After how many micro-batches at least exchanges of all stages begin anew together."""
+    found = 1
+    for number, stage in enumerate(workload.stages):
+        for every, roles in ((stage.unshard_every, PARAMETER_ROLES), (stage.reduce_every, GRADIENT_ROLES)):
+            each = sum(operation.stage == number and operation.role in roles for operation in workload.operations)
+            if stage.block_groups and every not in (None, ONCE):
+                assert every is not None
+                found = lcm(found, every // gcd(every, max(1, each)))
+    return found
+
+
+def exchanges_come_out(workload: Workload, counts: Sequence[int]) -> bool:
+    """Whether exchanges begin anew after ``counts`` [operation] actions, but for those once an iteration."""
+    for number, stage in enumerate(workload.stages):
+        for every, roles in ((stage.unshard_every, PARAMETER_ROLES), (stage.reduce_every, GRADIENT_ROLES)):
+            own = zip(workload.operations, counts, strict=False)
+            each = sum(count for operation, count in own if operation.stage == number and operation.role in roles)
+            if stage.block_groups and every not in (None, ONCE) and each % (every or 1):
+                return False
+    return True
+
+
+def _tasks_of(graph: Numbered) -> dict[Network, list[int]]:
+    """{network: the tasks of its devices}"""
+    found: dict[Network, list[int]] = {}
+    for item, network in enumerate(networks_of(graph)):
+        if network is not None:
+            found.setdefault(network, []).extend(range(graph.offsets[item], graph.offsets[item + 1]))
+    return found
+
+
 def networks_at(graph: Numbered, starts: Sequence[int]) -> list[tuple[tuple[int, ...], Network]]:
     """(devices, their network) after all actions have started at ``starts`` [task]; only where state is exchanged."""
-    networks = networks_of(graph)
-    devices = {
-        network: graph.workload.stages[operation.stage].devices
-        for operation, network in zip(graph.workload.operations, networks, strict=True)
-        if network is not None
-    }
-    tasks: dict[Network, list[int]] = {network: [] for network in devices}
-    for item, network in enumerate(networks):
-        if network is not None:
-            tasks[network] += range(graph.offsets[item], graph.offsets[item + 1])
-    for network, own in tasks.items():
+    found = []
+    for network, own in _tasks_of(graph).items():
         for task in sorted(own, key=starts.__getitem__):
             network.start(task, starts[task])
         network.finish()
-    return [(own, network) for network, own in devices.items()]
+        found.append((network.devices, network))
+    return found
 
 
 Around = list[dict[int | None, list[str]]]

@@ -97,7 +97,7 @@ def repetend_of(graph: TaskGraph, orders: Orders) -> Repetend | None:
 
 def repetend_of_loop(workload: Workload, loop: LoopCut) -> Repetend | None:
     """The only round of a loop, which repeats, as a repetend; None where micro-batches are not all alike."""
-    if len(loop.moments) > 1 or not without_parts(workload).is_uniform:
+    if len(loop.moments) > 1 or workload.exchanges or not without_parts(workload).is_uniform:
         return None
     each = zip(workload.operations, loop.begins, workload.slots, strict=False)  # messages are last
     first = {operation.id: begin - slots.num_parted for operation, begin, slots in each}

@@ -26,9 +26,9 @@ from pipeplan.examples import model as paper_model
 from pipeplan.files import Cluster, DeviceKind, LinkLevel, Profile, Source, read_profile
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan
-from pipeplan.runtime.executor.stage import _RecomputedCores
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.parallel.attention_cores import RecomputedCores
 from pipeplan.runtime.profiling.build_profile import splits_of
 from pipeplan.runtime.profiling.counting import counted
 from pipeplan.runtime.profiling.estimate import estimate_model
@@ -168,11 +168,15 @@ def test_less_is_held_where_the_attention_core_is_computed_again(module: type[nn
     assert plain[0].selective_ns is None
     assert 0 < (row.selective_ns or 0) < row.forward_ns
     real, x = module(), torch.randn(3, 8, WIDTH, requires_grad=True)
-    with saved_tensors() as saved, Given() as given, _RecomputedCores():
+    with saved_tensors() as saved, Given() as given, RecomputedCores():
         made = real(x)
     own = storages(real.parameters())
     held = {key: size for key, size in storages([x, *saved(), *given.found]).items() if key not in own}
     assert row.selective_activation_bytes == sum(held.values())
+    measured = profile_model(Model("core", blocks, sequences, lambda batch: 1), (3,), repeats=2, warmup=0).blocks
+    assert measured[0].costs[0].selective_ns is None
+    assert measured[1].costs[0].selective_activation_bytes == row.selective_activation_bytes
+    assert (measured[1].costs[0].selective_ns or 0) > 0
     if module is Unfused:  # scores by softmax and after dropout, and what it leaves out
         assert row.activation_bytes - sum(held.values()) >= 3 * 2 * 8 * 8 * (4 + 4 + 1)
     del made

@@ -80,6 +80,8 @@ def emulate(plan: Plan, options: RunOptions, progress: Progress, on_step: OnStep
     ``on_step`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
     UsageError, on every rank, where they were started with different plans or options.
     """
+    if any(stage.block_groups for stage in plan.stages):
+        plan = plan.unrolled()  # a network goes through its exchanges one by one
     emulation = _Emulation(plan, options, progress)
     stretch = emulation.stretch(options.stretch)
     steps, timeline = [], []

@@ -12,12 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from pipeplan.runtime.executor.channels import TransferError
@@ -25,6 +23,7 @@ from pipeplan.runtime.executor.message_graph import Numbers
 from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
 from pipeplan.runtime.executor.tensors import WHOLE_TENSOR, Produced, Received, StageLayouts, TensorLayout
 from pipeplan.runtime.models.spec import BlockSpec
+from pipeplan.runtime.parallel.attention_cores import RecomputedCores
 from pipeplan.runtime.parallel.device import Autocast, precise
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.workload.elements import Again
@@ -234,7 +233,7 @@ class StageRunner:
             _begin_random_numbers(samples.seed_of(block, rows), at.device)
             with self.autocast() if self.autocast is not None else nullcontext():
                 run = partial(checkpoint, module, use_reentrant=False) if again is True else module
-                with _RecomputedCores() if again == "selective" else nullcontext() as cores:
+                with RecomputedCores() if again == "selective" else nullcontext() as cores:
                     made = run(*arguments)
         if cores is not None and not cores.count and block in self.part.cores:
             raise StageError(
@@ -285,28 +284,6 @@ class StageRunner:
                         f"block {name!r} needs a gradient from stage {target}, and the plan brings none back; "
                         "profile this model and search again"
                     )
-
-
-_ATTENTION = {
-    torch.nn.functional.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-}
-
-
-class _RecomputedCores(TorchFunctionMode):
-    """Attention cores inside keep what they are given, and are computed again in backward; ``count`` them."""
-
-    count = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run a function; attention in a checkpoint of its own."""
-        if func not in _ATTENTION:
-            return func(*args, **(kwargs or {}))
-        self.count += 1
-        return checkpoint(func, *args, use_reentrant=False, **(kwargs or {}))
 
 
 def _begin_random_numbers(seed: int, device: torch.device) -> None:

@@ -11,10 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from pipeplan.files import CostRow, FileModel
 from pipeplan.runtime.models.shapes import outputs_of
+from pipeplan.runtime.parallel.attention_cores import ATTENTION, RecomputedCores
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_compiled
 from pipeplan.runtime.profiling.instruments import (
     Meter,
@@ -65,7 +67,10 @@ class RowKey:
 
 
 class KeptRow(FileModel):
-    """Measurements of one kind of block in one case; ``times`` are of each timed run: F, B, I, W in ns."""
+    """Measurements of one kind of block in one case; ``times`` are of each timed run: F, B, I, W in ns.
+
+    ``core_times`` are those of its attention cores alone.
+    """
 
     block: Name
     microbatch_size: Count
@@ -73,9 +78,11 @@ class KeptRow(FileModel):
     context: Count = 1
     recompute: bool = False
     activation_bytes: Bytes
+    selective_activation_bytes: Bytes | None = None
     weight_grad_bytes: Bytes
     workspace_bytes: Bytes
     times: Items[tuple[Nanoseconds, Nanoseconds, Nanoseconds, Nanoseconds]] = ()
+    core_times: Items[Nanoseconds] = ()
 
     @property
     def key(self) -> RowKey:
@@ -87,8 +94,10 @@ class KeptRow(FileModel):
 class Bench:
     """One block at one micro-batch size, ready to run again and again.
 
-    ``inputs`` are what it takes of its sources, ``needs_grad`` whether each gets a gradient, ``gradients`` those of
-    its outputs, by index. With ``recompute`` (in the key) F keeps only its inputs, and B and I run it again first.
+    ``selective_bytes`` are held where backward computes attention cores again, None where there are none, and
+    ``core_times`` what these take. ``inputs`` are what it takes of its sources, ``needs_grad`` whether each gets a
+    gradient, ``gradients`` those of its outputs, by index. With ``recompute`` (in the key) F keeps only its inputs, and
+    B and I run it again first.
     """
 
     key: RowKey
@@ -103,6 +112,8 @@ class Bench:
     weight_grad_bytes: int = 0
     workspace_bytes: int = 0
     times: list[tuple[int, int, int, int]] = field(default_factory=list)
+    selective_bytes: int | None = None
+    core_times: list[int] = field(default_factory=list)
 
     def forward(self) -> _Roots:
         """F: what backward starts from; nothing if no gradient is needed. The outputs themselves are let go of."""
@@ -133,8 +144,17 @@ class Bench:
         """Two passes, with full and with split backward; their times are kept unless they warm up."""
         with blamed(self.key.label):
             times = (*self._time_full(), *self._time_split())
+            core = None if self.selective_bytes is None else self._time_cores()
         if keep:
             self.times.append(times)
+            self.core_times += [] if core is None else [core]
+
+    def _time_cores(self) -> int:
+        """The block's attention cores alone, as backward computes them again."""
+        cores = GivenToCores()
+        with cores:
+            self.forward()
+        return timed(cores.run, self.device)[1]
 
     def _time_full(self) -> tuple[int, int]:
         roots, forward_ns = timed(self.forward, self.device)
@@ -176,14 +196,17 @@ class Bench:
             context=self.key.context,
             recompute=self.key.recompute,
             activation_bytes=self.activation_bytes,
+            selective_activation_bytes=self.selective_bytes,
             weight_grad_bytes=self.weight_grad_bytes,
             workspace_bytes=self.workspace_bytes,
+            core_times=tuple(self.core_times),
             times=tuple(self.times),
         )
 
     def take_up(self, kept: KeptRow) -> None:
         """Go on from what an earlier measurement kept."""
         self.activation_bytes = kept.activation_bytes
+        self.selective_bytes, self.core_times = kept.selective_activation_bytes, list(kept.core_times)
         self.weight_grad_bytes = kept.weight_grad_bytes
         self.workspace_bytes = kept.workspace_bytes
         self.times = list(kept.times)
@@ -197,9 +220,11 @@ class Bench:
 
     def _measure_held(self) -> int:
         """Fill in what waits for B, or for W; returns how much of the former the block was given."""
-        with saved_tensors() as saved:
+        with saved_tensors() as saved, CountedCores() as cores:
             roots = self.forward()
         given = self.note_activations(roots, saved)
+        if cores.count and not self.key.recompute:
+            self._note_without_cores()
         with WeightGradQueue() as queue:
             self.backward(roots)
         self.note_weight_grads(queue)
@@ -216,6 +241,14 @@ class Bench:
         self.activation_bytes = sum(held.values())
         given = storages([*self.inputs, *self.samples])
         return sum(size for address, size in held.items() if address in given)
+
+    def _note_without_cores(self) -> None:
+        """Fill in what waits for B where it computes attention cores again: not what they make, but what they take."""
+        with saved_tensors() as saved, GivenToCores() as cores:
+            roots = self.forward()
+        if roots:
+            held = _without(storages([*saved(), *self._kept_inputs(), *cores.given]), self._own)
+            self.selective_bytes = min(self.activation_bytes, sum(held.values()))
 
     def note_weight_grads(self, queue: WeightGradQueue) -> None:
         """Fill in what waits for W after I."""
@@ -267,12 +300,50 @@ class Bench:
     def row(self) -> CostRow:
         """The measurements as a row of the profile."""
         medians: dict[str, Any] = {name: self.median(name) for name in TIMES}
+        if self.selective_bytes is not None:
+            medians["selective_ns"] = int(statistics.median(self.core_times or [0]))
         return CostRow(
-            **self.kept().model_dump(exclude={"block", "times"}),
+            **self.kept().model_dump(exclude={"block", "times", "core_times"}),
             **medians,
             repeats=len(self.times),
             spread={name: spread_of(self.series(name)) for name in TIMES},
         )
+
+
+class CountedCores(TorchFunctionMode):
+    """Attention cores inside are run as they are; ``count`` them."""
+
+    count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function."""
+        self.count += func in ATTENTION
+        return func(*args, **(kwargs or {}))
+
+
+class GivenToCores(RecomputedCores):
+    """Notes what cores are ``given``, and can run them again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Tensor] = []
+        self.calls: list[Callable[[], object]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function; attention in a checkpoint of its own, and noted."""
+        if func in ATTENTION:
+            self.given += [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, Tensor)]
+            self.calls.append(partial(func, *args, **(kwargs or {})))
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def run(self) -> None:
+        """All of them, as they were called."""
+        for call in self.calls:
+            call()
 
 
 def _without(found: dict[int, int], own: dict[int, int]) -> dict[int, int]:

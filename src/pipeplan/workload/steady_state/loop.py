@@ -17,6 +17,7 @@ from itertools import chain, pairwise
 from pipeplan.errors import InvalidPlanError
 from pipeplan.time_limit import checked
 from pipeplan.workload.engine import with_links
+from pipeplan.workload.exchanges import Snapshot, exchanges_come_out, snapshots
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
@@ -90,11 +91,11 @@ class LoopedOrders:
 def counts_of(workload: Workload, microbatches: int) -> tuple[int, ...] | None:
     """[item] the actions, or messages, of a round of that many micro-batches.
 
-    None where those are no whole number, where actions are counted, and where memory is kept from one device's action
-    to another's: how that overlaps is not said by where a round begins.
+    None where those are no whole number, where exchanges do not come out, where actions are counted, and where memory
+    is kept from one device's action to another's: how that overlaps is not said by where a round begins.
     """
     samples = microbatches * workload.microbatch_size
-    if workload.needs or workload.networks or workload.exchanges or any(stage.kept.total for stage in workload.stages):
+    if workload.needs or workload.networks or any(stage.kept.total for stage in workload.stages):
         return None
     found = []
     for slots in workload.slots:
@@ -102,7 +103,7 @@ def counts_of(workload: Workload, microbatches: int) -> tuple[int, ...] | None:
         if rest or (slots.run < slots.every and count % slots.every):
             return None
         found.append(count if slots.run == slots.every else count // slots.every * slots.run)
-    return tuple(found)
+    return None if workload.exchanges and not exchanges_come_out(workload, found) else tuple(found)
 
 
 def find_loop(
@@ -171,6 +172,7 @@ class _LoopFinder:
     ends: list[list[int]]
     rounds: Sequence[int]
     number: int
+    networks: Sequence[tuple[list[int], list[Snapshot]]] = ()
 
     @classmethod
     def of(
@@ -188,7 +190,8 @@ class _LoopFinder:
             return None
         begun = [[starts[task] for task in order] for order in orders]
         ends = [[starts[task] + graph.durations[task] for task in order] for order in orders]
-        return cls(graph.workload, counts, by_item, begun, ends, rounds, number)
+        networks = snapshots(graph, starts) if graph.workload.exchanges else ()
+        return cls(graph.workload, counts, by_item, begun, ends, rounds, number, networks)
 
     @property
     def leading(self) -> int:
@@ -236,6 +239,10 @@ class _LoopFinder:
             free = ends[before - 1] if before else 0
             # what is first in the round may start later than its device is free, for a reason that repeats, too
             if ends[after - 1] - free != period and not (free < begun[before] >= ends[after - 1] - period):
+                return None
+        for begun, states in self.networks:
+            before, after = bisect_left(begun, begin) - 1, bisect_left(begun, begin + period) - 1
+            if before < 0 or states[before].since(begin) != states[after].since(begin + period):
                 return None
         begins = {}
         for item, row in enumerate(self.starts):
@@ -353,7 +360,7 @@ def looped(
     """
     wanted, rest = divmod(num_microbatches - graph.workload.num_microbatches, microbatches)
     counts = counts_of(graph.workload, microbatches)
-    if rest or wanted < 0 or counts is None:
+    if rest or wanted < 0 or counts is None or (rounds is not None and any(rounds) and graph.workload.exchanges):
         return None
     copies = 0
     own = [0] * len(graph.workload.operations) if rounds is None else [*rounds[: len(graph.workload.operations)]]

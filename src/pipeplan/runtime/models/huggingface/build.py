@@ -454,6 +454,8 @@ def _of_places(
 ) -> Iterator[Collective]:
     """The same where the sequence is divided; ``column_bytes`` are those of a number of every word."""
     inputs, outputs = widths_of(share.module, name)
+    if way in COLUMNS and getattr(share.config, "kv_lora_rank", None):
+        inputs = share.config.hidden_size  # latents are made of the words that are joined, on every device
     joined, scattered, again = joined_in(share.module, name, way), scattered_in(share.module, name, way), True
     if way == WORDS:  # a tied head has the name of the embedding
         is_table = block.operator == "embedding"

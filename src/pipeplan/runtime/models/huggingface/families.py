@@ -205,6 +205,18 @@ _QWEN2_MOE = {  # transformers' own leaves the expert that all words take whole
     },
 }
 
+_LATENT = {  # transformers' own leaves attention whole; what projects to latents is whole on every device
+    **{f"model.model.layers.*.self_attn.{each}_proj": "colwise" for each in ("q", "q_b", "kv_b")},
+    "model.model.layers.*.self_attn.o_proj": "rowwise",
+    "model.model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "model.model.layers.*.mlp.experts.down_proj": "rowwise",
+    **{
+        f"model.model.layers.*.{at}.{each}_proj": way
+        for at in ("mlp", "mlp.shared_experts")
+        for each, way in {"gate": "colwise", "up": "colwise", "down": "rowwise"}.items()
+    },
+}
+
 
 def _spoken(config: Any, vocabulary: int, sequence: int) -> Contents:
     """Whisper's first layers halve the times of its spectra."""
@@ -303,8 +315,8 @@ FAMILIES: dict[str, ModelFamily] = {
     "mixtral": ModelFamily("MixtralConfig", "MixtralForCausalLM"),
     "qwen2_moe": ModelFamily("Qwen2MoeConfig", "Qwen2MoeForCausalLM", plan=_QWEN2_MOE),
     "qwen3_moe": ModelFamily("Qwen3MoeConfig", "Qwen3MoeForCausalLM", arguments=("head_dim",)),
-    "deepseek_v2": ModelFamily("DeepseekV2Config", "DeepseekV2ForCausalLM", splits=False),
-    "deepseek_v3": ModelFamily("DeepseekV3Config", "DeepseekV3ForCausalLM", splits=False),
+    "deepseek_v2": ModelFamily("DeepseekV2Config", "DeepseekV2ForCausalLM", plan=_LATENT),
+    "deepseek_v3": ModelFamily("DeepseekV3Config", "DeepseekV3ForCausalLM", plan=_LATENT),
     "llama4_text": ModelFamily(
         "Llama4TextConfig",
         "Llama4ForCausalLM",

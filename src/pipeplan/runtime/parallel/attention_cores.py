@@ -1,0 +1,25 @@
+"""Attention cores: scores, softmax, and their mixture, which backward may compute again (Korthikanti et al. 2022)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+_ATEN = torch.ops.aten.scaled_dot_product_attention
+ATTENTION = {torch.nn.functional.scaled_dot_product_attention, _ATEN, _ATEN.default}
+
+
+class RecomputedCores(TorchFunctionMode):
+    """Attention cores inside keep what they are given, and are computed again in backward; ``count`` them."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run a function; attention in a checkpoint of its own."""
+        self.count += func in ATTENTION
+        run = partial(checkpoint, func, use_reentrant=False) if func in ATTENTION else func
+        return run(*args, **(kwargs or {}))
