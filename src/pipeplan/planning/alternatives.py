@@ -159,7 +159,7 @@ def _exposed(schedule: Schedule, workload: Workload) -> int:
 def _common(search: PlanSearch, best_ns: int) -> Iterator[Common]:
     """1F1B and interleaved 1F1B, each tensor- and context-parallel size at its best: by closed forms, where nothing is
     recomputed that need not be."""
-    seen: set[tuple[int, int, str]] = set()
+    seen: set[tuple[int, int, int, str]] = set()
     limit = min((size for size in search.request.memory if size is not None), default=None)
     for each in uniform_choices(search.request):
         choice = each.choice

@@ -474,8 +474,8 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
                 for spread, possible in batches.items():
                     if batch in possible:
                         own = (strategy, replicas, batch, recompute, spread, request.shards or 1, request.positions)
-                        sizes = {"context": request.context or 1, "expert": request.expert or 1}
-                        yield Choice(*own, zero, chunks=request.chunks, **sizes)
+                        context, expert = request.context or 1, request.expert or 1
+                        yield Choice(*own, zero, chunks=request.chunks, context=context, expert=expert)
 
 
 def _strategies(request: Request) -> Iterable[str]:

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
@@ -316,9 +317,13 @@ class _Sums:
         """The same where replicas divide what they keep: the blocks' states, and what is whole while a block runs."""
         static, gradients = _static_bytes(kept)
         alone = max(cost.static_bytes + beside for cost, beside in zip(kept, self.beside_bytes, strict=True))
-        workspace = self.workspace_bytes + whole_bytes
-        kept_so = {"static_bytes": static, "gradient_bytes": gradients, "alone_bytes": alone}
-        return replace(self, **kept_so, workspace_bytes=workspace)
+        return replace(
+            self,
+            static_bytes=static,
+            gradient_bytes=gradients,
+            alone_bytes=alone,
+            workspace_bytes=self.workspace_bytes + whole_bytes,
+        )
 
 
 def _static_bytes(costs: Sequence[StageCost]) -> tuple[int, int]:
@@ -639,6 +644,10 @@ _MOST_LOOKED_AT = 64
 """Of a thousand positions each is much like its neighbours."""
 
 
+def _always(zero: Zero, copies: int) -> Zero:
+    return zero
+
+
 def _after_ns(request: Request, choices: Sequence[Choice], sums: Sequence[_Sums]) -> Iterator[int]:
     """[choice] ns that an even stage takes after its actions: summing gradients over its replicas, step, gather."""
     after = AfterActions.of(request.profile, request.cluster)
@@ -654,5 +663,5 @@ def _after_ns(request: Request, choices: Sequence[Choice], sums: Sequence[_Sums]
         for key in both:
             if key not in known:
                 size, shards, copies, zero = key
-                known[key] = replace(after, shards=shards, sharing=lambda _, zero=zero: zero)(size, copies)
+                known[key] = replace(after, shards=shards, sharing=partial(_always, zero))(size, copies)
         yield sum(known[key] for key in both)
