@@ -14,6 +14,7 @@ import threading
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from html import unescape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -229,6 +230,22 @@ def test_wrong_use_of_other_functions() -> None:
         pipeplan.example("testbed-tessel")
 
 
+def test_flags_other_names_are_taken_too() -> None:
+    """All that the command line takes for an argument; another name is asked about, and one argument is given once."""
+    for verb, functions in FUNCTIONS.items():
+        for name, parameter in arguments_of(verb):
+            for flag in parameter.opts if parameter.opts[0].startswith("--") else ():
+                for function in functions:
+                    if name in inspect.signature(getattr(pipeplan, function)).parameters:
+                        other = flag.removeprefix("--").replace("-", "_")
+                        known = [name]
+                        assert _face._by_own_names(function, known, {other: 1}) == {name: 1}
+    with pytest.raises(UsageError, match=re.escape("search() has no argument 'replica'; did you mean replicas?")):
+        pipeplan.search(chain_profile(2), replica=2)
+    with pytest.raises(UsageError, match="dp and replicas are two names of one argument"):
+        pipeplan.search(chain_profile(2), dp=2, replicas=2)
+
+
 # Objects ----------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +306,14 @@ def test_objects_show_themselves_in_a_notebook(found: Result) -> None:
         assert html is not None
         assert "<pre" in html
         assert "\x1b" not in html
+        assert "--" not in re.sub(r"<svg.*?</svg>", "", html, flags=re.DOTALL), "arguments, not flags"
+        assert each.text().splitlines()[0], "as text, too"
+        assert "\x1b" not in each.text()
+    assert found.text().splitlines()[1].startswith("plan ")
+    for each, words in ((found, {"plan", "memory", "next"}), (frontier, {"fastest", "proved", "next"})):
+        answer = unescape(str(each._repr_html_()).partition("<svg")[0])
+        assert words <= {*answer.split()}, "the first screen's answer comes first"
+    assert f"pipeplan.write(found.plan({frontier.chosen}), 'plan.json')" in answer
 
 
 def test_a_long_plan_is_not_drawn(found: Result, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
-from inspect import isfunction
+from inspect import isfunction, signature
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 from pipeplan import _api
-from pipeplan.errors import ExecutionError, FileError, PipeplanError, SearchTimeoutError, UsageError
+from pipeplan.errors import ExecutionError, FileError, PipeplanError, SearchTimeoutError, UsageError, choose_from
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -67,12 +67,16 @@ R = TypeVar("R")
 
 
 def _public(function: Callable[P, R]) -> Callable[P, R]:
-    """A function whose errors name its arguments, and which off the main thread raises no KeyboardInterrupt."""
+    """A function whose errors name its arguments, and which off the main thread raises no KeyboardInterrupt.
+
+    It takes the flags' other names, too: ``dp=4`` is ``replicas=4``.
+    """
+    known = [*signature(function).parameters]
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return function(*args, **kwargs)
+            return function(*args, **_by_own_names(function.__name__, known, kwargs))
         except PipeplanError as error:
             error.for_python()
             raise
@@ -82,6 +86,31 @@ def _public(function: Callable[P, R]) -> Callable[P, R]:
             raise SearchTimeoutError("interrupted before anything was found") from None
 
     return called
+
+
+_OTHER_NAMES = {
+    "dp": "replicas",
+    "vp": "chunks",
+    "virtual_stages": "chunks",
+    "global_batch_size": "mini_batch",
+    "tensor_parallel": "tp",
+    "context_parallel": "cp",
+    "pipeline_parallel": "pp",
+}
+"""The flags' other names, with underscores."""
+
+
+def _by_own_names(function: str, known: Sequence[str], given: Mapping[str, Any]) -> Any:
+    """Arguments by the names that a function has for them. Raises UsageError for one that it has not."""
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        own = name if name in known else _OTHER_NAMES.get(name, name)
+        if own not in known:
+            raise UsageError(f"{function}() has no argument {name!r}; {choose_from(name, known)}")
+        if own in found or (own != name and own in given):
+            raise UsageError(f"{name} and {own} are two names of one argument; give one of them")
+        found[own] = value
+    return found
 
 
 def _asked(verb: str, given: Mapping[str, Any]) -> Any:
@@ -99,7 +128,7 @@ def read_profile(path: Path) -> Profile:
     """Read and validate a profile file of any version; ``"-"`` is stdin.
 
     Raises:
-        FileError: it cannot be read, or is no valid profile; one problem a line, with its place.
+        FileError: it cannot be read, or is not a valid profile; the text has a line for each problem, with its place.
 
     Example:
         >>> pipeplan.read_profile("profiles/tessel-v.json").microbatch_sizes
@@ -179,11 +208,13 @@ def search(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
+    launch_overhead: Duration | None = None,
     time_limit: Duration = 30,
     seed: int = 0,
     deterministic: bool = False,
@@ -196,65 +227,70 @@ def search(
     progress: SearchProgress | None = None,
     within: Limit | None = None,
 ) -> Result:
-    """Search for the best plan: stages, replicas, micro-batch sizes and schedule, or what of it is left open.
+    """Search for the best plan: stages, replicas, micro-batch size and schedule, unless arguments fix them.
 
-    The search finds a valid plan early and improves it until it is proved optimal or time is up. On the main thread
-    Ctrl-C ends it with the best plan so far; on any thread ``within.interrupt()`` does. Several searches may run at
-    once on threads of their own, and with ``deterministic`` each gives what it gives alone.
+    The search finds a valid plan early and keeps improving it until it is proved optimal or time is up. On the main
+    thread Ctrl-C ends it with the best plan so far; from any thread, ``within.interrupt()`` does. Several searches may
+    run at once, each on its own thread; with ``deterministic``, each returns what it would return alone.
 
     Args:
-        profile: the model's blocks and what each costs, or the path of its file.
-        devices: number of devices; by default those of the profile's placement, else the cluster's.
-        cluster: devices, memory and links, or the path of its file; without one, links are free.
-        memory: of each device, as ``"16GB"``, ``"16GiB"`` or bytes; by default the cluster's, else unlimited.
-        memory_reserve: what of it plans leave alone; by default what the cluster says, 0 with ``memory``.
-        precision: recipe of what training keeps of every parameter, as ``"bf16-mixed"``; by default the profile's.
-        gradient_dtype: what gradients add up in; by default the recipe's.
-        optimizer: whose state is kept beside the parameters; by default the profile's.
+        profile: the model's blocks and what each one costs, or the path of a profile file.
+        devices: number of devices; by default that of the profile's placement, else of the cluster.
+        cluster: devices, memory and links, or the path of a cluster file; without one, links are free.
+        memory: memory of each device, as ``"16GB"``, ``"16GiB"`` or bytes; by default the cluster's, else unlimited.
+        memory_reserve: part of that memory to keep free; by default the cluster's reserve, or 0 with ``memory``.
+        precision: number formats of weights, gradients and state, as ``"bf16-mixed"``; by default the profile's.
+        gradient_dtype: number format in which gradients accumulate; by default the recipe's.
+        optimizer: the optimizer whose state takes memory; by default the profile's.
         mini_batch: samples per iteration (the global batch size).
-        microbatch_size: samples per micro-batch; by default searched among the profiled sizes.
+        microbatch_size: samples per micro-batch, over all replicas; by default searched among the profiled sizes.
         microbatches: micro-batches per iteration; by default four per device.
         placement: ``"auto"`` (the profile's own, else all strategies), ``"all"``, a strategy such as ``"circular"``, a
             :class:`Placement`, or the path of its file.
-        chunks: virtual stages: stages per device, where the strategy has several.
+        chunks: virtual stages: stages per device, for strategies with several.
         replicas: data-parallel size: copies of the whole pipeline; by default searched.
-        tp: tensor-parallel size: devices that split every block, for which the profile must have costs; by default
+        tp: tensor-parallel size: how many devices split each block. The profile must have costs for it. By default
             searched.
-        cp: context-parallel size: devices that share each sequence, for which the profile must have costs; by
-            default searched where it has some.
-        ep: expert-parallel size: devices of a stage that share experts, for which the profile must have costs; it
-            divides ``tp`` x ``cp`` x ``replicas`` and adds no devices; by default searched where it has some.
-        pp: pipeline-parallel size: devices, or groups of ``tp`` x ``cp`` x ``replicas`` of them, that blocks pass in
-            turn; by default searched.
-        zero: what replicas divide among them (ZeRO): 0 nothing, 1 the optimizer's state and master copies, 2 gradients,
-            too, 3 parameters, too, or ``"auto"``; by default 0, where memory is limited and the profile has costs of
-            several shards any of them, and ``"auto"`` where nothing fits.
-        zero_group: neighbouring replicas that share one copy of what is divided; by default all.
-        shard_shared: whether shared blocks are split over all devices of the pipeline.
-        slices: leading micro-batches whose warm-up forwards run in two halves.
+        cp: context-parallel size: how many devices share each sequence. The profile must have costs for it. By
+            default searched if it has any.
+        ep: expert-parallel size: how many devices of a stage share experts, of ``tp`` x ``cp`` x ``replicas``, which it
+            divides. The profile must have costs for it. By default searched if it has any.
+        pp: pipeline-parallel size: how many devices, or groups of ``tp`` x ``cp`` x ``replicas``, the model is spread
+            over; by default searched.
+        zero: sharded state: 0 none, 1 optimizer state and master weights, 2 gradients as well, 3 parameters as well, or
+            ``"auto"``. By default 0; any if memory is limited and the profile has costs of several shards;
+            ``"auto"`` if nothing fits otherwise.
+        zero_group: shard within groups of this many neighbouring replicas; by default over all.
+        shard_shared: whether shared blocks are split over all devices in the pipeline.
+        slices: number of leading micro-batches whose warm-up forwards run in two halves.
+        late_inputs: whether an action may begin before all its inputs are there, and wait inside for those that only
+            later blocks need.
         planner: who chooses the stages: a published planner alone, as ``"graphpipe"``, or ``"auto"``, which is ours.
-        recompute: activation checkpointing of all blocks (True, ``"all"``), of none (False, ``"none"``), of attention
-            cores (``"selective"``), or searched.
+        recompute: activation checkpointing everywhere (True, ``"all"``), nowhere (False, ``"none"``), in attention
+            cores (``"selective"``), or where the search finds it useful (``"auto"``).
         unroll: micro-batches per repetend, from 1 to 64.
         split_backward: whether input and weight gradients run separately.
-        split_overhead: extra time of each input and weight gradient for being launched separately, as ``"20us"`` or in
+        split_overhead: extra time for each input or weight gradient that is launched separately, as ``"20us"`` or in
             seconds.
+        launch_overhead: host time to launch a block, in each of its actions, beside the profile's costs; by default
+            what the profile says, else 0.
         time_limit: as ``"30s"`` or in seconds.
-        seed: of the solver and of local search.
-        deterministic: ``time_limit`` counts work, for which a busy machine takes longer: the same seed gives the same
-            plan on any machine.
+        seed: random seed of the solver and of local search.
+        deterministic: ``time_limit`` counts work instead of seconds, so that the same seed gives the same plan on any
+            machine; a busy one takes longer.
         scheduler: ``"auto"``, ``"repetend"``, ``"rules"`` or a classic schedule such as ``"1f1b"``.
         rules: for the scheduler ``"rules"``: :class:`Rules`, the name of a built-in set, or the path of a TOML file.
-        workers: processes that evaluate candidates; by default 1, this one; of an auto-tuning (``scheduler="rules"``
-            without ``rules``) one per core. They import your main module: guard what it runs, as ever with processes.
-        executor: any :class:`concurrent.futures.Executor`, but of threads, that evaluates candidates instead, or its
-            name, as ``"dask:tcp://host:8786"``. It stays open.
-        cache: file that keeps what an auto-tuning finds; see :func:`tune`.
-        explain: ``.explanation`` then has the ten best different plans, what limits each, and why common layouts are
-            not the best.
-        progress: called when something better is found, with what found it, its time and the bound in ns, and the
-            seconds so far; on the thread that searches.
-        within: a limit that this search shares with others, or that another thread may interrupt.
+        workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
+            (``scheduler="rules"`` without ``rules``). They import your main module, so guard what it runs with
+            ``if __name__ == "__main__"``.
+        executor: a :class:`concurrent.futures.Executor` (not of threads) that evaluates candidates instead, or a name
+            such as ``"dask:tcp://host:8786"``. It is left open.
+        cache: file for the results of auto-tuning; see :func:`tune`.
+        explain: fill ``.explanation`` with the ten best plans that differ, what limits each, and why common layouts
+            lose.
+        progress: called on the searching thread whenever something better is found, with what found it, its time and
+            the bound in ns, and the seconds so far.
+        within: a limit to share with other calls, or for another thread to interrupt.
 
     Returns:
         The plan (``.plan``) with ``.lower_bound_ns``, ``.gap`` (0 is optimal), ``.status`` ("optimal" or "feasible"),
@@ -316,11 +352,13 @@ def tune(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
+    launch_overhead: Duration | None = None,
     time_limit: Duration = 30,
     seed: int = 0,
     deterministic: bool = False,
@@ -329,14 +367,14 @@ def tune(
     progress: SearchProgress | None = None,
     within: Limit | None = None,
 ) -> Tuning:
-    """Rank all built-in scheduling rules on a grid of depths, replicas, sizes and placements.
+    """Rank all built-in scheduling rules over a grid of depths, replicas, sizes and placements.
 
-    What ``pipeplan search --scheduler rules`` does, with the whole ranking.
+    This is ``pipeplan search --scheduler rules``, and returns the whole ranking.
 
     Args:
-        profile: as all arguments that are not named here, see :func:`search`.
-        workers: processes that share the work; by default one per core, 1 for none beside this one.
-        cache: file that keeps what is found, from which a tuning that was interrupted goes on.
+        profile: see :func:`search`, as for every argument not listed here.
+        workers: number of processes; by default one per core; 1 is this process alone.
+        cache: file for results, from which an interrupted tuning resumes.
 
     Returns:
         The best plan (``.result``), the rules that make it (``.rules``) and all rows by rank (``.rows``).
@@ -344,7 +382,7 @@ def tune(
     Raises:
         InfeasibleError: no cell of the grid fits.
         SearchTimeoutError: time was up before there was a row.
-        UsageError: an argument makes no sense, or the cache is none.
+        UsageError: an argument makes no sense, or the cache is not a cache file.
 
     Example:
         >>> tuning = pipeplan.tune("profiles/tessel-v.json", workers=1, time_limit=5)
@@ -381,11 +419,13 @@ def compare(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
+    launch_overhead: Duration | None = None,
     time_limit: Duration = 30,
     seed: int = 0,
     deterministic: bool = False,
@@ -396,13 +436,13 @@ def compare(
     """Time every classic schedule that applies, and search for a better one.
 
     Args:
-        profile: as all arguments that are not named here, see :func:`search`.
-        rules: one more schedule beside the known ones: :class:`Rules`, the name of a built-in set, or the path of a
-            TOML file.
+        profile: see :func:`search`, as for every argument not listed here.
+        rules: a schedule to add to the known ones: :class:`Rules`, the name of a built-in set, or the path of a TOML
+            file.
 
     Returns:
-        ``.rows`` best first, those that do not fit into memory last, and ``.missing`` schedules with the reason.
-        Where no row fits, ``.shortage`` says what would do.
+        ``.rows``, best first, with those that do not fit in memory last; ``.missing`` schedules, with the reason for
+        each. If no row fits, ``.shortage`` says what would be enough.
 
     Raises:
         SearchTimeoutError: time was up before there was a row.
@@ -443,33 +483,33 @@ def frontier(
     point: int | None = None,
     within: Limit | None = None,
 ) -> FrontierResult:
-    """Time against memory against devices: all strategies that no other beats in all of them.
+    """Time against memory against devices: every strategy that no other beats in all three.
 
     Args:
-        profile: the model's blocks and what each costs, or the path of its file.
+        profile: the model's blocks and what each one costs, or the path of a profile file.
         devices: numbers of devices to consider, as ``8``, ``[1, 2, 4]`` or ``"1,2,4"``; by default the cluster's.
-        cluster: devices, memory, links and prices, or the path of its file.
-        memory: most memory of each device, as ``"16GB"`` or bytes; by default the cluster's.
-        memory_reserve: what of it plans leave alone; by default what the cluster says, 0 with ``memory``.
-        precision: recipe of what training keeps of every parameter, as ``"bf16-mixed"``; by default the profile's.
-        gradient_dtype: what gradients add up in; by default the recipe's.
-        optimizer: whose state is kept beside the parameters; by default the profile's.
-        mode: of what fits: all points; all, with the quickest chosen; those on fewest devices; or the quickest for each
-            number of devices.
-        plans: whole plans with pipelines, instead of one stage on all devices whose blocks are split.
+        cluster: devices, memory, links and prices, or the path of a cluster file.
+        memory: memory limit of each device, as ``"16GB"`` or bytes; by default the cluster's.
+        memory_reserve: part of that memory to keep free; by default the cluster's reserve, or 0 with ``memory``.
+        precision: number formats of weights, gradients and state, as ``"bf16-mixed"``; by default the profile's.
+        gradient_dtype: number format in which gradients accumulate; by default the recipe's.
+        optimizer: the optimizer whose state takes memory; by default the profile's.
+        mode: which points that fit: all; all, with the fastest chosen; those on the fewest devices; or the fastest for
+            each number of devices.
+        plans: consider pipelines as well, and make every point a plan, instead of one stage on all devices.
         mini_batch: samples per iteration, on any number of devices.
-        zero: with ``plans``: what replicas divide among them, as in :func:`search`; by default nothing.
-        zero_group: neighbouring replicas that share one copy of what is divided; by default all.
-        split_level: what is split in one way: whole blocks, as plans run them, or every operator inside.
-        device: preset whose times splits are estimated with, as ``"a100-80gb"``; by default the profile's.
-        data_parallel_loading: inputs come split by samples over all devices.
-        tolerance: how far points may be from the frontier, as 0.01 for 1 % of memory and time; 0 is exact.
+        zero: with ``plans``: sharded state, as in :func:`search`; by default none.
+        zero_group: shard within groups of this many neighbouring replicas; by default over all.
+        split_level: what is split as a unit: whole blocks, the way plans run them, or each operator.
+        device: preset to estimate split times for, as ``"a100-80gb"``; by default the profile's.
+        data_parallel_loading: inputs arrive already split by samples over all devices.
+        tolerance: how far points may be off the frontier, as 0.01 for 1 % of memory and time; 0 is exact.
         time_limit: as ``"60s"`` or in seconds; by default 60 with ``plans``, otherwise none.
         point: number of the point to choose for :meth:`FrontierResult.plan`, counted from 1.
-        within: a limit that is shared with others, or that another thread may interrupt.
+        within: a limit to share with other calls, or for another thread to interrupt.
 
     Returns:
-        ``.points`` by devices and memory; ``.plan()`` makes the chosen one's plan, ``.plan(2)`` that of the second.
+        ``.points``, by devices and memory. ``.plan()`` makes the plan of the chosen point, ``.plan(2)`` of the second.
 
     Raises:
         InfeasibleError: nothing fits.
@@ -491,12 +531,12 @@ def frontier(
 
 @_public
 def check(plan: Plan | Path, *, profile: Profile | Path | None = None, cluster: Cluster | Path | None = None) -> Report:
-    """Recompute everything that a plan says, independently of what made it.
+    """Recompute everything a plan claims, independently of whatever made it.
 
     Args:
         plan: the plan, or the path of its file.
-        profile: check costs and dependencies against it, too.
-        cluster: check memory and transfer times against it, too.
+        profile: also check costs and dependencies against this profile.
+        cluster: also check memory and transfer times against this cluster.
 
     Returns:
         ``.valid``, ``.problems`` with their places, and ``.recomputed`` figures; ``.require()`` raises
@@ -529,19 +569,19 @@ def simulate(
 
     Args:
         plan: the plan, or the path of its file.
-        microbatches: repeat the plan's repetend up to this number of micro-batches.
-        profile: take times and sizes from this profile.
-        cluster: take devices and links from this cluster.
-        measured: what to compare with (``.measured``): the trace that a run of the plan wrote, the log of another
-            trainer's run, or torch.profiler's traces of its ranks.
+        microbatches: repeat the plan's pattern up to this many micro-batches.
+        profile: use the times and sizes in this profile.
+        cluster: use the devices and links of this cluster.
+        measured: a run to compare with, as ``.measured``: the trace that a run of the plan wrote, the log of another
+            trainer, or torch.profiler traces of its ranks.
 
     Returns:
         Starts of all actions, ``.rates``, ``.memory`` of each device and ``.critical_path``; times in ns, sizes in
-        bytes. In a notebook it is shown as a timeline.
+        bytes. In a notebook it displays as a timeline.
 
     Raises:
         InvalidPlanError: the plan's programs cannot run.
-        UsageError: number of micro-batches, profile, cluster or trace are not for the plan.
+        UsageError: the number of micro-batches, the profile, the cluster or the trace does not suit the plan.
 
     Example:
         >>> pipeplan.simulate("plan.json", microbatches=64).rates.bubble_rate
@@ -580,9 +620,9 @@ def profile(
     progress: RunProgress | None = None,
     within: Limit | None = None,
 ) -> Profile:
-    """Measure a model block by block: times of forward and backward, and what memory they hold. Needs torch.
+    """Measure a model block by block: forward and backward times, and the memory they hold. Needs torch.
 
-    Use an idle machine, and one measurement at a time in a process: every number is a median.
+    Use an idle machine, and measure one model at a time: every number is a median.
 
     Args:
         model: a name of the zoo, a Hugging Face configuration (``"config.json"``, ``"LlamaConfig(...)"``),
@@ -590,22 +630,22 @@ def profile(
             ``(module, {"input_ids": tensor})``.
         microbatch: samples per run, as ``4``, ``[1, 2, 4]`` or ``"1,2,4"``.
         sequence: length of sequences, for the zoo and configurations.
-        granularity: what a block of a captured model is; by default half a layer.
-        shared: blocks for all devices, by id or operator; ``*`` matches.
+        granularity: how much of a captured model is one block; by default half a layer.
+        shared: blocks to spread over all devices, by id or operator; ``*`` is a wildcard.
         shards: numbers of devices that split each block.
-        recompute: costs with activation checkpointing, too.
+        recompute: include costs with activation checkpointing.
         dtype: number format; by default that of ``precision``, else float32.
-        precision: recipe of what training keeps of every parameter; by default what a plain loop in ``dtype`` does.
-        gradient_dtype: what gradients add up in; by default the recipe's.
-        optimizer: whose state is kept beside the parameters; by default AdamW's.
+        precision: number formats of weights, gradients and state; by default those of a plain loop in ``dtype``.
+        gradient_dtype: number format in which gradients accumulate; by default the recipe's.
+        optimizer: the optimizer whose state takes memory; by default AdamW.
         device: where to measure.
-        threads: of CPU operators; by default torch's choice.
+        threads: threads of CPU operators; by default torch's choice.
         repeats: timed runs of each block and size.
-        warmup: runs before them.
-        seed: of parameters and samples.
-        cluster: whose links the collectives of split blocks take.
+        warmup: untimed runs before them.
+        seed: random seed of parameters and samples.
+        cluster: the cluster whose links time the collectives of split blocks.
         progress: called before every run with the runs done, all runs, and what runs now.
-        within: a limit at whose end, or interruption, measuring ends with ExecutionError.
+        within: a limit; when it ends or is interrupted, measuring ends with ExecutionError.
 
     Returns:
         The profile, for :func:`search`; ``write(profile, "profile.json")`` keeps it.
@@ -649,21 +689,21 @@ def estimate(
     progress: RunProgress | None = None,
     within: Limit | None = None,
 ) -> Profile:
-    """Estimate a model for a device that is not here: bytes and work are counted, nothing runs. Needs torch.
+    """Estimate a model for a device you do not have: bytes and work are counted, and nothing runs. Needs torch.
 
     Args:
-        model: as all arguments that are not named here, see :func:`profile`.
-        device: preset whose rates are taken, as ``"a100-80gb"``.
-        context: numbers of devices that share each sequence; costs of whole ones are there, too.
-        expert: numbers of devices that share experts, each with whole ones of its own; costs of experts that are split
-            as all else are there, too.
-        load_factor: how many times the average the fullest of these devices has to do.
+        model: see :func:`profile`, as for every argument not listed here.
+        device: the preset whose rates to use, as ``"a100-80gb"``.
+        context: numbers of devices that share each sequence; whole sequences are always included.
+        expert: numbers of devices that share the experts, each holding whole ones; experts that are split like
+            everything else are always included.
+        load_factor: load of the busiest of these devices, as a multiple of the average.
         dtype: number format; by default that of ``precision``, else the preset's.
-        precision: recipe of what training keeps of every parameter; by default ``"bf16-mixed"`` for bfloat16,
+        precision: number formats of weights, gradients and state; by default ``"bf16-mixed"`` for bfloat16,
             ``"fp16-mixed"`` for float16.
-        calibrate: measured profile to fit times to, or the path of its file, or of one of published runs.
-        kernels: ``"fused"``, as large models are trained, or ``"eager"``, operator by operator as torch runs them; by
-            default fused, but for ``"cpu"`` and with a measured ``calibrate``.
+        calibrate: a measured profile to fit times to, or the path of its file or of a file of published runs.
+        kernels: ``"fused"``, the way large models are trained, or ``"eager"``, one per operator, the way eager torch
+            runs them; by default fused, except for ``"cpu"`` and with a measured ``calibrate``.
 
     Returns:
         The profile, for :func:`search`.
@@ -707,11 +747,11 @@ def _require_time(within: Limit | None, where: str) -> None:
 
 @_public
 def inspect(profile: Profile | Path, *, microbatch: Counts | None = None) -> Inspection:
-    """Look a profile over: its sums, its blocks by kind, and what makes plans from it wrong.
+    """Summarise a profile: its totals, its blocks by kind, and anything that would spoil plans made from it.
 
     Args:
         profile: the profile, or the path of its file.
-        microbatch: sizes to look at; by default the profiled ones.
+        microbatch: micro-batch sizes to report; by default the profiled ones.
 
     Returns:
         The inspection; its ``.figures()`` are those of ``pipeplan profile --show --json``.
@@ -749,7 +789,7 @@ def measure_links(
         min_bytes: smallest message.
         max_bytes: largest message.
         repeats: timed runs of each size.
-        warmup: runs before them.
+        warmup: untimed runs before them.
         device: where tensors are.
         on_point: called with each point of a curve.
 
@@ -855,7 +895,7 @@ def run(
         granularity: what a block of a captured model is, as for the profile.
         steps: mini-batches to train on.
         local: a process per device of this machine is always started here; under torchrun use the command line.
-        seed: of parameters and samples.
+        seed: random seed of parameters and samples.
         data: a text, tokens as .npy or .bin, ``"builtin"`` or ``"pkg.mod:factory"``.
         optimizer: ``"adamw"``, ``"adam"``, ``"momentum"``, ``"sgd"`` or ``"pkg.mod:factory"``; by default the plan's.
         lr: learning rate; by default the optimizer's.
@@ -945,23 +985,23 @@ def example(
 
     Args:
         name: a shape such as ``"shape-v"``, or a model such as ``"gpt2-124m"``; ``pipeplan example --help`` has all.
-        devices: of a shape.
+        devices: number of devices of a shape.
         chunks: stages per device of shape-circular.
-        forward: of a chain block, as ``"1ms"`` or in seconds.
-        backward: of a chain block; by default 3 ms.
-        input_grad: of a chain block, instead of ``backward``.
-        weight_grad: of a chain block, with ``input_grad``.
-        shared_forward: of a block on all devices.
-        shared_backward: of a block on all devices.
+        forward: forward time of a chain block, as ``"1ms"`` or in seconds.
+        backward: backward time of a chain block; by default 3 ms.
+        input_grad: input-gradient time of a chain block, instead of ``backward``.
+        weight_grad: weight-gradient time of a chain block, with ``input_grad``.
+        shared_forward: forward time of a block on all devices.
+        shared_backward: backward time of a block on all devices.
         comm: latency between chain blocks, on any cluster.
-        bytes: of the tensor on each edge, which a cluster's links carry; instead of ``comm``.
-        activation_bytes: held by each chain block.
+        bytes: size of the tensor on each edge, carried by a cluster's links; instead of ``comm``.
+        activation_bytes: activations held by each chain block.
         weight_grad_bytes: held from the input gradient to the weight gradient.
-        device: preset that a model's costs are for; by default ``"a100-80gb"``, of graphpipe-case-study
+        device: preset to estimate a model's costs for; by default ``"a100-80gb"``, of graphpipe-case-study
             ``"v100-16gb"``.
         microbatch: samples per micro-batch that a model has costs for.
         shards: numbers of devices that split a model's block.
-        cluster: whose links time the collectives of split blocks.
+        cluster: the cluster whose links time the collectives of split blocks.
 
     Returns:
         The profile, for :func:`search`.
@@ -983,17 +1023,17 @@ def example(
 
 @_public
 def example_cluster(name: str, *, devices: int | None = None) -> Cluster:
-    """A paper's cluster, cut or extended.
+    """A ready-made cluster, with as many devices as you like.
 
     Args:
-        name: such as ``"testbed-tessel"``.
-        devices: how many; by default the paper's.
+        name: such as ``"cluster-h100"`` or ``"testbed-tessel"``; ``pipeplan example --help`` lists them.
+        devices: number of devices; by default the cluster's own.
 
     Returns:
         The cluster, for :func:`search`.
 
     Raises:
-        UsageError: there is no such testbed.
+        UsageError: there is no such cluster.
 
     Example:
         >>> pipeplan.example_cluster("testbed-tessel", devices=8).num_devices

@@ -1,11 +1,11 @@
-"""How objects show themselves in a notebook: by a renderer far above them, which is imported when it is needed."""
+"""How objects show themselves, in notebooks and as text: by a renderer far above them, imported when it is needed."""
 
 from __future__ import annotations
 
 import importlib
 
 renderer = ""
-"""The module whose ``html_of(object)`` makes HTML; ``pipeplan/__init__.py`` names it. Without one there is none."""
+"""The module with ``html_of(object)`` and ``text_of(object)``, which ``pipeplan/__init__.py`` names; none if empty."""
 
 
 class Displayed:
@@ -16,3 +16,7 @@ class Displayed:
     def _repr_html_(self) -> str | None:
         """What IPython and Jupyter show; None for the text."""
         return None if not renderer else str(importlib.import_module(renderer).html_of(self))
+
+    def text(self) -> str:
+        """What the command line prints of it, at the width of the terminal or of ``COLUMNS``."""
+        return repr(self) if not renderer else str(importlib.import_module(renderer).text_of(self))

@@ -280,7 +280,7 @@ def test_any_point_can_be_written(profile_path: Path, tmp_path: Path) -> None:
     result = run(*asked, "--point", 2, "-o", path)
     assert f"point 2 of {len(points)}" in result.stderr
     assert str(path) in result.stderr
-    assert "; exact" in result.stdout
+    assert "exact" in result.stdout
     plan = read_plan(str(path))
     assert simulate(plan).iteration_ns == points[1]["time_ns"]
     (stage,) = plan.stages
@@ -353,7 +353,7 @@ def test_near_points_are_as_near_in_peak_memory_as_they_say(
     hasty = json.loads(result.stdout)
     assert (hasty["exact"], hasty["factor_without"]) == (False, ["workspace"])
     assert 1 <= hasty["factor"] <= 1.1
-    assert "workspace apart" in run(*asked[:-1], "--tolerance", 0.1).stdout.splitlines()[0]
+    assert "workspace apart" in run(*asked[:-1], "--tolerance", 0.1).stdout
 
 
 def test_grains_that_cannot_be_compared_are_noted(profile_path: Path, tmp_path: Path) -> None:

@@ -184,3 +184,7 @@ def test_devices_of_a_node_share_its_limit() -> None:
     cluster = LINKS.model_copy(update={"levels": levels})
     assert LinkPath.in_cluster(cluster, 16) == LinkPath(((1, 1e10), (8, 0.25e9)), 7)
     assert LinkPath.in_cluster(cluster, 8) == LinkPath(((1, 1e10),), 1)
+    alone = LINKS.model_copy(
+        update={"levels": tuple(each.model_copy(update={"node_bandwidth_bytes_per_s": None}) for each in levels)}
+    )
+    assert LinkPath.in_cluster(alone, 16).levels == ((1, 1e10), (8, 1e9 / 8)), "as messages of all devices do"

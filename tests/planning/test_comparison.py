@@ -486,3 +486,12 @@ def test_stages_of_several_chunks_share_a_device() -> None:
     print_stages(plan.workload, stream)
     first = plan.stages[0].blocks
     assert f"{first[0]} .. {first[-1]} ({len(first)})" in stream.getvalue()
+
+
+def test_an_order_of_ones_own_has_a_row_where_the_placement_is_open() -> None:
+    """It has no replicas, so what it stands beside has none: with them a stage on all devices would be the best."""
+    rules = parse_rules('order = ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]', "mine")
+    asked = request_of(chain(8), "auto", Batch(2, 1), 2, **QUICK)
+    found = compare(asked, rules=rules)
+    assert "rules: mine" in {row.schedule for row in found.rows}
+    assert {row.replicas for row in found.rows} == {1}

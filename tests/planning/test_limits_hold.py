@@ -685,6 +685,26 @@ def test_a_large_request_has_an_even_cut_first_and_says_where_none_fits() -> Non
     assert found.timed_out
 
 
+@pytest.mark.parametrize("working", [0.0, 3.0])
+def test_on_a_busy_machine_a_first_plan_is_not_given_up_half_made(
+    working: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock goes on, and the process has hardly worked: what was done for the first plan would be lost."""
+    clock, worked = Hand(), [0.0]
+
+    def slowly() -> float:
+        clock.now += 0.05
+        worked[0] += 0.001
+        return clock.now
+
+    monkeypatch.setattr(time, "process_time", lambda: worked[0])
+    asked = of(2_000, 8, time_limit=20.0)
+    search = PlanSearch(asked, Budget(asked.time_limit, clock=slowly), None, STEPS)
+    EvenCut(growth=0.0, working=working).run(search)
+    assert clock.now > 4.0, "its share of the time"
+    assert (search.best is not None) == (working > 0)
+
+
 def test_that_no_even_cut_fits_is_said_once() -> None:
     """Not again when all is tried with replicas that divide more."""
     said: list[str] = []

@@ -293,6 +293,7 @@ def test_nor_does_the_answer_or_a_frontier_leave_that_to_the_end(
     first, second, *_ = lines = capsys.readouterr().out.rstrip().splitlines()
     assert first == (idle or "test: optimal for 2 devices")
     assert len(lines) <= 10
+    assert any("--devices 2: the same iteration without the 6 devices" in line for line in lines) is bool(idle)
     assert idle is None or second == "test: best plan found for 8 devices"
     found = search_frontier(frontier_request(chain, devices=[devices], mini_batch=2, time_limit=1.0))
     assert [point.what.partition(";")[0] for point in found.points] == [

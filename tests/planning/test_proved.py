@@ -18,7 +18,7 @@ from pipeplan.files import CostRow, Profile
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.candidates import PlacementCandidate, candidates
 from pipeplan.planning.comparison import compare
-from pipeplan.planning.request import Batch
+from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import STEPS, search_plan
 from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.schedule.cpsat.solver import Budget
@@ -116,6 +116,16 @@ def test_recomputation_that_is_left_open_counts() -> None:
     assert found.candidates.left == 0
     assert found.lower_bound_ns < found.placement_lower_bound_ns
     assert found.status == "feasible"
+
+
+@pytest.mark.parametrize("placement", ["auto", "one-to-one"])
+def test_a_limit_that_is_no_limit_does_not_raise_the_bound(placement: str) -> None:
+    """With one, blocks may be recomputed, and need not be: only where that is asked for does every plan take longer."""
+    profile = profile_of([CostRow(microbatch_size=1, forward_ns=100, backward_ns=200, activation_bytes=10)] * 4)
+    free = Request.of(profile, devices=2, mini_batch=8, placement=placement)
+    bound = request_bound(free)
+    assert request_bound(replace(free, memory_bytes=10**12)) == bound
+    assert request_bound(replace(free, memory_bytes=10**12, recompute=True)) > bound
 
 
 @pytest.mark.parametrize("scheduler", ["1f1b", "zb-h2"])

@@ -299,6 +299,39 @@ def blocked_signals() -> set[signal.Signals]:
 
 
 @pytest.mark.slow
+def test_what_a_terminal_sends_to_all_is_for_one(tmp_path: Path) -> None:
+    """Neither workers nor what keeps account of their semaphores end, or say anything, at its hangup or Ctrl-C."""
+    code = """
+import os, signal
+from pipeplan.planning.workers import deaf, processes
+if __name__ == "__main__":
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    make, end = processes(1)
+    pool = make()
+    with deaf():
+        work = pool.submit(len, "four")
+    assert work.result() == 4
+    for number in (signal.SIGHUP, signal.SIGINT):
+        os.killpg(0, number)
+    assert pool.submit(len, "three").result() == 5
+    end(pool)
+"""
+    (tmp_path / "terminal.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "terminal.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        start_new_session=True,
+        timeout=120,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
 def test_processes_of_others_hear_what_they_did() -> None:
     """They begin when the search gives them something, and stay their owner's."""
     with ProcessPoolExecutor(1) as executor:

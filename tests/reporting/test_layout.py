@@ -22,7 +22,8 @@ from pipeplan.planning.comparison import OURS, Comparison, ComparisonRow, NotThe
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
 from pipeplan.planning.sharding_frontier import most_frequent
 from pipeplan.planning.tuning_cells import TuningRow
-from pipeplan.reporting.frontier import print_frontier
+from pipeplan.reporting.frontier import print_frontier, print_points
+from pipeplan.reporting.frontier_answer import LINES, print_frontier_answer
 from pipeplan.reporting.layout import Column, console_for, flowed, tables
 from pipeplan.reporting.tables import print_comparison, print_inspection, print_measured, print_ranking
 from pipeplan.reporting.terminal import print_simulation, print_stages
@@ -78,7 +79,7 @@ def frontier(file: TextIO) -> None:
         for n in range(4)
     ]
     notes = ("1, 2, 4 devices: 13% to 57% of the computing is repeated on several devices",) * 2
-    print_frontier(
+    print_points(
         FrontierResult("gpt2-345m", "all", "whole plans", 512, False, 1.0, tuple(points), (), notes, yardstick=KNOWN),
         file,
     )
@@ -179,7 +180,7 @@ def test_rates_of_a_frontier_are_shown_as_far_as_there_is_room(monkeypatch: pyte
     for columns in (64, 80, 120):
         monkeypatch.setenv("COLUMNS", str(columns))
         stream = io.StringIO()
-        print_frontier(found, stream)
+        print_points(found, stream)
         assert len(re.findall("^ *─[─ ]+$", stream.getvalue(), re.M)) == 1, "one table"
         titles[columns] = [title for title in ("samples/s", "tokens/s", "MFU") if title in stream.getvalue().split()]
     assert titles == {64: ["samples/s"], 80: ["samples/s", "MFU"], 120: ["samples/s", "tokens/s", "MFU"]}
@@ -194,11 +195,43 @@ def test_a_frontier_says_what_its_marks_mean_and_that_times_are_estimated() -> N
         stream = io.StringIO()
         print_frontier(found, stream)
         said.append(stream.getvalue())
-    assert "; times estimated" in said[0]
+    assert "fastest   estimated " in said[0]
     assert "estimated" not in said[1]
     for word in ("knee", "chosen"):
         assert re.search(rf" {word} ", said[0])
         assert f"\n{word}: " in said[0]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_a_frontier_answers_in_ten_lines(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is fastest, what is smallest, what devices bring and cost, what is proved, and what to do next."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    what = "3 stages: 1 on (2 devices, blocks split: 12 the same on 2, 1 by hidden over 2), 2 on 1 device; 1f1b"
+    points = tuple(
+        FrontierPoint(
+            count, 10**10 // count + n * 10**9, 8 * 10**9 // count - n * 10**8, what, n == 1, n == 2, 0, count
+        )
+        for count in (1, 2, 4)
+        for n in range(3)
+    )
+    found = FrontierResult(
+        "gpt2-345m", "all", "whole plans", 512, False, 1.0, points, (), (), True, tried=7, yardstick=KNOWN
+    )
+    texts = []
+    for written in (None, "p.json"):
+        stream = io.StringIO()
+        print_frontier_answer(found, written, stream)
+        texts.append(stream.getvalue())
+    lines = [line.rstrip() for line in texts[0].rstrip().splitlines()]
+    said = dict(line.split(maxsplit=1) for line in lines[1:] if not line.startswith(" "))
+    assert said["fastest"].startswith("1.8s per iteration on 4 devices, 4.5GB")
+    assert said["smallest"].startswith("2.5GB per device on 4 devices, 2s, 11.1% slower")
+    assert said["devices"].startswith("1: 7.8s, 2: 3.8s (2.05x), 4: 1.8s (4.33x)")
+    assert said["cheapest"].startswith("2 per 1,000 iterations, on 4 devices")
+    assert "found, not proved" in " ".join(lines)
+    assert "--point N" in texts[0]
+    assert "pipeplan simulate p.json" in texts[1]
+    assert len(lines) <= LINES
 
 
 def test_words_of_a_frontier_are_not_folded_to_a_word_per_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,8 +173,8 @@ def test_cells_show_what_takes_most_of_them() -> None:
 def test_every_second_stage_of_a_device_has_small_letters() -> None:
     text = printed(circular_plan(), width=250)
     assert re.search("F0.*f0.*i0.*w0.*I0.*W0", text)
-    assert "small letters: every second stage of a device" in text
-    assert "small letters" not in printed(chain_plan(2, 4))
+    assert "lower case: every other stage of a device" in text
+    assert "lower case" not in printed(chain_plan(2, 4))
 
 
 # ---------------------------------------------------------------- figures

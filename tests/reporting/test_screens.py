@@ -23,9 +23,9 @@ from pipeplan.cli.shared import Status
 from pipeplan.costs.throughput import one_device_ns
 from pipeplan.errors import UsageError
 from pipeplan.examples.shapes import ShapeCosts, shape
-from pipeplan.files import Plan, Profile, Source, read_cluster, read_profile, write_file
+from pipeplan.files import Plan, Profile, Recipe, Source, read_cluster, read_profile, write_file
 from pipeplan.planning.build_plan import CandidateCounts, Result, provenance_of
-from pipeplan.planning.next_steps import next_steps
+from pipeplan.planning.next_steps import cannot_train, next_steps
 from pipeplan.planning.request import Batch, Request, input_notes
 from pipeplan.reporting.answer import LINES, print_answer
 from pipeplan.reporting.layout import groups_of_equal, number_ranges, shared_rows, shown_rows
@@ -248,7 +248,7 @@ def test_next_steps_say_what_they_bring() -> None:
     assert found["--microbatches 16"].startswith(f"{rate / (8 / 330e-9) - 1:.1%} more samples/s")
     assert found["--time-limit 10s"] == "4 placements not looked at yet"
     assert found["--memory SIZE"] == "plans that fit your devices; this one needs 4kB"
-    assert list(found)[-1] == "pipeplan run p --emulate --local"
+    assert list(found)[-1] == "pipeplan run p --emulate --local --steps 1"
     slower = replace(
         result_of(plan, 300, timed_out=True), placement_lower_bound_ns=300, candidates=CandidateCounts(3, 3, 0)
     )
@@ -292,15 +292,42 @@ def test_replicas_on_free_links_are_said_to_be_on_free_links(monkeypatch: pytest
         request = request_of(chain_profile(1), "auto", Batch(4, 2), 2, cluster=cluster)
         asked = request, result_of(plan, 1), simulate(plan)
         lines = lines_of(print_answer, *asked, width=100, monkeypatch=monkeypatch)
-        assert ("1 stage x 2 replicas (links are free), one-to-one" in lines[1]) == (cluster is None)
+        assert ("1 stage x 2 replicas (links are free), data parallel" in lines[1]) == (cluster is None)
 
 
-def replicated(count: int) -> Plan:
+def replicated(count: int, zero: int = 0) -> Plan:
     """One stage with so many replicas of one sample each."""
     workload = chain_workload(count, 4, devices=[range(count)], sizes=[count])
-    stage = replace(workload.stages[0], shards=1, replicas=count)
+    stage = replace(workload.stages[0], shards=1, replicas=count, zero=zero)
     workload = replace(workload, stages=(stage,), microbatch_size=count)
     return plan_of(workload, [one_f_one_b(workload)[0]] * count)
+
+
+def test_the_bound_says_which_sizes_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = replicated(2)
+    request = request_of(chain_profile(1), "auto", Batch(4, 2), 2)
+    for asked, said in ((request, "for any plan ("), (replace(request, replicas=2), "for any plan with --dp 2 (")):
+        lines = lines_of(print_answer, asked, result_of(plan, 1), simulate(plan), width=100, monkeypatch=monkeypatch)
+        assert said in "\n".join(lines)
+
+
+def test_what_run_cannot_train_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sharded state and a recipe with master weights; a plan in float32 needs no word."""
+    plan = replicated(2)
+    divided = replicated(2, zero=1).model_copy(update={"recipe": Recipe(name="bf16-mixed")})
+    request = request_of(chain_profile(1), "auto", Batch(4, 2), 2)
+    for each, lacks in ((plan, []), (divided, ["ZeRO 1", "bf16-mixed"])):
+        assert cannot_train(each) == lacks
+        shown = lines_of(print_answer, request, result_of(each, 1), simulate(each), width=140, monkeypatch=monkeypatch)
+        said = [line for line in shown if line.startswith("run ")]
+        assert said == [f"run     emulates this plan; training with {' and '.join(lacks)} is not built yet"] * bool(
+            lacks
+        )
+
+
+def test_one_hidden_row_is_shown_instead_of_counted() -> None:
+    assert shown_rows(7, 6) == [*range(7)]
+    assert shown_rows(10, 6) == [0, 1, range(2, 4), 4, 5, range(6, 8), 8, 9]
 
 
 def test_a_schedule_that_was_dictated_is_not_called_the_best(monkeypatch: pytest.MonkeyPatch) -> None:

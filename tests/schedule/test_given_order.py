@@ -80,13 +80,19 @@ def test_an_order_that_cannot_be_is_refused(order: tuple[str, ...], error: type[
 
 def test_what_is_asked_for_beside_an_order_has_to_agree() -> None:
     profile, rules = _unplaced("v", 2), Rules(name="mine", order=("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"))
-    for asked, words in (({"num_microbatches": 4}, "give --microbatches 2"), ({"devices": 1}, "give --devices 2")):
+    for asked, words in (
+        ({"num_microbatches": 4}, "give --microbatches 2"),
+        ({"devices": 1}, "--devices 2 --placement all"),
+    ):
         with pytest.raises(UsageError, match=words):
             search_plan(Request.of(profile, rules=rules, scheduler="rules", **asked))
     with pytest.raises(InfeasibleError, match="raise --memory to 2"):
         search_plan(Request.of(profile, rules=rules, scheduler="rules", memory_bytes=10**9, recompute=False))
     across = Rules(name="mine", order=("1F0 1B0 2F0 2B0", "0F0 0B0"))
-    with pytest.raises(UsageError, match="stand as no strategy has them; give --placement FILE"):
+    with pytest.raises(
+        UsageError,
+        match=r"no placement strategy puts stages where the order of rules .* has them; give --placement FILE",
+    ):
         Request.of(profile, rules=across, scheduler="rules")
 
 

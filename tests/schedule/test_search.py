@@ -191,7 +191,7 @@ class TestPlacementChoice:
     def test_the_profiles_own(self) -> None:
         profile = shape("m", 4)
         assert choose_placement(profile, "auto", None) == (profile.placement, 4)
-        with pytest.raises(UsageError, match="--devices 8 contradicts the profile's placement, which stands on 4"):
+        with pytest.raises(UsageError, match="--devices 8 contradicts the profile's placement, which is for 4"):
             choose_placement(profile, "auto", 8)
 
     def test_strategies(self) -> None:

@@ -41,16 +41,17 @@ _ONLY_SPLITS = {
     "tolerance": "--tolerance",
 }
 _DEVICES = (
-    "Numbers of devices to consider; for --mode min-devices a single number is the maximum.  "
-    "[default: the cluster's, and with --plans, profile and min-devices powers of two below]"
+    "Numbers of devices to consider; with --mode min-devices a single number is the maximum.  [default: the cluster's; "
+    "also the powers of two below it with --plans, --mode profile or --mode min-devices]"
 )
 _MINI_BATCH = (
-    "Samples per iteration, on any number of devices.  "
-    "[default: the largest profiled size times the most devices; with --plans four times that]"
+    "Global batch size: samples per iteration, on any number of devices.  [default: the largest profiled size "
+    "times the "
+    "largest number of devices; four times that with --plans]"
 )
 _TIME_LIMIT = (
-    "Stop after this long, as Ctrl-C does: with --plans at what was found, else finishing at --tolerance 0.01.  "
-    "[default: 60s with --plans]"
+    "Stop after this long, as on Ctrl-C. With --plans you get what was found; without, the rest is finished at "
+    "--tolerance 0.01.  [default: 60s with --plans]"
 )
 _MODES = ("all", "min-time", "min-devices", "profile")
 
@@ -69,10 +70,14 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     "--mode",
     type=OneOf(_MODES),
     default="all",
-    help="Which points within --memory: all; all, choosing the fastest; those on the fewest devices; or the fastest "
-    "for each number of devices.",
+    help="Which points within --memory to show: all; all, with the fastest chosen (min-time); those on the "
+    "fewest devices; or the fastest for each number of devices (profile).",
 )
-@click.option("--plans", is_flag=True, help="Whole plans with pipelines, instead of one stage on all devices.")
+@click.option(
+    "--plans",
+    is_flag=True,
+    help="Consider pipelines as well, and make every point a plan, instead of one stage on all devices.",
+)
 @click.option(*("--mini-batch", "--global-batch-size", "mini_batch"), type=click.IntRange(min=1), help=_MINI_BATCH)
 @click.option(
     "--split-level",
@@ -80,13 +85,13 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     was=("--grain",),
     type=OneOf(["block", "operator"]),
     default="block",
-    help="What is split as a unit: whole blocks, as plans run them, or every operator on its own.",
+    help="What is split as a unit: whole blocks, the way plans run them, or each operator on its own.",
 )
 @click.option(
     "--device",
     type=DEVICE,
     metavar="PRESET",
-    help="Device to estimate the times of splits for.  [default: the profile's]",
+    help="Device to estimate split times for.  [default: the profile's]",
 )
 @click.option("--data-parallel-loading", is_flag=True, help="Inputs arrive already split by samples over all devices.")
 @click.option(
@@ -95,21 +100,21 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     was=("--within",),
     type=click.FloatRange(min=0),
     default=0.0,
-    help="Without --plans: how far points may be from the frontier; 0.01 is 1 % of memory and time, 0 is exact.",
+    help="Without --plans: how far points may be off the frontier; 0.01 is 1 % of memory and time, 0 is exact.",
 )
 @click.option("--time-limit", type=DURATION, help=_TIME_LIMIT)
 @click.option(
     "--point",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Choose the N-th point shown, for -o; a search that ends early may show other points the next time.",
+    help="Choose the N-th point, for -o. A search that ends early may number points differently next time.",
 )
 @click.option("--svg", type=FILE, metavar="FILE", help="Draw time against memory as SVG.")
 @click.option(
     *("-o", "--output"),
     type=FILE,
     metavar="FILE",
-    help="Write the chosen plan; with --mode all, the one at the knee for the most devices.",
+    help="Write the chosen plan; with --mode all, the one at the knee for the largest number of devices.",
 )
 @click.option(
     "--output-all",
@@ -117,6 +122,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     metavar="DIRECTORY",
     help="Write the plan of every point shown to a folder: point-1.json, point-2.json ...",
 )
+@click.option("--details", is_flag=True, help="Print up to 24 points instead of 8.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object.")
 @click.pass_context
 def frontier_command(
@@ -127,13 +133,14 @@ def frontier_command(
     svg: str | None,
     output: str | None,
     output_all: str | None,
+    details: bool,
     as_json: bool,
     **_: Any,
 ) -> None:
-    """Show what PROFILE gains from more memory and devices: all strategies that no other beats in memory and time.
+    """Show what more memory and more devices buy: every strategy for PROFILE that no other beats in memory and time.
 
-    Without --plans the model is one stage on all devices, and each block is split in its own way. With --plans it may
-    be a pipeline, and every point is a plan.
+    Without --plans the model is one stage on all devices, each block split in its own way. With --plans it may be a
+    pipeline, and every point is a plan.
     """
     from pipeplan.reporting.frontier import frontier_svg, print_frontier
 
@@ -158,7 +165,7 @@ def frontier_command(
             if as_json:
                 say(json.dumps(found.figures()))
             elif not outputs.on_stdout:
-                print_frontier(found, file=sys.stdout)
+                print_frontier(found, sys.stdout, written=output, details=details)
         finally:  # also where nobody reads it any more
             if output is not None:
                 outputs.write_plan(found.plan(), output)

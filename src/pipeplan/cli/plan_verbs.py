@@ -91,18 +91,18 @@ if TYPE_CHECKING:
 @click.option(
     "--microbatches",
     type=click.IntRange(1, 1_000_000),
-    help="Repeat the plan's repetend up to this number of micro-batches.  [default: the plan's]",
+    help="Repeat the plan's pattern up to this many micro-batches.  [default: the plan's]",
 )
-@click.option("--profile", "profile_path", type=FILE, metavar="FILE", help="Take times and sizes from this profile.")
-@click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Take devices and links from this cluster.")
+@click.option("--profile", "profile_path", type=FILE, metavar="FILE", help="Use the times and sizes in this profile.")
+@click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Use the devices and links of this cluster.")
 @click.option(
     "--measured",
     "measured_paths",
     type=FILE,
     multiple=True,
     metavar="FILE",
-    help="Compare with a run of PLAN: the trace that run --trace wrote. Or with a run of another trainer: the log of "
-    "torchtitan or Megatron-LM, or torch.profiler's trace, once for each rank's file.",
+    help="Compare with a run: the trace that run --trace wrote, a log of torchtitan or Megatron-LM, or "
+    "torch.profiler traces (repeat it for each rank).",
 )
 @click.option("--svg", "svg_path", type=FILE, metavar="FILE", help="Write the timeline as SVG; - for stdout.")
 @click.option("--trace", "trace_path", type=FILE, metavar="FILE", help="Write the timeline for Perfetto; - for stdout.")

@@ -168,28 +168,28 @@ def _read_text(path: str) -> str:
     "--shared",
     multiple=True,
     metavar="BLOCK",
-    help="Blocks to share over all devices, by id or operator; * is a wildcard.",
+    help="Blocks to spread over all devices, by id or operator; * is a wildcard.",
 )
 @click.option("--shards", type=COUNTS, default="1", help="Numbers of devices that split each block.")
 @click.option(
     "--context",
     type=COUNTS,
     default="1",
-    help="Numbers of devices that share each sequence, for an estimate; whole ones are there, too.",
+    help="With --estimate: numbers of devices that share each sequence; whole sequences are always included.",
 )
 @click.option(
     "--expert",
     type=COUNTS,
     default="1",
-    help="Numbers of devices that share experts, each with whole ones, for an estimate.",
+    help="With --estimate: numbers of devices that share the experts, each holding whole ones.",
 )
 @click.option(
     "--load-factor",
     type=float,
     default=1.0,
-    help="How many times the average the fullest device with experts has to do.",
+    help="Load of the busiest expert device, as a multiple of the average.",
 )
-@click.option("--recompute", is_flag=True, help="Also give costs with activation checkpointing.")
+@click.option("--recompute", is_flag=True, help="Include costs with activation checkpointing.")
 @click.option(
     "--dtype",
     type=OneOf(["float32", "bfloat16", "float16", "float64"]),
@@ -205,43 +205,43 @@ def _read_text(path: str) -> str:
 )
 @click.option("--threads", type=click.IntRange(1, 4096), help="Threads of CPU operators.  [default: torch's choice]")
 @click.option("--repeats", type=click.IntRange(1, 100_000), default=10, help="Timed runs of each block.")
-@click.option("--warmup", type=click.IntRange(0, 100_000), default=3, help="Untimed runs before them.")
+@click.option("--warmup", type=click.IntRange(0, 100_000), default=3, help="Untimed warm-up runs first.")
 @SEED
-@click.option("--estimate", is_flag=True, help="Run nothing: count bytes and FLOPs, and use a preset's rates.")
+@click.option("--estimate", is_flag=True, help="Run nothing: count bytes and FLOPs, and take the rates of --device.")
 @click.option(
     "--calibrate",
     type=FILE,
     metavar="FILE",
-    help="Measured profile to fit an estimate's times to, or published runs.",
+    help="Fit the estimate's times to a measured profile, or to published runs.",
 )
 @click.option(
     "--kernels",
     type=OneOf(["fused", "eager"]),
-    help="An estimate's kernels: what is element-wise fused, as large models are trained, or operator by operator, as "
-    "torch runs them.  [default: fused; eager for cpu and with a measured --calibrate]",
+    help="With --estimate: element-wise kernels fused, the way large models are trained, or one per operator, "
+    "the way eager torch runs.  [default: fused; eager for cpu and with a measured --calibrate]",
 )
 @click.option(
     "--show",
     type=FILE,
     metavar="PROFILE",
-    help="Measure nothing: print a profile, with warnings of what would spoil plans.",
+    help="Measure nothing: print this profile, with warnings about anything that would spoil plans.",
 )
 @click.option(
     *("--communication-from", "communication_from"),
     type=FILE,
     multiple=True,
     metavar="FILE",
-    help="Measure nothing: read link times from nccl-tests' output, text or JSON. May be repeated.",
+    help="Measure nothing: read link times from the output of nccl-tests, as text or JSON. May be repeated.",
 )
 @click.option("--communication", is_flag=True, help="Measure links, under torchrun or with --processes.")
 @click.option("--processes", type=click.IntRange(2, 64), help="Number of local processes to measure links between.")
 @click.option("--min-bytes", type=BYTES, default="1KiB", help="Smallest message.")
 @click.option("--max-bytes", type=BYTES, default="64MiB", help="Largest message.")
 @click.option(
-    "--cluster", type=FILE, metavar="CLUSTER", help="Cluster to add link times to, or to time collectives with."
+    "--cluster", type=FILE, metavar="CLUSTER", help="Cluster to add link times to, or whose links time collectives."
 )
 @click.option(
-    "--level", metavar="NAME", help="The cluster's level that was measured.  [default: by the number of devices]"
+    "--level", metavar="NAME", help="The level of the cluster that was measured.  [default: by the number of devices]"
 )
 @click.option(
     "-o", "--output", type=FILE, metavar="FILE", help="Where to write the profile, or the cluster; - for stdout."

@@ -66,19 +66,19 @@ class _Stretch(FiniteRange):
     help="Model to train: from the zoo, a configuration, or your own.",
 )
 @click.option("--emulate", is_flag=True, help="Run without a model: every action just waits for its predicted time.")
-@click.option("--blocking", is_flag=True, help="For comparison: every transfer blocks the devices at both ends.")
+@click.option("--blocking", is_flag=True, help="For comparison: make every transfer block the devices at both ends.")
 @click.option(
     *("--message-limit", "message_limit_bytes"),
     type=BYTES,
     default="1MiB",
-    help="With --emulate, the largest message sent; smaller ones have the plan's size.",
+    help="With --emulate: the largest message to send; smaller ones have the plan's size.",
 )
 @click.option(
     "--stretch",
     type=_Stretch(),
     default="auto",
     metavar="auto|X",
-    help="With --emulate, multiply all times by X; auto: by as much as this machine needs to keep up.",
+    help="With --emulate: multiply all times by X; auto is just enough for this machine to keep up.",
 )
 @SEQUENCE
 @click.option(
@@ -94,13 +94,14 @@ class _Stretch(FiniteRange):
     "--data",
     type=KnownNames(lambda: ["builtin"], files=True),
     metavar="FILE|builtin|pkg.mod:factory",
-    help="A text, tokens as .npy or .bin, builtin (sums in words), or your dataset.  [default: random samples]",
+    help="A text file, tokens as .npy or .bin, builtin (sums spelled out), or your own dataset.  [default: "
+    "random samples]",
 )
 @click.option(
     "--optimizer",
     type=KnownNames(lambda: ["adamw", "adam", "momentum", "sgd"]),
     metavar="adamw|adam|momentum|sgd|pkg.mod:factory",
-    help="One of torch's, or a function that takes the parameters and returns one.  [default: the plan's]",
+    help="One of torch's, or a function from parameters to an optimizer.  [default: the plan's]",
 )
 @click.option("--lr", "learning_rate", type=FiniteRange(0), help="Learning rate.  [default: the optimizer's, 0.001]")
 @click.option("--weight-decay", type=FiniteRange(0), help="Weight decay.  [default: the optimizer's, 0.01 for adamw]")
@@ -125,11 +126,14 @@ class _Stretch(FiniteRange):
     "--precision",
     type=KnownNames(lambda: _api.known_names("recipes")),
     metavar="fp32|bf16|bf16-autocast",
-    help="Recipe to train by.  [default: the plan's; fp32 where it has none]",
+    help="Precision recipe to train with.  [default: the plan's; fp32 where it has none]",
 )
 @click.option("--autocast", type=OneOf(["bfloat16"]), help="The same as --precision bf16-autocast.")
 @click.option(
-    "--checkpoint", type=FOLDER, metavar="DIR", help="Write checkpoints, from which any plan of the model can resume."
+    "--checkpoint",
+    type=FOLDER,
+    metavar="DIR",
+    help="Write checkpoints here; any plan for the model can resume from them.",
 )
 @click.option(
     "--checkpoint-every",
@@ -140,7 +144,10 @@ class _Stretch(FiniteRange):
 @click.option("--keep-checkpoints", type=click.IntRange(min=1), default=2, help="Number of checkpoints to keep.")
 @click.option("--resume", is_flag=True, help="Resume from the last checkpoint; --steps is the total.")
 @click.option(
-    "--init", type=FILE, metavar="FILE", help="Start from the weights in this safetensors file, by the module's names."
+    "--init",
+    type=FILE,
+    metavar="FILE",
+    help="Start from the weights in this safetensors file, under the module's own names.",
 )
 @click.option(
     "--export-weights",
@@ -151,20 +158,20 @@ class _Stretch(FiniteRange):
 @click.option(
     "--dtype",
     type=OneOf(["float32", "float64", "bfloat16"]),
-    help="Number format of the model.  [default: that of the plan's recipe, or float32]",
+    help="Number format of the parameters.  [default: that of the plan's recipe, or float32]",
 )
-@click.option("--device", type=OneOf(["cpu", "cuda"]), default="cpu", help="What ranks compute on.")
+@click.option("--device", type=OneOf(["cpu", "cuda"]), default="cpu", help="Device that ranks compute on.")
 @click.option(
     "--backend",
     type=OneOf(["auto", "gloo", "nccl"]),
     default="auto",
-    help="What carries tensors; auto is nccl on cuda. With gloo, processes can share a GPU.",
+    help="Backend that carries tensors; auto is nccl on cuda, else gloo. With gloo, processes can share a GPU.",
 )
 @click.option(
     *("--timeout", "timeout_ns"),
     type=DURATION,
     default="60s",
-    help="Fail when a wait or an action takes longer than this.",
+    help="Fail if a wait or an action takes longer than this.",
 )
 @click.option("--trace", "trace_path", type=FILE, metavar="FILE", help="Write the measured and the predicted timeline.")
 @click.option("--json", "as_json", is_flag=True, help="Print losses and times as one JSON object.")
@@ -329,7 +336,7 @@ class Steps:
 def comparison_line(outcome: RunOutcome) -> str:
     """Predicted and measured time of an iteration."""
     if not outcome.result.steps:
-        return "no step was asked for"
+        return "no steps (--steps 0)"
     median, predicted = outcome.warm_ns, outcome.predicted_ns
     left = "; first (warm-up) step excluded" if len(outcome.result.steps) > 1 else ""
     ratio = f" ({median / predicted - 1:+.1%})" if predicted else ""

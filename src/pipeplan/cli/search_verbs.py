@@ -36,12 +36,19 @@ if TYPE_CHECKING:
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
-    help="Processes that evaluate candidates.  [default: 1; of auto-tuning: cores]",
+    help="Processes that evaluate candidates.  [default: 1; for auto-tuning, one per core]",
 )
 @click.option(
-    "--executor", metavar="NAME", help="What evaluates candidates instead: dask:ADDRESS, such as dask:tcp://host:8786."
+    "--executor",
+    metavar="NAME",
+    help="Evaluate candidates on a Dask cluster instead: dask:ADDRESS, such as dask:tcp://host:8786.",
 )
-@click.option("--cache", type=FILE, metavar="FILE", help="Cache file; configurations found in it are not re-evaluated.")
+@click.option(
+    "--cache",
+    type=FILE,
+    metavar="FILE",
+    help="Cache file for auto-tuning; configurations found in it are not evaluated again.",
+)
 @click.option(
     "--rules-output", type=FILE, metavar="FILE", help="Where to write the best rules found, to use with --rules."
 )
@@ -50,11 +57,13 @@ if TYPE_CHECKING:
     "--placement-output",
     type=FILE,
     metavar="FILE",
-    help="Where to write only the stages, to edit and pass to --placement.",
+    help="Where to write just the stages, for editing and passing to --placement.",
 )
-@click.option("--details", is_flag=True, help="Print every device and stage, the critical path and what was proved.")
+@click.option("--details", is_flag=True, help="Print every device and stage, the critical path, and what was proved.")
 @click.option(
-    "--explain", is_flag=True, help="Show the ten best different plans, what limits each, and why common ones are not."
+    "--explain",
+    is_flag=True,
+    help="Show the ten best plans that differ, what limits each, and why common layouts lose.",
 )
 def search_command(
     workers: int | None,
@@ -68,12 +77,11 @@ def search_command(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Search for the best plan for PROFILE: stages, replicas, micro-batch sizes and schedule, where flags leave them
-    open.
+    """Search for the best plan for PROFILE: its stages, replicas, micro-batch size and schedule, unless flags fix them.
 
-    The search finds a valid plan early and improves it until the plan is proved optimal, the time limit passes or you
-    press Ctrl-C; in every case the best plan is written. With --scheduler rules and no --rules it auto-tunes: all
-    built-in rules are ranked on a grid of depths, replicas, sizes and placements.
+    The search finds a valid plan early and keeps improving it until it is proved optimal, the time limit passes, or you
+    press Ctrl-C. Either way you get the best plan found. With --scheduler rules and no --rules it auto-tunes: it ranks
+    all built-in rules over a grid of depths, replicas, sizes and placements.
     """
     request = search_request(flags)
     tunes = request.tunes
@@ -157,19 +165,24 @@ def _print_result(
         print_proof(result, file=sys.stdout)
     else:
         print_timeline(simulation, file=sys.stdout)
+        if simulation.yardstick.estimated:
+            notes.append(
+                "times are estimated, for dense models on A100 and H100 5 to 6 % off on average, for others more "
+                "(docs/benchmarks/published-runs.md); call it a tie where plans are closer than that"
+            )
         notes.append("--details prints every device and stage, the critical path and what was proved")
     print_notes(notes, file=sys.stdout)
 
 
 @click.command("compare")
 @planning_options
-@RULES_OPTION(help="Rules of your own to time beside the known schedules: a TOML file or the name of a built-in set.")
+@RULES_OPTION(help="Rules to add to the comparison: a TOML file or the name of a built-in set.")
 def compare_command(as_json: bool, **flags: Any) -> None:
-    """Time every classic schedule that applies to PROFILE, and search for a better one; best first.
+    """Time every classic schedule that applies to PROFILE, search for a better one, and list them best first.
 
-    Without --placement and without one in the profile, all strategies are compared, each with the micro-batch size that
-    suits it best. Schedules that do not fit into memory are timed recomputing, too, and as they are: listed last with
-    the memory they need. With --rules those are one more schedule.
+    If neither the profile nor --placement fixes the placement, all strategies are compared, each with the micro-batch
+    size that suits it best. Schedules that do not fit in memory are also timed with recomputation, and listed last with
+    the memory they would need as they are. --rules adds rules of your own.
     """
     from pipeplan.reporting.tables import print_comparison
 

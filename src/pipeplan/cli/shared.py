@@ -195,17 +195,17 @@ _RECIPE = (
         "--precision",
         type=KnownNames(lambda: _api.known_names("recipes")),
         metavar="fp32|bf16|bf16-mixed|bf16-autocast|fp16-mixed|fp8-mixed",
-        help="What training keeps of every parameter, by its recipe.  [default: the profile's]",
+        help="Precision recipe: number formats of weights, gradients and optimizer state.  [default: the profile's]",
     ),
     click.option(
         "--gradient-dtype",
         type=OneOf(["fp32", "bf16", "fp16"]),
-        help="What gradients add up in.  [default: the recipe's]",
+        help="Number format in which gradients accumulate.  [default: the recipe's]",
     ),
     click.option(
         "--optimizer",
         type=OneOf(["adamw", "momentum", "sgd"]),
-        help="Whose state is kept beside the parameters.  [default: the profile's]",
+        help="Optimizer whose state takes memory.  [default: the profile's]",
     ),
 )
 
@@ -215,28 +215,28 @@ _ZERO = (
         "--zero",
         type=AutoOr(0, 3),
         metavar="auto|0|1|2|3",
-        help="Sharded state: what replicas divide among them. 1: the optimizer's state and master copies; 2: "
-        "gradients, too; 3: parameters, too.  [default: 0; any level where memory is limited and blocks can be "
-        "split; auto where nothing fits]",
+        help="Shard state over replicas, as ZeRO and FSDP do. 1: optimizer state and master weights; 2: "
+        "gradients as well; 3: parameters as well.  [default: 0; any where memory is limited and blocks can "
+        "be split; auto where nothing fits]",
     ),
     click.option(
         "--zero-group",
         type=click.IntRange(min=1),
         metavar="G",
-        help="Neighbouring replicas that share one copy of what is divided.  [default: all]",
+        help="Shard within groups of this many neighbouring replicas, as HSDP does.  [default: all]",
     ),
 )
 
 
 def zero_options(command: _Command) -> _Command:
-    """Give a command the flags that say what replicas divide."""
+    """Give a command the flags of sharded state."""
     for option in reversed(_ZERO):
         command = option(command)
     return command
 
 
 def recipe_options(command: _Command) -> _Command:
-    """Give a command the flags that choose what training keeps of every parameter."""
+    """Give a command the flags that choose number formats and the optimizer."""
     for option in reversed(_RECIPE):
         command = option(command)
     return command
@@ -251,7 +251,7 @@ def asked_profile(flags: Mapping[str, Any]) -> Profile:
 MEMORY_RESERVE = click.option(
     "--memory-reserve",
     type=BYTES,
-    help="Of that memory, what plans leave to context, communication buffers and allocator.  "
+    help="Part of that memory to keep free for the CUDA context, communication buffers and the allocator.  "
     "[default: the cluster's; 0 with --memory]",
 )
 
@@ -267,17 +267,19 @@ _OPTIONS = (
     click.option(
         *("--mini-batch", "--global-batch-size", "mini_batch"),
         type=click.IntRange(min=1),
-        help="Global batch: samples per iteration.  [default: 4 micro-batches per device]",
+        help="Global batch size: samples per iteration.  [default: 4 micro-batches per device]",
     ),
-    click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples per micro-batch."),
+    click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples per micro-batch, over all replicas."),
     click.option(
-        "--microbatches", type=click.IntRange(min=1), help="Micro-batches per iteration.  [default: 4 x devices]"
+        "--microbatches",
+        type=click.IntRange(min=1),
+        help="Micro-batches per iteration.  [default: 4 x devices; searched with --mini-batch]",
     ),
     click.option("--placement", cls=_PlacementOption, type=PLACEMENT, default="auto", metavar="NAME|FILE"),
     click.option(
         *("--chunks", "--vp", "--virtual-stages", "chunks"),
         type=click.IntRange(min=1),
-        help="Virtual stages: stages per device, where there are several.  [default: 2, searched for stages in turn]",
+        help="Virtual stages: stages per device, for placements with several.  [default: 2; searched for circular]",
     ),
     click.option(
         *("--replicas", "--dp", "replicas"),
@@ -290,28 +292,28 @@ _OPTIONS = (
         type=AutoOr(1, _MOST),
         default="auto",
         metavar="auto|N",
-        help="Tensor-parallel size: devices that split every block, for which the profile must have costs.",
+        help="Tensor-parallel size: how many devices split each block. The profile must have costs for it.",
     ),
     click.option(
         *("--cp", "--context-parallel", "context"),
         type=AutoOr(1, _MOST),
         default="auto",
         metavar="auto|N",
-        help="Context-parallel size: devices, or groups of --tp of them, that share each sequence, for which the "
-        "profile must have costs.",
+        help="Context-parallel size: how many devices (or --tp groups) share each sequence. The profile must "
+        "have costs for it.",
     ),
     click.option(
         *("--ep", "--expert-parallel", "expert"),
         type=AutoOr(1, _MOST),
         default="auto",
         metavar="auto|N",
-        help="Expert-parallel size: devices of a stage, of --tp x --cp x --dp, that share experts, for which the "
-        "profile must have costs.",
+        help="Expert-parallel size: how many devices of a stage (of --tp x --cp x --dp, which it divides) share "
+        "experts. The profile must have costs for it.",
     ),
     click.option(
         *("--pp", "--pipeline-parallel", "positions"),
         type=click.IntRange(min=1),
-        help="Pipeline-parallel size: devices, or groups of --tp x --cp x --dp of them, that blocks pass in turn.  "
+        help="Pipeline-parallel size: how many devices (or groups of --tp x --cp x --dp) the model is spread over.  "
         "[default: searched]",
     ),
     click.option(
@@ -320,14 +322,21 @@ _OPTIONS = (
         was=("--spread",),
         type=Switch(_YES_NO),
         default="auto",
-        help="Split shared blocks over all devices of the pipeline.",
+        help="Split shared blocks over all devices in the pipeline.",
     ),
     click.option(
         "--slices",
         type=AutoOr(0, 10_000),
         metavar="auto|M",
-        help="Sliced micro-batches: leading ones whose warm-up forwards run in two halves.  "
+        help="Number of leading micro-batches whose warm-up forwards run in two halves.  "
         "[default: auto; 0 for a named schedule or --rules]",
+    ),
+    click.option(
+        "--late-inputs",
+        type=Switch(_YES_NO),
+        default="auto",
+        help="Let an action begin before all its inputs are there, and wait inside for those that only later blocks "
+        "need; and send what its first blocks make before it ends. auto: where that is shorter.",
     ),
     click.option(
         "--planner",
@@ -341,7 +350,7 @@ _OPTIONS = (
         "--recompute",
         type=Switch(_RECOMPUTE),
         default="auto",
-        help="Activation checkpointing: of blocks that need it, of none, of attention cores, or of all.",
+        help="Activation checkpointing: where it is needed, nowhere, in attention cores, or everywhere.",
     ),
     click.option("--unroll", type=AutoOr(1, 64), default="auto", metavar="auto|U", help="Micro-batches per repetend."),
     click.option(
@@ -353,23 +362,27 @@ _OPTIONS = (
         "--split-overhead",
         type=DURATION,
         default="0",
-        help="Extra time of each input and weight gradient that is launched separately.",
+        help="Extra time for each input or weight gradient that is launched separately.",
     ),
     click.option(
-        "--time-limit", type=DURATION, default="30s", help="Stop searching and write the plan after this long."
+        "--launch-overhead",
+        type=DURATION,
+        help="Host time to launch a block, in each of its actions, beside the profile's costs.  "
+        "[default: what the profile says, else 0]",
     ),
+    click.option("--time-limit", type=DURATION, default="30s", help="Stop after this long, with the best plan so far."),
     SEED,
     click.option(
         "--deterministic",
         is_flag=True,
-        help="Same seed, same plan: --time-limit then counts work, for which a busy machine takes longer.",
+        help="Same seed, same plan. --time-limit then counts work instead of seconds, so a busy machine takes longer.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Print the figures as one JSON object."),
 )
 
 
 def planning_options(command: _Command) -> _Command:
-    """Give a command the flags of everything that searches."""
+    """Give a command the flags that every search has."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
@@ -409,6 +422,8 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         context=_number(flags["context"]),
         expert=_number(flags["expert"]),
         spread=_YES_NO[flags["spread"]],
+        launch_overhead_ns=flags["launch_overhead"],
+        late_inputs=_YES_NO[flags["late_inputs"]],
         time_limit=flags["time_limit"] / 1e9,
     )
 

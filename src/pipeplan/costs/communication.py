@@ -237,13 +237,13 @@ class LinkPath:
 
     @classmethod
     def in_cluster(cls, cluster: Cluster, devices: int) -> LinkPath:
-        """Of the first devices of a cluster, with the limit that all devices of a node share."""
+        """Of the first devices of a cluster, with what all devices of a node share: by default one device's rate."""
         found, place, latency = list[tuple[int, float]](), 1, 0
         for level in cluster.levels:
             if place >= devices:
                 break
-            rate, shared = float(level.bandwidth_bytes_per_s), level.node_bandwidth_bytes_per_s
-            found.append((place, rate if shared is None else min(rate, shared / place)))
+            rate = float(level.bandwidth_bytes_per_s)
+            found.append((place, min(rate, (level.node_bandwidth_bytes_per_s or rate) / place)))
             place, latency = level.group_size, level.latency_ns
         return cls(tuple(found), latency)
 

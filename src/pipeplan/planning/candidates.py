@@ -119,14 +119,18 @@ def _given(request: Request, placement: Placement) -> Iterator[PlacementCandidat
         yield PlacementCandidate(placement, request.batch, recompute, "given", _is_fallback(request, recompute))
 
 
+UNDIVIDED: dict[str, Any] = {"zero": 0, "zero_group": None, "unshard_every": None, "reduce_every": None}
+"""What a placed stage says whose replicas divide nothing."""
+
+
 def sharing(request: Request, placement: Placement) -> Placement:
     """A placement whose replicas divide what the request says, where it says that; else what they say themselves."""
     if request.zero is None:
         return placement
     shared = [(stage, request.sharing(stage.copies)) for stage in placement.stages]
-    keys: dict[str, int | None] = {"zero": 0, "zero_group": None, "unshard_every": None, "reduce_every": None}
     stages = tuple(
-        stage if zero is None else stage.model_copy(update=keys | zero.keys(stage.copies)) for stage, zero in shared
+        stage if zero is None else stage.model_copy(update=UNDIVIDED | zero.keys(stage.copies))
+        for stage, zero in shared
     )
     return placement.model_copy(update={"stages": stages})
 

@@ -187,7 +187,7 @@ def compare(
 ) -> Comparison:
     """Time every classic schedule on the request's placement, or on every strategy's, and search one there.
 
-    That of ``rules`` is one more.
+    That of ``rules`` is one more; beside rules with an ``order``, which has no replicas, no plan has any.
 
     Where the placement is left open, a search over everything comes first, for half of the time, with its own
     placement. Sizes of micro-batches and recomputation are chosen as a search does, on each placement for itself. Where
@@ -198,6 +198,8 @@ def compare(
         SearchTimeoutError: no time to find what fits on any placement.
         UsageError: no placement is possible, or the rules have instructions.
     """
+    if rules is not None and rules.order and request.replicas is None:
+        request = replace(request, replicas=1)  # an order has none, and belongs beside schedules of the same stages
     placements = _placements(request)
     return compare_on(placements, request, progress, within, rules)
 

@@ -2,7 +2,8 @@
 
 A stage whose parameters and gradients fit whole beside the rest is exchanged by actions of programs, which a schedule
 hides; of which so many share a gather, and so many micro-batches a reduction, as is quickest and fits. Where that does
-not fit, each block is exchanged inside of actions, which takes less memory.
+not fit, or only with all recomputed and is then no quicker, each block is exchanged inside of actions, which takes less
+memory.
 """
 
 from __future__ import annotations
@@ -14,14 +15,21 @@ from pipeplan.errors import PipeplanError
 from pipeplan.files import PlacedStage
 from pipeplan.planning.candidates import PlacementCandidate, workload_of
 from pipeplan.planning.request import Request
-from pipeplan.schedule.search import plain_look
+from pipeplan.schedule.list_scheduling import list_schedule, policies
+from pipeplan.schedule.search import plain_look, timed
+from pipeplan.schedule.state import Schedule
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import ONCE, odd_neighbour
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 
 Every = tuple[int, int]
 """For how many uses parameters are gathered, and after how many micro-batches gradients are reduced."""
+
+MUCH = 1.01
+"""Where blocks exchange inside of actions, their first gathers and last reductions are taken to hide: what exchanges by
+actions, which are timed one by one, is preferred where it is as quick but for so much."""
 
 SHORT_RUN = 3
 """Micro-batches for each stage in the run that is timed: ramps, and as much of the steady state."""
@@ -36,15 +44,34 @@ def exchanging_workload(request: Request, candidate: PlacementCandidate, *, spli
     inside = workload_of(request, candidate, split_backward=split_backward)
     if not _may_choose(request, candidate, inside):
         return inside
-    gathers = any(stage.zero >= GATHERED for stage in inside.stages)
+    found = _by_actions(request, candidate, inside, split_backward)
+    recomputes = request.recompute is None and request.least_memory is not None
+    if found is None and recomputes and not all(stage.recompute is True for stage in inside.stages):
+        found = _by_actions(request, _recomputed(candidate), inside, split_backward)
+    if found is None:
+        return inside
+    blockwise = _looked_at(inside)
+    return inside if blockwise is not None and found[0] > MUCH * blockwise.iteration_ns else found[3]
+
+
+def _by_actions(
+    request: Request, candidate: PlacementCandidate, inside: Workload, split_backward: bool
+) -> _Found | None:
+    """Exchanges by actions as often as is quickest, where they fit."""
     best: _Found | None = None
     for reduced in checked(_numbers(inside.num_microbatches), 1):
         best = _better(best, _timed(request, candidate, (1, reduced), split_backward))
-    if best is None:
-        return inside
-    for uses in checked(_numbers(2 * inside.num_microbatches)[1:] if gathers else (), 1):
+    if best is None or all(stage.zero < GATHERED for stage in inside.stages):
+        return best
+    for uses in checked(_numbers(2 * inside.num_microbatches)[1:], 1):
         best = _better(best, _timed(request, candidate, (uses, best[2][1]), split_backward)) or best
-    return best[3]
+    return best
+
+
+def _recomputed(candidate: PlacementCandidate) -> PlacementCandidate:
+    """The candidate with all stages recomputed."""
+    stages = tuple(stage.model_copy(update={"recompute": True}) for stage in candidate.placement.stages)
+    return replace(candidate, placement=candidate.placement.model_copy(update={"stages": stages}))
 
 
 def _may_choose(request: Request, candidate: PlacementCandidate, workload: Workload) -> bool:
@@ -78,14 +105,25 @@ def _timed(request: Request, candidate: PlacementCandidate, every: Every, split_
     stages = tuple(_exchanged(stage, every) for stage in candidate.placement.stages)
     placement = candidate.placement.model_copy(update={"stages": stages})
     workload = workload_of(request, replace(candidate, placement=placement), split_backward=split_backward)
+    found = _looked_at(workload)
+    return None if found is None else (found.iteration_ns, found.most_bytes, every, workload)
+
+
+def _looked_at(workload: Workload) -> Schedule | None:
+    """A short run by 1F1B, or of several stages per device by a list; None where that does not fit."""
     least = SHORT_RUN * len(workload.stages)
     short = workload.with_microbatches(min(workload.num_microbatches, least)) if workload.is_uniform else workload
     try:
-        OneMicrobatch.of(short)  # which searches need to have room
+        problem = OneMicrobatch.of(short)  # which searches need to have room
         found = plain_look(short)
+        if found is not None:
+            return found
+        graph = task_graph(problem.workload)
+        orders = list_schedule(problem, graph, next(policies()))
+        given = graph if problem.reduction is None else task_graph(short)
+        return None if orders is None else timed(problem, given, orders, "list")
     except PipeplanError:  # what does not fit is said where it is searched
         return None
-    return None if found is None else (found.iteration_ns, found.most_bytes, every, workload)
 
 
 def _exchanged(stage: PlacedStage, every: Every) -> PlacedStage:

@@ -76,7 +76,8 @@ class FrontierResult(Displayed):
     memory in that proof ``factor_without`` names what was left out: nothing, or "workspace". The
     ``chosen`` point is the one written as a plan, counted from 1. ``profiled_only``: what is proved is proved of
     strategies at sizes that were profiled; others were compared by the nearest size in proportion. Partitions
-    ``tried``, and the fewest that were ``untried`` when it was ``interrupted``, are those of whole plans.
+    ``tried``, and the fewest that were ``untried`` when it was ``interrupted``, are those of whole plans. Where blocks
+    are split operator by operator there are no plans to write, and ``makes_plans`` is false.
     """
 
     name: str
@@ -95,6 +96,7 @@ class FrontierResult(Displayed):
     profiled_only: bool = False
     tried: int | None = None
     untried: int | None = None
+    makes_plans: bool = True
     yardstick: Yardstick = field(kw_only=True)
 
     def __repr__(self) -> str:
@@ -379,6 +381,7 @@ def _of_splits(
         factor_without=() if all(each.settled for each in tracked) else ("workspace",),
         yardstick=_yardstick(request.profile, splitting.device),
         profiled_only=any(each.model.extrapolates for each in tracked),
+        makes_plans=splitting.whole_blocks,
     )
 
 

@@ -16,6 +16,7 @@ from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions
+from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
 from pipeplan.costs.zero import AUTO, GATHERED, WHOLE, Zero
@@ -134,7 +135,8 @@ class Request:
     plans leave ``reserve_bytes`` alone: if None, nothing of ``memory_bytes``, else what the cluster says.
 
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
-    and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
+    and each weight gradient takes longer, being launched apart. ``profile`` has ``launch_overhead_ns`` in every action
+    of every block beside what is ``stated`` (None: nothing). ``replicas`` is how many copies of the whole pipeline
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
     in a table of uniform layouts any, and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
@@ -142,7 +144,8 @@ class Request:
     share experts, ``positions`` how many devices, or groups of them, blocks pass in turn, ``spread`` whether shared
     blocks stand on all devices, ``num_parted`` how many leading micro-batches run their warmup forwards in two parts.
     ``planner`` is who chooses the stages: a published planner alone (:mod:`pipeplan.planning.planners`), or ``auto``.
-    ``time_limit`` is in seconds: by the clock, or ``deterministic`` by work that takes about as long.
+    ``late_inputs`` says whether actions may wait inside for messages (:mod:`pipeplan.costs.late_inputs`); None: where
+    that is shorter. ``time_limit`` is in seconds: by the clock, or ``deterministic`` by work that takes about as long.
 
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
     ``samples_assumed``: nobody said how many samples an iteration has.
@@ -166,6 +169,8 @@ class Request:
     unroll: int | None = None
     split_backward: bool | None = None
     split_overhead_ns: int = 0
+    launch_overhead_ns: int = 0
+    stated: Profile | None = None
     recompute: Again | None = None
     replicas: int | None = None
     zero: int | Literal["auto"] | None = None
@@ -178,6 +183,7 @@ class Request:
     spread: bool | None = None
     num_parted: int | None = None
     planner: str = "auto"
+    late_inputs: bool | None = None
     time_limit: float = 30.0
     seed: int = 0
     deterministic: bool = False
@@ -193,6 +199,11 @@ class Request:
             raise UsageError(
                 f"--recompute selective: no block of profile {self.profile.name!r} says what its attention core takes "
                 "(selective_ns); profile the model with --estimate, or give --recompute auto, none or all"
+            )
+        if self.late_inputs and self.num_parted:
+            raise UsageError(
+                f"--slices {self.num_parted} is of forwards that take and give all of their samples at once, and "
+                "--late-inputs yes of forwards that do not; leave one of them out"
             )
         if isinstance(self.placement, Placement):
             object.__setattr__(self, "placement", self.placement.whole)
@@ -244,6 +255,11 @@ class Request:
             )
         if group is not None and group > most:
             raise UsageError(f"--zero-group {group} is more replicas than --devices {most} has room for; lower it")
+
+    @property
+    def stated_profile(self) -> Profile:
+        """The profile as it stands in its file, whose fingerprint plans have."""
+        return self.stated or self.profile
 
     @property
     def levels(self) -> tuple[Request, ...]:
@@ -311,6 +327,9 @@ class Request:
         fixed = microbatch_size is not None or num_microbatches is not None
         if chunks is None and rules is not None and chosen == rules.placement:
             chunks = rules.chunks
+        stated, overhead = profile, others.pop("launch_overhead_ns", None)
+        overhead = profile.launch_overhead_ns if overhead is None else overhead
+        profile = with_launches(profile, overhead)
         asked = AskedSizes(*(others.get(name) for name in AskedSizes._fields))
         if asked.context is not None:
             _require_context(profile, chosen, num_devices, asked, others.get("spread"))
@@ -330,6 +349,8 @@ class Request:
             cluster,
             scheduler=scheduler,
             rules=rules,
+            launch_overhead_ns=overhead,
+            stated=stated if overhead else None,
             samples_assumed=mini_batch is None and num_microbatches is None,
             **(_as_defined(profile, scheduler, rules) | others),
         )
@@ -659,7 +680,7 @@ def splits_by(rules: Rules) -> bool:
 
 
 def _placed(rules: Rules) -> Rules:
-    """Rules that say each device's order, with the strategy whose stages stand so, if there is one."""
+    """Rules with an order, and the strategy that puts stages where it has them, if there is one."""
     stands, count = devices_of_stages(rules.order), len(rules.order)
     if rules.placement is not None or any(len(devices) != 1 for devices in stands):
         return rules
@@ -690,7 +711,8 @@ def choose_placement(
         given = profile.placement if wanted == "auto" else None
         if given is None and ruled is None and rules is not None and rules.order:
             raise UsageError(
-                f"the stages in the order of rules {rules.name!r} stand as no strategy has them; give --placement FILE"
+                f"no placement strategy puts stages where the order of rules {rules.name!r} has them; give "
+                "--placement FILE"
             )
         if given is None:
             return ruled or "auto", _count(profile, num_devices)
@@ -707,8 +729,8 @@ def choose_placement(
         if num_devices not in (None, given.num_devices):
             where = "the profile's placement" if wanted == "auto" else given.where
             raise UsageError(
-                f"--devices {num_devices} contradicts {where}, which stands on {given.num_devices}; leave --devices "
-                "out, or choose a --placement strategy"
+                f"--devices {num_devices} contradicts {where}, which is for {given.num_devices}; leave --devices out, "
+                "or choose a --placement strategy"
             )
         return given, given.num_devices
     assert isinstance(wanted, str)

@@ -27,6 +27,7 @@ from pipeplan.planning.alternatives import explained
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
 from pipeplan.planning.candidates import (
     LARGE,
+    UNDIVIDED,
     PlacementCandidate,
     Proposal,
     PublishedPlanners,
@@ -49,6 +50,7 @@ from pipeplan.planning.trials import (
     PlanStep,
     Trial,
     iteration_of,
+    late_of,
     look_at,
     preferred,
     workloads,
@@ -57,13 +59,14 @@ from pipeplan.planning.widths import EveryWidth
 from pipeplan.planning.workers import Ahead, processes
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
 from pipeplan.schedule.longer import ShorterRun
-from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FewerBytes, FirstLook
+from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FewerBytes, FirstLook, first_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.time_limit import Limit, TimeUpError, checked, checkpoint, shielded, time_is_up
 from pipeplan.units import format_ns
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Recompute, Stage
+from pipeplan.workload.exchanges import exchange_work
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
 from pipeplan.workload.steady_state.loop import LoopedOrders, looped
@@ -186,7 +189,7 @@ def _quicker_ways(request: Request, candidate: PlacementCandidate, divided: Work
     stages: dict[Zero, dict[int, _Change]] = {}
     for index, stage in enumerate(divided.stages):
         for zero in _less_divided(request, stage):
-            stages.setdefault(zero, {})[index] = {"zero": 0, "zero_group": None} | zero.keys(stage.copies)
+            stages.setdefault(zero, {})[index] = UNDIVIDED | zero.keys(stage.copies)
     split = replace(request, split_backward=divided.splits_backward)
     found: dict[int, list[tuple[int, int, Zero]]] = {}
     for zero, changes in checked(stages.items(), 1):
@@ -213,7 +216,8 @@ def _stage_ns(workload: Workload, index: int) -> int:
     """What a stage's devices compute and exchange in an iteration, one after the other."""
     stage = workload.stages[index]
     actions = workload.mini_batch // (stage.microbatch_size * workload.num_routes)
-    return actions * workload.work_of_stages[index] + stage.sync_ns + stage.gather_ns
+    exchanged = exchange_work(workload, index)
+    return actions * workload.work_of_stages[index] + exchanged + stage.sync_ns + stage.gather_ns
 
 
 @dataclass(frozen=True)
@@ -238,6 +242,58 @@ class LessMemoryOfBest(FewerBytes, PlanStep):
         if found is not None and preferred(found, trial.best):
             trial.best = found
             search.report(trial)
+
+
+@dataclass(frozen=True)
+class LateInputs(PlanStep):
+    """Actions that begin before all their inputs are there: of the best ``finalists``, where that is open and shorter.
+
+    With the orders there are, which takes next to nothing, and as long as there is time with known schedules made for
+    that. Bounds are then of both.
+    """
+
+    finalists: int = 3
+    name = "late inputs"
+    when = "--late-inputs auto; the best {finalists} plans, of stages that are a graph"
+
+    def applies(self, search: PlanSearch) -> bool:
+        return search.request.late_inputs is None
+
+    def after_all(self, search: PlanSearch) -> bool:
+        return True  # what is proved holds only beside it
+
+    def run(self, search: PlanSearch) -> None:
+        best = [] if search.best is None else [search.best]
+        given = search.trials if isinstance(search.request.placement, Placement) else []
+        tried: list[Trial] = []
+        for trial in [*(search.finalists[: self.finalists] or best), *given]:
+            if not any(trial is other for other in tried):
+                tried.append(trial)
+                self._try(search, trial)
+
+    def _try(self, search: PlanSearch, trial: Trial) -> None:
+        base = trial.best
+        if base is None or (late := late_of(search.request, base.workload)) is base.workload:
+            return
+        with shielded():
+            trial.late_bound = weak_iteration_bound(late)
+            found = [_with_orders(base, late, "")]
+        if not search.budget.expired:
+            with suppress(PipeplanError):
+                found.append(self._anew(search, late))
+        for schedule in found:
+            if schedule is not None and iteration_of(schedule) < (trial.value_ns or 0):
+                trial.best, trial.parted = replace(schedule, pattern=None), None
+                search.report(trial)
+
+    @staticmethod
+    def _anew(search: PlanSearch, late: Workload) -> Schedule | None:
+        """A known schedule, or the one that is asked for by name."""
+        request, budget = search.request, search.budget
+        if not _is_named(request):
+            return first_look(late) if request.scheduler == "auto" else None
+        with budget.share(budget.remaining) as share:
+            return search_schedule(late, share, scheduler=request.scheduler, rules=request.rules, unroll=request.unroll)
 
 
 @dataclass(frozen=True)
@@ -344,6 +400,11 @@ def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) ->
     assert base is not None
     split = replace(request, split_backward=base.workload.splits_backward)
     (workload,) = workloads(split, replace(trial.candidate, placement=placement))
+    return _with_orders(base, workload, mark)
+
+
+def _with_orders(base: Schedule, workload: Workload, mark: str) -> Schedule | None:
+    """A schedule's orders with the times of another workload; None if they do not fit there."""
     graph = task_graph(workload.with_microbatches(base.graph.workload.num_microbatches))
     run = _again(base, graph, workload.num_microbatches)
     if run is None or not fits(run.graph, run.orders, run.loop):
@@ -372,6 +433,8 @@ def _changed(placement: Placement, changes: Mapping[int, Mapping[str, object]]) 
 
 
 def _reason_against_parts(workload: Workload) -> str | None:
+    if workload.has_parts:
+        return "its actions wait inside for messages, for which they have all samples (--late-inputs no)"
     devices = [device for stage in workload.stages for device in stage.devices]
     if len(set(devices)) < len(devices):
         return "it needs one stage per device"
@@ -387,14 +450,16 @@ class EvenCut(PlanStep):
     """A first plan: cut evenly, with 1F1B or GPipe, or the schedule that is asked for by name.
 
     Where there is none after ``seconds`` that is said, and for a ``share`` of the time that is left it is looked for
-    all the same. Where no more than ``hurry`` seconds are left it takes so little that it is made however late it is.
-    If nothing fits with what replicas may divide by default, something with more of it is kept for when nothing else is
-    found. Pipelines so deep that such a plan runs group by group get larger groups as long as making their plan takes
-    no more than a ``growth`` of the time that is left.
+    all the same, and until the process has worked ``working`` seconds, or half of what is left: what was begun for it
+    would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds are left it
+    takes so little that it is made however late it is. If nothing fits with what replicas may divide by default,
+    something with more of it is kept for when nothing else is found. Pipelines so deep that such a plan runs group by
+    group get larger groups as long as making their plan takes no more than a ``growth`` of the time that is left.
     """
 
     seconds: float = 2.0
     share: float = 0.2
+    working: float = 3.0
     hurry: float = 1.0
     growth: float = 0.2
     name = "even cut"
@@ -434,6 +499,7 @@ class EvenCut(PlanStep):
             tell=lambda: search.say(f"no {what} was found yet that fits: the search goes on"),
         )
         limit = Limit(max(self.seconds, self.share * search.budget.remaining), clock=search.budget.clock)
+        limit.wait(0.0, min(self.working, search.budget.remaining / 2))
         with limit.ended(), telling.enforced():
             short = self._look(search, search.request)
             if search.best is None and search.may_divide:
@@ -638,6 +704,7 @@ STEPS: tuple[SearchStep, ...] = (
     EaseRecomputation(),
     EaseSharding(),
     SliceForwards(),
+    LateInputs(),
     LessMemoryOfBest(),
     ExplainShortage(),
 )
@@ -722,6 +789,7 @@ def search_plan(
         timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
         notes=(*dict.fromkeys(notes), *slices_left_out(request, schedule.workload, "what was found does not fit so")),
         explanation=explained(search) if explain else None,
+        request=request,
     )
 
 

@@ -55,7 +55,8 @@ class Workers:
 
     def __enter__(self) -> Self:
         if self._count > 1:
-            self._stop = get_context("spawn").Event()
+            with deaf():
+                self._stop = get_context("spawn").Event()
             make, self._end = processes(self._count, _begin, self._request, self._stop, Limit(self._limit.left()))
             self._pool = make()
         self._left.enter_context(self._limit.hearing_interrupts(self.interrupt))
@@ -435,6 +436,7 @@ class _Tuner:
             candidates=CandidateCounts(self.num_done + self.num_skipped, self.num_skipped, num_open),
             timed_out=num_open > 0 and not self.workers.interrupted,
             notes=slices_left_out(self.request, schedule.workload, "rules are tuned for whole forwards"),
+            request=self.request,
         )
 
     @property

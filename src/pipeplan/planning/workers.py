@@ -243,17 +243,23 @@ def processes(
     def made() -> ProcessPoolExecutor:
         # Threads of a progress line, and of the solver, do not survive a fork.
         context = get_context("spawn")
-        return ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(begin, given))
+        with deaf():  # so that what keeps account of their semaphores outlives a terminal, too
+            return ProcessPoolExecutor(count, mp_context=context, initializer=_begin, initargs=(begin, given))
 
     def ended(executor: Executor) -> None:
         assert isinstance(executor, ProcessPoolExecutor)
         for process in [*(executor._processes or {}).values()]:
             process.kill()
         # One may have been killed in the middle of an answer, or of what it was given: whoever waits for the rest of
-        # it would wait for ever, as these ends of the pipes are open here, too.
+        # it would wait for ever, as the other ends of these pipes are open here, too. Some versions of Python close
+        # the second one themselves.
         inside: Any = executor
-        for end in (inside._result_queue._writer, inside._call_queue._reader):
-            end.close()
+        inside._result_queue._writer.close()
+        manager: Thread | None = inside._executor_manager_thread
+        if manager is not None:
+            manager.join(_MOST_POLLS * _POLL)
+            if manager.is_alive():
+                inside._call_queue._reader.close()
         executor.shutdown(wait=True, cancel_futures=True)
 
     return made, ended
@@ -267,8 +273,8 @@ def _gone(executor: Executor | None) -> bool:
 
 @contextmanager
 def deaf() -> Iterator[None]:
-    """Processes that begin inside do not hear Ctrl-C, which is for the one that makes them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # which they inherit
+    """Processes that begin inside hear no Ctrl-C nor hangup, which a terminal sends to all: whoever makes them does."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP])  # which they inherit
     try:
         yield
     finally:

@@ -10,9 +10,18 @@ from rich.text import Text
 from pipeplan.costs.throughput import one_device_ns
 from pipeplan.files import Placement
 from pipeplan.planning.build_plan import Result
-from pipeplan.planning.next_steps import next_steps
+from pipeplan.planning.next_steps import cannot_train, next_steps
 from pipeplan.planning.request import Request
-from pipeplan.reporting.layout import console_for, flowed, idle_devices, labelled, number_ranges
+from pipeplan.reporting.layout import (
+    Clause,
+    Row,
+    console_for,
+    fitted,
+    flowed,
+    idle_devices,
+    labelled,
+    number_ranges,
+)
 from pipeplan.reporting.terminal import Bottleneck, zero_words
 from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
@@ -26,16 +35,22 @@ LINES = 10
 _STEPS = 2
 """Next steps that are shown."""
 
-Clause = tuple[str, int]
-"""A part of a line, and how far it can be spared: those with the largest number are left out first."""
-
-Row = tuple[str, list[Clause]]
+_REASONS = 2
+"""Reasons for idling that are always shown."""
 
 
 def print_answer(
-    request: Request, result: Result, simulation: Simulation, written: str | None = None, file: TextIO | None = None
+    request: Request,
+    result: Result,
+    simulation: Simulation,
+    written: str | None = None,
+    file: TextIO | None = None,
+    keep: str = "-o plan.json",
 ) -> None:
-    """Print the answer, to stdout unless ``file`` is given; ``written`` is the plan's file, if there is one."""
+    """Print the answer, to stdout unless ``file`` is given.
+
+    ``written`` is the plan's file, if there is one; ``keep`` is what would write it.
+    """
     console = console_for(file)
     name, ended = result.plan.name, _heading(request, simulation, result)
     heading = [
@@ -43,23 +58,10 @@ def print_answer(
         flowed(Text.assemble((name, "bold"), f": {ended}"), console.width),
     ]
     most = LINES - sum(1 + text.plain.count("\n") for text in heading)
-    rows = _fitted(list(_rows(request, result, simulation, written)), console.width, most)
+    rows = fitted(list(_rows(request, result, simulation, written, keep)), console.width, most)
     console.print(*heading, sep="\n")
     console.print(labelled(rows, console.width))
     console.print()
-
-
-def _fitted(rows: Sequence[Row], width: int, most: int) -> list[tuple[str, str]]:
-    """The rows with as many of their clauses as ``most`` lines hold, if they hold what cannot be spared."""
-    names = max(len(name) for name, _ in rows)
-    found: list[tuple[str, str]] = []
-    for spare in sorted({spare for _, clauses in rows for _, spare in clauses}, reverse=True):
-        left = [(name, [text for text, own in clauses if own <= spare]) for name, clauses in rows]
-        found = [(name, "".join(texts)) for name, texts in left if texts]
-        lines = [flowed(text, max(1, width - names - 2)).plain for _, text in found]
-        if sum(1 + line.count("\n") for line in lines) <= most:
-            break
-    return found
 
 
 def _heading(request: Request, simulation: Simulation, result: Result) -> str:
@@ -78,13 +80,15 @@ def _heading(request: Request, simulation: Simulation, result: Result) -> str:
     return f"{ended} for {counted(len(simulation.workload.devices), 'device')}{memory}"
 
 
-def _rows(request: Request, result: Result, simulation: Simulation, written: str | None) -> Iterator[Row]:
+def _rows(request: Request, result: Result, simulation: Simulation, written: str | None, keep: str) -> Iterator[Row]:
     yield "plan", _plan(request, simulation)
     yield "speed", _speed(request, simulation)
-    yield "bound", _bound(result)
+    yield "bound", _bound(request, result)
     yield "memory", _memory(simulation)
     yield "idle", _idle(simulation)
-    for number, step in enumerate(next_steps(request, result, simulation, written)[:_STEPS]):
+    if lacks := cannot_train(simulation.plan):
+        yield "run", [(f"emulates this plan; training with {' and '.join(lacks)} is not built yet", 1)]
+    for number, step in enumerate(next_steps(request, result, simulation, written, keep)[:_STEPS]):
         yield "" if number else "next", [(printable(f"{step.what}: {step.brings}"), 2 * number)]
 
 
@@ -106,7 +110,7 @@ def _plan(request: Request, simulation: Simulation) -> list[Clause]:
         ("" if context == "1" else f" x {context}-way context split", 0),
         ("" if expert == "1" else f", experts {expert} ways", 0),
         (f", {shared}" if (shared := zero_words(stages)) else "", 0),
-        (f", {plan.placement}", 3),
+        (f", {plan.placement}" if len(stages) > 1 else ", data parallel" if replicas != "1" else "", 3),
         (f"; {scheduler_words(plan.provenance.scheduler)}" if plan.provenance.scheduler else "", 0),
         (", backward split" if workload.splits_backward else "", 4),
         (f", {counted(recomputed, 'stage')} recomputed" if recomputed else "", 1),
@@ -133,7 +137,9 @@ def _speed(request: Request, simulation: Simulation) -> list[Clause]:
     estimated = "estimated " if simulation.yardstick.estimated else ""
     samples = counted(workload.mini_batch, "sample")
     alone = one_device_ns(request.profile, workload)
-    times = f"; {alone / simulation.iteration_ns:.1f} times as fast as one device" if alone else ""
+    faster = alone / simulation.iteration_ns if alone else 0.0  # more than there are devices: other costs per sample
+    known = 0 < faster <= len(workload.devices)
+    times = f"; {faster:.1f} times as fast as one device" if known else ""
     return [
         (f"{estimated}{format_ns(simulation.iteration_ns)} per iteration of {samples}", 0),
         (f"{', ' if rates else ''}{rates}", 0),
@@ -141,13 +147,23 @@ def _speed(request: Request, simulation: Simulation) -> list[Clause]:
     ]
 
 
-def _bound(result: Result) -> list[Clause]:
+_SIZES = (("tp", "shards"), ("cp", "context"), ("pp", "positions"), ("dp", "replicas"), ("zero", "zero"))
+
+
+def _any_plan(request: Request) -> str:
+    """What the bound is for: any plan, or any with the sizes that were asked for."""
+    sizes = [(flag, getattr(request, name)) for flag, name in _SIZES]
+    given = "".join(f" --{flag} {size}" for flag, size in sizes if isinstance(size, int))
+    return f"for any plan{f' with{given}' if given else ''}"
+
+
+def _bound(request: Request, result: Result) -> list[Clause]:
     if result.status == "optimal":
         return [(f"{format_ns(result.lower_bound_ns)}, reached: nothing that was left open is faster", 0)]
     found = [
         f"{format_ns(bound)} {of} ({_away(gap)})"
         for bound, of, gap in (
-            (result.lower_bound_ns, "for any plan", result.gap),
+            (result.lower_bound_ns, _any_plan(request), result.gap),
             (result.placement_lower_bound_ns, "on this placement", result.placement_gap),
         )
     ]
@@ -171,14 +187,16 @@ def _memory(simulation: Simulation) -> list[Clause]:
     fullest = min(left, key=lambda device: (left[device], device))
     least, emptiest = left[fullest], max(left, key=lambda device: (left[device], -device))
     reserve, whole = devices[fullest].reserve_bytes, devices[fullest].memory_bytes or 0
-    taken = f"device {fullest} with {format_bytes(peaks[fullest])} of {format_bytes(whole)}"
-    taken += f", {format_bytes(reserve)} in reserve" if reserve else ""
+    taken = f"device {fullest} with {format_bytes(peaks[fullest])} of {format_bytes(whole - reserve)}"
+    beside = f", {format_bytes(whole)} less {format_bytes(reserve)} in reserve" if reserve else ""
     if least < 0:
-        return [(f"does not fit: {taken}, {format_bytes(-least)} too much", 0)]
+        return [(f"does not fit: {taken}{beside}, {format_bytes(-least)} too much", 0)]
     limit = "" if limits[emptiest] == limits[fullest] else f" of {format_bytes(limits[emptiest] or 0)}"
     other = f"; emptiest device {emptiest} with {format_bytes(peaks[emptiest])}{limit}"
     return [
-        (f"fits: fullest {taken} ({format_bytes(least)} left)", 0),
+        (f"fits: fullest {taken}", 0),
+        (beside, 2),
+        (f" ({format_bytes(least)} left)", 0),
         (other if left[emptiest] > least else "; all others alike" if len(left) > 1 else "", 3),
     ]
 
@@ -200,11 +218,12 @@ def _idle(simulation: Simulation) -> list[Clause]:
     whole = f"{idle.total:.1%} of device time"
     if not shares:
         return [(whole, 0)]
-    parts = f", {shares[0][1]}" if len(shares) == 1 else f": {', '.join(' '.join(share) for share in shares)}"
+    said = [" ".join(share) for share in shares]
+    parts = f", {shares[0][1]}" if len(shares) == 1 else f": {', '.join(said[:_REASONS])}"
     longest = max(rates.idle_ns)
     where = [device for device, time in enumerate(rates.idle_ns) if time == longest]
     name = "device" if len(where) == 1 else "devices"
-    clauses: list[Clause] = [(whole + parts, 0)]
+    clauses: list[Clause] = [(whole + parts, 0), ("".join(f", {reason}" for reason in said[_REASONS:]), 2)]
     if longest > min(rates.idle_ns):
         clauses.append((f"; most on {name} {number_ranges(where)}", 5))
     return clauses

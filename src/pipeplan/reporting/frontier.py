@@ -1,4 +1,4 @@
-"""A frontier as a table, as a plot in the terminal, and as SVG."""
+"""A frontier as an answer, as a table, as a plot in the terminal, and as SVG."""
 
 from __future__ import annotations
 
@@ -7,46 +7,59 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from rich.table import Table
-from rich.text import Text
 
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
+from pipeplan.reporting.frontier_answer import print_frontier_answer
 from pipeplan.reporting.layout import Column, console_for, flowed, print_notes, tables, xml_text
 from pipeplan.reporting.tables import rate_columns
 from pipeplan.units import format_bytes, format_ns, named_devices
 
-_MOST_ROWS = 24
+_MOST_ROWS, _FEW_ROWS = 24, 8
 _COLUMNS, _LEAST_COLUMNS, _LINES = 72, 24, 16
 _LEAST_WORDS = 16
 _DOT, _KNEE, _SIGNS = "o", "X", "123456789abcdefghijklmn"
 
 
-def print_frontier(report: FrontierResult, file: TextIO | None = None) -> None:
-    """Print a heading, the plot if there is more than one point, the table, and notes."""
+def print_frontier(
+    report: FrontierResult, file: TextIO | None = None, *, written: str | None = None, details: bool = False
+) -> None:
+    """Print the answer, the plot if there is more than one point, a table, and notes.
+
+    Args:
+        report: what was found.
+        file: where to print; stdout without it.
+        written: the file of the chosen plan, if there is one.
+        details: up to 24 points in the table, instead of 8.
+    """
     console = console_for(file)
-    counts = sorted({point.num_devices for point in report.points})
-    samples = f"{report.samples} sample{'s' if report.samples != 1 else ''}"
-    estimated = "; times estimated" if report.yardstick.estimated else ""
-    heading = f": {report.of}, {samples}, {named_devices(*counts)}; {report.proved}{estimated}"
-    console.print(flowed(Text.assemble((report.name, "bold"), heading), console.width))
+    print_frontier_answer(report, written, file)
     if len(report.points) > 1:
         console.print("\n".join(_plot(report.points, console.width)), markup=False)
-    shown = _shown(report.points)
+    print_points(report, file, details=details)
+
+
+def print_points(report: FrontierResult, file: TextIO | None = None, *, details: bool = False) -> None:
+    """Print the points as a table, and notes: up to 24 points with ``details``, else 8."""
+    console = console_for(file)
+    shown = _shown(report.points, _MOST_ROWS if details else _FEW_ROWS)
     console.print(*_tables(report, shown, console.width), sep="\n")
-    left = len(report.points) - len(shown)
-    more = [f"{left} more points in between; --json has all"] if left else []
+    print_notes((*_notes(report, shown, details=details), *report.notes), file)
+
+
+def _notes(report: FrontierResult, shown: Sequence[tuple[int, FrontierPoint]], *, details: bool) -> Iterator[str]:
+    """How many points are not shown, and what brackets and marks in the table mean."""
+    if left := len(report.points) - len(shown):
+        yield f"{left} more points in between; {'--json has all' if details else '--details shows more, --json all'}"
     between = sorted({point.unprofiled for _, point in shown if point.unprofiled})
-    more += [
-        f"in brackets, the range if more samples take longer, at most in proportion: {unprofiled}"
-        for unprofiled in between
-        if not any(unprofiled in other for other in between if other != unprofiled)
-    ]
+    for unprofiled in between:
+        if not any(unprofiled in other for other in between if other != unprofiled):
+            yield f"in brackets, the range if more samples take longer, at most in proportion: {unprofiled}"
     if any(point.bounds_ns is not None and point.bounds_ns[1] is None for _, point in shown):
-        more.append("no upper end where the profile's own times grow faster than in proportion to samples")
+        yield "no upper end where the profile's own times grow faster than in proportion to samples"
     if any(point.turning_point for _, point in shown):
-        more.append("knee: beyond it more memory saves little time")
+        yield "knee: beyond it more memory saves little time"
     if any(point.chosen for _, point in shown):
-        more.append("chosen: the point that -o writes as a plan; --point chooses another")
-    print_notes((*more, *report.notes), file)
+        yield "chosen: the point that -o writes as a plan; --point chooses another"
 
 
 def _tables(report: FrontierResult, points: Sequence[tuple[int, FrontierPoint]], width: int) -> list[Table]:
@@ -79,12 +92,12 @@ def _price(value: float | None, times: int = 1) -> str:
     return "-" if value is None else f"{times * value:.4g}"
 
 
-def _shown(points: Sequence[FrontierPoint]) -> list[tuple[int, FrontierPoint]]:
+def _shown(points: Sequence[FrontierPoint], most: int) -> list[tuple[int, FrontierPoint]]:
     """All with their numbers, or some at even distances with the first, the last and those that are marked."""
     numbered = list(enumerate(points, start=1))
-    if len(points) <= _MOST_ROWS:
+    if len(points) <= most:
         return numbered
-    even = {round(index * (len(points) - 1) / (_MOST_ROWS - 1)) for index in range(_MOST_ROWS)}
+    even = {round(index * (len(points) - 1) / (most - 1)) for index in range(most)}
     return [(number, point) for number, point in numbered if number - 1 in even or point.turning_point or point.chosen]
 
 

@@ -87,6 +87,26 @@ def labelled(rows: Iterable[tuple[str, str]], width: int) -> Table:
     return table
 
 
+Clause = tuple[str, int]
+"""A part of a line, and how far it can be spared: those with the largest number are left out first."""
+
+Row = tuple[str, list[Clause]]
+"""A line of an answer: what it is about, and its clauses."""
+
+
+def fitted(rows: Sequence[Row], width: int, most: int) -> list[tuple[str, str]]:
+    """The rows with as many of their clauses as ``most`` lines hold, if they hold what cannot be spared."""
+    names = max(len(name) for name, _ in rows)
+    found: list[tuple[str, str]] = []
+    for spare in sorted({spare for _, clauses in rows for _, spare in clauses}, reverse=True):
+        left = [(name, [text for text, own in clauses if own <= spare]) for name, clauses in rows]
+        found = [(name, "".join(texts)) for name, texts in left if texts]
+        lines = [flowed(text, max(1, width - names - 2)).plain for _, text in found]
+        if sum(1 + line.count("\n") for line in lines) <= most:
+            break
+    return found
+
+
 # Tables -------------------------------------------------------------------------------------------------------------
 
 
@@ -275,7 +295,9 @@ def shown_rows(count: int, most: int) -> list[int | range]:
     end = begin + middle
     gaps = range(ends, begin), range(end, count - ends)
     rows = [*range(ends), gaps[0], *range(begin, end), gaps[1], *range(count - ends, count)]
-    return [row for row in rows if not isinstance(row, range) or row]
+    return [
+        row if isinstance(row, int) or len(row) > 1 else row[0] for row in rows if isinstance(row, int) or row
+    ]  # one row takes no more room than saying that there is one more
 
 
 def more(rows: range) -> str:

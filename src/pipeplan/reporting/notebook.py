@@ -1,4 +1,4 @@
-"""HTML of results and files, for notebooks: the command line's tables as text, and timelines as SVG."""
+"""Results and files as HTML for notebooks, with timelines as SVG, and as the text that the command line prints."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from typing import TextIO
 
 from pipeplan.checker import Report
 from pipeplan.costs.inspection import Inspection
+from pipeplan.errors import in_python
 from pipeplan.files import Cluster, Plan, Profile, to_json
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.comparison import Comparison
 from pipeplan.planning.frontier import FrontierResult
 from pipeplan.planning.tuning import Tuning
-from pipeplan.reporting.frontier import frontier_svg, print_frontier
+from pipeplan.reporting.answer import print_answer
+from pipeplan.reporting.frontier import frontier_svg, print_frontier, print_points
+from pipeplan.reporting.frontier_answer import print_frontier_answer
 from pipeplan.reporting.tables import print_blocks, print_comparison, print_inspection, print_measured, print_ranking
-from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages
+from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages, print_timeline
 from pipeplan.reporting.timeline import timeline_svg
 from pipeplan.simulator.simulation import Simulation, simulate
+
+_KEEP = "pipeplan.write(result.plan, 'plan.json')"
+"""What writes the plan of a search."""
 
 _MOST_DRAWN = 5_000
 """Actions up to which a timeline is drawn: one megabyte of SVG in a notebook's file."""
@@ -31,25 +37,69 @@ def html_of(shown: object) -> str:
     return "\n".join(_parts(shown))
 
 
+def text_of(shown: object) -> str:
+    """What the command line prints of an object, with arguments for flags."""
+    file = io.StringIO()
+    match shown:
+        case Plan():
+            _print_figures(simulate(shown), file)
+        case Simulation():
+            _print_figures(shown, file)
+        case Result():
+            _print_result(shown, file)
+        case Tuning():
+            _print_result(shown.result, file)
+            print_ranking(shown.rows, file)
+        case Comparison():
+            print_comparison(shown, file)
+        case FrontierResult():
+            print_frontier(shown, file)
+        case Profile():
+            print_blocks(shown, file)
+        case Inspection():
+            print_inspection(shown, file)
+        case Cluster():
+            file.write(to_json(shown))
+        case Report():
+            file.write(_verdict(shown))
+        case _:
+            file.write(repr(shown))
+    return "\n".join(line.rstrip() for line in in_python(file.getvalue()).rstrip().splitlines())
+
+
+def _verdict(report: Report) -> str:
+    return "valid" if report.valid else "\n".join(map(str, report.problems))
+
+
+def _print_result(result: Result, file: TextIO) -> None:
+    simulation = simulate(result.plan)
+    if result.request is not None:
+        print_answer(result.request, result, simulation, file=file, keep=_KEEP)
+    print_timeline(simulation, file)
+
+
 def _parts(shown: object) -> Iterator[str]:
     match shown:
         case Plan():
             yield from _parts(simulate(shown))
         case Simulation():
-            if shown.graph.num_actions <= _MOST_DRAWN:
-                yield _inline(timeline_svg(shown))
+            yield from _drawn(shown)
             yield _text(lambda file: _print_figures(shown, file))
         case Result():
-            yield from _parts(shown.plan)
-            yield _text(lambda file: print_proof(shown, file))
+            yield from _result(shown)
         case Tuning():
-            yield _text(lambda file: print_ranking(shown.rows, file))
-            yield from _parts(shown.result)
+            yield from _result(shown.result)
+            yield _folded("ranking", lambda file: print_ranking(shown.rows, file))
         case Comparison():
             yield _text(lambda file: print_comparison(shown, file))
         case FrontierResult():
+            yield _text(
+                lambda file: print_frontier_answer(
+                    shown, None, file, f"pipeplan.write(found.plan({shown.chosen}), 'plan.json')"
+                )
+            )
             yield _inline(frontier_svg(shown))
-            yield _text(lambda file: print_frontier(shown, file))
+            yield _folded("points", lambda file: print_points(shown, file, details=True))
         case Profile():
             yield _text(lambda file: print_blocks(shown, file))
         case Inspection():
@@ -57,9 +107,26 @@ def _parts(shown: object) -> Iterator[str]:
         case Cluster():
             yield _pre(to_json(shown))
         case Report():
-            yield _pre("valid" if shown.valid else "\n".join(map(str, shown.problems)))
+            yield _pre(_verdict(shown))
         case _:
             yield _pre(repr(shown))
+
+
+def _result(result: Result) -> Iterator[str]:
+    """The command line's first screen with the timeline drawn, and all its tables folded below."""
+    simulation = simulate(result.plan)
+    request = result.request
+    if request is not None:
+        yield _text(lambda file: print_answer(request, result, simulation, file=file, keep=_KEEP))
+    yield from _drawn(simulation)
+    yield _folded("devices, stages, critical path", lambda file: _print_figures(simulation, file))
+    yield _folded("what is proved", lambda file: print_proof(result, file))
+
+
+def _drawn(simulation: Simulation) -> Iterator[str]:
+    """The timeline, where it is not too long to draw."""
+    if simulation.graph.num_actions <= _MOST_DRAWN:
+        yield _inline(timeline_svg(simulation))
 
 
 def _print_figures(simulation: Simulation, file: TextIO) -> None:
@@ -69,10 +136,14 @@ def _print_figures(simulation: Simulation, file: TextIO) -> None:
         print_measured(simulation, simulation.measured, file)
 
 
+def _folded(title: str, show: Callable[[TextIO], None]) -> str:
+    return f"<details><summary>{escape(title)}</summary>{_text(show)}</details>"
+
+
 def _text(show: Callable[[TextIO], None]) -> str:
     file = io.StringIO()
     show(file)
-    return _pre(file.getvalue())
+    return _pre(in_python(file.getvalue()))
 
 
 def _pre(text: str) -> str:

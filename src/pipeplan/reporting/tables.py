@@ -149,6 +149,7 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
     cuts = [Column("micro-batches", [f"{row.num_microbatches} x {row.microbatch_size}" for row in rows])]
     exposed = [row.exposed_reduction_ns + row.exposed_step_ns + row.exposed_gather_ns for row in rows]
     after = [Column("after actions", [format_ns(ns) for ns in exposed])] if any(exposed) else []
+    fits = [Column("fits", ["yes" if row.fits else "no" for row in rows], words=True)]
     short = [Column("search", ["cut short" if row.cut_short else "" for row in rows], words=True)]
     copies = [Column("replicas", [str(row.replicas) for row in rows])]
     others: list[tuple[str, list[int]]] = [  # what is usual has no column
@@ -172,8 +173,8 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
         Column("by busiest device span", [f"{row.bubble_rate_span:.2%}" for row in rows]),
         Column("peak memory", [format_bytes(max(row.peak_memory_bytes)) for row in rows]),
         Column("gap", ["-" if row.gap is None else f"{row.gap:.2%}" for row in rows]),
-        Column("fits", ["yes" if row.fits else "no" for row in rows], words=True),
-        *(short if any(row.cut_short for row in rows) else []),
+        *(fits if not all(row.fits for row in rows) else []),
+        *(short if len({row.cut_short for row in rows}) > 1 else []),
     ]
     return tables(columns, width, ["bold" if row.is_ours else None for row in rows])
 

@@ -220,6 +220,7 @@ def _way(workload: Workload, stage: Stage) -> str:
         (stage.recomputes, stage.recomputed),
         (workload.num_routes > 1, f"route {stage.route}"),
         (stage.num_parted > 0, f"{stage.num_parted} sliced"),
+        (bool(stage.cuts), f"in {1 + len(stage.cuts)} parts"),
     ]
     return ", ".join(word for applies, word in words if applies)
 
@@ -412,7 +413,8 @@ def _timeline(simulation: Simulation, width: int, marks: str, most: int = _MAX_T
     label = max(6, *map(len, names))
     parts = windows(simulation, max(20, width - label - 2))
     text = Text(no_wrap=True, overflow="ignore")
-    text.append(_ruler(simulation, parts, label) + "\n", style="dim")
+    ruler, framed = _ruler(simulation, parts, label)
+    text.append(ruler + "\n", style="dim")
     for name, row in zip(names, rows, strict=True):
         text.append(f"{name:>{label}} ")
         if not isinstance(row, range):
@@ -422,10 +424,14 @@ def _timeline(simulation: Simulation, width: int, marks: str, most: int = _MAX_T
                 _append_cells(text, device_row(simulation, groups[row][0], part), marks)
         text.append("\n")
     below = [_legend(simulation, marks)]
+    if framed:
+        below.append(Text("[ ] one round of the pattern that repeats"))
+    if len(parts) > 1:
+        below.append(Text(f"{marks[2]} time left out: the start, the middle and the end are shown"))
     if num_sliced(simulation.workload):
-        below.append(Text("sliced micro-batches: F0.0 and F0.1, or F0 twice where cells are few"))
+        below.append(Text("sliced micro-batches: F0.0 and F0.1, or F0 twice where there is no room"))
     if any(odd_stages(simulation, device) for device, *_ in groups):
-        below.append(Text("small letters: every second stage of a device"))
+        below.append(Text("lower case: every other stage of a device"))
     lines = [line for each in below for line in flowed(each, max(1, width - label - 1)).split("\n")]
     text.append_text(Text("\n").join(Text.assemble(" " * (label + 1), line) for line in lines))
     return text
@@ -448,30 +454,38 @@ def _append_cells(text: Text, cells: Sequence[TimelineCell], marks: str) -> None
             text.append(cell.text or marks[0], style=_STYLES.get(role_of(cell.kind), _INSTRUCTION_STYLE))
 
 
-def _ruler(simulation: Simulation, parts: Sequence[TimelineWindow], label: int) -> str:
-    """Times where parts begin and where the run ends; brackets around one repetition of the repetend."""
+def _ruler(simulation: Simulation, parts: Sequence[TimelineWindow], label: int) -> tuple[str, bool]:
+    """Times where parts begin and where the run ends, and brackets around one repetition of the repetend, if they fit.
+
+    Returns the line, and whether it has brackets that do not say what they are.
+    """
     repetition = repetend_time_range(simulation)
-    rulers = []
+    rulers, unnamed = [], False
     for part in parts:
         start, end = (format_ns(simulation.clock(time)) for time in (part.start_ns, part.end_ns))
-        end = end if part is parts[-1] else ""
+        start, end = f"t={start}" if part is parts[0] else start, end if part is parts[-1] else ""
         if len(start) + len(end) >= part.num_cells:  # no room for both
             start = ""
         ruler = list(start + end.rjust(part.num_cells - len(start)))
         if repetition is not None and part.start_ns <= repetition[0] and repetition[1] <= part.end_ns:
-            _bracket(ruler, part.cell_of(repetition[0]), part.cell_of(repetition[1]), repetend_words(simulation))
+            cells = part.cell_of(repetition[0]), part.cell_of(repetition[1])
+            unnamed = _bracket(ruler, *cells, repetend_words(simulation)) == ""
             repetition = None
         rulers.append("".join(ruler))
-    return f"{'device':>{label}} " + " ".join(rulers)
+    return f"{'device':>{label}} " + " ".join(rulers), unnamed
 
 
-def _bracket(ruler: list[str], left: int, right: int, name: str) -> None:
-    """Write ``[repetend]`` over the cells from left to right, where they are free and wide enough."""
+def _bracket(ruler: list[str], left: int, right: int, name: str) -> str | None:
+    """Write ``[repetend]`` over the cells from left to right, where they are free and wide enough.
+
+    Returns what stands between the brackets; None where there are none.
+    """
     if right - left < 2 or any(ruler[cell] != " " for cell in range(left, right)):
-        return
+        return None
     inside = right - left - 2
     shown = next((each for each in (name, "repetend") if len(each) <= inside), "")
     ruler[left:right] = f"[{shown.center(inside)}]"
+    return shown
 
 
 def _critical_path(simulation: Simulation, arrow: str) -> Text:

@@ -14,7 +14,8 @@ from fractions import Fraction
 from operator import itemgetter
 
 from pipeplan.time_limit import checked
-from pipeplan.workload.kinds import GRADIENT_ROLES, PARAMETER_ROLES
+from pipeplan.workload.exchanges import exchange_work
+from pipeplan.workload.kinds import GRADIENT_ROLES
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import NEVER
 from pipeplan.workload.workload import Hold, Workload
@@ -50,16 +51,7 @@ def _exchanges(workload: Workload) -> int:
     """
     least = [0] * len(workload.devices)
     for number, stage in enumerate(workload.stages):
-        if not stage.block_groups:
-            continue
-        own = [item for item, each in enumerate(workload.operations) if each.stage == number]
-        uses, additions = (
-            sum(len(workload.slots[item]) for item in own if workload.operations[item].role in roles)
-            for roles in (PARAMETER_ROLES, GRADIENT_ROLES)
-        )
-        gathers = -(-uses // stage.unshard_every) if stage.unshard_every else 0
-        reduces = -(-additions // (stage.reduce_every or 1))
-        time = sum(each.unshard_ns * gathers + each.reduce_ns * reduces for each in stage.block_groups)
+        time = exchange_work(workload, number) if stage.block_groups else 0
         for device in stage.devices:
             least[device] += time
     return max((time + step for time, step in zip(least, workload.steps_ns, strict=True) if time), default=0)
@@ -149,8 +141,11 @@ def _idle_ends(problem: OneMicrobatch, device: int) -> int:
     Take an operation x of the device, and let ``later`` be what follows x there, ``other`` the rest. While micro-batch
     0 is on its way to x, nothing of ``later`` can run; and nothing of ``other`` can run beside an operation y of that
     way with which all of it shares a device (as stages on all devices do). So during every such y elsewhere the
-    device is idle; with no ``other``, during latencies, too. The same backwards from the last micro-batch's end.
+    device is idle; with no ``other``, during latencies, too. The same backwards from the last micro-batch's end. None
+    of that is so where an action may begin before what it needs has ended.
     """
+    if problem.workload.has_parts:
+        return 0
     here = problem.on_device[device]
     heads = {x: _idle_on_way(problem, device, x, [y for y in here if problem.path(x, y) < 0]) for x in here}
     tails = {x: _idle_on_way(problem, device, x, [y for y in here if problem.path(y, x) < 0], back=True) for x in here}

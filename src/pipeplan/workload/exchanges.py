@@ -337,6 +337,17 @@ def microbatches_alike(workload: Workload) -> int:
     return found
 
 
+def exchange_work(workload: Workload, number: int) -> int:
+    """Ns that a stage's network exchanges state in an iteration: gathered and reduced as often as the stage says."""
+    stage, counts = workload.stages[number], []
+    for roles in (PARAMETER_ROLES, GRADIENT_ROLES):
+        own = (item for item, each in enumerate(workload.operations) if each.stage == number and each.role in roles)
+        counts.append(sum(len(workload.slots[item]) for item in own))
+    gathers = -(-counts[0] // stage.unshard_every) if stage.unshard_every else 0
+    reduces = -(-counts[1] // stage.reduce_every) if stage.reduce_every else 0
+    return sum(each.unshard_ns * gathers + each.reduce_ns * reduces for each in stage.block_groups)
+
+
 def exchanges_come_out(workload: Workload, counts: Sequence[int]) -> bool:
     """Whether exchanges begin anew after ``counts`` [operation] actions, but for those once an iteration."""
     for number, stage in enumerate(workload.stages):

@@ -6,6 +6,10 @@ import pytest
 
 import pipeplan
 from pipeplan.costs.communication import LinkPath, dispatch_ns
+from pipeplan.costs.devices import device_preset
+from pipeplan.costs.uniform.shares import catalog_shares, machine_of, usual_attention
+from pipeplan.costs.uniform.step import step_time
+from pipeplan.costs.uniform.words import Transformer, UniformLayout
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, CostRow, Profile
 
@@ -53,7 +57,7 @@ def test_words_are_sent_and_brought_back_forth_and_in_backward(load: float) -> N
         for block in pipeplan.estimate(far, cluster=each, **sizes).blocks
         if block.operator == "moe"
     )
-    once = dispatch_ns(load * WORDS * HIDDEN * WIDTH, TAKEN, 16, LinkPath(((1, 1e15), (8, 1e10)), 1000))
+    once = dispatch_ns(load * WORDS * HIDDEN * WIDTH, TAKEN, 16, LinkPath(((1, 1e15), (8, 1e10 / 8)), 1000))
     for name in ("forward_ns", "backward_ns", "input_grad_ns"):
         assert getattr(slow, name) - getattr(fast, name) == pytest.approx(2 * once, rel=1e-3)
     assert slow.weight_grad_ns == fast.weight_grad_ns
@@ -84,3 +88,37 @@ def test_what_cannot_be_is_refused(how: dict[str, object], message: str) -> None
 def test_models_without_experts_have_no_such_rows() -> None:
     with pytest.raises(UsageError, match="has no experts"):
         pipeplan.estimate("gpt2-124m", device="h100-80gb", microbatch=1, expert=(2,))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:blocks of")
+def test_layers_of_deepseek_v3_take_what_closed_forms_say() -> None:
+    """By which published runs are predicted: latent attention, and 256 experts on eight devices of a node."""
+    config = "DeepseekV3Config(num_hidden_layers=4)"
+    found = pipeplan.estimate(config, device="h100-80gb", microbatch=1, sequence=4096, shards=(1, 2), expert=(8,))
+    h100, share = device_preset("h100-80gb"), catalog_shares()["h100-80gb"]
+    rate = h100.link_bytes_per_s
+    machine = machine_of(
+        h100, share, usual_attention(h100), node=8, link_bytes_per_s=rate, adapter_bytes_per_s=rate / 9
+    )
+    model = Transformer(
+        layers=61, hidden=7168, heads=128, kv_heads=128, head_size=192, ffn=18432, gated=1, vocabulary=129280, tied=0,
+        sequence=4096, experts=256, top_k=8, moe_ffn=2048, shared_ffn=2048, query_rank=1536, latent_rank=512,
+        rotary_size=64, value_size=128,
+    )  # fmt: skip
+    for shards in (1, 2):
+        layout = UniformLayout(
+            tensor=shards, pipeline=1, chunks=1, context=1, data=8, microbatch=1, global_batch=8, expert=8,
+            expert_tensor=1, sequence_parallel=int(shards > 1), attention=usual_attention(h100), recipe="bf16-mixed",
+        )  # fmt: skip
+        time = step_time(model, layout, machine)
+        layer = [
+            row
+            for block in found.blocks
+            for row in block.rows(1, 8)
+            if block.id.startswith("layers.3.") and row.shards == shards
+        ]
+        assert len(layer) == 2
+        assert sum(row.forward_ns for row in layer) == pytest.approx(float(time.forward_ns), rel=0.05)
+        backward = float(time.input_grad_ns + time.weight_grad_ns)
+        assert sum(row.backward_ns or 0 for row in layer) == pytest.approx(backward, rel=0.08)

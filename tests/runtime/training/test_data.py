@@ -133,7 +133,11 @@ def test_hugging_face_models_take_texts(family: str) -> None:
         ("gpt2-tiny", "nowhere.npy", "cannot be read"),
         ("gpt2-tiny", "nowhere:nothing", "--data 'nowhere:nothing' cannot be imported"),
         ("gpt2-tiny", "builtins:id", r"the factory failed: TypeError"),
-        ("gpt2-tiny", "builtins:object", "returned object; return a dataset with a length and items"),
+        (
+            "gpt2-tiny",
+            "builtins:object",
+            "returned object; return a dataset with a length and items, such as a DataLoader",
+        ),
         ("mmt-tiny", "builtin", "model 'mmt-tiny' takes no texts; give pkg.mod:factory"),
         (BRANCHES, f"{HERE}:empty", "has no sample"),
         (

@@ -398,10 +398,11 @@ def _largest(tensor: Tensor) -> float:
 def _weighted(classes: str) -> str:
     """What to pass where a loss lies between those of its samples, as one with weights of classes does."""
     return (
-        "it lies between the two, as a mean does with weights that the batch does not show, such as weights of classes "
-        "given to a function: pass nn.CrossEntropyLoss(weight=weights) as the loss of a Sequential, which is summed, "
-        f"or return cross_entropy(..., weight=weights, reduction='sum'); for the gradients of the weighted mean give "
-        f"samples a tensor w = weights[{classes}] and return (w * cross_entropy(..., reduction='none')).sum() / w.sum()"
+        "it lies between the two, as a mean does whose weights are not in the batch, such as class weights. For a sum, "
+        "pass nn.CrossEntropyLoss(weight=weights) as the loss of a Sequential, or return cross_entropy(..., "
+        "weight=weights, reduction='sum'). For the weighted mean, make the weights an input: add an argument w to "
+        f"forward, put w = weights[{classes}] into the example inputs and into every sample of --data (indexing in "
+        "forward is not enough), and return (w * cross_entropy(..., reduction='none')).sum() / w.sum()"
     )
 
 

@@ -55,7 +55,7 @@ def counted(
         return tallies[-1]
 
     benches = Benches(shapes, recompute, dtype, _META, 0, UnfinishedProfile(), (), tally, CountedBench)
-    with attention_of_the_cpu():
+    with attention_of_the_cpu(padded=fused):
         benches.fill(sizes, RunCounter(progress, benches.num_of_size * len(sizes)))
     for bench, found in zip(benches.all, tallies, strict=True):
         bench.times = [(0, 0, 0, 0)]
@@ -152,13 +152,19 @@ def _without_data(model: Model, sizes: Sequence[int], dtype: torch.dtype) -> Mod
 
 
 @contextmanager
-def attention_of_the_cpu() -> Iterator[None]:
-    """Let attention on the meta device run the operators that it runs on the CPU."""
+def attention_of_the_cpu(*, padded: bool = False) -> Iterator[None]:
+    """Let attention on the meta device run the operators that it runs on the CPU.
+
+    Where it is ``padded``, values that are narrower than queries, as in latent attention, are padded to their width for
+    a fused kernel, as transformers does for FlashAttention-2; the CPU runs them step by step.
+    """
+    _PADDED.append(padded)
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]  # torch has no types here
     library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")  # type: ignore[no-untyped-call]  # the same
     try:
         yield
     finally:
+        _PADDED.pop()
         library._destroy()  # type: ignore[no-untyped-call]  # the same
 
 
@@ -195,6 +201,9 @@ def _core(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
+    width = value.shape[-1]
+    if _PADDED[-1] and width < query.shape[-1]:
+        value = torch.nn.functional.pad(value, (0, query.shape[-1] - width))
     fused = _is_fused(
         _Look.of(query),
         _Look.of(key),
@@ -205,13 +214,17 @@ def _core(
     if not fused:
         math = torch.ops.aten._scaled_dot_product_attention_math
         made: Tensor = math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
-        return made
+        return made if width == value.shape[-1] else made[..., :width]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         shown = (torch.scalar_tensor(each, dtype=query.dtype, device=query.device) for each in (0.0, -torch.inf))
         attn_mask = torch.where(attn_mask, next(shown), next(shown))
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     made = flash(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-    return made
+    return made if width == value.shape[-1] else made[..., :width]
+
+
+_PADDED = [False]
+"""Whether the attention that runs pads values."""
 
 
 class _Look(NamedTuple):

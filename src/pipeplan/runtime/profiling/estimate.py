@@ -148,7 +148,8 @@ def estimate_model(
     every = (*splits, *alone_with_words(model, splits, [each.size for each in spreads], dtype))
     rows, shared = dict[RowKey, tuple[CostRow, Work]](), dict[RowKey, int]()
     for bench, work in counted(every, sizes, dtype, recompute, progress, fused=fused):
-        rows[bench.key] = _untimed(bench.row()), over_whole_sequences(work, bench.key.context, bench.key.label)
+        asked = bench.key.context if bench.key.context in context else 1  # others are only for experts' words
+        rows[bench.key] = _untimed(bench.row()), over_whole_sequences(work, asked, bench.key.label)
         shared[bench.key] = _of_key_value_heads(model, bench)
     unsplit, notes = unsplit_of(splits, model, dtype), f"{_NOTES} {_FUSED if fused else _EAGER}"
     shares = shares_for(device.name, catalog_shares()) if runs is None else runs.shares

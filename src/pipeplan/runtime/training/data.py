@@ -178,7 +178,10 @@ def _read(file: BinaryIO, begin: int, count: int) -> bytes:
 def _made_by(path: str) -> Dataset:
     made: Dataset = made_by(path, "--data")
     if not (isinstance(made, Sized) and hasattr(made, "__getitem__")):
-        raise UsageError(f"--data {path!r} returned {type(made).__name__}; return a dataset with a length and items")
+        raise UsageError(
+            f"--data {path!r} returned {type(made).__name__}; return a dataset with a length and "
+            "items, such as a DataLoader's .dataset: batches and their order are the run's"
+        )
     return made
 
 

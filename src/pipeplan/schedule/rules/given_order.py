@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import chain
 
 from pipeplan.errors import UsageError
+from pipeplan.texts import counted
 from pipeplan.workload.action import Action
 from pipeplan.workload.task_graph import TaskGraph
 
@@ -58,7 +59,8 @@ def orders_of(graph: TaskGraph, order: Texts) -> list[list[int]]:
     workload = graph.workload
     if len(order) != len(workload.devices):
         raise UsageError(
-            f"order has {len(order)} devices, the stages stand on {len(workload.devices)}; give --devices {len(order)}"
+            f"order has {counted(len(order), 'device')}, the placement {len(workload.devices)}; write a row for each "
+            f"device, or choose a placement on {len(order)}: --devices {len(order)} --placement all"
         )
     count = num_microbatches_of(order)
     if count != workload.num_microbatches:

@@ -321,7 +321,11 @@ _PLACING = ("name", "placement", "chunks")
 @usage_errors
 @dataclass(config=BY_NAME, frozen=True)
 class Rules(Settings):
-    """A schedule in a few words, or outright.
+    """A schedule, given by rules that pick each device's next action, or by the ``order`` of its actions.
+
+    ``types`` says which kind a device tries first ("bwd-first", "fwd-first" or "interleaved"), ``forward`` and
+    ``backward`` which of its stages goes first ("breadth-first" or "depth-first"), and ``in_flight`` how many
+    micro-batches a stage may hold, such as ``"D - d"``: all as in a rules file.
 
     ``time`` is ``unit`` (every action takes one step, as in the paper) or ``true`` (as long as it takes). ``separate``
     asks for gradient separation: the rules see every backward whole, then its parts are put where they fit.
@@ -330,8 +334,8 @@ class Rules(Settings):
     on at once (Tessel's 1F1B+). ``placement`` and ``chunks`` say where the stages stand unless the search is given
     otherwise. ``checks`` must all agree before an action starts.
 
-    ``order`` says outright what each device runs, one after another: texts such as ``0F0 0F1 0B0``, of stage, kind and
-    micro-batch. Then nothing else is said but where the stages stand.
+    ``order`` lists what each device runs, one action after another: texts such as ``0F0 0F1 0B0``, of stage, kind and
+    micro-batch. Then only the placement of the stages may be given beside it.
     """
 
     name: Name = "rules"
