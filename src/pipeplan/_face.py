@@ -95,6 +95,7 @@ _OTHER_NAMES = {
     "global_batch_size": "mini_batch",
     "tensor_parallel": "tp",
     "context_parallel": "cp",
+    "expert_parallel": "ep",
     "pipeline_parallel": "pp",
 }
 """The flags' other names, with underscores."""

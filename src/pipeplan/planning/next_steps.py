@@ -170,11 +170,11 @@ def _no_splits(request: Request, result: Result, simulation: Simulation) -> Iter
 
 
 def _more_sharing(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    """What ZeRO 2 and 3 may bring, which a search leaves out unless it is asked for them: by the table of layouts.
+    """What ZeRO 2 and 3 may bring, which a search of whole blocks leaves out unless it is asked for them: by the table.
 
     Of large requests that table takes a second or more, so that it is only said that they were left out.
     """
-    if request.zero is not None or request.num_devices < 2 or request.least_memory is None:
+    if request.zero is not None or request.num_devices < 2 or request.least_memory is None or has_table(request):
         return
     if request.scheduler != "auto":
         return
@@ -182,7 +182,7 @@ def _more_sharing(request: Request, result: Result, simulation: Simulation) -> I
         yield NextStep("--zero auto", "looks at ZeRO 2 and 3 (FSDP), too")
         return
     with suppress(PipeplanError):
-        opened = replace(request, zero=AUTO, positions=request.positions if has_table(request) else 1)
+        opened = replace(request, zero=AUTO, positions=1)
         about = min((each.usual_ns for level in opened.levels for each in uniform_choices(level)[:1]), default=math.inf)
         gain = 1 - about / result.plan.predicted.iteration_ns
         if gain >= _LEAST_ESTIMATED:
