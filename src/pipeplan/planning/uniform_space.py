@@ -22,7 +22,7 @@ from pipeplan.costs import StageCost, can_split, transfer_time
 from pipeplan.costs.after import AfterActions, least_steps_ns
 from pipeplan.costs.experts import Experts
 from pipeplan.costs.stages import state_costs
-from pipeplan.costs.zero import ALONE, IN_ACTIONS, WHOLE, Exchanged, Exchanging, Zero
+from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanged, Exchanging, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Edge, Profile
 from pipeplan.partition.chain.costs import Array, FloatArray
@@ -211,11 +211,14 @@ class Blocks:
         known = pricing.costs(self.profile, self.each)
         return [known[kind] for kind in self.kinds]
 
-    def exchanged_ns(self, pricing: Pricing, exchanging: Exchanging, splits: bool) -> int:
-        """Ns by which all blocks, backward split or whole, take longer with what they exchange beside computing."""
-        alone, beside = (pricing.costs(self.profile, self.each, own) for own in (ALONE, exchanging))
-        longer = [_ns_of(two, splits) - _ns_of(one, splits) for one, two in zip(alone, beside, strict=True)]
-        return sum(longer[kind] for kind in self.kinds)
+    def exchanged_ns(self, pricing: Pricing, exchanging: Exchanging) -> int:
+        """Ns by which what copies exchange of all blocks, beside compute, takes longer than that."""
+        blocks, recipe = {block.id: block for block in self.profile.blocks}, self.profile.recipe
+        longer = []
+        for name, cost in zip(self.each, pricing.costs(self.profile, self.each), strict=True):
+            gather, reduce = exchanging.times(Exchanged.of(blocks[name], recipe, pricing.zero, pricing.shards))
+            longer.append(2 * gather + reduce - cost.compute_ns)
+        return max(0, sum(longer[kind] for kind in self.kinds))
 
     def kept(self, shards: int, zero: Zero, experts: Experts) -> list[StageCost]:
         """[block] only what it keeps. Raises UsageError where one shares what it would gather."""
@@ -352,13 +355,6 @@ def _eased(costs: Sequence[StageCost], kept: Sequence[StageCost]) -> float:
         ),
         default=1.0,
     )
-
-
-def _ns_of(cost: StageCost, splits: bool) -> int:
-    """Ns of a forward and its backward, split where it can be."""
-    if not splits or cost.input_grad_ns is None or cost.weight_grad_ns is None:
-        return cost.compute_ns
-    return cost.forward_ns + cost.input_grad_ns + cost.weight_grad_ns
 
 
 def _work_ns(cost: StageCost, splits: bool) -> int:
@@ -505,7 +501,7 @@ class _BoundTable:
         even = work / p  # of several stages on a position, some are longer and others shorter than that
         uneven = np.maximum(0.0, longest[of_line, p.astype(np.int64) - 1] - even) / per_position
         paced = column(_paced(choices, [each.sums_ns for each in sums]))
-        exchanged = column(_exchanged_ns(request, blocks, choices, usual))
+        exchanged = column(_exchanged_ns(request, blocks, choices))
         busiest = np.where(paced > 0, paced, even + uneven) + (again + exchanged) / p
         sums_ns = column(_after_ns(request, choices, sums))
         stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.width for each in choices))
@@ -608,17 +604,17 @@ def _paced(choices: Sequence[Choice], lines: Sequence[Array]) -> Iterator[float]
         yield known[key]
 
 
-def _exchanged_ns(request: Request, blocks: Blocks, choices: Sequence[Choice], usual: Sequence[Usual]) -> Iterator[int]:
+def _exchanged_ns(request: Request, blocks: Blocks, choices: Sequence[Choice]) -> Iterator[int]:
     """[choice] ns that a micro-batch's actions wait for what copies exchange, on the cluster's first devices."""
-    known: dict[tuple[Pricing, int, bool], int] = {}
-    for choice, schedule in zip(choices, usual, strict=True):
+    known: dict[tuple[Pricing, int], int] = {}
+    for choice in choices:
         if request.cluster is None or choice.zero.level < IN_ACTIONS:
             yield 0
             continue
-        key = choice.pricing, choice.copies, schedule.splits
+        key = choice.pricing, choice.copies
         if key not in known:
             near = Exchanging.on_first(request.cluster, choice.shards, choice.copies, choice.zero)
-            known[key] = blocks.exchanged_ns(choice.pricing, near, schedule.splits)
+            known[key] = blocks.exchanged_ns(choice.pricing, near)
         yield known[key]
 
 
