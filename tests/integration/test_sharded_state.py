@@ -50,6 +50,7 @@ from pipeplan.planning.steps import search_plan
 from pipeplan.reporting.terminal import zero_words
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.simulator.recost import recosted, relinked
+from pipeplan.workload.elements import ONCE
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, MemoryBytes
 
 MIXED = Recipe(name="bf16-mixed")
@@ -516,6 +517,26 @@ def test_search_divides_as_much_as_it_must(memory: int, level: int) -> None:
             search_plan(asked(tied, memory_bytes=memory, replicas=4, zero="auto"))
 
 
+def test_searches_choose_how_often_actions_exchange() -> None:
+    """Where exchanges take longer than compute, once an iteration; where that does not fit, inside of actions."""
+    cluster = cluster_of(4)
+    whole = search_plan(asked(EIGHT, replicas=4, zero=3, cluster=cluster)).plan
+    assert {(stage.unshard_every, stage.reduce_every) for stage in whole.stages} == {(ONCE, ONCE)}
+    assert any("UNSHARD" in text for text in whole.programs[0])
+    tight = search_plan(asked(EIGHT, replicas=4, zero=3, cluster=cluster, memory_bytes=52_000)).plan
+    assert {stage.reduce_every for stage in tight.stages} == {None}
+    assert whole.predicted.iteration_ns < tight.predicted.iteration_ns
+    stages = tuple(stage.model_copy(update={"unshard_every": 2, "reduce_every": 1}) for stage in whole.placed.stages)
+    placement = whole.placed.model_copy(update={"stages": stages})
+    words: dict[str, Any] = {"devices": None, "placement": placement, "microbatch_size": 4, "cluster": cluster}
+    given = search_plan(asked(EIGHT, **words)).plan
+    assert {(stage.unshard_every, stage.reduce_every) for stage in given.stages} == {(2, 1)}
+    again = search_plan(
+        asked(EIGHT, devices=None, placement=placement, microbatch_size=4, cluster=cluster, zero=1)
+    ).plan
+    assert {(stage.zero, stage.unshard_every) for stage in again.stages} == {(1, None)}
+
+
 def test_auto_divides_less_and_in_smaller_groups_where_that_is_quicker() -> None:
     """One of two stages needs level 3; and neighbours in a node exchange more quickly than all do."""
     profile = profile_of([4000, 200, 200])
@@ -634,13 +655,15 @@ def test_reports_say_the_level_and_what_it_would_bring(tmp_path: Any) -> None:
     assert "zero" not in figures
     chosen = said("--tp", "1", "--pp", "1", "--memory", "30KB")
     assert "ZeRO 1 over 4 replicas" in chosen
-    assert "--zero 0: a plan that pipeplan run can train with: it cannot divide state yet" in chosen
+    assert "training with ZeRO 1 and bf16-mixed is not built yet" in chosen
+    lacks = "it can neither divide state nor train with bf16-mixed yet"
+    assert f"--zero 0 --precision bf16: finds a plan that pipeplan run can train with; {lacks}" in chosen
     assert "--zero 0" not in said("--memory", "30KB"), "nothing fits without"
     figures = search_plan(asked(replicas=4, zero=1)).figures()
     assert figures["zero"] == 1
 
 
-def test_words_of_levels() -> None:
+def test_lacksof_levels() -> None:
     stages = planned(LARGE, placed(([0], range(4), {"zero": 1}), ([1], [4, 5], {"zero": 1}))).stages
     assert zero_words(stages) == "ZeRO 1 over 2-4 replicas"
     assert zero_words([replace(stages[0], zero=0)]) == ""
