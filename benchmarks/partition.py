@@ -4,6 +4,10 @@ The three models of GraphPipe (thesis, chapter 3) with estimated V100 costs on i
 longer than the paper says, and no planner here has a slowest stage that is less slow.
 
     python benchmarks/partition.py [--part search,size,throughput,branches,microbatch,case] [--limit 30]
+        [--late-inputs] [--launch-overhead 50us]
+
+With late inputs a stage of a graph begins before all its inputs are there, and waits inside for those that only later
+blocks take; a stage of a line has but one input. With a launch overhead every action of every block takes so much more.
 """
 
 from __future__ import annotations
@@ -27,10 +31,12 @@ from pipeplan.costs import StageCost, build_workload
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.communication import all_reduce_time
 from pipeplan.costs.devices import device_preset
+from pipeplan.costs.late_inputs import with_late_inputs
+from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import state_of
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model
-from pipeplan.examples.layout import ModelLayout, Stack
+from pipeplan.examples.layout import ModelLayout
 from pipeplan.examples.models import family_of
 from pipeplan.files import Cluster, Edge, PlacedStage, Placement, Profile, Source
 from pipeplan.partition.baselines import pipedream, piper
@@ -38,6 +44,7 @@ from pipeplan.partition.graph.search import graphpipe
 from pipeplan.partition.problem import Costs, Partition, PartitionProblem, Pricing, Way, together
 from pipeplan.partition.series_parallel import Part, decompose
 from pipeplan.schedule.stage_graph import kfkb_orders
+from pipeplan.units import ns_of
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS, MemoryBytes
 from pipeplan.workload.task_graph import earliest_starts, task_graph
@@ -54,6 +61,8 @@ PRINTED = {  # Table 3.1: seconds of Piper, PipeDream and GraphPipe
     "candle-uno-8": ((None, 3.84, 0.19), (None, 17.0, 1.43), (None, 66.10, 6.14), (None, 234, 22.37)),
 }
 CHILD_BYTES = 4 << 30
+ASKED = argparse.Namespace(late_inputs=False, launch_overhead=0)
+"""What the command line says of all parts."""
 
 Found = TypeVar("Found")
 
@@ -85,6 +94,7 @@ class Task:
     mini_batch: int
     sizes: tuple[int, ...]
     memory_bytes: int | None = MEMORY
+    late: bool = False
 
     def ours(self, sizes: Sequence[int] | None = None) -> Stages:
         return read(next(graphpipe(self.problem(self.sizes if sizes is None else sizes))))
@@ -117,8 +127,8 @@ def task_of(name: str, num_devices: int, mini_batch: int | None = None, profile:
     each = [1 << power for power in range(high.bit_length()) if low <= 1 << power <= high]
     batch = mini_batch or PER_DEVICE[kind] * num_devices
     sizes = [1 << power for power in range(batch.bit_length()) if low <= 1 << power <= batch]
-    found = profile or model(name, device="v100-16gb", microbatch_sizes=each)
-    return Task(found, num_devices, batch, tuple(sizes))
+    found = with_launches(profile or model(name, device="v100-16gb", microbatch_sizes=each), ASKED.launch_overhead)
+    return Task(found, num_devices, batch, tuple(sizes), late=ASKED.late_inputs)
 
 
 def read(found: Partition, size: int = 0) -> Stages:
@@ -214,6 +224,8 @@ def iteration_ns(task: Task, plan: Stages, in_line: bool, links: bool) -> int:
     placement = Placement(strategy="stage graph", num_devices=first, stages=tuple(stages))
     cluster = named_cluster("graphpipe", first) if links else None
     workload = build_workload(profile, placement, num_microbatches=task.mini_batch, microbatch_size=1, cluster=cluster)
+    if task.late and not in_line:
+        workload = with_late_inputs(profile, workload, cluster)
     graph = task_graph(workload)
     starts = earliest_starts(graph, with_links(graph, kfkb_orders(workload, graph)))
     ends = [0] * len(workload.stages)
@@ -253,9 +265,11 @@ def depth(task: Task, plan: Stages, in_line: bool) -> int:
         return len(plan.stages)
     stage_of = {block: index for index, (blocks, _, _) in enumerate(plan.stages) for block in blocks}
     depths = [1] * len(plan.stages)
-    for source, target in sorted({(stage_of[e.source], stage_of[e.target]) for e in task.profile.edges}):
-        if source != target:
-            depths[target] = max(depths[target], depths[source] + 1)
+    ends = {(stage_of[e.source], stage_of[e.target], e.target) for e in task.profile.edges}
+    for source, target, block in sorted(ends):
+        if source != target:  # what only a later block takes delays the stage by that block alone
+            late = task.late and block != plan.stages[target][0][0]
+            depths[target] = max(depths[target], depths[source] + (not late))
     return max(depths)
 
 
@@ -496,13 +510,9 @@ def microbatches() -> None:
 
 def case_study() -> None:
     """Fig. 3.8 and 3.9: two branches of four layers on 8 devices, mini-batches of 64; memory so that the line has 2."""
-    stack = Stack(4, 1024, 16, 256)
-    layout = ModelLayout(device_preset("v100-16gb"), (1, 2, 4, 8, 16))
-    ends = [layout.layers(f"branch{branch}.layer", stack, []) for branch in range(2)]
-    layout.joined("concatenation", [(end, stack.sample_bytes) for end in ends])
-    profile = _profile("case study", layout)
+    profile = with_launches(model("graphpipe-case-study"), ASKED.launch_overhead)
     room = _room(profile)
-    task = Task(profile, 8, 64, (1, 2, 4, 8, 16), room)
+    task = Task(profile, 8, 64, (1, 2, 4, 8, 16), room, late=ASKED.late_inputs)
     line = min(task.published(by_pipedream), key=lambda plan: plan.bottleneck_ns)
     graph = task.ours()
     same = task.ours([line.stages[0][2]])
@@ -541,7 +551,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", default="search,size,throughput,branches,microbatch,case")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds for Piper's planner")
-    options = parser.parse_args()
+    parser.add_argument("--late-inputs", action="store_true")
+    parser.add_argument("--launch-overhead", type=ns_of, default=0, help="of each block's actions, such as 50us")
+    options = parser.parse_args(namespace=ASKED)
     parts: dict[str, Callable[[], None]] = {**PARTS, "search": partial(search_times, options.limit)}
     for part in options.part.split(","):
         parts[part]()

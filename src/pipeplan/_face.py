@@ -207,11 +207,13 @@ def search(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
+    launch_overhead: Duration | None = None,
     time_limit: Duration = 30,
     seed: int = 0,
     deterministic: bool = False,
@@ -258,6 +260,8 @@ def search(
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
         shard_shared: whether shared blocks are split over all devices in the pipeline.
         slices: number of leading micro-batches whose warm-up forwards run in two halves.
+        late_inputs: whether an action may begin before all its inputs are there, and wait inside for those that only
+            later blocks need.
         planner: who chooses the stages: a published planner alone, as ``"graphpipe"``, or ``"auto"``, which is ours.
         recompute: activation checkpointing everywhere (True, ``"all"``), nowhere (False, ``"none"``), in attention
             cores (``"selective"``), or where the search finds it useful (``"auto"``).
@@ -265,6 +269,8 @@ def search(
         split_backward: whether input and weight gradients run separately.
         split_overhead: extra time for each input or weight gradient that is launched separately, as ``"20us"`` or in
             seconds.
+        launch_overhead: host time to launch a block, in each of its actions, beside the profile's costs; by default
+            what the profile says, else 0.
         time_limit: as ``"30s"`` or in seconds.
         seed: random seed of the solver and of local search.
         deterministic: ``time_limit`` counts work instead of seconds, so that the same seed gives the same plan on any
@@ -342,11 +348,13 @@ def tune(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
+    launch_overhead: Duration | None = None,
     time_limit: Duration = 30,
     seed: int = 0,
     deterministic: bool = False,
@@ -406,11 +414,13 @@ def compare(
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
     slices: int | Literal["auto"] | None = None,
+    late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
+    launch_overhead: Duration | None = None,
     time_limit: Duration = 30,
     seed: int = 0,
     deterministic: bool = False,

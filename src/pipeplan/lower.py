@@ -92,7 +92,8 @@ def _emissions(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> list[
             item = graph.operation_of[message]
             source = workload.transfers[item - len(workload.operations)].source
             samples = workload.slots[item].samples(message - offsets[item])
-            latest = max(latest, _made(graph, emissions, source, samples))
+            target = workload.transfers[item - len(workload.operations)].target
+            latest = max(latest, _made(graph, emissions, source, samples) - _left(graph, source, target))
             emissions[message] = latest, starts[message]
     return emissions
 
@@ -106,6 +107,12 @@ def _made(graph: TaskGraph, emissions: Sequence[tuple[int, int]], operation: int
     return max(emissions[offset + number][0] for number in shared)
 
 
+def _left(graph: TaskGraph, source: int, target: int) -> int:
+    """How long an operation's action goes on when what another needs of it is made, in ns."""
+    workload = graph.workload
+    return workload.operations[source].duration_ns - workload.made_ns[source, target] if workload.has_parts else 0
+
+
 def _add_messages(graph: TaskGraph, emissions: Sequence[tuple[int, int]], events: list[list[_Event]]) -> None:
     """A SEND and a RECV for every message; of those emitted at a time, the ones go first that leave first."""
     workload = graph.workload
@@ -114,12 +121,13 @@ def _add_messages(graph: TaskGraph, emissions: Sequence[tuple[int, int]], events
     number = 0
     for dependency in workload.dependencies:
         source = position[dependency.source]
+        left = _left(graph, source, position[dependency.target])
         for hop in dependency.hops:
             item = workload.item_of.get((source, position[dependency.target], hop))
             slots = workload.messages(dependency, hop)
             sends, receives = naming.messages(dependency, hop)
             for index in checked(range(len(slots)), 1024):
-                made = leaves = _made(graph, emissions, source, slots.samples(index))
+                made = leaves = _made(graph, emissions, source, slots.samples(index)) - left
                 if item is not None:
                     made, leaves = emissions[graph.offsets[item] + index]
                 text = slots.text(index)

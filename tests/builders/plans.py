@@ -11,7 +11,7 @@ from pipeplan.workload.action import operation_of
 from pipeplan.workload.elements import DeviceMemory, Repetend
 from pipeplan.workload.kinds import ACTIVATIONS, WORKSPACE, MemoryBytes
 from pipeplan.workload.workload import Workload
-from references.replay import Span, durations_of, period_of, replay
+from references.replay import Span, durations_of, left_ns, period_of, replay
 from references.tails import iteration_by_hand
 
 
@@ -98,6 +98,7 @@ def lowered(
             of = f">{source}@{hop.source_device}" if receives else ""
             for message in messages_of(workload, dependency, hop):
                 end = max(done[dependency.source, holder[sample]][1] for sample in message[1])
+                end -= left_ns(workload, dependency)
                 events[hop.source_device].append((end, 0, number, f"{source}SEND_{payload}{message[0]}{to}"))
                 events[hop.target_device].append((end, 0, number, f"{target}RECV_{payload}{message[0]}{of}"))
                 number += 1

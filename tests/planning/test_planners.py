@@ -35,7 +35,7 @@ def asked(**how: Any) -> Request:
 
 @cache
 def graph(size: int) -> Result:
-    return search_plan(asked(planner="graphpipe", microbatch_size=size))
+    return search_plan(asked(planner="graphpipe", microbatch_size=size, late_inputs=False))
 
 
 @cache
@@ -84,6 +84,28 @@ def test_planners_are_not_told_where_stages_stand(name: str) -> None:
         search_plan(asked(planner=name, placement="one-to-one"))
     with pytest.raises(UsageError, match="the placement that is given says, too; give --placement all"):
         search_plan(replace(asked(planner=name), placement=graph(4).plan.placed))
+
+
+def test_forwards_are_sliced_or_wait_inside() -> None:
+    with pytest.raises(UsageError, match=r"--slices 2 is of forwards that take and give all of their samples at once"):
+        asked(late_inputs=True, num_parted=2)
+
+
+def test_launching_takes_its_time_for_every_block() -> None:
+    """F and B of a stage are longer by a launch for each of its blocks, which `check` knows."""
+    found = search_plan(asked(planner="graphpipe", microbatch_size=2, launch_overhead_ns=1000, late_inputs=False)).plan
+    for operation, other in zip(found.operations, graph(2).plan.operations, strict=True):
+        blocks = len(found.stages[operation.stage].blocks)
+        assert operation.duration_ns - other.duration_ns == 1000 * blocks
+    assert found.launch_overhead_ns == 1000
+    assert check(found, case_study()).valid
+    assert any(
+        problem.rule == "profile"
+        for problem in check(found.model_copy(update={"launch_overhead_ns": 0}), case_study()).problems
+    )
+    stated = case_study().model_copy(update={"launch_overhead_ns": 1000})
+    assert Request.of(stated, devices=8, mini_batch=64).launch_overhead_ns == 1000
+    assert Request.of(stated, devices=8, mini_batch=64, launch_overhead_ns=0).launch_overhead_ns == 0
 
 
 def test_no_other_name_is_a_planner() -> None:

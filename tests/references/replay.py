@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from builders.orders import Entry, Orders, actions_of, holders_of, is_part, num_parted
 from pipeplan.workload.action import operation_of
+from pipeplan.workload.elements import Dependency
 from pipeplan.workload.workload import Workload
 
 Span = tuple[int, int]  # start, end
@@ -41,14 +42,27 @@ def waits_of(workload: Workload) -> dict[Entry, list[tuple[Entry, int]]]:
     actions = {operation.id: actions_of(workload, operation.id) for operation in workload.operations}
     for dependency in workload.dependencies:
         part_ns = max((hop.part.duration_ns for hop in dependency.hops), default=0)
+        before = left_ns(workload, dependency) + begun_ns(workload, dependency)
         holder = holders_of(workload, dependency.source)
         for number, action in enumerate(actions[dependency.target]):
             own = {holder[sample] for sample in action[1] if sample in holder}
             for n in sorted(own if dependency.needs is None else range(dependency.needs[number])):
                 both_parts = is_part(action) and is_part(actions[dependency.source][n])
-                lag = part_ns if both_parts else dependency.lag_ns
+                lag = part_ns if both_parts else dependency.lag_ns - before
                 found[dependency.target, number].append(((dependency.source, n), lag))
     return found
+
+
+def left_ns(workload: Workload, dependency: Dependency) -> int:
+    """How long its source goes on after the part that makes what it brings."""
+    (source,) = [each for each in workload.operations if each.id == dependency.source]
+    return 0 if dependency.source_part is None else sum(source.parts_ns[dependency.source_part + 1 :])
+
+
+def begun_ns(workload: Workload, dependency: Dependency) -> int:
+    """How long its target runs before the part that needs what it brings."""
+    (target,) = [each for each in workload.operations if each.id == dependency.target]
+    return sum(target.parts_ns[: dependency.target_part])
 
 
 def durations_of(workload: Workload) -> dict[Entry, int]:

@@ -17,6 +17,7 @@ from torch import nn
 from builders.orders import Entry, Orders
 from builders.plans import plan_of
 from pipeplan.costs import build_workload, stage_costs
+from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.files import Block, CostRow, Edge, PlacedStage, Placement, Plan, Profile, Source
 from pipeplan.runtime.launch.job import RunOptions
 from pipeplan.runtime.launch.local import watch_local
@@ -86,6 +87,7 @@ def model_plan(
     cuts: Sequence[Sequence[str]] | None = None,
     full_names: bool = False,
     orders: Callable[[Workload], Orders] | None = None,
+    late: bool = False,
 ) -> Plan:
     """A plan with stage s on ``devices[s]``; ``cuts`` [stage] are its blocks, else the model is cut evenly."""
     ids = [block.id for block in model.blocks]
@@ -101,6 +103,7 @@ def model_plan(
         recompute=recompute,
         full_names=full_names,
         orders=orders,
+        late=late,
     )
 
 
@@ -123,10 +126,11 @@ def placed_plan(
     orders: Callable[[Workload], Orders] | None = None,
     instructions: Sequence[CustomOp] = (),
     profile: Profile | None = None,
+    late: bool = False,
 ) -> Plan:
     """A plan with these stages; they may have micro-batch sizes, replicas, routes and parts of their own.
 
-    Without a ``profile`` costs are made up, and parameters take nothing.
+    Without a ``profile`` costs are made up, and parameters take nothing. ``late``: actions may wait inside.
     """
     placement = Placement(
         strategy="by-hand",
@@ -148,6 +152,7 @@ def placed_plan(
         split_backward=split,
         recompute=recompute,
     )
+    workload = with_late_inputs(profile, workload) if late else workload
     workload = with_instructions(workload, instructions)
     return plan_of(workload, (orders or greedy_orders)(workload), full_names=full_names)
 

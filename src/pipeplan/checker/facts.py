@@ -81,6 +81,10 @@ def goes_with(hop: Hop, microbatches: Collection[int], period: int) -> bool:
 class Wait:
     """What an operation waits for: another, ``lag_ns`` after its end; ``part_ns`` from a part of one to one's part.
 
+    Where it first needs something in a later part of its actions, or another's action goes on after the part that makes
+    it, the lag is that much less, and may be negative. Then ``inside`` says that it may wait for a message that stands
+    after it in its program.
+
     ``dependency`` is the number of the dependency that says so. ``needs`` [action], where there is such a list, is how
     many of the other's first actions it waits for; otherwise for those that hold its samples.
     """
@@ -90,6 +94,7 @@ class Wait:
     part_ns: int
     dependency: int
     needs: tuple[int, ...] | None
+    inside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +227,28 @@ class Facts:
         return total
 
 
+def overlap(plan: Plan, dependency: Dependency) -> tuple[int, int]:
+    """Ns that its source goes on after the part that makes it, and that its target runs before the part that needs it.
+
+    A part that there is not is refused elsewhere.
+    """
+    if not dependency.has_parts:
+        return 0, 0
+    source, target = (plan.operation(id_) for id_ in (dependency.source, dependency.target))
+    after = len(source.parts_ns) if dependency.source_part is None else dependency.source_part + 1
+    return sum(source.parts_ns[after:]), sum(target.parts_ns[: dependency.target_part])
+
+
 def _waits(plan: Plan, position: dict[str, int]) -> list[list[Wait]]:
     """Of dependencies that stand there twice (which is refused) only the slower counts."""
     slowest: dict[tuple[int, int], Wait] = {}
     for number, dependency in enumerate(plan.dependencies):
         pair = position[dependency.target], position[dependency.source]
-        if pair not in slowest or slowest[pair].lag_ns < dependency.lag_ns:
+        left, begun = overlap(plan, dependency)
+        lag = dependency.lag_ns - left - begun
+        if pair not in slowest or slowest[pair].lag_ns < lag:
             part_ns = max((hop.part.duration_ns for hop in dependency.hops), default=0)
-            slowest[pair] = Wait(pair[1], dependency.lag_ns, part_ns, number, dependency.needs)
+            slowest[pair] = Wait(pair[1], lag, part_ns, number, dependency.needs, begun > 0)
     waits: list[list[Wait]] = [[] for _ in position]
     for (target, _), wait in slowest.items():
         waits[target].append(wait)

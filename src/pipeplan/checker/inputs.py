@@ -60,6 +60,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     except UsageError as error:
         findings.add("profile", "recipe", f"is {plan.recipe}: {error}")
         return
+    profile = _launched(profile, plan.launch_overhead_ns)
     known = _Known.of(profile, apart=not plan.read_sha256)
     _check_block_order(plan, known, findings)
     operations: dict[int, list[Operation]] = defaultdict(list)
@@ -82,12 +83,30 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
             for operation in own:
                 if operation.part_ns is not None and timed:
                     _check_part(number, stage, operation, known, cluster, findings)
+                if operation.parts_ns and timed:
+                    _check_parts(stage, operation, rows, findings)
     _check_dependencies(plan, profile, cluster, findings)
     _check_tied(plan, profile, known, findings)
     _check_steps(plan, profile, findings)
     if _knows_links(plan, cluster):
         _check_syncs(plan, profile, known, cluster, findings)
         _check_tied_syncs(plan, cluster, findings)
+
+
+def _launched(profile: Profile, overhead_ns: int) -> Profile:
+    """A profile whose every block takes so much longer in every action."""
+    if not overhead_ns:
+        return profile
+
+    def longer(row: CostRow) -> CostRow:
+        whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0) if row.backward_ns is None else row.backward_ns
+        times = {"forward_ns": row.forward_ns, "backward_ns": whole}
+        if row.input_grad_ns is not None and row.weight_grad_ns is not None:
+            times |= {"input_grad_ns": row.input_grad_ns, "weight_grad_ns": row.weight_grad_ns}
+        return row.model_copy(update={key: time + overhead_ns for key, time in times.items()})
+
+    blocks = (block.model_copy(update={"costs": tuple(map(longer, block.costs))}) for block in profile.blocks)
+    return profile.model_copy(update={"blocks": tuple(blocks)})
 
 
 class _Known(NamedTuple):
@@ -752,6 +771,47 @@ def _check_operations(
         _compare(place, operation, expected, findings)
 
 
+def _check_parts(stage: Stage, operation: Operation, rows: Sequence[CostRow], findings: Findings) -> None:
+    """A part takes what its blocks do, and the last one what no block does; but none less than 1 ns of the longest."""
+    times = [_duration(row, operation.role) or 0 for row in rows]
+    if operation.role is not Role.FORWARD:
+        times.reverse()
+    ends = stage.cuts if operation.role is Role.FORWARD else [len(rows) - cut for cut in reversed(stage.cuts)]
+    expected = [sum(times[begin:end]) for begin, end in itertools.pairwise((0, *ends, len(rows)))]
+    expected[-1] += operation.duration_ns - sum(expected)
+    longest = expected.index(max(expected))
+    lent = sum(max(0, 1 - ns) for ns in expected)
+    expected = [max(1, ns) for ns in expected]
+    expected[longest] -= lent
+    if list(operation.parts_ns) != expected:
+        text = f"is {list(operation.parts_ns)}, the profile gives {expected}"
+        findings.add("profile", f"operations[{operation.id}].parts_ns", text)
+
+
+def _check_part_ends(
+    plan: Plan, number: int, dependency: Dependency, edges: Sequence[Edge], findings: Findings
+) -> None:
+    """What an edge brings leaves no sooner than its block has run, and is there before the block that takes it runs."""
+    source, target = plan.stage_of(dependency.source), plan.stage_of(dependency.target)
+    back = dependency.source_role is not Role.FORWARD
+    for edge in edges:
+        makes, takes = (edge.target, edge.source) if back else (edge.source, edge.target)
+        made, needed = _part_with(source, makes, back=back), _part_with(target, takes, back=back)
+        said = len(source.cuts) if dependency.source_part is None else dependency.source_part
+        if said < made:
+            text = f"is {said}, but {makes!r} runs in part {made} of {dependency.source}"
+            findings.add("profile", f"dependencies[{number}].source_part", text)
+        if dependency.target_part > needed:
+            text = f"is {dependency.target_part}, but {takes!r} runs in part {needed} of {dependency.target}"
+            findings.add("profile", f"dependencies[{number}].target_part", text)
+
+
+def _part_with(stage: Stage, block: str, *, back: bool) -> int:
+    """The part of forward that runs a block, or the part of backward."""
+    before = sum(cut <= stage.blocks.index(block) for cut in stage.cuts)
+    return len(stage.cuts) - before if back else before
+
+
 def _duration(row: CostRow, role: Role) -> int | None:
     """Time of one block, None where the row does not have it; a full backward is also I and W after each other."""
     whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0) if row.backward_ns is None else row.backward_ns
@@ -782,6 +842,8 @@ def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, f
     for number, dependency in enumerate(plan.dependencies):
         pair = dependency.source, dependency.target
         if pair in expected:
+            if dependency.has_parts:
+                _check_part_ends(plan, number, dependency, expected[pair], findings)
             _check_hops(plan, number, dependency, expected[pair], cluster, findings)
         elif dependency.source_stage != dependency.target_stage and not dependency.has_instruction:
             text = f"{pair[0]} -> {pair[1]} comes from no edge of the profile"

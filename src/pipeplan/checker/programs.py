@@ -225,9 +225,11 @@ def check_messages(facts: Facts, messages: Messages, programs: Programs, finding
 
     Call it with complete programs only.
     """
-    _check_sides(facts, messages, programs, findings)
+    inside = _Inside.of(facts, messages, programs)
+    _check_sides(facts, messages, programs, inside, findings)
+    _check_inside(facts, messages, programs, inside, findings)
     _check_fifo(facts, messages, programs, findings)
-    _check_deadlock(facts, messages, programs, findings)
+    _check_deadlock(facts, messages, programs, inside, findings)
 
 
 def check_waits(facts: Facts, programs: Programs, findings: Findings) -> None:
@@ -252,7 +254,7 @@ def check_waits(facts: Facts, programs: Programs, findings: Findings) -> None:
         findings.add("deadlock", _place(facts, *places[cycle[0]]), text)
 
 
-def _check_sides(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
+def _check_sides(facts: Facts, messages: Messages, programs: Programs, inside: _Inside, findings: Findings) -> None:
     base = len(facts.ids)
     for number, (_, _, dependency, hop) in enumerate(messages.hops):
         source, target = facts.position[dependency.source], facts.position[dependency.target]
@@ -266,10 +268,102 @@ def _check_sides(facts: Facts, messages: Messages, programs: Programs, findings:
                     text = f"sends what {facts.label(source, n)} makes only afterwards, at [{sender[source, n]}]"
                     findings.add("transfer-order", place, text)
             for n in facts.slots[target].sharing(samples):
-                if receiver[target, n] < received:
+                if receiver[target, n] < received and not inside.may_wait(
+                    hop.target_device, (target, n), number, received
+                ):
                     place = _place(facts, hop.target_device, received)
                     text = f"{facts.label(target, n)} needs it before, at [{receiver[target, n]}]"
                     findings.add("transfer-order", place, text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Inside:
+    """What stands in programs between an action in parts and the next action: it runs while that one does.
+
+    There its parts wait for messages, and send. ``until`` [device] is where the next action stands; an action has no
+    entry where it has but one part. ``late`` [hop] is the part that waits for its messages, ``made`` [hop] the one that
+    makes them.
+    """
+
+    until: list[dict[Entry, int]]
+    late: list[int]
+    made: list[int]
+
+    @classmethod
+    def of(cls, facts: Facts, messages: Messages, programs: Programs) -> _Inside:
+        """Look through the programs, if any action has parts."""
+        parts = [len(operation.parts_ns) for operation in facts.plan.operations]
+        until: list[dict[Entry, int]] = [{} for _ in programs.where]
+        if any(parts):
+            for device, compute in enumerate(programs.compute):
+                where, length = programs.where[device], len(facts.plan.programs[device])
+                for entry, after in itertools.pairwise((*compute, None)):
+                    if entry is not None and parts[entry[0]]:
+                        until[device][entry] = length if after is None else where[after]
+        last = [max(0, count - 1) for count in parts]
+        made = [
+            last[facts.position[each.source]] if each.source_part is None else each.source_part
+            for _, _, each, _ in messages.hops
+        ]
+        return cls(until, [each.target_part for _, _, each, _ in messages.hops], made)
+
+    def may_wait(self, device: int, action: Entry, number: int, received: int) -> bool:
+        """Whether a message of a hop may be received only there, after its action: while that runs."""
+        return self.late[number] > 0 and received < self.until[device].get(action, 0)
+
+    def in_parts(self, facts: Facts, messages: Messages, programs: Programs, device: int) -> list[tuple[int, ...]]:
+        """A device's entries, and among them the later parts of its actions, (operation, number, part).
+
+        Each stands where it is first needed: before the SEND of what it makes, or before the next action.
+        """
+        base, entries = len(facts.ids), programs.entries[device]
+        found: list[tuple[int, ...]] = []
+        running: Entry | None = None
+        begun = 0
+
+        def run(until: int) -> int:
+            if running is not None:
+                found.extend((*running, part) for part in range(begun, until))
+            return max(begun, until)
+
+        for entry in entries:
+            number = entry[0] - base
+            if number < 0:
+                begun = run(len(facts.plan.operations[running[0]].parts_ns)) if running is not None else 0
+                running, begun = (entry if entry in self.until[device] else None), 1
+            elif running is not None and self._sends(facts, messages, device, running, number, entry[1]):
+                begun = run(self.made[number] + 1)
+            found.append(entry)
+        if running is not None:
+            run(len(facts.plan.operations[running[0]].parts_ns))
+        return found
+
+    @staticmethod
+    def _sends(facts: Facts, messages: Messages, device: int, action: Entry, number: int, message: int) -> bool:
+        """Whether a message of a hop leaves this device with what an action made."""
+        _, _, dependency, hop = messages.hops[number]
+        if hop.source_device != device or facts.position[dependency.source] != action[0]:
+            return False
+        return action[1] in facts.slots[action[0]].sharing(messages.slots[number].samples(message))
+
+
+def _check_inside(facts: Facts, messages: Messages, programs: Programs, inside: _Inside, findings: Findings) -> None:
+    """What a part waits for is received before anything is sent that this part, or a later one, makes."""
+    base = len(facts.ids)
+    for device, until in enumerate(inside.until):
+        if not until:
+            continue
+        order = {entry: at for at, entry in enumerate(inside.in_parts(facts, messages, programs, device))}
+        for number, (_, _, dependency, hop) in enumerate(messages.hops):
+            part, target = inside.late[number], facts.position[dependency.target]
+            if hop.target_device != device or not part:
+                continue
+            for message in range(len(messages.slots[number])):
+                for n in facts.slots[target].sharing(messages.slots[number].samples(message)):
+                    if order[base + number, message] > order.get((target, n, part), 0):
+                        place = _place(facts, device, programs.where[device][base + number, message])
+                        text = f"part {part} of {facts.label(target, n)} needs it before, and is sent on before it"
+                        findings.add("transfer-order", place, text)
 
 
 def _check_fifo(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
@@ -293,15 +387,20 @@ def _check_fifo(facts: Facts, messages: Messages, programs: Programs, findings: 
                 break
 
 
-def _check_deadlock(facts: Facts, messages: Messages, programs: Programs, findings: Findings) -> None:
+def _check_deadlock(facts: Facts, messages: Messages, programs: Programs, inside: _Inside, findings: Findings) -> None:
     """Run the programs with everything joint done together: SEND with RECV, an action on all its devices.
 
     That this comes to the end is the same as that the union of the program orders has no cycle, and then no
-    interleaving deadlocks, even with blocking sends.
+    interleaving deadlocks, even with blocking sends. Later parts of an action are run, on all its devices, where they
+    are first needed.
     """
+    entries: list[list[tuple[int, ...]]] = [
+        inside.in_parts(facts, messages, programs, device) if until else [*programs.entries[device]]
+        for device, until in enumerate(inside.until)
+    ]
     members = [*facts.devices, *((hop.source_device, hop.target_device) for *_, hop in messages.hops)]
-    at = [0] * len(programs.entries)
-    arrived: defaultdict[Entry, int] = defaultdict(int)
+    at = [0] * len(entries)
+    arrived: defaultdict[tuple[int, ...], int] = defaultdict(int)
     moved = list(range(len(at)))
     for asked in itertools.count():
         if not moved:
@@ -309,9 +408,9 @@ def _check_deadlock(facts: Facts, messages: Messages, programs: Programs, findin
         if not asked % 1024:
             checkpoint()
         device = moved.pop()
-        if at[device] == len(programs.entries[device]):
+        if at[device] == len(entries[device]):
             continue
-        entry = programs.entries[device][at[device]]
+        entry = entries[device][at[device]]
         arrived[entry] += 1
         if arrived[entry] == len(members[entry[0]]):
             del arrived[entry]
@@ -319,28 +418,25 @@ def _check_deadlock(facts: Facts, messages: Messages, programs: Programs, findin
                 at[member] += 1
                 moved.append(member)
     if arrived:
-        cycle = _cycle(programs, members, at)
+        cycle = _cycle(entries, members, at)
         device = cycle[0]
-        waits = [f"device {d} is at {_place(facts, d, _position(programs, d, at))}" for d in cycle]
+        where = {d: programs.where[d][entries[d][at[d]][0], entries[d][at[d]][1]] for d in cycle}
+        waits = [f"device {d} is at {_place(facts, d, where[d])}" for d in cycle]
         shown = ", which waits for ".join([*waits[:8], *(["..."] if len(waits) > 8 else [])])
-        place = _place(facts, device, _position(programs, device, at))
+        place = _place(facts, device, where[device])
         text = f"deadlock: {shown}, which waits for device {device} again"
         findings.add("deadlock", place, text)
 
 
-def _cycle(programs: Programs, members: list[tuple[int, ...]], at: list[int]) -> list[int]:
+def _cycle(entries: list[list[tuple[int, ...]]], members: list[tuple[int, ...]], at: list[int]) -> list[int]:
     """Devices of which each waits for the next, and the last for the first."""
-    device = next(d for d in range(len(at)) if at[d] < len(programs.entries[d]))
+    device = next(d for d in range(len(at)) if at[d] < len(entries[d]))
     order: dict[int, int] = {}
     while device not in order:
         order[device] = len(order)
-        entry = programs.entries[device][at[device]]
-        device = next(d for d in members[entry[0]] if programs.entries[d][at[d]] != entry)
+        entry = entries[device][at[device]]
+        device = next(d for d in members[entry[0]] if entries[d][at[d]] != entry)
     return [d for d, index in order.items() if index >= order[device]]
-
-
-def _position(programs: Programs, device: int, at: list[int]) -> int:
-    return programs.where[device][programs.entries[device][at[device]]]
 
 
 def _place(facts: Facts, device: int, index: int) -> str:

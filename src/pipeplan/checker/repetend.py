@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from pipeplan.checker.facts import Facts, Findings
+from pipeplan.checker.facts import Facts, Findings, overlap
 from pipeplan.checker.programs import Programs
 from pipeplan.checker.timeline import Links, Sent
 from pipeplan.time_limit import checked
@@ -167,9 +167,10 @@ def _add_link(facts: Facts, repetend: Repetend, links: Links, run: dict[Sent, in
         hop = links.messages.hops[number][3]
         source, target = links.ends[number]
         back, other = divmod(m - repetend.first[facts.ids[source]], unroll)
-        copy.edges.append((source * unroll + other, tasks[number, m], facts.durations[source], -back))
+        left, begun = overlap(facts.plan, links.messages.hops[number][2])
+        copy.edges.append((source * unroll + other, tasks[number, m], facts.durations[source] - left, -back))
         ahead, other = divmod(m - repetend.first[facts.ids[target]], unroll)
-        copy.edges.append((tasks[number, m], target * unroll + other, hop.duration_ns, ahead))
+        copy.edges.append((tasks[number, m], target * unroll + other, hop.duration_ns - begun, ahead))
     sent = list(run)
     for before, after in zip(sent, [*sent[1:], sent[0]], strict=True):
         occupied = links.messages.hops[before[0]][3].occupancy_ns

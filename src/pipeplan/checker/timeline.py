@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pipeplan.checker.exchanges import Span
-from pipeplan.checker.facts import Facts, Findings
+from pipeplan.checker.facts import Facts, Findings, overlap
 from pipeplan.checker.programs import Entry, Messages, Programs
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import DeviceMemory, Hop, Loop
@@ -67,7 +67,8 @@ class Links:
         """When everything that a message carries is made, in ns."""
         source = self.ends[number][0]
         samples = self.messages.slots[number].samples(message)
-        return max(facts.end(source, n) for n in facts.slots[source].sharing(samples))
+        left, _ = overlap(facts.plan, self.messages.hops[number][2])
+        return max(facts.end(source, n) for n in facts.slots[source].sharing(samples)) - left
 
     def arrival(self, number: int, message: int) -> int:
         """When a message is there, in ns."""
@@ -81,8 +82,12 @@ class Links:
                 yield number, message
 
     def last_arrival(self, facts: Facts, target: int, action: int) -> int:
-        """When everything is there that comes to an action over these links, in ns; 0 if nothing does."""
-        return max((self.arrival(*sent) for sent in self.incoming(facts, target, action)), default=0)
+        """When an action may start, so that all that comes over these links is in time, in ns; 0: nothing does."""
+        return max((self.allows(facts, *sent) for sent in self.incoming(facts, target, action)), default=0)
+
+    def allows(self, facts: Facts, number: int, message: int) -> int:
+        """From when on the action that a message comes to may start, in ns: the part that needs it comes after it."""
+        return self.arrival(number, message) - overlap(facts.plan, self.messages.hops[number][2])[1]
 
     def copy(self, link: tuple[int, int], begins: list[int], unroll: int) -> dict[Sent, int] | None:
         """The link's part of a repetend that has its operations from micro-batches ``begins`` [operation] on.
@@ -116,7 +121,8 @@ def check_links(facts: Facts, links: Links, findings: Findings) -> None:
         for action, start in checked(enumerate(starts), 1024):
             for sent in links.incoming(facts, target, action):
                 number, hop = sent[0], links.hop(*sent)
-                if links.made(facts, *sent) + hop.duration_ns <= start < links.arrival(*sent):
+                begun = links.arrival(*sent) - links.allows(facts, *sent)
+                if links.made(facts, *sent) + hop.duration_ns - begun <= start < links.allows(facts, *sent):
                     text = (
                         f"starts at {start} ns, but {links.messages.text(*sent, send=True)} gets the link from "
                         f"device {hop.source_device} to {hop.target_device} at {links.begins[sent]} ns, after "
@@ -139,7 +145,9 @@ def check_inputs(facts: Facts, findings: Findings) -> None:
 
 def _add_too_early(facts: Facts, findings: Findings, target: Entry, source: Entry, lag: int, dependency: int) -> None:
     end = facts.end(*source)
-    travels = f" and takes {lag} ns to arrive" if lag else ""
+    travels = f" and takes {lag} ns to arrive" if lag > 0 else ""
+    if lag < 0:
+        travels = f", {-lag} ns after what is needed of it is there, or before that is needed"
     text = (
         f"starts at {facts.starts[target[0]][target[1]]} ns, but {facts.label(*source)} ends at {end} ns{travels}: "
         f"not before {end + lag} ns (dependencies[{dependency}])"

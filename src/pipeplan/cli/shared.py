@@ -325,6 +325,13 @@ _OPTIONS = (
         "[default: auto; 0 for a named schedule or --rules]",
     ),
     click.option(
+        "--late-inputs",
+        type=Switch(_YES_NO),
+        default="auto",
+        help="Let an action begin before all its inputs are there, and wait inside for those that only later blocks "
+        "need; and send what its first blocks make before it ends. auto: where that is shorter.",
+    ),
+    click.option(
         "--planner",
         type=PLANNER,
         default="auto",
@@ -349,6 +356,12 @@ _OPTIONS = (
         type=DURATION,
         default="0",
         help="Extra time for each input or weight gradient that is launched separately.",
+    ),
+    click.option(
+        "--launch-overhead",
+        type=DURATION,
+        help="Host time to launch a block, in each of its actions, beside the profile's costs.  "
+        "[default: what the profile says, else 0]",
     ),
     click.option("--time-limit", type=DURATION, default="30s", help="Stop after this long, with the best plan so far."),
     SEED,
@@ -401,6 +414,8 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         shards=_number(flags["shards"]),
         context=_number(flags["context"]),
         spread=_YES_NO[flags["spread"]],
+        launch_overhead_ns=flags["launch_overhead"],
+        late_inputs=_YES_NO[flags["late_inputs"]],
         time_limit=flags["time_limit"] / 1e9,
     )
 

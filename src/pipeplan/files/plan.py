@@ -50,7 +50,7 @@ from pipeplan.workload.elements import (
     sharing_problem,
     slots_of,
 )
-from pipeplan.workload.kinds import GRADIENT_ROLES, MASTER, PARAMETERS, Role
+from pipeplan.workload.kinds import GRADIENT_ROLES, MASTER, PARAMETERS, PARTED_ROLES, Role
 from pipeplan.workload.network_jobs import gradient_sums
 from pipeplan.workload.samples import Slots
 from pipeplan.workload.workload import Workload
@@ -165,6 +165,12 @@ class Plan(File):
     dependencies: Items[Dependency]
     starts_ns: Annotated[dict[OperationId, Items[TimeSum]], Field(description="start of each micro-batch's action")]
     split_overhead_ns: Annotated[Nanoseconds, Field(description="in each I and W beside the profile's time")] = 0
+    launch_overhead_ns: Annotated[
+        Nanoseconds,
+        Field(
+            description="in each action, for each block, beside the profile's time", json_schema_extra={SAID_ONLY: True}
+        ),
+    ] = 0
     programs: Annotated[Items[Items[ActionText]], Field(description="per device, compute and communication")]
     repetend: Repetend | None = None
     loop: Annotated[Loop | None, Field(description="a round that runs more often than starts and programs say")] = None
@@ -187,6 +193,8 @@ class Plan(File):
             found.pop("loop", None)
         if not self.sum_order:
             found.pop("sum_order", None)
+        if not self.launch_overhead_ns:
+            found.pop("launch_overhead_ns", None)
         for device in found.get("devices", ()):
             if not device.get("reserve_bytes"):
                 device.pop("reserve_bytes", None)
@@ -197,6 +205,16 @@ class Plan(File):
             for key in ("context", "expert"):
                 if stage.get(key) == 1:
                     del stage[key]
+            if not stage.get("cuts"):
+                stage.pop("cuts", None)
+        for operation in found.get("operations", ()):
+            if not operation.get("parts_ns"):
+                operation.pop("parts_ns", None)
+        for dependency in found.get("dependencies", ()):
+            if dependency.get("source_part") is None:
+                dependency.pop("source_part", None)
+            if not dependency.get("target_part"):
+                dependency.pop("target_part", None)
         return found
 
     @model_validator(mode="after")
@@ -250,6 +268,14 @@ class Plan(File):
             )
         if stage.num_parted:
             self._require_parts(number)
+        if stage.cuts and (list(stage.cuts) != sorted(set(stage.cuts)) or stage.cuts[-1] >= len(stage.blocks)):
+            raise ValueError(
+                f"stages[{number}].cuts must rise, from at least 1 to less than its {len(stage.blocks)} blocks"
+            )
+        if stage.cuts and (stage.num_parted or stage.configurations):
+            raise ValueError(
+                f"stages[{number}].cuts: a stage with num_parted or configurations takes and gives all at once"
+            )
         adding = (each for each in self.operations if each.stage == number and each.role in GRADIENT_ROLES)
         duration = max((each.duration_ns for each in adding), default=0) if stage.buckets else 0
         if problem := buckets_problem(stage.buckets, len(stage.blocks), duration):
@@ -363,6 +389,23 @@ class Plan(File):
             parted = operation.role is Role.FORWARD and self.stages[operation.stage].num_parted > 0
             if parted != (operation.part_ns is not None):
                 raise ValueError(f"operations[{number}].part_ns is for forwards of stages with num_parted, and for all")
+            self._require_parts_of(number)
+
+    def _require_parts_of(self, number: int) -> None:
+        """Forward and backward of a stage with cuts say what each of their parts takes, and nothing else does."""
+        operation = self.operations[number]
+        cuts = self.stages[operation.stage].cuts
+        count = 1 + len(cuts) if cuts and operation.role in PARTED_ROLES else 0
+        if len(operation.parts_ns) != count:
+            raise ValueError(
+                f"operations[{number}].parts_ns has {len(operation.parts_ns)} parts, and {operation.id} of a stage "
+                f"with cuts {list(cuts)} has {count or 'none'}"
+            )
+        if operation.parts_ns and sum(operation.parts_ns) != operation.duration_ns:
+            raise ValueError(
+                f"operations[{number}].parts_ns add up to {sum(operation.parts_ns)} ns, the action takes "
+                f"{operation.duration_ns}"
+            )
 
     def _require_dependency(self, number: int, groups: Sequence[frozenset[int]]) -> None:
         """``groups`` [stage] are the devices of the stages."""
@@ -374,6 +417,8 @@ class Plan(File):
             raise ValueError(f"dependencies[{number}] joins {dependency.source} to itself")
         if dependency.needs is not None:
             self._require_needs(number)
+        if dependency.has_parts:
+            self._require_part_ends(number)
         sources, targets = groups[dependency.source_stage], groups[dependency.target_stage]
         for index, hop in enumerate(dependency.hops):
             place = f"dependencies[{number}].hops[{index}]"
@@ -385,6 +430,17 @@ class Plan(File):
                 raise ValueError(f"{place} ends on device {hop.target_device}, where {dependency.target} does not run")
             if hop.first + hop.run > hop.every:
                 raise ValueError(f"{place}: first {hop.first} + run {hop.run} must be at most every {hop.every}")
+
+    def _require_part_ends(self, number: int) -> None:
+        """Parts that there are, of what sends a message; what stays on a device is there when its action has ended."""
+        dependency, place = self.dependencies[number], f"dependencies[{number}]"
+        if not dependency.hops:
+            raise ValueError(f"{place} has no messages, for which alone a part can wait, or which it can send")
+        ends = (("source_part", dependency.source_part or 0), ("target_part", dependency.target_part))
+        for (key, part), id_ in zip(ends, (dependency.source, dependency.target), strict=True):
+            count = max(1, len(self._by_id[id_].parts_ns))
+            if part >= count:
+                raise ValueError(f"{place}.{key} is {part}, but {id_} has {count} part{'s' if count > 1 else ''}")
 
     def _require_needs(self, number: int) -> None:
         """One count per action of the target, of actions that the source has."""

@@ -396,6 +396,13 @@ class Profile(File):
             json_schema_extra={SAID_ONLY: True},
         ),
     ] = None
+    launch_overhead_ns: Annotated[
+        Nanoseconds,
+        Field(
+            description="what launching a block takes the host, for each of its actions, beside what its rows say",
+            json_schema_extra={SAID_ONLY: True},
+        ),
+    ] = 0
     blocks: Annotated[Items[Block], Field(min_length=1)]
     edges: Items[Edge] = ()
     tied: Annotated[Items[TiedParameter], Field(description="parameters that blocks share")] = ()
@@ -407,6 +414,8 @@ class Profile(File):
         found: dict[str, Any] = written(self)
         if self.step_bytes_per_s is None:
             found.pop("step_bytes_per_s", None)
+        if not self.launch_overhead_ns:
+            found.pop("launch_overhead_ns", None)
         return found
 
     @model_validator(mode="after")

@@ -49,6 +49,7 @@ def assemble(
     *,
     loop: LoopCut | None = None,
     split_overhead_ns: int = 0,
+    launch_overhead_ns: int = 0,
     recipe: Recipe | None = None,
     provenance: Provenance | None = None,
     where: str = "",
@@ -79,6 +80,7 @@ def assemble(
             starts_ns=by_operation,
             recipe=recipe,
             split_overhead_ns=split_overhead_ns,
+            launch_overhead_ns=launch_overhead_ns,
             programs=written,
             repetend=repetend,
             loop=repeated,
@@ -134,13 +136,14 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
         schedule.scheduler,
         loop=schedule.loop,
         split_overhead_ns=request.split_overhead_ns,
+        launch_overhead_ns=request.launch_overhead_ns,
         recipe=request.profile.recipe,
         provenance=_provenance(request, candidate, schedule.workload),
         where=request.profile.where,
     )
     # --memory and --memory-reserve go before what the cluster says, so such a plan is not one for it as it stands
     cluster = request.cluster if request.memory_bytes is None and request.reserve_bytes is None else None
-    check(plan, request.profile, cluster).require("the plan that was found")
+    check(plan, request.stated_profile, cluster).require("the plan that was found")
     return plan
 
 
@@ -157,7 +160,7 @@ def _lines_of(rules: Rules | None) -> tuple[str, ...]:
 def _provenance(request: Request, candidate: PlacementCandidate, workload: Workload) -> Provenance:
     """What was asked, and of what that leaves open the sizes, stages, parts of backward and of forwards chosen."""
     made = provenance_of(
-        request.profile,
+        request.stated_profile,
         request.cluster,
         {
             "scheduler": request.scheduler,
@@ -171,6 +174,9 @@ def _provenance(request: Request, candidate: PlacementCandidate, workload: Workl
             **{key: value for key in ("shards", "context") if (value := getattr(request, key)) is not None},
             "spread": request.spread,
             "num_parted": request.num_parted,
+            **({} if request.planner == "auto" else {"planner": request.planner}),
+            **({} if request.late_inputs is None else {"late_inputs": request.late_inputs}),
+            **({"launch_overhead_ns": request.launch_overhead_ns} if request.launch_overhead_ns else {}),
             "time_limit_s": request.time_limit,
             "deterministic": request.deterministic,
             "memory_bytes": request.memory_bytes,
@@ -323,6 +329,7 @@ class Result(Displayed):
             **({"zero": level} if (level := max(stage.zero for stage in self.plan.stages)) else {}),
             "split_backward": self.schedule.workload.splits_backward,
             "sliced_microbatches": num_sliced(self.schedule.workload),
+            **({"late_inputs": True} if self.plan.workload.has_parts else {}),
             "repeats": repetend is not None,
             "interrupted": self.interrupted,
             "search_seconds": self.seconds,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,7 +15,7 @@ from pipeplan.costs.zero import AUTO
 from pipeplan.errors import PipeplanError
 from pipeplan.files import File, Placement, Plan
 from pipeplan.planning.build_plan import Result
-from pipeplan.planning.candidates import PlacementCandidate, has_table, sharing
+from pipeplan.planning.candidates import PlacementCandidate, has_table, is_large, sharing, uniform_choices
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import placement_bound
 from pipeplan.simulator.simulation import Simulation, simulate
@@ -24,6 +25,8 @@ from pipeplan.units import format_bytes, format_ns, named_devices
 _MOST_ACTIONS = 60_000
 """Actions of a run with twice the micro-batches beyond which it is not replayed to see what that brings."""
 _LEAST_GAIN = 0.005
+_LEAST_ESTIMATED = 0.02
+"""What closed forms must say that something brings: they are off by about as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,9 @@ def next_steps(
         last = NextStep(keep, "writes the plan, for pipeplan simulate, check and run")
     else:
         last = NextStep(f"pipeplan run {written} --emulate --local --steps 1", "replays it with real processes")
-    return [*sorted(found, key=lambda step: -step.weight), last]
+    found.sort(key=lambda step: -step.weight)
+    first = {step.what: step for step in reversed(found)}  # of two that say one flag, the one that brings more
+    return [*(step for step in found if step is first[step.what]), last]
 
 
 def _fewer_devices(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
@@ -155,6 +160,36 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
             yield NextStep("--zero auto", brings)
 
 
+def _no_splits(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    """That an estimate has no costs of split blocks, without which tensor parallelism is not searched."""
+    source = request.profile.source
+    if source.method != "estimated" or device_meant(source.device) is None or request.num_devices < 2:
+        return
+    if request.shards is None and all(row.shards == 1 for block in request.profile.blocks for row in block.costs):
+        yield NextStep("pipeplan profile ... --shards 1,2,4,8", "adds costs of split blocks, for tensor parallelism")
+
+
+def _more_sharing(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    """What ZeRO 2 and 3 may bring, which a search leaves out unless it is asked for them: by the table of layouts.
+
+    Of large requests that table takes a second or more, so that it is only said that they were left out.
+    """
+    if request.zero is not None or request.num_devices < 2 or request.least_memory is None:
+        return
+    if request.scheduler != "auto":
+        return
+    if is_large(request):
+        yield NextStep("--zero auto", "looks at ZeRO 2 and 3 (FSDP), too")
+        return
+    with suppress(PipeplanError):
+        opened = replace(request, zero=AUTO, positions=request.positions if has_table(request) else 1)
+        about = min((each.usual_ns for level in opened.levels for each in uniform_choices(level)[:1]), default=math.inf)
+        gain = 1 - about / result.plan.predicted.iteration_ns
+        if gain >= _LEAST_ESTIMATED:
+            brings = f"up to about {gain:.1%} shorter iterations; ZeRO 2 and 3 (FSDP) are tried, too"
+            yield NextStep("--zero auto", brings, gain)
+
+
 _TRAINABLE = (None, "fp32", "bf16", "bf16-autocast")
 """Recipes that ``pipeplan run`` can train by; None is a profile's that names none."""
 
@@ -183,11 +218,11 @@ def _to_train(request: Request, result: Result, simulation: Simulation) -> Itera
             return
         lacks.append(("--cp 1", "share sequences"))
     recipe = result.plan.recipe
-    if lacks and recipe is not None and recipe.name not in _TRAINABLE:
-        lacks.append(("--precision bf16", f"train by {recipe.name}"))
+    if lacks and recipe is not None and not recipe.is_custom and recipe.name not in _TRAINABLE:
+        lacks.append(("--precision bf16", f"train with {recipe.name}"))
     if lacks:
         flags, words = zip(*lacks, strict=True)
-        cannot = f"cannot {words[0]}" if len(words) == 1 else f"can neither {', nor '.join(words)}"
+        cannot = f"cannot {words[0]}" if len(words) == 1 else f"can neither {' nor '.join(words)}"
         yield NextStep(" ".join(flags), f"finds a plan that pipeplan run can train with; it {cannot} yet", 0.5)
 
 
@@ -218,6 +253,8 @@ _STEPS = (
     _other_schedules,
     _more_microbatches,
     _sharded_state,
+    _more_sharing,
+    _no_splits,
     _to_train,
     _less_recomputation,
     _memory_limit,

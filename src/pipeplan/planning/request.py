@@ -16,6 +16,7 @@ from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions
+from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
 from pipeplan.costs.zero import AUTO, GATHERED, WHOLE, Zero
@@ -134,14 +135,16 @@ class Request:
     plans leave ``reserve_bytes`` alone: if None, nothing of ``memory_bytes``, else what the cluster says.
 
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
-    and each weight gradient takes longer, being launched apart. ``replicas`` is how many copies of the whole pipeline
+    and each weight gradient takes longer, being launched apart. ``profile`` has ``launch_overhead_ns`` in every action
+    of every block beside what is ``stated`` (None: nothing). ``replicas`` is how many copies of the whole pipeline
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
     in a table of uniform layouts 0 or 1, and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
     of a chain, ``context`` how many of them, or groups, share each sequence, ``positions`` how many devices, or groups
     of them, blocks pass in turn, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many
     leading micro-batches run their warmup forwards in two parts. ``planner`` is who chooses the stages: a published
-    planner alone (:mod:`pipeplan.planning.planners`), or ``auto``. ``time_limit`` is in seconds: by the
+    planner alone (:mod:`pipeplan.planning.planners`), or ``auto``. ``late_inputs`` says whether actions may wait inside
+    for messages (:mod:`pipeplan.costs.late_inputs`); None: where that is shorter. ``time_limit`` is in seconds: by the
     clock, or ``deterministic`` by work that takes about as long.
 
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
@@ -166,6 +169,8 @@ class Request:
     unroll: int | None = None
     split_backward: bool | None = None
     split_overhead_ns: int = 0
+    launch_overhead_ns: int = 0
+    stated: Profile | None = None
     recompute: Again | None = None
     replicas: int | None = None
     zero: int | Literal["auto"] | None = None
@@ -177,6 +182,7 @@ class Request:
     spread: bool | None = None
     num_parted: int | None = None
     planner: str = "auto"
+    late_inputs: bool | None = None
     time_limit: float = 30.0
     seed: int = 0
     deterministic: bool = False
@@ -192,6 +198,11 @@ class Request:
             raise UsageError(
                 f"--recompute selective: no block of profile {self.profile.name!r} says what its attention core takes "
                 "(selective_ns); profile the model with --estimate, or give --recompute auto, none or all"
+            )
+        if self.late_inputs and self.num_parted:
+            raise UsageError(
+                f"--slices {self.num_parted} is of forwards that take and give all of their samples at once, and "
+                "--late-inputs yes of forwards that do not; leave one of them out"
             )
         if isinstance(self.placement, Placement):
             object.__setattr__(self, "placement", self.placement.whole)
@@ -243,6 +254,11 @@ class Request:
             )
         if group is not None and group > most:
             raise UsageError(f"--zero-group {group} is more replicas than --devices {most} has room for; lower it")
+
+    @property
+    def stated_profile(self) -> Profile:
+        """The profile as it stands in its file, whose fingerprint plans have."""
+        return self.stated or self.profile
 
     @property
     def levels(self) -> tuple[Request, ...]:
@@ -310,6 +326,9 @@ class Request:
         fixed = microbatch_size is not None or num_microbatches is not None
         if chunks is None and rules is not None and chosen == rules.placement:
             chunks = rules.chunks
+        stated, overhead = profile, others.pop("launch_overhead_ns", None)
+        overhead = profile.launch_overhead_ns if overhead is None else overhead
+        profile = with_launches(profile, overhead)
         asked = AskedSizes(*(others.get(name) for name in AskedSizes._fields))
         if asked.context is not None:
             _require_context(profile, chosen, num_devices, asked, others.get("spread"))
@@ -327,6 +346,8 @@ class Request:
             cluster,
             scheduler=scheduler,
             rules=rules,
+            launch_overhead_ns=overhead,
+            stated=stated if overhead else None,
             samples_assumed=mini_batch is None and num_microbatches is None,
             **(_as_defined(profile, scheduler, rules) | others),
         )
@@ -380,7 +401,7 @@ class Request:
         except PipeplanError as error:
             reserve, text = max(self.reserve), str(error.args[0] if error.args else "")
             if reserve and "--memory" in text and "--memory-reserve" not in text:
-                beside = f"{text}; sizes are beside a reserve of {format_bytes(reserve)}"
+                beside = f"{text}; sizes do not include the reserve of {format_bytes(reserve)}"
                 if self.reserve_bytes:
                     error.args = (f"{beside}: add that to --memory, or lower --memory-reserve",)
                 else:

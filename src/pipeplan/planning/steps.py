@@ -49,6 +49,7 @@ from pipeplan.planning.trials import (
     PlanStep,
     Trial,
     iteration_of,
+    late_of,
     look_at,
     preferred,
     workloads,
@@ -57,7 +58,7 @@ from pipeplan.planning.widths import EveryWidth
 from pipeplan.planning.workers import Ahead, processes
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, Budget
 from pipeplan.schedule.longer import ShorterRun
-from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FewerBytes, FirstLook
+from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FewerBytes, FirstLook, first_look, search_schedule
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, named
 from pipeplan.schedule.steps import STEPS as SCHEDULE_STEPS
 from pipeplan.time_limit import Limit, TimeUpError, checked, checkpoint, shielded, time_is_up
@@ -243,6 +244,58 @@ class LessMemoryOfBest(FewerBytes, PlanStep):
 
 
 @dataclass(frozen=True)
+class LateInputs(PlanStep):
+    """Actions that begin before all their inputs are there: of the best ``finalists``, where that is open and shorter.
+
+    With the orders there are, which takes next to nothing, and as long as there is time with known schedules made for
+    that. Bounds are then of both.
+    """
+
+    finalists: int = 3
+    name = "late inputs"
+    when = "--late-inputs auto; the best {finalists} plans, of stages that are a graph"
+
+    def applies(self, search: PlanSearch) -> bool:
+        return search.request.late_inputs is None
+
+    def after_all(self, search: PlanSearch) -> bool:
+        return True  # what is proved holds only beside it
+
+    def run(self, search: PlanSearch) -> None:
+        best = [] if search.best is None else [search.best]
+        given = search.trials if isinstance(search.request.placement, Placement) else []
+        tried: list[Trial] = []
+        for trial in [*(search.finalists[: self.finalists] or best), *given]:
+            if not any(trial is other for other in tried):
+                tried.append(trial)
+                self._try(search, trial)
+
+    def _try(self, search: PlanSearch, trial: Trial) -> None:
+        base = trial.best
+        if base is None or (late := late_of(search.request, base.workload)) is base.workload:
+            return
+        with shielded():
+            trial.late_bound = weak_iteration_bound(late)
+            found = [_with_orders(base, late, "")]
+        if not search.budget.expired:
+            with suppress(PipeplanError):
+                found.append(self._anew(search, late))
+        for schedule in found:
+            if schedule is not None and iteration_of(schedule) < (trial.value_ns or 0):
+                trial.best, trial.parted = replace(schedule, pattern=None), None
+                search.report(trial)
+
+    @staticmethod
+    def _anew(search: PlanSearch, late: Workload) -> Schedule | None:
+        """A known schedule, or the one that is asked for by name."""
+        request, budget = search.request, search.budget
+        if not _is_named(request):
+            return first_look(late) if request.scheduler == "auto" else None
+        with budget.share(budget.remaining) as share:
+            return search_schedule(late, share, scheduler=request.scheduler, rules=request.rules, unroll=request.unroll)
+
+
+@dataclass(frozen=True)
 class SliceForwards(PlanStep):
     """Leading forwards in two parts: of the best ``finalists``, and of candidates with few actions times stages.
 
@@ -346,6 +399,11 @@ def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) ->
     assert base is not None
     split = replace(request, split_backward=base.workload.splits_backward)
     (workload,) = workloads(split, replace(trial.candidate, placement=placement))
+    return _with_orders(base, workload, mark)
+
+
+def _with_orders(base: Schedule, workload: Workload, mark: str) -> Schedule | None:
+    """A schedule's orders with the times of another workload; None if they do not fit there."""
     graph = task_graph(workload.with_microbatches(base.graph.workload.num_microbatches))
     run = _again(base, graph, workload.num_microbatches)
     if run is None or not fits(run.graph, run.orders, run.loop):
@@ -374,6 +432,8 @@ def _changed(placement: Placement, changes: Mapping[int, Mapping[str, object]]) 
 
 
 def _reason_against_parts(workload: Workload) -> str | None:
+    if workload.has_parts:
+        return "its actions wait inside for messages, for which they have all samples (--late-inputs no)"
     devices = [device for stage in workload.stages for device in stage.devices]
     if len(set(devices)) < len(devices):
         return "it needs one stage per device"
@@ -643,6 +703,7 @@ STEPS: tuple[SearchStep, ...] = (
     EaseRecomputation(),
     EaseSharding(),
     SliceForwards(),
+    LateInputs(),
     LessMemoryOfBest(),
     ExplainShortage(),
 )

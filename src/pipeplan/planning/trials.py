@@ -15,6 +15,7 @@ from functools import cmp_to_key
 from typing import ClassVar
 
 from pipeplan.costs import build_workload, can_split
+from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.costs.zero import AUTO
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement, Plan
@@ -128,7 +129,8 @@ class Trial:
 
     ``bounds`` [way] ns that no schedule's iteration is below; ``best`` the schedule with the shortest iteration;
     ``parted`` the same with leading forwards in parts, if that is shorter or asked for, and ``parted_bound`` ns that
-    none with forwards in parts is below. ``steps`` are those of a search, ``notes`` what went wrong in them.
+    none with forwards in parts is below; ``late_bound`` the same of actions that wait inside. ``steps`` are those of a
+    search, ``notes`` what went wrong in them.
     ``searched`` says that schedules were not only looked at.
     """
 
@@ -138,6 +140,7 @@ class Trial:
     best: Schedule | None = None
     parted: Schedule | None = None
     parted_bound: int | None = None
+    late_bound: int | None = None
     steps: Sequence[SearchStep] = STEPS
     notes: list[str] = field(default_factory=list)
     searched: bool = False
@@ -154,8 +157,15 @@ class Trial:
 
     @property
     def bound_ns(self) -> int:
-        """No iteration is shorter."""
-        return min(self.bounds if self.parted_bound is None else [*self.bounds, self.parted_bound])
+        """No iteration is shorter: of actions that take all their inputs first, unless those of the best do not."""
+        bounds = self.bounds if self.parted_bound is None else [*self.bounds, self.parted_bound]
+        waits_inside = self.best is not None and self.best.workload.has_parts
+        return min(bounds) if self.late_bound is None or not waits_inside else min(*bounds, self.late_bound)
+
+    @property
+    def least_ns(self) -> int:
+        """No iteration is shorter, whatever the request leaves open."""
+        return self.bound_ns if self.late_bound is None else min(self.bound_ns, self.late_bound)
 
     @property
     def value_ns(self) -> int | None:
@@ -288,11 +298,13 @@ class Trial:
 
     @property
     def settled(self) -> Schedule:
-        """The best schedule, with what is proved for every way of running backward, and forwards in parts."""
+        """The best schedule, with what is proved for every way of running backward, and forwards in parts.
+
+        Of actions that take all their inputs first, if its own do, else of those that wait inside.
+        """
         found = self.parted or self.best
         assert found is not None
-        parted = [] if self.parted_bound is None else [self.parted_bound]
-        return replace(found, bound_ns=min(found.iteration_ns, *self.bounds, *parted))
+        return replace(found, bound_ns=min(found.iteration_ns, self.bound_ns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -619,7 +631,7 @@ class PlanSearch:
     def bound_ns(self) -> int:
         """No plan that the request leaves open has a shorter iteration."""
         given = isinstance(self.request.placement, Placement)
-        return min([*self.others.values(), *(trial.bound_ns for trial in self.trials if given)], default=0)
+        return min([*self.others.values(), *(trial.least_ns for trial in self.trials if given)], default=0)
 
     def say(self, what: str) -> None:
         """Report that no plan is known yet; once, though all is tried again with replicas that divide more."""
@@ -700,10 +712,19 @@ def workloads(request: Request, candidate: PlacementCandidate) -> list[Workload]
     """
     rules = request.rules
     found = [exchanging_workload(request, candidate, split_backward=split) for split in _backward_ways(request)]
+    if request.late_inputs:  # else the best are tried so at the end
+        found = [late_of(request, each) for each in found]
     if rules is None or not rules.instructions:
         return found
     with naming(rules):
         return [with_instructions(workload, rules.instructions, request.cluster) for workload in found]
+
+
+def late_of(request: Request, workload: Workload) -> Workload:
+    """The workload whose actions may wait inside for messages; the same where none would, or may."""
+    if request.late_inputs is False or request.num_parted or (request.rules and request.rules.instructions):
+        return workload
+    return with_late_inputs(request.profile, workload, request.cluster)
 
 
 def _backward_ways(request: Request) -> list[bool]:

@@ -55,7 +55,8 @@ class Workers:
 
     def __enter__(self) -> Self:
         if self._count > 1:
-            self._stop = get_context("spawn").Event()
+            with deaf():
+                self._stop = get_context("spawn").Event()
             make, self._end = processes(self._count, _begin, self._request, self._stop, Limit(self._limit.left()))
             self._pool = make()
         self._left.enter_context(self._limit.hearing_interrupts(self.interrupt))

@@ -251,10 +251,15 @@ def processes(
         for process in [*(executor._processes or {}).values()]:
             process.kill()
         # One may have been killed in the middle of an answer, or of what it was given: whoever waits for the rest of
-        # it would wait for ever, as these ends of the pipes are open here, too.
+        # it would wait for ever, as the other ends of these pipes are open here, too. Some versions of Python close
+        # the second one themselves.
         inside: Any = executor
-        for end in (inside._result_queue._writer, inside._call_queue._reader):
-            end.close()
+        inside._result_queue._writer.close()
+        manager: Thread | None = inside._executor_manager_thread
+        if manager is not None:
+            manager.join(_MOST_POLLS * _POLL)
+            if manager.is_alive():
+                inside._call_queue._reader.close()
         executor.shutdown(wait=True, cancel_futures=True)
 
     return made, ended

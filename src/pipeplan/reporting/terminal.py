@@ -220,6 +220,7 @@ def _way(workload: Workload, stage: Stage) -> str:
         (stage.recomputes, stage.recomputed),
         (workload.num_routes > 1, f"route {stage.route}"),
         (stage.num_parted > 0, f"{stage.num_parted} sliced"),
+        (bool(stage.cuts), f"in {1 + len(stage.cuts)} parts"),
     ]
     return ", ".join(word for applies, word in words if applies)
 

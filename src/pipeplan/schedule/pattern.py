@@ -168,4 +168,4 @@ def one_after_another(problem: OneMicrobatch, unroll: int) -> Pattern | None:
 
 def sequential_time(problem: OneMicrobatch) -> int:
     """A repetend time that works if any does: one operation at a time, and one micro-batch after another (ns)."""
-    return sum(problem.durations) + sum(lag for _, _, lag in problem.edges)
+    return sum(problem.durations) + sum(max(0, lag) for _, _, lag in problem.edges)

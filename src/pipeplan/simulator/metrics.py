@@ -236,7 +236,7 @@ def _step(
             return CriticalStep(task, "device" if task < graph.num_actions else "link"), other
     for other, lag in inputs:
         if starts[other] + graph.durations[other] + lag == starts[task]:
-            return CriticalStep(task, "transfer" if lag else "dependency", lag), other
+            return CriticalStep(task, "transfer" if lag > 0 else "dependency", lag), other
     if graph.workload.exchanges:
         if not before:
             return None

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pydantic import ValidationError
 
 from pipeplan.costs import build_workload, transfer_time, with_recipe, with_syncs
+from pipeplan.costs.late_inputs import with_late_inputs
+from pipeplan.costs.launches import with_launches
 from pipeplan.costs.zero import IN_ACTIONS, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Placement, Plan, Profile, Recipe
@@ -30,6 +32,7 @@ def recosted(plan: Plan, profile: Profile, cluster: Cluster | None) -> Workload:
     placement = _placement(plan, profile)
     if plan.recipe is not None:
         profile = with_recipe(profile, plan.recipe)
+    profile = with_launches(profile, plan.launch_overhead_ns)
     built = _Built(plan, profile, placement, cluster)
     devices = built.any.devices if cluster is not None else plan.devices
     return replace(
@@ -145,7 +148,7 @@ class _Built:
         self._variant_of: list[_Variant] = [index in split for index in range(len(plan.stages))]
         self._workloads: dict[_Variant, Workload] = {}
         for variant in dict.fromkeys(self._variant_of):
-            self._workloads[variant] = build_workload(
+            built = build_workload(
                 profile,
                 placement,
                 num_microbatches=plan.num_microbatches,
@@ -156,6 +159,8 @@ class _Built:
                 memory_bytes=None if cluster else [device.memory_bytes for device in plan.devices],
                 reserve_bytes=None if cluster else [device.reserve_bytes for device in plan.devices],
             )
+            cuts = [stage.cuts for stage in plan.stages if stage.blocks]
+            self._workloads[variant] = with_late_inputs(profile, built, cluster, cuts) if any(cuts) else built
         self.any = next(iter(self._workloads.values()))
         self._operations = {v: {op.id: op for op in w.operations} for v, w in self._workloads.items()}
         self._hops = {v: _hops(w.dependencies) for v, w in self._workloads.items()}

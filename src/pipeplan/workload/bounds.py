@@ -141,8 +141,11 @@ def _idle_ends(problem: OneMicrobatch, device: int) -> int:
     Take an operation x of the device, and let ``later`` be what follows x there, ``other`` the rest. While micro-batch
     0 is on its way to x, nothing of ``later`` can run; and nothing of ``other`` can run beside an operation y of that
     way with which all of it shares a device (as stages on all devices do). So during every such y elsewhere the
-    device is idle; with no ``other``, during latencies, too. The same backwards from the last micro-batch's end.
+    device is idle; with no ``other``, during latencies, too. The same backwards from the last micro-batch's end. None
+    of that is so where an action may begin before what it needs has ended.
     """
+    if problem.workload.has_parts:
+        return 0
     here = problem.on_device[device]
     heads = {x: _idle_on_way(problem, device, x, [y for y in here if problem.path(x, y) < 0]) for x in here}
     tails = {x: _idle_on_way(problem, device, x, [y for y in here if problem.path(y, x) < 0], back=True) for x in here}

@@ -376,6 +376,12 @@ class Stage(Element):
     buckets: Annotated[
         Items[Bucket], Meaning("in which gradients are summed as they become ready; none: all at once, in sync_ns")
     ] = ()
+    cuts: Annotated[
+        Items[Annotated[int, Ge(1), Le(MAX_COUNT)]],
+        Meaning(
+            "how many of its blocks stand before each part of its forward but the first; none: one part", said_only=True
+        ),
+    ] = ()
     unshard_every: Annotated[Count | None, Meaning(UNSHARD_EVERY, said_only=True)] = None
     reduce_every: Annotated[Count | None, Meaning(REDUCE_EVERY, said_only=True)] = None
     block_groups: Annotated[
@@ -491,6 +497,14 @@ class Operation(Element):
     release_bytes: Annotated[Bytes, Meaning("given back on each device at the end")] = 0
     workspace_bytes: Annotated[Bytes, Meaning("held on each device while running")] = 0
     part_ns: Annotated[PositiveNs | None, Meaning("of one part of a micro-batch that runs in two")] = None
+    parts_ns: Annotated[
+        Items[PositiveNs],
+        Meaning(
+            "of its parts, which run one right after the other: before each it may wait for messages, and what a part "
+            "makes is sent when it ends; none: one part",
+            said_only=True,
+        ),
+    ] = ()
     attributes: Annotated[dict[Name, Attribute], Meaning("of an instruction, for its function", default={})] = field(
         default_factory=dict
     )
@@ -512,6 +526,14 @@ class Operation(Element):
     def id(self) -> str:
         """Stage and kind: ``2F``. With a micro-batch after it, the text of an action."""
         return f"{self.stage}{self.kind}"
+
+    def begin_ns(self, part: int) -> int:
+        """When a part begins, after the action's start."""
+        return sum(self.parts_ns[:part])
+
+    def left_ns(self, part: int | None) -> int:
+        """How long the action goes on when a part of it has ended; None is the last part."""
+        return 0 if part is None else sum(self.parts_ns[part + 1 :])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -554,6 +576,9 @@ class Hop(Element):
 class Dependency(Element):
     """Actions of ``target`` start after the ``source`` actions that hold their samples, and after the hops.
 
+    Where actions have parts, the messages leave when ``source_part`` ends, and it is ``target_part`` that starts after
+    them: an action starts so late that none of its parts has to wait, and one that starts sooner waits inside.
+
     Which samples an action holds is said in :mod:`pipeplan.workload.samples`; between stages of equal size and route
     micro-batch m depends on micro-batch m. Where an instruction is at one of the ends, ``needs`` may say otherwise.
     """
@@ -565,6 +590,15 @@ class Dependency(Element):
         tuple[Index, ...] | None,
         Meaning("for each action of the target, how many of the source's first ones it waits for"),
     ] = None
+    source_part: Annotated[
+        Index | None, Meaning("the part of the source that makes it, from 0 on; null: the last", said_only=True)
+    ] = None
+    target_part: Annotated[Index, Meaning("the part of the target that waits for it, from 0 on", said_only=True)] = 0
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether it leaves before its source's end, or is needed only after its target's start."""
+        return self.source_part is not None or self.target_part > 0
 
     @property
     def source_stage(self) -> int:

@@ -85,6 +85,8 @@ class Engine(ABC):
         waiting, ready_at, factor = self.waiting, self.ready_at, self._lag_factor
         for other, lag in self._successors[task]:
             time = end + lag * factor
+            if lag < 0:  # nothing starts before it is known that it may
+                time = max(time, self.now)
             if ready_at[other] < time:
                 ready_at[other] = time
             waiting[other] -= 1

@@ -33,6 +33,8 @@ PASSES = ((Role.FORWARD, Role.BACKWARD), (Role.FORWARD, Role.INPUT_GRAD, Role.WE
 """What a stage with blocks may run for a micro-batch, in order."""
 
 BACKWARD_ROLES = (Role.BACKWARD, Role.INPUT_GRAD)
+PARTED_ROLES = (Role.FORWARD, *BACKWARD_ROLES)
+"""What exchanges messages with other stages, and may do so between parts of an action."""
 """Roles that return gradients to the stages whose outputs were used."""
 
 GRADIENT_ROLES = (Role.BACKWARD, Role.WEIGHT_GRAD)

@@ -411,6 +411,8 @@ def _dependencies(workload: Workload, round_size: int, stage_firsts: Sequence[in
                 source=_id(workload, source, stage_firsts, index),
                 target=_id(workload, target, stage_firsts, other),
                 hops=hops,
+                source_part=dependency.source_part,
+                target_part=dependency.target_part,
             )
             for index in range(len(own))
             for other in others.sharing(own.samples(index))

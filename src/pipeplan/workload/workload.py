@@ -274,6 +274,9 @@ class Workload:
         """Whether messages of one link, pairs (operation, occupancy in ns), may be under way at the same time."""
         sources = {source for source, _ in messages}
         least = min(self.operations[source].duration_ns for source in sources)
+        if self.has_parts:  # of which some are sent before the action that makes them ends
+            left = {source: self._left(source) for source in sources}
+            least = min(least - left[one] + min(left.values()) for one in sources) if len(sources) > 1 else least
         return len(sources) < len(messages) or max(occupancy for _, occupancy in messages) > least
 
     @cached_property
@@ -524,9 +527,40 @@ class Workload:
         return tuple(operation for operation in self.operations if is_instruction(operation.kind))
 
     @cached_property
+    def has_parts(self) -> bool:
+        """Whether some action may wait inside for a message, or send one before it ends."""
+        return any(dependency.has_parts for dependency in self.dependencies)
+
+    def _overlap(self, source: int, target: int, dependency: Dependency) -> tuple[int, int]:
+        """How long before its source's end a message leaves, and how long after its target's start it is needed."""
+        if not dependency.has_parts:
+            return 0, 0
+        left = self.operations[source].left_ns(dependency.source_part)
+        return left, self.operations[target].begin_ns(dependency.target_part)
+
+    @cached_property
+    def made_ns(self) -> dict[tuple[int, int], int]:
+        """{(operation, operation): ns after the first one's start at which what the other needs of it is made}."""
+        return {
+            (source, target): self.operations[source].duration_ns - self._overlap(source, target, dependency)[0]
+            for source, target, dependency in self._ends
+        }
+
+    def _left(self, source: int) -> int:
+        """How long before an operation's end its first message leaves, at most."""
+        return max((self._overlap(one, other, each)[0] for one, other, each in self._ends if one == source), default=0)
+
+    @cached_property
     def lags(self) -> tuple[tuple[int, int, int], ...]:
-        """What waits for what where every link is free: (operation, operation, lag in ns)."""
-        return tuple((source, target, dependency.lag_ns) for source, target, dependency in self._ends)
+        """What waits for what where every link is free: (operation, operation, lag in ns).
+
+        A lag is negative where the source goes on after what is needed has left, or the target begins before it needs
+        it: an action starts so late that none of its parts has to wait.
+        """
+        return tuple(
+            (source, target, dependency.lag_ns - sum(self._overlap(source, target, dependency)))
+            for source, target, dependency in self._ends
+        )
 
     @cached_property
     def edges(self) -> tuple[tuple[int, int, int], ...]:
@@ -536,10 +570,13 @@ class Workload:
             alike = all(hop.run == hop.every for hop in dependency.hops)  # else some pairs have no message between them
             free = [hop.duration_ns for hop in (self._free_hops(dependency) if alike else dependency.hops)]
             if free or not dependency.hops:
-                found.append((source, target, max(free, default=0)))
+                overlap = sum(self._overlap(source, target, dependency))
+                found.append((source, target, max(free, default=0) - overlap))
+        overlaps = {(source, target): self._overlap(source, target, each) for source, target, each in self._ends}
         for item, transfer in enumerate(self.transfers, len(self.operations)):
-            found.append((transfer.source, item, 0))
-            found.append((item, transfer.target, transfer.hop.latency_ns))
+            left, begun = overlaps[transfer.source, transfer.target]
+            found.append((transfer.source, item, -left))
+            found.append((item, transfer.target, transfer.hop.latency_ns - begun))
         return tuple(found)
 
     @cached_property

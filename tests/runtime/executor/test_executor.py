@@ -30,6 +30,7 @@ from support.marks import asked_for, slow_but
 
 BRANCH_CUTS = [("a",), ("left",), ("right", "right2"), ("join",), ("side", "end")]
 SLOW = ("recompute full", "circular full", "v-shape split")
+LATE_CUTS = [("a",), ("right", "right2", "side"), ("left", "join", "end")]
 BRANCH_DEVICES = {"apart": [0, 1, 2, 3, 1], "two on a device": [0, 1, 0, 2, 2], "one device": [0, 0, 0, 0, 0]}
 
 
@@ -46,6 +47,12 @@ def cases() -> dict[str, Case]:
     for number, (where, devices) in enumerate(BRANCH_DEVICES.items()):
         plan = four_devices(model_plan(branches, devices, cuts=BRANCH_CUTS, split=number % 2 == 1))
         found[f"branches {where}"] = (plan, replace(options, model="branches"))
+    for split in (False, True):  # the stage of "left" takes what comes of "right2" only for its last block
+        plan = model_plan(branches, [0, 1, 2], cuts=LATE_CUTS, split=split, late=True)
+        found[f"branches late {'split' if split else 'full'}"] = (
+            four_devices(plan),
+            replace(options, model="branches"),
+        )
     many = model_plan(branches, [0, 1, 2, 3, 1], cuts=BRANCH_CUTS, num_microbatches=24, orders=gpipe_orders)
     found["more messages than may be unfinished"] = (many, replace(options, model="branches"))
     found["blocking transfers"] = (many, replace(options, model="branches", blocking=True))

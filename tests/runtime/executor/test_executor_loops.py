@@ -17,6 +17,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep, planned_programs
 from pipeplan.runtime.models.load import load_model
+from runtime_support.models import branches
 from runtime_support.plans import placed_plan
 from runtime_support.threads import require_equal_to_unsplit
 
@@ -70,6 +71,25 @@ def test_gradients_are_those_of_an_unsplit_run(name: str) -> None:
     assert check(plan).valid
     assert any(program.loop is not None for program in planned_programs(plan))
     require_equal_to_unsplit(load_model("gpt2-tiny"), plan)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_actions_that_wait_inside_repeat_as_when_written_out(split: bool) -> None:
+    """Later parts of a copy's last actions may run in the next copy, before what needs them there."""
+    model = branches()
+    stages = [("a",), ("right", "right2", "side"), ("left", "join", "end")]
+    placed = [PlacedStage(blocks=blocks, devices=(device,)) for device, blocks in enumerate(stages)]
+    workload = placed_plan(model, placed, num_microbatches=8, split=split, late=True).workload
+    plans = looped_plans(workload, 8, 24)
+    assert plans
+    for plan in plans.values():
+        assert plan.workload.has_parts
+        assert check(plan).valid
+        for short, long in zip(planned_programs(plan), planned_programs(plan.unrolled()), strict=True):
+            assert tuple(steps_of(short)) == long.steps
+    plan = plans["zb-h1" if split else "1f1b"]
+    assert any(program.loop is not None for program in planned_programs(plan))
+    require_equal_to_unsplit(model, plan)
 
 
 def plan_of_model(many: int, *, split: bool = False, even: bool = False) -> dict[str, Plan]:

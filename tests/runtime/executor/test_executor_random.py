@@ -1,7 +1,7 @@
 """Random models under random plans give the losses and gradients of an unsplit run.
 
-Stages have micro-batch sizes, replicas, shards, routes and parts of their own, on devices that may be shared; some
-outputs are one for all samples. All ranks run in
+Stages have micro-batch sizes, replicas, shards, routes and parts of their own, on devices that may be shared, and may
+wait inside for what only later blocks take; some outputs are one for all samples. All ranks run in
 this process; messages match first in, first out.
 """
 
@@ -101,6 +101,7 @@ def plans(draw: st.DrawFn) -> tuple[Model, Plan]:
         microbatch_size=sizes[0],
         num_routes=num_routes,
         split=draw(st.booleans()),
+        late=form != "parts" and draw(st.booleans()),
         orders=draw(st.sampled_from([greedy_orders, gpipe_orders])),
     )
     return model, plan

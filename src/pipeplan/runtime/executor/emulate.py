@@ -294,6 +294,8 @@ class EmulatedRunner:
 def _duration_ns(plan: Plan, step: ProgramStep) -> int:
     """What an action takes; parts of a micro-batch have a time of their own."""
     operation = plan.operation(f"{step.action.stage}{step.action.kind}")
+    if step.part is not None:
+        return operation.parts_ns[step.part]
     return operation.duration_ns if step.action.part is None else operation.part_ns or operation.duration_ns
 
 

@@ -81,6 +81,7 @@ class Executor:
     _slots_per_copy: list[int] = field(init=False, default_factory=list)
     _slots: dict[int, Made] = field(default_factory=dict)
     _posted: dict[int, ProgramStep] = field(default_factory=dict)
+    _begun: Mark | None = None
     _spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -151,7 +152,7 @@ class Executor:
             inputs[own] += zip(names, self._made(taking, step.counter).tensors, strict=True)
         start = self.clock.mark()
         made = self.runners[step.action.stage].run(step, inputs, samples)
-        self._note(step, start)
+        self._note_action(step, start)
         self._keep(gives, made)
 
     def _receive(self, step: ProgramStep, slot: int) -> None:
@@ -197,6 +198,13 @@ class Executor:
         tensors = self.channels.take(step)
         self._note(step, start)
         return Made(tensors)
+
+    def _note_action(self, step: ProgramStep, start: Mark) -> None:
+        """Keep when an action ran; one in parts from its first on, until its last one has run."""
+        if step.part == 0:
+            self._begun = start
+        if step.part is None or step.is_last:
+            self._note(step, start if step.part is None or self._begun is None else self._begun)
 
     def _note(self, step: ProgramStep, start: Mark) -> None:
         """Keep when a step ran, until now."""

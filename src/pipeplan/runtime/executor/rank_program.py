@@ -25,8 +25,8 @@ from pipeplan.runtime.executor.message_graph import (
 )
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action, StateAction
-from pipeplan.workload.elements import Again, Attribute, Loop, Stage
-from pipeplan.workload.kinds import Role, is_instruction
+from pipeplan.workload.elements import Again, Attribute, Dependency, Loop, Stage
+from pipeplan.workload.kinds import PARTED_ROLES, Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
 Rows = tuple[Message, Numbers]
@@ -38,9 +38,10 @@ class ProgramStep:
     """One entry of a rank's program. Transfers have the message and the rank at its other end.
 
     ``samples`` are those that this rank computes on, or that are sent. A backward has those of each of its forwards,
-    one after another: two where the micro-batch's forward ran in parts. ``takes`` and ``gives`` are what the step
-    takes and makes on this rank. A custom op's ``held`` says of all that it takes which of its ranks have which
-    samples of it, as (message, rank, samples).
+    one after another: two where the micro-batch's forward ran in two halves. ``takes`` and ``gives`` are what the step
+    takes and makes on this rank. An action in parts, which may wait inside for messages, is a step for each ``part``,
+    of which one ``is_last``. A custom op's ``held`` says of all that it takes which of its ranks have which samples of
+    it, as (message, rank, samples).
     """
 
     counter: int
@@ -51,6 +52,8 @@ class ProgramStep:
     message: Message | None = None
     peer: int = -1
     held: tuple[tuple[Message, int, Numbers], ...] = ()
+    part: int | None = None
+    is_last: bool = True
 
     def later(self, turn: Turn, loop: ProgramLoop) -> ProgramStep:
         """What this step is some copies of a loop's round later."""
@@ -59,7 +62,7 @@ class ProgramStep:
         numbered = self.action.stage if self.message is None else self.message.source
         return replace(
             self,
-            counter=self.counter + turn.more(loop.lengths),
+            counter=self.counter + turn.more(loop.entries),
             action=replace(self.action, microbatch=self.action.microbatch + copies * loop.microbatches[numbered]),
             samples=tuple(moved(own, by) for own in self.samples),
             takes=tuple((message, moved(own, by)) for message, own in self.takes),
@@ -94,7 +97,7 @@ class ProgramLoop:
 
     Each time they are of ``samples`` later samples, and ``microbatches`` [stage] later micro-batches; what stands
     after them, and is of their round as ``own`` [step] says, is then later, too. What they take was made in steps that
-    are repeated as well.
+    are repeated as well. ``entries`` [round] are as many of the program's, of which an action in parts is one.
     """
 
     rounds: tuple[tuple[int, int], ...]
@@ -102,6 +105,7 @@ class ProgramLoop:
     samples: int
     microbatches: tuple[int, ...]
     own: tuple[int, ...]
+    entries: tuple[int, ...]
 
     @property
     def lengths(self) -> list[int]:
@@ -139,7 +143,7 @@ class StagePart:
     ``again`` says for each of them what backward computes again, and ``cores`` are those of which the plan knows an
     attention core.
     ``parameter_bytes`` the plan expects on each device, and ``waiting_bytes`` held for a micro-batch's W; 0 if it says
-    nothing of them.
+    nothing of them. ``cuts`` are how many blocks run before each part of its forward but the first.
     """
 
     index: int
@@ -157,6 +161,7 @@ class StagePart:
     parameter_bytes: int = 0
     waiting_bytes: int = 0
     cores: frozenset[str] = frozenset()
+    cuts: tuple[int, ...] = ()
 
     @property
     def counts_loss(self) -> bool:
@@ -256,17 +261,21 @@ def _copies_apart(plan: Plan) -> int:
         microbatch = min(action.microbatch for action in here if action.operation == operation.id)
         before.append(slots.offset + microbatch * slots.stride)
     apart = -(-(max(before) - min(before)) // (loop.microbatches * plan.microbatch_size))
-    return min(loop.copies, 2 + apart)
+    parts = any(stage.cuts for stage in plan.stages)  # one may run in the copy after its action's
+    return min(loop.copies, 2 + apart + parts)
 
 
 def _looped(plan: Plan, loop: Loop, program: Program, copies: int) -> Program:
     """A program of several copies as one in which the last of them is repeated."""
     rounds: list[tuple[int, int]] = []
+    entries: list[int] = []
+    first = _first_steps(program.steps, len(program.texts))
     later = 0
     for each in loop.rounds:
         begin, end = each.begins[program.rank], each.ends[program.rank]
         later += (copies - 1) * (end - begin)
-        rounds.append((begin + later, end + later))
+        rounds.append((first[begin + later], first[end + later]))
+        entries.append(end - begin)
     named = [(step.action.operation, step.message, step.peer) for step in program.steps]
     own = {name: number for number, (begin, end) in enumerate(rounds) for name in named[begin:end]}
     repeated = ProgramLoop(
@@ -275,9 +284,22 @@ def _looped(plan: Plan, loop: Loop, program: Program, copies: int) -> Program:
         loop.microbatches * plan.microbatch_size,
         tuple(plan.per_round(stage) for stage in range(len(plan.stages))),
         tuple(own[name] for name in named),
+        tuple(entries),
     )
     texts = plan.whole_programs[program.rank]
     return replace(program, mini_batch=plan.mini_batch, texts=texts, loop=repeated if repeated.repeats else None)
+
+
+def _first_steps(steps: Sequence[ProgramStep], num_entries: int) -> list[int]:
+    """[entry] the number of its first step, or of the first after it if it has none; and of what comes after all.
+
+    A part of an action that runs before an entry is counted as the entry's: it runs because that is next.
+    """
+    found = [0] * (num_entries + 1)
+    for index, step in enumerate(steps):
+        if not step.part:
+            found[step.counter + 1] = index + 1
+    return list(itertools.accumulate(found, max))
 
 
 def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
@@ -305,9 +327,16 @@ class _Lowering:
                 self._sent[message.source, message.payload].append((message, target))
             if target == rank:
                 self._received[message.target, message.payload].append((message, source))
+        self._ends = {Message.of(each): self._parts_of(each) for each in plan.dependencies}
         here = [index for index, stage in enumerate(plan.stages) if rank in stage.devices]
         self._stages = {index: self._stage(index) for index in here if plan.stages[index].blocks}
         self._custom_ops = {index: self._custom_op(index) for index in here if not plan.stages[index].blocks}
+
+    def _parts_of(self, dependency: Dependency) -> tuple[int, int]:
+        """The part of its source that makes it, and the part of its target that waits for it."""
+        last = len(self._plan.stages[dependency.source_stage].cuts)
+        made = last if dependency.source_part is None else dependency.source_part
+        return made, dependency.target_part
 
     def program(self, holders: tuple[tuple[Share, int], ...], lines: frozenset[tuple[int, ...]]) -> Program:
         plan, texts = self._plan, self._plan.programs[self._rank]
@@ -316,11 +345,7 @@ class _Lowering:
             mini_batch=plan.mini_batch,
             microbatch_size=plan.microbatch_size,
             texts=texts,
-            steps=tuple(
-                self._step(counter, Action.parse(text))
-                for counter, text in enumerate(texts)
-                if StateAction.read(text) is None
-            ),
+            steps=tuple(self._steps(texts)),
             stages=self._stages,
             holders=holders,
             tensors=self._graph.tensors,
@@ -341,6 +366,7 @@ class _Lowering:
             place=stage.devices.index(self._rank) % stage.shards,
             again=stage.again,
             cores=_cores_of(stage),
+            cuts=stage.cuts,
             split=any(each.role is Role.INPUT_GRAD for each in operations),
             inputs={source: names for (source, target), names in crossings.items() if target == index},
             outputs={target: names for (source, target), names in crossings.items() if source == index},
@@ -366,6 +392,46 @@ class _Lowering:
         senders = {source for carried, source, _ in self._hops if carried == message}
         needing = senders.union(self._plan.stages[message.target].devices)
         return tuple(device for device in self._plan.stages[message.source].devices if device in needing)
+
+    def _steps(self, texts: Sequence[str]) -> Iterator[ProgramStep]:
+        """The program's steps; the later parts of an action stand where they are first needed: before the SEND of what
+        they make, or before the next action.
+        """
+        running: list[ProgramStep] = []
+        for counter, text in enumerate(texts):
+            if StateAction.read(text) is not None:
+                continue
+            step = self._step(counter, Action.parse(text))
+            if step.message is None:
+                yield from running
+                first, *running = self._in_parts(step)
+                yield first
+                continue
+            while step.action.sends and any(self._makes(each, step) for each in running):
+                yield running.pop(0)
+            yield step
+        yield from running
+
+    def _in_parts(self, step: ProgramStep) -> list[ProgramStep]:
+        """A step for each part of an action."""
+        cuts = self._plan.stages[step.action.stage].cuts
+        if not cuts or step.action.role not in PARTED_ROLES:
+            return [step]
+        return [
+            replace(
+                step,
+                part=part,
+                is_last=part == len(cuts),
+                takes=tuple(each for each in step.takes if self._ends[each[0]][1] == part),
+                gives=tuple(each for each in step.gives if self._ends[each[0]][0] == part),
+            )
+            for part in range(len(cuts) + 1)
+        ]
+
+    @staticmethod
+    def _makes(part: ProgramStep, sent: ProgramStep) -> bool:
+        """Whether what is sent is made by a part of an action."""
+        return any(message == sent.message and not set(own).isdisjoint(sent.samples[0]) for message, own in part.gives)
 
     def _step(self, counter: int, action: Action) -> ProgramStep:
         if not action.is_compute:

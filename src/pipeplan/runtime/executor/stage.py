@@ -75,12 +75,29 @@ class MiniBatch:
 
 
 @dataclass(slots=True)
-class _ForwardGraph:
-    """What a forward keeps for B, or for I: of outputs only their places in the graph."""
+class _PartGraph:
+    """The graph of one part of a forward: of outputs only their places in it.
+
+    ``handed`` {block: (its place, the leaf that later parts take)} is what goes on inside the stage.
+    """
+
+    outputs: dict[str, GradientEdge] = field(default_factory=dict)
+    handed: dict[str, tuple[GradientEdge, Tensor]] = field(default_factory=dict)
+    loss: Tensor | None = None
+
+
+@dataclass(slots=True)
+class _ForwardGraphs:
+    """What a forward keeps for B, or for I: what came, a graph for each part, and the gradients that have come.
+
+    ``values`` and ``outputs`` are for its own later parts.
+    """
 
     inputs: dict[str, Tensor]
-    outputs: dict[str, GradientEdge]
-    loss: Tensor | None
+    values: _Values | None
+    graphs: list[_PartGraph] = field(default_factory=list)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
 class _Values:
@@ -96,6 +113,26 @@ class _Values:
         self._layouts, self._num_samples = layouts, num_samples
         self._given = {name: entering[name] for name in received}
         self._found = {(name, self._given[name]): tensor for name, tensor in received.items()}
+
+    def receive(self, received: Mapping[str, Tensor], entering: Mapping[str, TensorLayout]) -> None:
+        """Take what comes only before a later part."""
+        self._given |= {name: entering[name] for name in received}
+        self._found |= {(name, entering[name]): tensor for name, tensor in received.items()}
+
+    def hand_on(self, blocks: Iterable[str]) -> dict[str, tuple[GradientEdge, Tensor]]:
+        """End a part: what of these blocks' outputs needs gradients, and the leaves that later parts take instead.
+
+        Nothing that was made of others in other layouts is kept: it is of the part's graph.
+        """
+        self._found = {key: tensor for key, tensor in self._found.items() if key[1] == self._given[key[0]]}
+        handed = {}
+        for block in blocks:
+            key = block, self._given[block]
+            tensor = self._found[key]
+            self._found[key] = leaf = _leaf(tensor, tensor.requires_grad)
+            if tensor.requires_grad:
+                handed[block] = get_gradient_edge(tensor), leaf
+        return handed
 
     def put(self, block: str, made: Tensor) -> None:
         """Keep a block's output; a loss is whole."""
@@ -132,24 +169,32 @@ class StageRunner:
     autocast: Autocast | None = None
     layouts: StageLayouts = field(default_factory=StageLayouts)
     loss: Tensor | None = None
-    _held: dict[Numbers, _ForwardGraph] = field(default_factory=dict)
+    _held: dict[Numbers, _ForwardGraphs] = field(default_factory=dict)
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
     _compared: bool = False
     lack: tuple[int, float, str] | None = None
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
-        """Run F, B, I or W; what each takes and gives is as below."""
+        """Run F, B, I or W, or a part of one; what each takes and gives is as below."""
         if step.action.role is Role.FORWARD:
             (own,) = step.samples
             received = dict(itertools.chain.from_iterable(inputs.values()))
-            return {own: self.forward(own, received, samples)}
+            return {own: self.forward(own, received, samples, step.part or 0)}
         if step.action.role is Role.WEIGHT_GRAD:
             self.weight_gradients(step.action.microbatch)
             return {}
-        return self.backward(step.action.microbatch, {own: inputs.get(own, ()) for own in step.samples})
+        given = {own: inputs.get(own, ()) for own in step.samples}
+        if step.part is None:
+            return self.backward(step.action.microbatch, given, sorted(self._returned()))
+        names = {name for message, _ in step.gives for name in self.part.inputs[message.target]}
+        return self.backward(step.action.microbatch, given, sorted(names), step.part)
 
-    def forward(self, own: Numbers, received: Mapping[str, Tensor], samples: MiniBatch) -> dict[str, Tensor]:
-        """Run the blocks on this rank's samples of a micro-batch or part; what leaves is returned detached, by block.
+    def forward(
+        self, own: Numbers, received: Mapping[str, Tensor], samples: MiniBatch, part: int = 0
+    ) -> dict[str, Tensor]:
+        """Run the blocks on this rank's samples of a micro-batch or half; what leaves is returned detached, by block.
+
+        Or those of a ``part``, and all that leaves so far. Autograd runs inside a part only, as inside a stage.
 
         Raises StageError where a block fails, or makes what needs a gradient that the plan does not bring, and, as all
         methods, TransferError where ranks that split a block lost each other.
@@ -157,30 +202,67 @@ class StageRunner:
         returned, entering = self._returned(), self._entering(received)
         kept = {name: self._kept(tensor, entering[name], len(own)) for name, tensor in received.items()}
         leaves = {name: _leaf(tensor, name in returned) for name, tensor in kept.items()}
-        values = _Values(self.layouts, len(own), leaves, entering)
-        for block, again in zip(self.part.blocks, self.part.again, strict=True):
+        if part == 0:
+            self._held[own] = _ForwardGraphs(leaves, _Values(self.layouts, len(own), leaves, entering))
+        held = self._held[own]
+        values = held.values
+        assert values is not None, "parts run in order"
+        if part:
+            held.inputs |= leaves
+            values.receive(leaves, entering)
+        begin, end = self._blocks_of(part)
+        for block, again in zip(self.part.blocks[begin:end], self.part.again[begin:end], strict=True):
             values.put(block, self._call(block, again, values, own, samples))
-        outputs = {name: values.whole(name) for names in self.part.outputs.values() for name in names}
+        here = set(self.part.blocks[begin:end])
+        names = dict.fromkeys(itertools.chain.from_iterable(self.part.outputs.values()))
+        outputs = {name: values.whole(name) for name in names if name in here}
         self._require_way_back(outputs)
-        own_losses = [precise(values.whole(block)) for block in self.part.blocks if self.specs[block].loss]
+        loss = self._loss_of(self.part.blocks[begin:end], values, samples)
+        ends = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
+        held.outputs |= {name: tensor.detach() for name, tensor in outputs.items()}
+        last = end == len(self.part.blocks)
+        held.graphs.append(_PartGraph(ends, {} if last else values.hand_on(self._taken_later(begin, end)), loss))
+        found = held.outputs
+        if last:
+            held.values, held.outputs = None, {}
+        return found
+
+    def _blocks_of(self, part: int) -> tuple[int, int]:
+        """The first of its blocks, and the one after its last, by their places."""
+        bounds = (0, *self.part.cuts, len(self.part.blocks))
+        return bounds[part], bounds[part + 1]
+
+    def _taken_later(self, begin: int, end: int) -> list[str]:
+        """Of these blocks those whose outputs later parts take."""
+        taken = {source for block in self.part.blocks[end:] for source, _ in self.specs[block].inputs}
+        return [block for block in self.part.blocks[begin:end] if block in taken]
+
+    def _loss_of(self, blocks: Sequence[str], values: _Values, samples: MiniBatch) -> Tensor | None:
+        """The scaled loss of some blocks, which counts."""
+        own_losses = [precise(values.whole(block)) for block in blocks if self.specs[block].loss]
         losses = [loss / samples.num_predictions for loss in own_losses]
         loss = torch.stack(losses).sum() if losses else None
         if self.part.counts_loss:
             self._add_loss(loss)
-        ends = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
-        self._held[own] = _ForwardGraph(leaves, ends, loss)
-        return {name: tensor.detach() for name, tensor in outputs.items()}
+        return loss
 
-    def backward(self, microbatch: int, gradients: Received) -> Produced:
+    def backward(
+        self, microbatch: int, gradients: Received, returned: Sequence[str], part: int | None = None
+    ) -> Produced:
         """Gradients of what each forward received, by block; those of parameters add up, or wait for W where split.
 
-        ``gradients`` are of the outputs of each of the micro-batch's forwards, known by its samples. Raises StageError.
+        ``gradients`` are of the outputs of each of the micro-batch's forwards, known by its samples. Or those of a
+        ``part``, which goes back through the blocks of one of forward's. ``returned`` are the blocks whose gradients
+        are given, in one order on all ranks, which gather slices. Raises StageError.
         """
-        helds = {own: self._held.pop(own) for own in gradients}
-        roots = [root for own, held in helds.items() for root in _roots(held, gradients[own])]
-        with stage_errors(f"backward of its blocks {_range(self.part.blocks)}"):
-            self._differentiate(microbatch, roots)
-        returned = sorted(self._returned())  # in one order on all ranks, which gather slices
+        last = part is None or part == len(self.part.cuts)
+        helds = {own: self._held.pop(own) if last else self._held[own] for own in gradients}
+        for own, held in helds.items():
+            held.gradients += gradients[own]
+        blocks = slice(*self._blocks_of(len(self.part.cuts) - (part or 0)))
+        roots = [root for held in helds.values() for root in _roots(held)]
+        with stage_errors(f"backward of its blocks {_range(self.part.blocks[blocks])}"):
+            self._differentiate(microbatch, roots, last=last)
         entering = self._entering(returned)
         return {
             own: {
@@ -251,14 +333,14 @@ class StageRunner:
             )
         return made
 
-    def _differentiate(self, microbatch: int, roots: Sequence[_Root]) -> None:
+    def _differentiate(self, microbatch: int, roots: Sequence[_Root], *, last: bool) -> None:
         if not self.part.split:
             _backward(roots)
             return
-        queue = self._queues[microbatch] = WeightGradQueue()
+        queue = self._queues.setdefault(microbatch, WeightGradQueue())
         with queue:
             _backward(roots)
-        if not self._compared:
+        if last and not self._compared:
             self._compared = True
             self._compare_with_plan(queue.held_bytes)
 
@@ -279,7 +361,7 @@ class StageRunner:
         """A tensor that needs a gradient must not leave for a stage from which the plan brings none back."""
         for target, names in self.part.outputs.items():
             for name in names:
-                if outputs[name].requires_grad and target not in self.part.awaits:
+                if name in outputs and outputs[name].requires_grad and target not in self.part.awaits:
                     raise StageError(
                         f"block {name!r} needs a gradient from stage {target}, and the plan brings none back; "
                         "profile this model and search again"
@@ -300,11 +382,16 @@ def _leaf(tensor: Tensor, with_gradient: bool) -> Tensor:
     return leaf.requires_grad_() if with_gradient and leaf.is_floating_point() else leaf
 
 
-def _roots(held: _ForwardGraph, gradients: Sequence[tuple[str, Tensor]]) -> list[_Root]:
-    """Where a forward's backward begins: at its outputs and its loss."""
-    roots: list[_Root] = [(held.outputs[name], given) for name, given in gradients if name in held.outputs]
-    if held.loss is not None and held.loss.requires_grad:
-        roots.append((get_gradient_edge(held.loss), torch.ones_like(held.loss)))
+def _roots(held: _ForwardGraphs) -> list[_Root]:
+    """Where the backward of a forward's last part begins, whose graph is done with it.
+
+    At its outputs and its loss, and at what later parts took of it.
+    """
+    graph = held.graphs.pop()
+    roots: list[_Root] = [(graph.outputs[name], given) for name, given in held.gradients if name in graph.outputs]
+    roots += [(edge, leaf.grad) for edge, leaf in graph.handed.values() if leaf.grad is not None]
+    if graph.loss is not None and graph.loss.requires_grad:
+        roots.append((get_gradient_edge(graph.loss), torch.ones_like(graph.loss)))
     return roots
 
 

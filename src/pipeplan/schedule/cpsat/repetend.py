@@ -4,7 +4,8 @@ For a repetend time T and unroll U there is one instance x = (operation i, u) pe
 Instance x runs at ``s_x`` in its devices' windows and belongs to ``k_x`` repetitions ago, so that its absolute
 start is ``a_x = s_x + T*k_x`` and repetition n of the pattern runs it at ``a_x + T*n`` on micro-batch ``U*n + u``.
 
-* dependence i -> j with lag c: ``a_j >= a_i + t_i + c`` and ``k_j >= k_i`` (Tessel's Property 4.2);
+* dependence i -> j with lag c: ``a_j >= a_i + t_i + c`` and ``k_j >= k_i`` (Tessel's Property 4.2; but not where j may
+  start before i, as it first needs it in a later part: ``t_i + c < 0``);
 * a device runs one thing at a time modulo T: no overlap of ``[s, s+t)`` and ``[s+T, s+T+t)`` over its instances;
 * memory at the start of every x on a device:
   ``acquire_x + workspace_x + sum over y on the device of net_y * ([y before x] - k_y) <= capacity``;
@@ -92,12 +93,14 @@ def _reach(problem: OneMicrobatch, durations: Sequence[int], lags: Sequence[int]
         (source, target, 1 + math.ceil((durations[source] + lag) / period))
         for (source, target, _), lag in zip(problem.edges, lags, strict=True)
     ]
+    # what may start before what it needs may be that many repetitions before it
+    before = sum(max(0, 1 - step) for _, _, step in steps)
     if problem.one_last_forward:
-        return max(longest_paths(problem.order, steps).values())
+        return max(longest_paths(problem.order, steps).values()) + before
     most: dict[int, int] = {}
     for _, target, step in steps:
         most[target] = max(most.get(target, 0), step)
-    return sum(most.values())
+    return sum(most.values()) + before
 
 
 class _Constraints:
@@ -129,7 +132,8 @@ class _Constraints:
         for (i, j, _), lag in checked(zip(self._problem.edges, v.lags, strict=True), 64):
             for u in range(v.unroll):
                 self._model.add(v.absolute[j, u] >= v.absolute[i, u] + v.durations[i] + lag)
-                self._model.add(v.repetition[j, u] >= v.repetition[i, u])
+                if v.durations[i] + lag >= 0:
+                    self._model.add(v.repetition[j, u] >= v.repetition[i, u])
 
     def microbatch_order(self) -> None:
         """Instances of one operation in the order of their micro-batches (Property 4.1)."""
@@ -334,7 +338,7 @@ class _Bisection:
 
     def __init__(self, problem: OneMicrobatch, unroll: int, low: Fraction, high: Fraction | None = None) -> None:
         self._unit = problem.time_unit
-        self._total = unroll * (sum(problem.durations) + sum(lag for _, _, lag in problem.edges))
+        self._total = unroll * (sum(problem.durations) + sum(abs(lag) for _, _, lag in problem.edges))
         self._sequential = sequential_time(problem) * unroll
         self._asked_low = False
         self._low = low  # nothing below is possible

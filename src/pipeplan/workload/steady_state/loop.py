@@ -10,7 +10,7 @@ by their time, and is otherwise what it was.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
@@ -265,7 +265,20 @@ class _LoopFinder:
                 return None
             if any(row[number + count] - row[number] != period for number in range(earliest, begins[source])):
                 return None
-        return begins
+        return None if self._comes_later(begins, begin) else begins
+
+    def _comes_later(self, begins: Mapping[int, int], begin: int) -> bool:
+        """Whether an action before a round takes something inside that is made, and stands in programs, only in it."""
+        if not self.workload.has_parts:
+            return False
+        made_ns = self.workload.made_ns
+        for source, target, lag in self.workload.edges:
+            if lag >= 0 or not begins.get(target):
+                continue
+            inputs = self.workload.inputs_of(source, target, begins[target] - 1)
+            if inputs and self.starts[source][inputs[-1]] + made_ns.get((source, target), 0) >= begin:
+                return True
+        return False
 
 
 def longer(

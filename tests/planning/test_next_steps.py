@@ -1,0 +1,47 @@
+"""What is said after a search: flags that bring something, and how much."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from builders.sharded import chain_of, pairs
+from pipeplan.files import Profile
+from pipeplan.planning.next_steps import next_steps
+from pipeplan.planning.request import Request
+from pipeplan.planning.steps import search_plan
+from pipeplan.simulator.simulation import simulate
+
+QUICK: dict[str, Any] = {"time_limit": 1, "deterministic": True}
+
+
+def _said(request: Request) -> dict[str, str]:
+    result = search_plan(request)
+    return {step.what: step.brings for step in next_steps(request, result, simulate(result.plan), None)}
+
+
+def test_replicas_that_divide_all_state_are_named_where_they_are_quicker() -> None:
+    """Three blocks cannot be cut evenly for two devices, and both have room for all of them where ZeRO 3 divides."""
+    request = Request.of(chain_of([20, 20, 20]), cluster=pairs(2), mini_batch=8, memory_bytes=1100, **QUICK)
+    said = _said(request)["--zero auto"]
+    default, shared = (search_plan(each).plan for each in (request, replace(request, zero="auto")))
+    assert max(stage.zero for stage in default.stages) < max(stage.zero for stage in shared.stages)
+    gain = 1 - shared.predicted.iteration_ns / default.predicted.iteration_ns
+    assert gain > 0
+    assert said.startswith("up to about ")
+    assert said.endswith("% shorter iterations; ZeRO 2 and 3 (FSDP) are tried, too")
+    assert "--zero auto" not in _said(replace(request, zero=1)), "it was asked for something"
+
+
+def test_estimates_without_split_blocks_are_said_to_be() -> None:
+    def of(device: str, method: str) -> Profile:
+        profile = chain_of([20, 20])
+        source = profile.source.model_copy(update={"device": device, "method": method})
+        return profile.model_copy(update={"source": source})
+
+    flag = "pipeplan profile ... --shards 1,2,4,8"
+    accelerator = Request.of(of("H100-SXM5-80GB", "estimated"), cluster=pairs(2), mini_batch=4, **QUICK)
+    assert flag in _said(accelerator)
+    assert flag not in _said(replace(accelerator, shards=1))
+    assert flag not in _said(Request.of(of("H100-SXM5-80GB", "measured"), cluster=pairs(2), mini_batch=4, **QUICK))
+    assert flag not in _said(Request.of(of("a shape", "estimated"), cluster=pairs(2), mini_batch=4, **QUICK))
