@@ -248,7 +248,7 @@ def test_profiles_that_cannot_be_split_say_what_would_help(profile_path: Path, t
     assert "by samples only" not in run(path, "--devices", 2, "--split-level", "operator", "--json").stdout
     assert "by samples only" not in run(profile_path, "--devices", 2, "--json").stdout
     refused = run(path, "--devices", 2, "--memory", "1MB", fails=InfeasibleError)
-    assert "profile with --shards 1,2,4, which is refused at once where" in str(refused.exception)
+    assert "profile with --shards 1,2,4, if the model's blocks can be split" in str(refused.exception)
     assert "--split-level operator" in str(refused.exception)
 
 

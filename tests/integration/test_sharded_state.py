@@ -655,13 +655,15 @@ def test_reports_say_the_level_and_what_it_would_bring(tmp_path: Any) -> None:
     assert "zero" not in figures
     chosen = said("--tp", "1", "--pp", "1", "--memory", "30KB")
     assert "ZeRO 1 over 4 replicas" in chosen
-    assert "--zero 0: a plan that pipeplan run can train with: it cannot divide state yet" in chosen
+    assert "training with ZeRO 1 and bf16-mixed is not built yet" in chosen
+    lacks = "it can neither divide state nor train with bf16-mixed yet"
+    assert f"--zero 0 --precision bf16: finds a plan that pipeplan run can train with; {lacks}" in chosen
     assert "--zero 0" not in said("--memory", "30KB"), "nothing fits without"
     figures = search_plan(asked(replicas=4, zero=1)).figures()
     assert figures["zero"] == 1
 
 
-def test_words_of_levels() -> None:
+def test_lacksof_levels() -> None:
     stages = planned(LARGE, placed(([0], range(4), {"zero": 1}), ([1], [4, 5], {"zero": 1}))).stages
     assert zero_words(stages) == "ZeRO 1 over 2-4 replicas"
     assert zero_words([replace(stages[0], zero=0)]) == ""

@@ -94,7 +94,7 @@ def test_a_frontier_and_its_plans_keep_to_it() -> None:
     words: dict[str, Any] = {"devices": [2], "cluster": CLUSTER, "mini_batch": 8, "time_limit": 1.0}
     found = search_frontier(frontier_request(PROFILE, **words))
     assert max(point.memory_bytes for point in found.points) <= 200
-    assert "memory is beside a reserve of 800B on each device" in found.notes
+    assert "memory does not include the reserve of 800B on each device" in found.notes
     assert {device.reserve_bytes for device in found.plan().devices} == {800}
 
 
@@ -105,7 +105,7 @@ def test_what_does_not_fit_says_what_memory_has_to_hold() -> None:
         ({"cluster": Cluster.of("small", 2, memory=900, memory_reserve=800)}, 140),
     ):
         with pytest.raises(
-            InfeasibleError, match=r"--memory to 14[01]B.*; sizes are beside a reserve of 800B"
+            InfeasibleError, match=r"--memory to 14[01]B.*; sizes do not include the reserve of 800B"
         ) as error:
             search_plan(asked(**words))
         assert ("add that to --memory" in str(error.value)) == ("reserve_bytes" in words)
@@ -168,7 +168,7 @@ def test_every_table_of_memory_has_it(tmp_path: Path) -> None:
     words += ["-o", str(tmp_path / "plan.json")]
     done = CliRunner().invoke(cli, ["search", str(tmp_path / "profile.json"), *words])
     assert done.exception is None, done.output
-    assert "of 1kB, 800B in reserve (" in done.output
+    assert "1kB less 800B in reserve (" in done.output
     done = CliRunner().invoke(cli, ["simulate", str(tmp_path / "plan.json"), "--json"])
     device = json.loads(done.output)["devices"][0]
     assert (device["memory_limit_bytes"], device["memory_reserve_bytes"]) == (200, 800)

@@ -352,7 +352,7 @@ def test_what_only_plans_can_do_is_said_with_what_to_do_without() -> None:
         result = search_plan(request)
         return [f"{each.what}: {each.brings}" for each in next_steps(request, result, simulate(result.plan), None)]
 
-    text = "--cp 1: a plan that pipeplan run can train with: it cannot share sequences yet"
+    text = "--cp 1: finds a plan that pipeplan run can train with; it cannot share sequences yet"
     assert text in said(request)
     assert not any(
         "can train" in each for each in said(replace(request, context=2)) + said(replace(request, context=1))

@@ -148,7 +148,7 @@ def splitting_remedy(profile: Profile, shards: Sequence[int] = ()) -> str | None
     fitting = shards or [count for count in _USUAL_SHARDS if heads % count == 0]
     if max(fitting) == 1 or any(heads % count for count in fitting):
         return None
-    return f"profile with --shards {','.join(map(str, fitting))}, which is refused at once where blocks cannot be split"
+    return f"profile with --shards {','.join(map(str, fitting))}, if the model's blocks can be split"
 
 
 _TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns", "selective_ns")

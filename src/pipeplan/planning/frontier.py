@@ -160,7 +160,7 @@ def frontier_notes(request: Request) -> Iterator[str]:
     """What must be known of the costs, and what counts as equal or is left out because the cluster's devices differ."""
     yield from input_notes(request)
     if reserve := max(request.reserve):
-        yield f"memory is beside a reserve of {format_bytes(reserve)} on each device"
+        yield f"memory does not include the reserve of {format_bytes(reserve)} on each device"
     if any(row.context > 1 for block in request.profile.blocks for row in block.costs):
         yield "no point has devices that share sequences, for which the profile has costs: search and compare do (--cp)"
     if request.cluster is None:

@@ -218,11 +218,11 @@ def _to_train(request: Request, result: Result, simulation: Simulation) -> Itera
             return
         lacks.append(("--cp 1", "share sequences"))
     recipe = result.plan.recipe
-    if lacks and recipe is not None and recipe.name not in _TRAINABLE:
-        lacks.append(("--precision bf16", f"train by {recipe.name}"))
+    if lacks and recipe is not None and not recipe.is_custom and recipe.name not in _TRAINABLE:
+        lacks.append(("--precision bf16", f"train with {recipe.name}"))
     if lacks:
         flags, words = zip(*lacks, strict=True)
-        cannot = f"cannot {words[0]}" if len(words) == 1 else f"can neither {', nor '.join(words)}"
+        cannot = f"cannot {words[0]}" if len(words) == 1 else f"can neither {' nor '.join(words)}"
         yield NextStep(" ".join(flags), f"finds a plan that pipeplan run can train with; it {cannot} yet", 0.5)
 
 

@@ -401,7 +401,7 @@ class Request:
         except PipeplanError as error:
             reserve, text = max(self.reserve), str(error.args[0] if error.args else "")
             if reserve and "--memory" in text and "--memory-reserve" not in text:
-                beside = f"{text}; sizes are beside a reserve of {format_bytes(reserve)}"
+                beside = f"{text}; sizes do not include the reserve of {format_bytes(reserve)}"
                 if self.reserve_bytes:
                     error.args = (f"{beside}: add that to --memory, or lower --memory-reserve",)
                 else:

@@ -149,9 +149,9 @@ class TrainOptions(RunOptions):
         usable = f"--precision {', '.join(first)} or {last}"
         if name is not None and name not in RUNNABLE:
             raise UsageError(
-                f"{f'--precision {name}' if self.precision else f'the plan was made for the recipe {made_for}'}: a run "
-                "has no master copy beside the parameters that compute, no loss scale and no FP8, so that it cannot "
-                f"train by {name}; give {usable}, to the run or to a new search"
+                f"{f'--precision {name}' if self.precision else f'the plan was made for the recipe {made_for}'}: run "
+                "keeps no master weights, scales no loss and has no FP8, so it cannot "
+                f"train with {name} yet; give {usable}, to the run or to a new search"
             )
         if name is not None and self.precision is None and made_for.gradient_dtype is not None:
             raise UsageError(
