@@ -384,6 +384,7 @@ def _plain(request: Request) -> Iterator[Choice]:
         tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
         for each in chain.from_iterable(_uniform_of(same, *which) for which in tables):
             suits = each.choice.strategy in able and (name != "auto" or each.choice.usual == USUAL[0])
+            suits &= request.zero is not None or each.choice.zero.level < IN_ACTIONS  # exchanges take time to time
             if suits and each.choice not in seen:
                 seen.add(each.choice)
                 yield each.choice
