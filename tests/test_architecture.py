@@ -131,7 +131,9 @@ def test_the_picture_is_that_of_the_contracts() -> None:
 @pytest.mark.parametrize("begin", ["runtime/ stands on", "checker/ knows"])
 def test_of_workload_they_import_the_vocabulary(begin: str) -> None:
     (said,) = re.findall(r"vocabulary of `workload/` \((.*?)\)", PAGE, re.DOTALL)
-    more = {"tail", "exchanges"} if begin.startswith("runtime/") else set()  # emulation waits as long as is predicted
+    more = (
+        {"tail", "exchanges", "program_network"} if begin.startswith("runtime/") else set()
+    )  # emulation waits as long as is predicted
     assert set(re.findall(r"`(\w+)`", said)) | more == rooms_in(PACKAGE / "workload") - forbidden(begin)[1]
 
 

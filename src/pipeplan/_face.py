@@ -95,6 +95,7 @@ _OTHER_NAMES = {
     "global_batch_size": "mini_batch",
     "tensor_parallel": "tp",
     "context_parallel": "cp",
+    "expert_parallel": "ep",
     "pipeline_parallel": "pp",
 }
 """The flags' other names, with underscores."""
@@ -202,6 +203,7 @@ def search(
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
+    ep: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -252,10 +254,12 @@ def search(
             searched.
         cp: context-parallel size: how many devices share each sequence. The profile must have costs for it. By
             default searched if it has any.
+        ep: expert-parallel size: how many devices of a stage share experts, of ``tp`` x ``cp`` x ``replicas``, which it
+            divides. The profile must have costs for it. By default searched if it has any.
         pp: pipeline-parallel size: how many devices, or groups of ``tp`` x ``cp`` x ``replicas``, the model is spread
             over; by default searched.
         zero: sharded state: 0 none, 1 optimizer state and master weights, 2 gradients as well, 3 parameters as well, or
-            ``"auto"``. By default 0; 0 or 1 if memory is limited and the profile has costs of several shards;
+            ``"auto"``. By default 0; any if memory is limited and the profile has costs of several shards;
             ``"auto"`` if nothing fits otherwise.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
         shard_shared: whether shared blocks are split over all devices in the pipeline.
@@ -343,6 +347,7 @@ def tune(
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
+    ep: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -409,6 +414,7 @@ def compare(
     replicas: int | None = None,
     tp: int | Literal["auto"] = "auto",
     cp: int | Literal["auto"] = "auto",
+    ep: int | Literal["auto"] = "auto",
     pp: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 
 from builders.profiles import joined, stage_per_block
 from builders.requests import request_of
+from pipeplan.checker import check
 from pipeplan.costs import StageCost, stage_costs
 from pipeplan.costs.after import AfterActions
+from pipeplan.costs.experts import Experts
 from pipeplan.costs.zero import Zero
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Block, Cluster, CostRow, Profile
@@ -43,43 +45,53 @@ UNIFORM = without({"every width", "stage graphs", "published planners", "slice f
 
 
 @st.composite
-def chains(draw: st.DrawFn, most: int = 6, contexts: tuple[int, ...] = (1,)) -> Profile:
+def chains(
+    draw: st.DrawFn, most: int = 6, contexts: tuple[int, ...] = (1,), experts: tuple[int, ...] = (1,)
+) -> Profile:
     """Two to six blocks with costs for one and two shards and samples; half of a block takes more than half as long.
 
-    So does half of each sequence, where there are contexts.
+    So does half of each sequence, where there are contexts, and of the experts of some blocks.
     """
 
     def block(index: int) -> Block:
         rows = []
         alone = draw(st.integers(2, 30)), draw(st.integers(2, 60)), draw(st.integers(1, 40))
-        for size, shards, context in itertools.product(SIZES, SHARDS, contexts):
-            forward, backward, held = (part * size // (shards * context) + draw(st.integers(0, 2)) for part in alone)
+        own = experts if index % 2 == 0 else (1,)
+        for size, shards, context, expert in itertools.product(SIZES, SHARDS, contexts, own):
+            parts = shards * context * (expert if index else 1)
+            forward, backward, held = (part * size // parts + draw(st.integers(0, 2)) for part in alone)
             row = {"microbatch_size": size, "shards": shards, "context": context, "activation_bytes": held}
+            row |= {"expert": expert}
             rows.append(CostRow(**row, forward_ns=forward + 1, backward_ns=backward + 1))
-        return Block(id=f"b{index}", operator="layer", parameter_bytes=draw(st.integers(0, 20)), costs=tuple(rows))
+        kept = {"parameters": 20, "expert_parameters": 16, "parameter_bytes": 20} if len(own) > 1 else {}
+        kept = kept or {"parameter_bytes": draw(st.integers(0, 20))}
+        return Block(id=f"b{index}", operator="layer", costs=tuple(rows), **kept)
 
     return joined([block(index) for index in range(draw(st.integers(2, most)))])
 
 
 def iterations(profile: Profile, num_devices: int, memory: int | None, recompute: bool) -> Iterator[int]:
-    """1F1B on every cut, for every uniform (shards, context, replicas, stages, size): where it fits, its ns.
+    """1F1B on every cut, for every uniform (shards, context, expert, replicas, stages, size): where it fits, its ns.
 
     With what is recomputed open, too, it is the least of all choices of each stage's blocks that fits.
     """
     ids = [block.id for block in profile.blocks]
-    splits = sorted({(row.shards, row.context) for block in profile.blocks for row in block.costs})
+    rows = [row for block in profile.blocks for row in block.costs]
+    splits = list(
+        itertools.product(*(sorted({getattr(row, x) for row in rows}) for x in ("shards", "context", "expert")))
+    )
 
     @cache
-    def stage(begin: int, end: int, samples: int, split: tuple[int, int], in_flight: int) -> StageCost | None:
+    def stage(begin: int, end: int, samples: int, split: tuple[int, ...], in_flight: int) -> StageCost | None:
         every = itertools.product((False, True), repeat=end - begin) if recompute else [(False,) * (end - begin)]
-        shards, context = split
-        how = {"context": context}
+        shards, context, expert = split
+        how: dict[str, Any] = {"context": context, "experts": Experts(expert)}
         costs = [stage_costs(profile, ids[begin:end], samples, shards, recompute=each, **how) for each in every]
         fitting = [cost for cost in costs if memory is None or cost.memory_bytes(in_flight) <= memory]
         return min(fitting, key=lambda cost: cost.backward_ns, default=None)
 
     for split, samples, replicas in itertools.product(splits, SIZES, range(1, num_devices + 1)):
-        if MINI_BATCH % (samples * replicas) == 0:
+        if MINI_BATCH % (samples * replicas) == split[0] * split[1] * replicas % split[2] == 0:
             count = MINI_BATCH // (samples * replicas)
             for stages in range(1, min(len(ids), num_devices // (split[0] * split[1] * replicas)) + 1):
                 for cuts in itertools.combinations(range(1, len(ids)), stages - 1):
@@ -134,9 +146,18 @@ def test_sizes_of_context_parallelism_are_among_them(
     best_of_search(profile, num_devices, memory, recompute)
 
 
+@settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
+@given(chains(3, experts=(1, 2)), st.integers(2, 5), LIMITS, st.booleans())
+def test_sizes_of_expert_parallelism_are_among_them(
+    profile: Profile, num_devices: int, memory: int | None, recompute: bool
+) -> None:
+    """The same where devices may share the experts of some blocks."""
+    best_of_search(profile, num_devices, memory, recompute)
+
+
 @pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
-@given(st.one_of(chains(6), chains(4, (1, 2))), st.integers(2, 8), LIMITS, st.booleans())
+@given(st.one_of(chains(6), chains(4, (1, 2)), chains(4, experts=(1, 2, 4))), st.integers(2, 8), LIMITS, st.booleans())
 def test_search_finds_the_best_of_more_layouts(
     profile: Profile, num_devices: int, memory: int | None, recompute: bool
 ) -> None:
@@ -399,11 +420,82 @@ def test_a_profile_without_parts_of_sequences_says_how_to_get_them() -> None:
         Request.of(SPLIT, devices=8, mini_batch=8, context=2)
 
 
+EXPERTS = joined(
+    [
+        Block(
+            id=f"b{n}",
+            operator="moe",
+            parameters=100,
+            expert_parameters=80,
+            costs=tuple(
+                CostRow(microbatch_size=1, expert=expert, forward_ns=100 // expert, backward_ns=200 // expert)
+                for expert in (1, 2, 4)
+            ),
+        )
+        for n in range(2)
+    ]
+)
+"""More devices that share experts are quicker here."""
+
+
+def test_experts_are_shared_where_that_is_quicker_or_asked_for() -> None:
+    """Of all replicas that may share them: sizes that count no devices, and are said in plans and provenance."""
+
+    def sizes(**said: Any) -> set[tuple[int, int]]:
+        plan = search_plan(Request.of(EXPERTS, **({"devices": 4, "mini_batch": 8} | said), **QUICK)).plan
+        assert not check(plan, EXPERTS).problems
+        return {(stage.replicas, stage.expert) for stage in plan.stages}
+
+    assert sizes() == {(4, 4)}
+    assert sizes(expert=1) <= {(1, 1), (2, 1), (4, 1)}
+    assert sizes(expert=2, positions=2) == {(2, 2)}
+    assert sizes(expert=2, replicas=2, positions=2, shards=1, context=1) == {(2, 2)}
+    made = search_plan(Request.of(EXPERTS, devices=4, mini_batch=8, expert=2, **QUICK)).plan
+    assert made.provenance.options["expert"] == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"expert": 8}, "has costs where 1, 2, 4 devices share experts, not for 8; choose --ep 1, 2, 4, or profile"),
+        ({"expert": 4, "positions": 2}, "--ep 4 is more than the 2 devices that a stage can have; choose --ep 1, 2"),
+        ({"expert": 4, "replicas": 2, "shards": 1, "context": 1}, "--ep 4 does not divide --dp 2 at each position"),
+        ({"expert": 2, "zero": 3, "memory_bytes": 10**9}, "--ep 2 and --zero 3 do not go together yet; give --zero 1"),
+        ({"expert": 2, "spread": True}, "--ep 2 and --shard-shared yes do not go together"),
+    ],
+)
+def test_refusals_of_expert_sizes_say_what_would_do(said: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(text)):
+        Request.of(EXPERTS, **({"devices": 4, "mini_batch": 8} | said))
+
+
+def test_a_profile_without_experts_has_none_to_share() -> None:
+    with pytest.raises(UsageError, match=re.escape("no block of profile")):
+        Request.of(SPLIT, devices=8, mini_batch=8, expert=2)
+
+
+def test_levels_of_sharded_state_are_choices_with_what_they_exchange() -> None:
+    """Where memory is limited: by level 3 where only that fits, in groups that are near each other."""
+    cluster = Cluster.of("pairs", 4, levels=[("pair", 2, "1us", "900GB"), ("net", 4, "10us", "1GB")])
+    blocks = [Block.of(f"b{n}", "1ms", "2ms", trained=1_000_000) for n in range(2)]
+    rows = blocks[0].costs
+    blocks = [b.model_copy(update={"costs": (*rows, rows[0].model_copy(update={"shards": 2}))}) for b in blocks]
+    made = Profile.of("kept", blocks, recipe="fp32")
+    request = Request.of(made, cluster=cluster, mini_batch=4, memory_bytes=40_000_000, **QUICK)
+    table = [each for each in uniform_choices(request) if each.choice.shards == 1]
+    assert {(0, 1), (1, 2), (2, 2), (3, 2), (3, 4)} <= {(x.choice.zero.level, x.choice.zero.group) for x in table}
+    near, far = (
+        min(each.usual_ns for each in table if each.choice.zero == zero and each.choice.replicas == 4)
+        for zero in (Zero(3, 2), Zero(3, 4))
+    )
+    assert near < far, "what is gathered over the network takes longer than the blocks compute"
+
+
 def test_a_group_beyond_a_node_is_noted() -> None:
     """The profile has the time of its messages inside a node."""
     cluster = Cluster.of("pairs", 4, levels=[("pair", 2, "3us", "300GB"), ("net", 4, "10us", "25GB")])
     open_ = Request.of(SPLIT, cluster=cluster, mini_batch=4)
-    assert open_splits(open_) == ((1, 1), (2, 1))
+    assert open_splits(open_) == ((1, 1, 1), (2, 1, 1))
     fixed = Request.of(SPLIT, cluster=cluster, mini_batch=4, shards=4)
     assert any("several nodes of 2" in note for note in input_notes(fixed))
     assert not any("several nodes" in note for note in input_notes(open_))

@@ -216,9 +216,8 @@ _ZERO = (
         type=AutoOr(0, 3),
         metavar="auto|0|1|2|3",
         help="Shard state over replicas, as ZeRO and FSDP do. 1: optimizer state and master weights; 2: "
-        "gradients as well; 3: parameters as well.  [default: 0; 0 or 1 where memory is limited and blocks "
-        "can be split; "
-        "auto where nothing fits]",
+        "gradients as well; 3: parameters as well.  [default: 0; any where memory is limited and blocks can "
+        "be split; auto where nothing fits]",
     ),
     click.option(
         "--zero-group",
@@ -302,6 +301,14 @@ _OPTIONS = (
         metavar="auto|N",
         help="Context-parallel size: how many devices (or --tp groups) share each sequence. The profile must "
         "have costs for it.",
+    ),
+    click.option(
+        *("--ep", "--expert-parallel", "expert"),
+        type=AutoOr(1, _MOST),
+        default="auto",
+        metavar="auto|N",
+        help="Expert-parallel size: how many devices of a stage (of --tp x --cp x --dp, which it divides) share "
+        "experts. The profile must have costs for it.",
     ),
     click.option(
         *("--pp", "--pipeline-parallel", "positions"),
@@ -413,6 +420,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         recompute=_RECOMPUTE[flags["recompute"]],
         shards=_number(flags["shards"]),
         context=_number(flags["context"]),
+        expert=_number(flags["expert"]),
         spread=_YES_NO[flags["spread"]],
         launch_overhead_ns=flags["launch_overhead"],
         late_inputs=_YES_NO[flags["late_inputs"]],

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipeplan.costs.communication import all_reduce_in_shards
-from pipeplan.costs.recipes import state_of, step_bytes
+from pipeplan.costs.recipes import expert_state_of, state_of, step_bytes
 from pipeplan.costs.zero import WHOLE, Zero, cuts, exchange_ns, updated_bytes
 from pipeplan.files import Cluster, Profile
 from pipeplan.workload.elements import Stage
@@ -44,6 +44,12 @@ class AfterActions:
         """Of stages of a profile on a cluster."""
         kept = sum((state_of(block, profile.recipe) for block in profile.blocks), MemoryBytes())
         return cls(profile, cluster, kept, shards, sharing)
+
+    @property
+    def of_experts(self) -> int:
+        """Bytes of all gradients of experts, wherever they are."""
+        blocks, recipe = self.profile.blocks, self.profile.recipe
+        return sum(expert_state_of(block, recipe)[GRADIENTS] for block in blocks if block.expert_parameters)
 
     @property
     def steps(self) -> bool:

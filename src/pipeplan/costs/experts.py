@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipeplan.costs.recipes import expert_state_of, state_of
 from pipeplan.costs.zero import WHOLE, Zero, cuts
-from pipeplan.files import Block, Recipe
+from pipeplan.files import Block, PlacedStage, Recipe
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 
@@ -25,7 +25,7 @@ class Experts(NamedTuple):
     zero: Zero = WHOLE
 
     @classmethod
-    def of(cls, stage: Stage) -> Experts:
+    def of(cls, stage: Stage | PlacedStage) -> Experts:
         """Those of a stage."""
         return cls.among(stage.expert, stage.shards, stage.copies, stage.zero, stage.zero_group)
 

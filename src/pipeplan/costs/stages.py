@@ -17,6 +17,7 @@ from pipeplan.costs.experts import TOGETHER, Experts, ExpertState, kept_of
 from pipeplan.costs.recipes import state_of, step_bytes
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.zero import (
+    ALONE,
     IN_ACTIONS,
     WHOLE,
     Exchanged,
@@ -48,8 +49,6 @@ from pipeplan.workload.kinds import BACKWARD_ROLES, STATE_KINDS, MemoryBytes, Me
 from pipeplan.workload.samples import carried
 from pipeplan.workload.workload import Workload
 
-_NOWHERE = Exchanging()
-
 
 def can_split(profile: Profile) -> bool:
     """Whether some block has input and weight gradients apart, so that a plan can split backward there."""
@@ -65,7 +64,7 @@ def stage_costs(
     context: int = 1,
     recompute: Recompute = False,
     zero: Zero = WHOLE,
-    exchanging: Exchanging = _NOWHERE,
+    exchanging: Exchanging = ALONE,
     experts: Experts = TOGETHER,
 ) -> StageCost:
     """Costs of blocks that run one after another on each device of a group.
@@ -94,7 +93,7 @@ def group_costs(
     context: int = 1,
     recompute: Recompute = False,
     zero: Zero = WHOLE,
-    exchanging: Exchanging = _NOWHERE,
+    exchanging: Exchanging = ALONE,
     experts: Experts = TOGETHER,
 ) -> list[StageCost]:
     """:func:`stage_costs` of every group of blocks: the profile is looked through once for all.

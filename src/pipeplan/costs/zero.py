@@ -119,7 +119,14 @@ class Exchanging(NamedTuple):
         every = None if stage.reduce_every is None else (stage.unshard_every, stage.reduce_every)
         if cluster is None:
             return cls(every=every)
-        return cls(cluster, tuple(map(tuple, _groups(stage, zero.group))), every)
+        return cls(cluster, tuple(map(tuple, _groups(stage.devices, stage.shards, zero.group))), every)
+
+    @classmethod
+    def on_first(cls, cluster: Cluster | None, shards: int, copies: int, zero: Zero) -> Exchanging:
+        """Those of so many copies on a cluster's first devices, where their groups are as near as any."""
+        if cluster is None or zero.level < IN_ACTIONS:
+            return cls()
+        return cls(cluster, tuple(map(tuple, _groups(range(shards * copies), shards, zero.group))))
 
     @property
     def contention(self) -> float:
@@ -133,6 +140,10 @@ class Exchanging(NamedTuple):
         gathered = time_of_groups(self.cluster, Exchange("all_gather", block.gathered), self.groups)
         reduced = time_of_groups(self.cluster, Exchange("reduce_scatter", block.reduced), self.groups)
         return round(gathered), round(reduced)
+
+
+ALONE = Exchanging()
+"""What nothing exchanges, or where nobody asks how long that takes."""
 
 
 def with_exchanges(row: CostRow, block: Exchanged, times: tuple[int, int], contention: float = 0.0) -> CostRow:
@@ -188,8 +199,12 @@ def exchange_ns(
     whose ``size`` it is, and from level 3 on parameters are gathered when they are used.
     """
     zero = Zero.of(stage)
-    groups = [group for each in {stage: None, **dict.fromkeys(sharing)} for group in _groups(each, zero.group)]
-    own = _groups(stage, zero.group)
+    groups = [
+        group
+        for each in {stage: None, **dict.fromkeys(sharing)}
+        for group in _groups(each.devices, each.shards, zero.group)
+    ]
+    own = _groups(stage.devices, stage.shards, zero.group)
     across = [
         list(place) for shard in range(stage.shards) for place in zip(*groups[shard :: stage.shards], strict=True)
     ]
@@ -200,11 +215,11 @@ def exchange_ns(
     return round(scattered) + round(summed), round(gathered)
 
 
-def _groups(stage: Stage, group: int) -> list[list[int]]:
+def _groups(devices: Sequence[int], shards: int, group: int) -> list[list[int]]:
     """The devices of each group: those with the same shard, of neighbouring replicas; shards in turn."""
-    size = group * stage.shards
+    size = group * shards
     return [
-        list(stage.devices[begin + shard : begin + size : stage.shards])
-        for begin in range(0, len(stage.devices), size)
-        for shard in range(stage.shards)
+        list(devices[begin + shard : begin + size : shards])
+        for begin in range(0, len(devices), size)
+        for shard in range(shards)
     ]

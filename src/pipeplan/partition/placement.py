@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, TiedShare, group_costs
 from pipeplan.costs.blocks import splitting_remedy
+from pipeplan.costs.experts import Experts
 from pipeplan.costs.zero import WHOLE, Zero
 from pipeplan.errors import InfeasibleError, UsageError, choose_from
 from pipeplan.files import PlacedStage, Placement, Profile
@@ -45,6 +46,7 @@ def place(
     recompute: Again = False,
     replicas: int = 1,
     context: int = 1,
+    expert: int = 1,
     zero: Zero = WHOLE,
     spread: bool = False,
     wide: Sequence[tuple[int, ...]] = (),
@@ -61,8 +63,8 @@ def place(
     they divide what they keep by ``zero``. With ``spread`` every shared block is a stage of its own on each route,
     split over all devices of a pipeline, which are then neighbours (Tessel's M and NN shapes). ``wide`` are groups of
     equally many devices, each of which stands for one device: in ``context`` parts, each of which has one part of every
-    sequence, it splits every block (tensor parallelism); the devices of none are left idle. ``cut`` cuts the chain
-    otherwise.
+    sequence, it splits every block (tensor parallelism); the devices of none are left idle. Of a stage's devices each
+    ``expert`` share experts. ``cut`` cuts the chain otherwise.
 
     Raises:
         UsageError: an unknown strategy, devices, chunks or replicas that do not apply, or fewer blocks than stages.
@@ -74,7 +76,8 @@ def place(
     shared = _spread(profile, positions) if spread else ()
     order = [block for block in profile.topological_order() if block not in shared]
     _require_blocks(profile, strategy, len(units), replicas, order, routes)
-    pricing = Pricing(microbatch_size // replicas, recompute, shards, zero, context)
+    experts = Experts.among(expert, shards, replicas * context, zero.level, zero.group)
+    pricing = Pricing(microbatch_size // replicas, recompute, shards, zero, context, experts)
     costs = pricing.costs(profile, order)
     everywhere = pricing._replace(shards=positions).costs(profile, shared * len(routes))
     groups = _groups(positions, replicas, units, strided=bool(shared))
@@ -97,6 +100,7 @@ def place(
             shards=shards,
             replicas=replicas,
             context=context,
+            expert=expert,
             route=route,
             **zero.keys(replicas * context),
         )

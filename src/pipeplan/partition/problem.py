@@ -22,7 +22,8 @@ from operator import add
 from typing import Any, NamedTuple
 
 from pipeplan.costs import StageCost, group_costs
-from pipeplan.costs.zero import WHOLE, Zero
+from pipeplan.costs.experts import TOGETHER, Experts
+from pipeplan.costs.zero import ALONE, WHOLE, Exchanging, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Edge, PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import ChainCosts, Repeat
@@ -47,7 +48,7 @@ class Pricing(NamedTuple):
     """What costs are for: samples on one replica, whether activations are computed again, devices of a replica.
 
     ``zero`` is what copies of the parameters divide of what is kept, and a device has one of ``context``
-    parts of each sequence.
+    parts of each sequence, and its part of ``experts``.
     """
 
     samples: int
@@ -55,14 +56,16 @@ class Pricing(NamedTuple):
     shards: int = 1
     zero: Zero = WHOLE
     context: int = 1
+    experts: Experts = TOGETHER
 
-    def costs(self, profile: Profile, blocks: Iterable[str]) -> list[StageCost]:
-        """[block] what each costs as a stage of its own, on each device of a replica.
+    def costs(self, profile: Profile, blocks: Iterable[str], exchanging: Exchanging = ALONE) -> list[StageCost]:
+        """[block] what each costs as a stage of its own, on each device of a replica, with what it exchanges there.
 
         Raises:
             UsageError: a block was not profiled so.
         """
         how: dict[str, Any] = {"context": self.context, "recompute": self.recompute, "zero": self.zero}
+        how |= {"exchanging": exchanging, "experts": self.experts}
         return group_costs(profile, [(block,) for block in blocks], self.samples, self.shards, **how)
 
 

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED, StageCost
 from pipeplan.costs.blocks import NEVER_AGAIN
+from pipeplan.costs.experts import TOGETHER, Experts
 from pipeplan.files import Profile
 from pipeplan.partition.baselines import StageTable, for_each_size, least_bottleneck
 from pipeplan.partition.chain.costs import Array, ChainCosts, FloatArray, StageTimes
@@ -285,9 +286,16 @@ def kept_whole(profile: Profile) -> frozenset[str]:
     return frozenset(block.id for block in profile.blocks if block.operator in NEVER_AGAIN)
 
 
-def choices_of(profile: Profile, blocks: Sequence[str], samples: int, shards: int, context: int = 1) -> ChoosingBlocks:
+def choices_of(
+    profile: Profile,
+    blocks: Sequence[str],
+    samples: int,
+    shards: int,
+    context: int = 1,
+    experts: Experts = TOGETHER,
+) -> ChoosingBlocks:
     """The blocks of one stage. Raises UsageError where one has no costs for so many samples and shards."""
-    plain = Pricing(samples, shards=shards, context=context)
+    plain = Pricing(samples, shards=shards, context=context, experts=experts)
     ways = [(again, plain._replace(recompute=again).costs(profile, blocks)) for again in levels_of(profile)]
     kept = kept_whole(profile)
     return ChoosingBlocks.of(

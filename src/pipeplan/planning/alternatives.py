@@ -159,20 +159,21 @@ def _exposed(schedule: Schedule, workload: Workload) -> int:
 def _common(search: PlanSearch, best_ns: int) -> Iterator[Common]:
     """1F1B and interleaved 1F1B, each tensor- and context-parallel size at its best: by closed forms, where nothing is
     recomputed that need not be."""
-    seen: set[tuple[int, int, str]] = set()
+    seen: set[tuple[int, int, int, str]] = set()
     limit = min((size for size in search.request.memory if size is not None), default=None)
     for each in uniform_choices(search.request):
         choice = each.choice
         if choice.usual is None or choice.usual.splits or not choice.usual.name:
             continue
-        if (choice.shards, choice.context, choice.usual.name) not in seen:
-            seen.add((choice.shards, choice.context, choice.usual.name))
+        if (choice.shards, choice.context, choice.expert, choice.usual.name) not in seen:
+            seen.add((choice.shards, choice.context, choice.expert, choice.usual.name))
             yield Common(_words(choice), _why(each, best_ns, limit))
 
 
 def _split(of: Choice | PlacedStage) -> str:
-    """Tensor parallelism, and context parallelism where there is some."""
-    return f"tp {of.shards}" + (f" cp {of.context}" if of.context > 1 else "")
+    """Tensor parallelism, and context and expert parallelism where there is some."""
+    more = [f" {name} {size}" for name, size in (("cp", of.context), ("ep", of.expert)) if size > 1]
+    return f"tp {of.shards}" + "".join(more)
 
 
 def _words(choice: Choice) -> str:

@@ -57,20 +57,23 @@ def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> It
     if False in recomputes and not any(row.recompute for row in block.costs):
         recomputes = (False,)
     whole = request.batch.mini_batch if request.sizes else request.batch.microbatch_size
-    splits = sorted({(row.shards, row.context) for row in block.costs})
-    for shards, context in splits:
-        if request.shards not in (None, shards) or request.context not in (None, context):
+    asked = request.shards, request.context, request.expert if block.expert_parameters else None
+    for split in sorted({(row.shards, row.context, row.expert) for row in block.costs}):
+        if any(count not in (None, own) for count, own in zip(asked, split, strict=True)):
             continue
-        sizes = [row.microbatch_size for row in block.rows(context) if row.shards == shards]
+        shards, context, expert = split
+        sizes = [row.microbatch_size for row in block.rows(context, expert) if row.shards == shards]
         for size in range(min(sizes, default=1), min(max(sizes, default=0), whole) + 1):
             if whole % size == 0:
-                yield from _costs(block, size, shards, context, recomputes)
+                yield from _costs(block, size, split, recomputes)
 
 
-def _costs(block: Block, size: int, shards: int, context: int, recomputes: Sequence[Again]) -> Iterator[CostRow]:
+def _costs(block: Block, size: int, split: tuple[int, int, int], recomputes: Sequence[Again]) -> Iterator[CostRow]:
+    """With so many samples, shards, parts of sequences, and devices that share experts, and each recomputation."""
+    shards, context, expert = split
     for recompute in dict.fromkeys(asked_again([block], each)[0] for each in recomputes):
         try:
-            yield block_costs(block, size, shards, context=context, recompute=recompute)
+            yield block_costs(block, size, shards, context=context, expert=expert, recompute=recompute)
         except UsageError:  # no such costs: no plan has them
             continue
 
@@ -86,8 +89,8 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
     work, alone = 0, {}
     for block in checked(profile.blocks, 64):
         shards = shards_of(request, choice.replicas, choice.spread, block)
-        split = shards, choice.context
-        costs = {part: cost for part in parts for cost in _costs(block, size // part, *split, (choice.recompute,))}
+        split = shards, choice.context, choice.expert
+        costs = {part: cost for part in parts for cost in _costs(block, size // part, split, (choice.recompute,))}
         times = {part: _compute_ns(splits, cost) for part, cost in costs.items()}
         if 1 not in times:
             return None

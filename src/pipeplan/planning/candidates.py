@@ -16,7 +16,8 @@ import numpy as np
 from pipeplan.costs import UNLIMITED, StageCost, build_workload, stage_costs
 from pipeplan.costs.after import AfterActions
 from pipeplan.costs.blocks import splitting_remedy
-from pipeplan.costs.zero import WHOLE, Zero
+from pipeplan.costs.stages import shared_in
+from pipeplan.costs.zero import GATHERED, IN_ACTIONS, WHOLE, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Block, PlacedStage, Placement, Profile
 from pipeplan.partition.baselines import dapple, pipedream, piper
@@ -71,7 +72,7 @@ Proposal = Callable[[], CandidateOrError | None]
 class CandidateStep(SearchStep, ABC):
     """Placements other than chains. Where it is tried stages may be of any form."""
 
-    when = "--placement auto, without --slices, --shard-shared, --replicas, --pp, and --tp or --cp above 1"
+    when = "--placement auto, without --slices, --shard-shared, --replicas, --pp, and --tp, --cp or --ep above 1"
 
     @abstractmethod
     def candidates(self, request: Request) -> Iterator[Proposal]:
@@ -175,10 +176,19 @@ class BoundedProposal:
 
 
 class SplitSizes(NamedTuple):
-    """How many devices split each block, and in how many parts each sequence is, each of which has so many devices."""
+    """How many devices split each block, and in how many parts each sequence is, each of which has so many devices.
+
+    Of these and of their replicas each ``expert`` share experts.
+    """
 
     shards: int
     context: int
+    expert: int = 1
+
+    @property
+    def width(self) -> int:
+        """Devices of a replica at each position."""
+        return self.shards * self.context
 
 
 def open_splits(request: Request) -> tuple[SplitSizes, ...]:
@@ -187,15 +197,25 @@ def open_splits(request: Request) -> tuple[SplitSizes, ...]:
     The costs have the time of the devices' messages, which is that inside a node. One where a strategy is asked for and
     nothing is said, as with replicas.
     """
-    asked = request.shards, request.context
+    asked = request.shards, request.context, request.expert
     if None not in asked or request.placement != "auto" or request.spread:
         return (SplitSizes(*(count or 1 for count in asked)),)
-    known = ({SplitSizes(row.shards, row.context) for row in block.costs} for block in request.profile.blocks)
-    most = max(min(request.unit, request.num_devices), *(count or 1 for count in asked))
+    sizes = sorted({row.expert for block in request.profile.blocks for row in block.costs})
+    known = (
+        {
+            SplitSizes(row.shards, row.context, expert)
+            for row in block.costs
+            for expert in ((row.expert,) if block.expert_parameters else sizes)
+        }
+        for block in request.profile.blocks
+    )
+    most = max(min(request.unit, request.num_devices), (request.shards or 1) * (request.context or 1))
     common = [
         each
-        for each in sorted(set.intersection(*known), key=lambda each: (each.context, each.shards))
-        if all(count in (None, own) for count, own in zip(asked, each, strict=True)) and math.prod(each) <= most
+        for each in sorted(set.intersection(*known), key=lambda each: (each.expert, each.context, each.shards))
+        if all(count in (None, own) for count, own in zip(asked, each, strict=True))
+        and each.width <= most
+        and each.expert <= request.num_devices
     ]
     return tuple(common) or (SplitSizes(*(count or 1 for count in asked)),)
 
@@ -250,7 +270,7 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
     """
     levels = levels_of(request.profile) if len(request.recomputes) > 1 else ()
     recomputes = (False,) if levels else request.recomputes
-    width, blocks = math.prod(split), len(request.profile.blocks)
+    width, blocks = split.width, len(request.profile.blocks)
     units = len(neighbours(request.cluster, request.num_devices, width))
     every: Sequence[int] = range(1, units + 1) if request.placement == "auto" else (1,)
     if request.positions is not None and request.replicas is None:  # all devices
@@ -258,11 +278,11 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
     known = _profiled(request, 1, False, split)
     for replicas in checked(every if request.replicas is None else (request.replicas,), 1):
         batches = list(_batches(request, replicas, False, split, known))
-        if not batches:
+        if not batches or split.width * replicas % split.expert:
             continue
         strategies = _by_name(request)[:1] if longest else _strategies(request)
         for zero, batch, strategy in checked(
-            product(sharings(request, replicas * split.context), batches, strategies), 1
+            product(sharings(request, replicas * split.context, split.shards, split.expert), batches, strategies), 1
         ):
             how = STRATEGIES[strategy]
             if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
@@ -273,7 +293,7 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
                 for positions, recompute in product(lengths[-1:] if longest else lengths, recomputes):
                     if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
                         own = (strategy, replicas, batch, recompute, False, split.shards, positions, zero, levels)
-                        yield Choice(*own, chunks=chunks, context=split.context)
+                        yield Choice(*own, chunks=chunks, context=split.context, expert=split.expert)
 
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
@@ -292,12 +312,20 @@ def _chunks(request: Request, strategy: str, units: int) -> Sequence[int | None]
     return CHUNKS if strategy == "circular" and units <= MOST_IN_TURN else (2,)
 
 
-def sharings(request: Request, replicas: int) -> list[Zero]:
-    """What replicas may divide of what they keep: as asked, or where memory is limited nothing or optimizer state."""
+def sharings(request: Request, replicas: int, shards: int = 1, expert: int = 1) -> list[Zero]:
+    """What replicas may divide of what they keep: as asked; or where memory is limited nothing, or by any level.
+
+    What levels 2 and 3 exchange with each micro-batch is for groups of all replicas, or of as many as a node has; not
+    where blocks share parameters, or each ``expert`` devices experts.
+    """
     asked = request.sharing(replicas)
     if request.zero is not None or replicas == 1 or request.least_memory is None:
-        return [] if asked is None else [asked]
-    return [WHOLE, Zero(1, replicas)]
+        return [] if asked is None or (asked.level >= IN_ACTIONS and expert > 1) else [asked]
+    if expert > 1 or shared_in(request.profile):
+        return [WHOLE, Zero(1, replicas)]
+    near = math.gcd(replicas, request.unit // shards)
+    groups = dict.fromkeys(group for group in (replicas, near) if group > 1)
+    return [WHOLE, Zero(1, replicas), *(Zero(level, group) for level, group in product((IN_ACTIONS, GATHERED), groups))]
 
 
 def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
@@ -356,6 +384,7 @@ def _plain(request: Request) -> Iterator[Choice]:
         tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
         for each in chain.from_iterable(_uniform_of(same, *which) for which in tables):
             suits = each.choice.strategy in able and (name != "auto" or each.choice.usual == USUAL[0])
+            suits &= request.zero is not None or each.choice.zero.level < IN_ACTIONS  # exchanges take time to time
             if suits and each.choice not in seen:
                 seen.add(each.choice)
                 yield each.choice
@@ -450,7 +479,8 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
                 for spread, possible in batches.items():
                     if batch in possible:
                         own = (strategy, replicas, batch, recompute, spread, request.shards or 1, request.positions)
-                        yield Choice(*own, zero, chunks=request.chunks, context=request.context or 1)
+                        context, expert = request.context or 1, request.expert or 1
+                        yield Choice(*own, zero, chunks=request.chunks, context=context, expert=expert)
 
 
 def _strategies(request: Request) -> Iterable[str]:
@@ -473,7 +503,7 @@ def any_stages(request: Request) -> bool:
     Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
     """
     any_form = request.placement == "auto" and not request.num_parted and not request.spread
-    whole = request.shards in (None, 1) and request.context in (None, 1)
+    whole = {request.shards, request.context, request.expert} <= {None, 1}
     return any_form and request.replicas is request.positions is None and whole
 
 
@@ -497,7 +527,7 @@ def _chains(request: Request) -> Iterator[Proposal]:
 
 def _is_for_autopipe(request: Request, choice: Choice) -> bool:
     stages = choice.positions or request.num_devices // choice.replicas
-    if choice.levels:
+    if choice.levels or choice.expert > 1:
         return False  # its cut is chosen with what is recomputed
     return choice.strategy == "one-to-one" and not choice.spread and 1 < stages <= len(request.profile.blocks)
 
@@ -525,7 +555,7 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
         )
     else:
         how |= {"chunks": choice.chunks, "spread": choice.spread, "wide": _wide(request, choice)}
-        how["context"] = choice.context
+        how |= {"context": choice.context, "expert": choice.expert}
         placement = place(request.profile, strategy, request.num_devices, **how)
     fallback = _is_fallback(request, choice.recompute)
     return PlacementCandidate(placement, batch, choice.recompute, source, fallback, usual=choice.usual)
@@ -567,14 +597,16 @@ def _block_costs(same: _SameRequest, pricing: Pricing) -> list[StageCost]:
     return pricing.costs(same.request.profile, same.request.profile.topological_order())
 
 
-_CHECKS = 3
-"""How often stages recompute more where the schedule, looked at with true orders, does not fit after all."""
+_CHECKS = 6
+"""How often stages recompute more where the schedule, looked at with true orders, does not fit after all: twice as much
+more each time, as what they hold beside what is counted may change little."""
 
 
 def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidate:
     """The chain of a choice, cut so that each stage recomputes of its blocks what it must."""
     chain, usual = fitting_chain(request, choice), choice.usual
     assert usual is not None  # it is of the table
+    limits, short = [each.limit for each in chain.holdings], [0] * (1 + max(each.position for each in chain.holdings))
     for _ in checked(range(_CHECKS), 1):
         found = _cut_to_fit(chain, choice)
         if found is None:
@@ -585,7 +617,9 @@ def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidat
         over = excess(workload_of(request, candidate, split_backward=usual.splits), usual)
         if over is None or not any(over):
             return candidate
-        fewer = tuple(each._replace(limit=each.limit - over[each.position]) for each in chain.holdings)
+        short = [2 * before + more if more else before for before, more in zip(short, over, strict=True)]
+        pairs = zip(chain.holdings, limits, strict=True)
+        fewer = tuple(each._replace(limit=limit - short[each.position]) for each, limit in pairs)
         chain = replace(chain, holdings=fewer)
     raise InfeasibleError(
         f"no cut into {chain.num_stages} stages was found that fits with {usual.name or 'any schedule'}, whatever is "
@@ -649,6 +683,7 @@ def _cut_so(
             shards=choice.shards,
             replicas=choice.replicas,
             context=choice.context,
+            expert=choice.expert,
             route=route,
             recompute=None if again is None else recompute_of(again[number]),
             **choice.zero.keys(choice.copies),
@@ -750,10 +785,10 @@ def _other_sizes(request: Request, replicas: int, low: int, high: int, spread: b
 
 def _profiled(request: Request, replicas: int, spread: bool, split: SplitSizes | None = None) -> tuple[int, int]:
     """The least and most samples on a device that every block has costs for, as it stands; none: (1, 0)."""
-    blocks, context = request.profile.blocks, split.context if split else request.context or 1
+    blocks, own = request.profile.blocks, split or SplitSizes(1, request.context or 1, request.expert or 1)
     ways = [split.shards if split else shards_of(request, replicas, spread, block) for block in blocks]
     sizes = [
-        [row.microbatch_size for row in block.rows(context) if row.shards == way]
+        [row.microbatch_size for row in block.rows(own.context, own.expert) if row.shards == way]
         for block, way in zip(request.profile.blocks, ways, strict=True)
     ]
     return (max(map(min, sizes)), min(map(max, sizes))) if all(sizes) else (1, 0)
@@ -771,7 +806,7 @@ def _or(remedy: str | None) -> str:
 def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
     """Some block has no costs for the way in which strategies would have it stand; or blocks have none in common."""
     for block in request.profile.blocks:
-        known = sorted({row.shards for row in block.rows(request.context or 1)})
+        known = sorted({row.shards for row in block.rows(request.context or 1, request.expert or 1)})
         shards = shards_of(request, replicas, spread, block)
         if shards not in known:
             return UsageError(

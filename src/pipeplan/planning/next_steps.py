@@ -170,11 +170,11 @@ def _no_splits(request: Request, result: Result, simulation: Simulation) -> Iter
 
 
 def _more_sharing(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    """What ZeRO 2 and 3 may bring, which a search leaves out unless it is asked for them: by the table of layouts.
+    """What ZeRO 2 and 3 may bring, which a search of whole blocks leaves out unless it is asked for them: by the table.
 
     Of large requests that table takes a second or more, so that it is only said that they were left out.
     """
-    if request.zero is not None or request.num_devices < 2 or request.least_memory is None:
+    if request.zero is not None or request.num_devices < 2 or request.least_memory is None or has_table(request):
         return
     if request.scheduler != "auto":
         return
@@ -182,7 +182,7 @@ def _more_sharing(request: Request, result: Result, simulation: Simulation) -> I
         yield NextStep("--zero auto", "looks at ZeRO 2 and 3 (FSDP), too")
         return
     with suppress(PipeplanError):
-        opened = replace(request, zero=AUTO, positions=request.positions if has_table(request) else 1)
+        opened = replace(request, zero=AUTO, positions=1)
         about = min((each.usual_ns for level in opened.levels for each in uniform_choices(level)[:1]), default=math.inf)
         gain = 1 - about / result.plan.predicted.iteration_ns
         if gain >= _LEAST_ESTIMATED:
@@ -210,13 +210,17 @@ def _to_train(request: Request, result: Result, simulation: Simulation) -> Itera
     """Without what only plans can do yet, where nobody asked for that and something may fit without."""
     stages, lacks = simulation.workload.stages, list[tuple[str, str]]()
     if any(stage.sharers > 1 for stage in stages):
-        if request.zero is not None or not has_table(request) or max(stage.zero for stage in stages) > 1:
+        if request.zero is not None or not has_table(request):
             return
         lacks.append(("--zero 0", "divide state"))
     if any(stage.context > 1 for stage in stages):
         if request.context is not None or isinstance(request.placement, Placement):
             return
         lacks.append(("--cp 1", "share sequences"))
+    if any(stage.expert > 1 for stage in stages):
+        if request.expert is not None or isinstance(request.placement, Placement):
+            return
+        lacks.append(("--ep 1", "share experts"))
     recipe = result.plan.recipe
     if lacks and recipe is not None and not recipe.is_custom and recipe.name not in _TRAINABLE:
         lacks.append(("--precision bf16", f"train with {recipe.name}"))

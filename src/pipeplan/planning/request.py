@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -138,14 +138,14 @@ class Request:
     and each weight gradient takes longer, being launched apart. ``profile`` has ``launch_overhead_ns`` in every action
     of every block beside what is ``stated`` (None: nothing). ``replicas`` is how many copies of the whole pipeline
     share every micro-batch, ``zero`` what replicas divide of what they keep: a level, or :data:`AUTO`; None is level 0,
-    in a table of uniform layouts 0 or 1, and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
+    in a table of uniform layouts any, and AUTO where nothing fits. Of AUTO ``auto_level`` is one of its ``levels``.
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
-    of a chain, ``context`` how many of them, or groups, share each sequence, ``positions`` how many devices, or groups
-    of them, blocks pass in turn, ``spread`` whether shared blocks stand on all devices, ``num_parted`` how many
-    leading micro-batches run their warmup forwards in two parts. ``planner`` is who chooses the stages: a published
-    planner alone (:mod:`pipeplan.planning.planners`), or ``auto``. ``late_inputs`` says whether actions may wait inside
-    for messages (:mod:`pipeplan.costs.late_inputs`); None: where that is shorter. ``time_limit`` is in seconds: by the
-    clock, or ``deterministic`` by work that takes about as long.
+    of a chain, ``context`` how many of them, or groups, share each sequence, ``expert`` how many devices of a stage
+    share experts, ``positions`` how many devices, or groups of them, blocks pass in turn, ``spread`` whether shared
+    blocks stand on all devices, ``num_parted`` how many leading micro-batches run their warmup forwards in two parts.
+    ``planner`` is who chooses the stages: a published planner alone (:mod:`pipeplan.planning.planners`), or ``auto``.
+    ``late_inputs`` says whether actions may wait inside for messages (:mod:`pipeplan.costs.late_inputs`); None: where
+    that is shorter. ``time_limit`` is in seconds: by the clock, or ``deterministic`` by work that takes about as long.
 
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
     ``samples_assumed``: nobody said how many samples an iteration has.
@@ -178,6 +178,7 @@ class Request:
     auto_level: int = 1
     shards: int | None = None
     context: int | None = None
+    expert: int | None = None
     positions: int | None = None
     spread: bool | None = None
     num_parted: int | None = None
@@ -336,6 +337,8 @@ class Request:
             _require_shards(profile, chosen, num_devices, asked, others.get("spread"))
         if asked.positions is not None:
             _require_positions(profile, chosen, num_devices, asked)
+        if (expert := others.get("expert")) is not None:
+            _require_experts(profile, chosen, num_devices, asked, expert, others)
         made = cls(
             profile,
             num_devices,
@@ -509,6 +512,44 @@ def _require_shards(
         raise UsageError(f"{flag}{also} does not divide {num_devices} devices; {other}")
 
 
+def _require_experts(
+    profile: Profile,
+    placement: Placement | str,
+    num_devices: int,
+    asked: AskedSizes,
+    expert: int,
+    others: Mapping[str, Any],
+) -> None:
+    """That experts can be shared by so many devices. Raises UsageError, which says by how many they can."""
+    flag = f"--ep {expert}"
+    if expert == 1:
+        return
+    _require_strategy(profile, placement, flag, "how many devices share experts")
+    if others.get("spread"):
+        raise UsageError(f"{flag} and --shard-shared yes do not go together; leave one of them out")
+    if others.get("zero") in (2, 3):
+        raise UsageError(f"{flag} and --zero {others['zero']} do not go together yet; give --zero 1, or 0")
+    known = {block.id: {row.expert for row in block.costs} for block in profile.blocks if block.expert_parameters}
+    if not known:
+        raise UsageError(f"{flag} would do nothing: no block of profile {profile.name!r} has experts; leave it out")
+    common = sorted(set.intersection(*known.values()))
+    without = next((name for name, own in known.items() if expert not in own), None)
+    if without is not None:
+        raise UsageError(
+            f"{flag}: block {without!r} of profile {profile.name!r} has costs where {_listed(sorted(known[without]))} "
+            f"devices share experts, not for {expert}; choose --ep {_listed(common)}, or profile with --estimate "
+            f"--expert {expert}"
+        )
+    given, also = asked.beside("shards", "context", "replicas")
+    every = None not in (asked.shards, asked.context, asked.replicas)
+    most = given if every else num_devices // (asked.positions or 1)
+    if most % expert if every else most < expert:
+        fitting = [count for count in common if (most % count == 0 if every else count <= most)]
+        where = f"{also.removeprefix(' x ') or '1 device'} at each position" if every else f"{most} devices"
+        says = f"does not divide {where}" if every else f"is more than the {where} that a stage can have"
+        raise UsageError(f"{flag} {says}; choose --ep {_listed(fitting or [1])}")
+
+
 def _require_strategy(profile: Profile, placement: Placement | str, flag: str, what: str) -> None:
     """That a strategy places the blocks. Raises UsageError where a placement or rules say ``what`` the flag is for."""
     if isinstance(placement, Placement) or placement == SUBMODULES:
@@ -591,6 +632,11 @@ def _request_notes(request: Request) -> Iterator[str]:
         yield (
             f"{inside} devices that split a block are in several nodes of {request.unit}, but the profile has "
             "the time of their messages as it was made: inside a node, unless profile was given this --cluster"
+        )
+    if request.unit < (most := max((row.expert for block in profile.blocks for row in block.costs), default=1)):
+        yield (
+            f"up to {most} devices that share experts are in several nodes of {request.unit}: the profile has the time "
+            "of what they send each other as it was made, inside a node unless profile was given this --cluster"
         )
     timed = sum(edge.transfer_ns is not None for edge in edges)
     if cluster is None:

@@ -18,6 +18,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
+from pipeplan.costs.experts import Experts
 from pipeplan.costs.zero import AUTO, WHOLE, Zero
 from pipeplan.errors import InfeasibleError, NotApplicableError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan
@@ -129,7 +130,7 @@ def _eased(request: Request, trial: Trial, index: int, budget: Budget) -> Iterat
     if whole[1] is not None or stage.configurations or budget.expired:
         return
     size = (stage.microbatch_size or trial.candidate.batch.microbatch_size) // stage.replicas
-    choices = choices_of(request.profile, stage.blocks, size, stage.shards, stage.context)
+    choices = choices_of(request.profile, stage.blocks, size, stage.shards, stage.context, Experts.of(stage))
     low, high = 1, choices.num_undominated
     while low < high and not budget.expired:
         middle = (low + high) // 2

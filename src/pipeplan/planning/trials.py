@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from pipeplan.costs import build_workload, can_split
 from pipeplan.costs.late_inputs import with_late_inputs
-from pipeplan.costs.zero import AUTO
+from pipeplan.costs.zero import AUTO, GATHERED, IN_ACTIONS, Zero
 from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement, Plan
 from pipeplan.partition.mapping import mapped
@@ -42,7 +42,8 @@ from pipeplan.schedule.state import Progress, Schedule, SearchStep, complexity, 
 from pipeplan.schedule.steps import STEPS, RepetendSearch
 from pipeplan.time_limit import shielded
 from pipeplan.workload.bounds import weak_iteration_bound
-from pipeplan.workload.kinds import GRADIENTS
+from pipeplan.workload.elements import Stage
+from pipeplan.workload.kinds import GRADIENTS, PARAMETERS
 from pipeplan.workload.one_microbatch import device_groups
 from pipeplan.workload.workload import Workload
 
@@ -57,7 +58,8 @@ def may_move(request: Request, candidate: PlacementCandidate) -> bool:
         return False
     everywhere = candidate.placement.num_devices
     return not any(
-        stage.shards * stage.context > 1 and (stage.replicas > 1 or stage.shards * stage.context < everywhere)
+        max(stage.shards * stage.context, stage.expert) > 1
+        and (stage.replicas > 1 or stage.shards * stage.context < everywhere)
         for stage in stages
     )
 
@@ -89,7 +91,7 @@ def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCand
     sync = [0] * len(sizes)
     for stage in workload.stages:
         if stage.copies > 1:
-            sync[group_of[stage.devices[0]]] += stage.state[GRADIENTS]
+            sync[group_of[stage.devices[0]]] += _summed_bytes(stage, workload)
     static = [workload.static_bytes(group_of.index(group)) for group in range(len(sizes))]
     try:
         found = mapped(
@@ -110,6 +112,20 @@ def on_cluster(request: Request, candidate: PlacementCandidate) -> PlacementCand
         for stage in candidate.placement.stages
     )
     return replace(candidate, placement=candidate.placement.model_copy(update={"stages": stages}))
+
+
+def _summed_bytes(stage: Stage, workload: Workload) -> int:
+    """Bytes of the sums of all copies of a stage that take as long as all that these exchange in an iteration.
+
+    By levels 2 and 3 (:mod:`pipeplan.costs.zero`) half of a sum is exchanged of gradients with each micro-batch, and of
+    parameters before its forward and before its backward.
+    """
+    zero, gradients = Zero.of(stage), stage.state[GRADIENTS]
+    if zero.level < IN_ACTIONS:
+        return gradients
+    gathered = stage.state[PARAMETERS] if zero.level >= GATHERED else 0
+    actions = workload.mini_batch // (stage.microbatch_size * workload.num_routes)
+    return actions * zero.group * (gradients + 2 * gathered) // 2
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
@@ -19,8 +20,9 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, can_split, transfer_time
 from pipeplan.costs.after import AfterActions, least_steps_ns
+from pipeplan.costs.experts import Experts
 from pipeplan.costs.stages import state_costs
-from pipeplan.costs.zero import WHOLE, Zero
+from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanged, Exchanging, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Edge, Profile
 from pipeplan.partition.chain.costs import Array, FloatArray
@@ -57,6 +59,7 @@ class Choice:
     usual: Usual | None = None
     chunks: int | None = None
     context: int = 1
+    expert: int = 1
 
     @property
     def width(self) -> int:
@@ -77,7 +80,8 @@ class Choice:
     def pricing(self) -> Pricing:
         """What a device's costs are for."""
         samples = self.batch.microbatch_size // self.replicas
-        return Pricing(samples, self.recompute, self.shards, self.zero, self.context)
+        experts = Experts.among(self.expert, self.shards, self.copies, self.zero.level, self.zero.group)
+        return Pricing(samples, self.recompute, self.shards, self.zero, self.context, experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +107,17 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
     keys = dict.fromkeys((one.pricing, one.levels) for one in checked(choices))
     whole = {
         key: _Sums.of(request, blocks, *key)
-        for key in checked(dict.fromkeys((pricing._replace(zero=WHOLE), levels) for pricing, levels in keys), 1)
+        for key in checked(dict.fromkeys((_undivided(pricing), levels) for pricing, levels in keys), 1)
     }
     kept = {
-        (shards, zero): blocks.kept(shards, zero)
-        for shards, zero in checked(dict.fromkeys((pricing.shards, pricing.zero) for pricing, _ in keys), 1)
-        if zero != WHOLE
+        key: (blocks.kept(*key), blocks.exchanging_bytes(*key[:2]))
+        for key in checked(dict.fromkeys(map(_dividing, (pricing for pricing, _ in keys))), 1)
+        if key[1] != WHOLE
     }
     sums = {
         (pricing, levels): own
-        if (own := whole[pricing._replace(zero=WHOLE), levels]) is None or pricing.zero == WHOLE
-        else own.shared(kept[pricing.shards, pricing.zero])
+        if (own := whole[_undivided(pricing), levels]) is None or pricing.zero == WHOLE
+        else own.shared(*kept[_dividing(pricing)])
         for pricing, levels in checked(keys, 1)
     }
     kinds = dict.fromkeys((choice.strategy, choice.per_position) for choice in checked(choices))
@@ -126,7 +130,7 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
     ]
     if not known:
         return []
-    table = _BoundTable.of(request, *map(list, zip(*known, strict=True)))
+    table = _BoundTable.of(request, blocks, *map(list, zip(*known, strict=True)))
     fewer = np.array(_fewer([choice for choice, _, _ in known]))
     order = np.lexsort((table.usual, fewer, ~table.fits))
     found: list[BoundedChoice] = []
@@ -140,6 +144,16 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
         figures = int(table.least[row]), float(table.usual[row]), float(table.needs[row])
         found.append(BoundedChoice(replace(choice, usual=own_usual), *figures))
     return found
+
+
+def _undivided(pricing: Pricing) -> Pricing:
+    """The same where copies divide nothing."""
+    return pricing._replace(zero=WHOLE, experts=pricing.experts._replace(zero=WHOLE))
+
+
+def _dividing(pricing: Pricing) -> tuple[int, Zero, Experts]:
+    """What the state on a device depends on."""
+    return pricing.shards, pricing.zero, pricing.experts
 
 
 def _fewer(choices: Sequence[Choice]) -> list[bool]:
@@ -197,10 +211,24 @@ class Blocks:
         known = pricing.costs(self.profile, self.each)
         return [known[kind] for kind in self.kinds]
 
-    def kept(self, shards: int, zero: Zero) -> list[StageCost]:
+    def exchanged_ns(self, pricing: Pricing, exchanging: Exchanging) -> int:
+        """Ns by which what copies exchange of all blocks, beside compute, takes longer than that."""
+        blocks, recipe = {block.id: block for block in self.profile.blocks}, self.profile.recipe
+        longer = []
+        for name, cost in zip(self.each, pricing.costs(self.profile, self.each), strict=True):
+            gather, reduce = exchanging.times(Exchanged.of(blocks[name], recipe, pricing.zero, pricing.shards))
+            longer.append(2 * gather + reduce - cost.compute_ns)
+        return max(0, sum(longer[kind] for kind in self.kinds))
+
+    def kept(self, shards: int, zero: Zero, experts: Experts) -> list[StageCost]:
         """[block] only what it keeps. Raises UsageError where one shares what it would gather."""
-        known = state_costs(self.profile, self.each, shards, zero)
+        known = state_costs(self.profile, self.each, shards, zero, experts)
         return [known[kind] for kind in self.kinds]
+
+    def exchanging_bytes(self, shards: int, zero: Zero) -> int:
+        """Bytes that are there whole while a block runs, of what copies divide: at most."""
+        blocks, recipe = {block.id: block for block in self.profile.blocks}, self.profile.recipe
+        return max(Exchanged.of(blocks[name], recipe, zero, shards).workspace_bytes for name in self.each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,11 +316,17 @@ class _Sums:
             eased=_eased(costs, blocks.costs(pricing._replace(recompute=request.recompute or False))),
         )
 
-    def shared(self, kept: Sequence[StageCost]) -> _Sums:
-        """The same where replicas divide what they keep: these are the blocks' states."""
+    def shared(self, kept: Sequence[StageCost], whole_bytes: int) -> _Sums:
+        """The same where replicas divide what they keep: the blocks' states, and what is whole while a block runs."""
         static, gradients = _static_bytes(kept)
         alone = max(cost.static_bytes + beside for cost, beside in zip(kept, self.beside_bytes, strict=True))
-        return replace(self, static_bytes=static, gradient_bytes=gradients, alone_bytes=alone)
+        return replace(
+            self,
+            static_bytes=static,
+            gradient_bytes=gradients,
+            alone_bytes=alone,
+            workspace_bytes=self.workspace_bytes + whole_bytes,
+        )
 
 
 def _static_bytes(costs: Sequence[StageCost]) -> tuple[int, int]:
@@ -412,7 +446,12 @@ class _BoundTable:
 
     @classmethod
     def of(
-        cls, request: Request, choices: Sequence[Choice], usual: Sequence[Usual], sums: Sequence[_Sums]
+        cls,
+        request: Request,
+        blocks: Blocks,
+        choices: Sequence[Choice],
+        usual: Sequence[Usual],
+        sums: Sequence[_Sums],
     ) -> _BoundTable:
         """Of these choices, each with a usual schedule and the sums of its costs."""
         schedules = _by_usual(choices, usual)
@@ -462,9 +501,9 @@ class _BoundTable:
         even = work / p  # of several stages on a position, some are longer and others shorter than that
         uneven = np.maximum(0.0, longest[of_line, p.astype(np.int64) - 1] - even) / per_position
         paced = column(_paced(choices, [each.sums_ns for each in sums]))
-        busiest = np.where(paced > 0, paced, even + uneven) + again / p
-        after = AfterActions.of(request.profile, request.cluster)
-        sums_ns = column(_after_ns(after, each, own) for each, own in zip(choices, sums, strict=True))
+        exchanged = column(_exchanged_ns(request, blocks, choices))
+        busiest = np.where(paced > 0, paced, even + uneven) + (again + exchanged) / p
+        sums_ns = column(_after_ns(request, choices, sums))
         stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.width for each in choices))
         hops = 2 * (p * per_position - 1) * column(_hops_ns(request, choices))  # of the first and the last micro-batch
         usual_ns = np.maximum(m * busiest + (p - 1) * np.maximum(0.0, ramps) + hops, least) + sums_ns
@@ -565,6 +604,20 @@ def _paced(choices: Sequence[Choice], lines: Sequence[Array]) -> Iterator[float]
         yield known[key]
 
 
+def _exchanged_ns(request: Request, blocks: Blocks, choices: Sequence[Choice]) -> Iterator[int]:
+    """[choice] ns that a micro-batch's actions wait for what copies exchange, on the cluster's first devices."""
+    known: dict[tuple[Pricing, int], int] = {}
+    for choice in choices:
+        if request.cluster is None or choice.zero.level < IN_ACTIONS:
+            yield 0
+            continue
+        key = choice.pricing, choice.copies
+        if key not in known:
+            near = Exchanging.on_first(request.cluster, choice.shards, choice.copies, choice.zero)
+            known[key] = blocks.exchanged_ns(choice.pricing, near)
+        yield known[key]
+
+
 def _hops_ns(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
     """[choice] ns of a message of one micro-batch between neighbours, of the profile's edges that of a middling one."""
     edges = request.profile.edges
@@ -587,7 +640,24 @@ _MOST_LOOKED_AT = 64
 """Of a thousand positions each is much like its neighbours."""
 
 
-def _after_ns(after: AfterActions, choice: Choice, sums: _Sums) -> int:
-    """Ns that an even stage takes after its actions: summing gradients over its replicas, step, gather."""
-    own = replace(after, shards=choice.shards, sharing=lambda _: choice.zero)
-    return own(sums.gradient_bytes // (choice.positions or 1), choice.copies)
+def _always(zero: Zero, copies: int) -> Zero:
+    return zero
+
+
+def _after_ns(request: Request, choices: Sequence[Choice], sums: Sequence[_Sums]) -> Iterator[int]:
+    """[choice] ns that an even stage takes after its actions: summing gradients over its replicas, step, gather."""
+    after = AfterActions.of(request.profile, request.cluster)
+    of_experts = after.of_experts
+    known: dict[tuple[object, ...], int] = {}
+    for choice, own in zip(choices, sums, strict=True):
+        positions, experts = choice.positions or 1, choice.pricing.experts
+        apart = of_experts // experts.size if experts.size > 1 else 0
+        each = (max(0, own.gradient_bytes - apart) // positions, choice.shards, choice.copies, choice.zero)
+        both = [each]
+        if apart:
+            both.append((apart // positions, experts.size, choice.copies * choice.shards // experts.size, experts.zero))
+        for key in both:
+            if key not in known:
+                size, shards, copies, zero = key
+                known[key] = replace(after, shards=shards, sharing=partial(_always, zero))(size, copies)
+        yield sum(known[key] for key in both)

@@ -154,7 +154,7 @@ class _Widths:
         """How a stage may run on devices from the ``first`` on, all before the ``end``, where it fits."""
         request, unit = self.request, self.request.unit
         held = min(batch.num_microbatches, in_flight)
-        for shards in sorted({each.shards for each in open_splits(request) if each.context == 1}):
+        for shards in sorted({each.shards for each in open_splits(request) if each.context == each.expert == 1}):
             for replicas in range(1, (end - first) // shards + 1):
                 units = range(first, first + shards * replicas, shards)
                 if batch.microbatch_size % replicas or any(x // unit != (x + shards - 1) // unit for x in units):

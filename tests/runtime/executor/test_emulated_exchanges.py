@@ -1,15 +1,12 @@
-"""A rank that emulates exchanges state as the plan says: every action starts when the plan has it start."""
+"""A network that follows a program, as a rank that emulates has it: every action starts when the plan has it start."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from builders.sharded import sharded_plan
-from pipeplan.runtime.executor.emulate import EmulatedNetwork
 from pipeplan.runtime.executor.rank_program import planned_programs
+from pipeplan.workload.program_network import ProgramNetwork
 
 
 @pytest.mark.parametrize("rank", [0, 3])
@@ -17,8 +14,8 @@ from pipeplan.runtime.executor.rank_program import planned_programs
 def test_networks_let_actions_start_when_the_plan_does(rank: int, stretch: int) -> None:
     """In a time in which the rank is never late, from a step's beginning at 7 ns on."""
     plan = sharded_plan()
-    pace: Any = SimpleNamespace(now=lambda: 7, stretched=lambda ns: stretch * ns)
-    network = EmulatedNetwork(plan, rank, pace)
+    network = ProgramNetwork(plan.stages, plan.programs[rank], lambda ns: stretch * ns)
+    network.restart(7)
     free = 0
     steps = [step for step in planned_programs(plan)[rank].steps if step.message is None]
     waited = 0
@@ -29,11 +26,11 @@ def test_networks_let_actions_start_when_the_plan_does(rank: int, stretch: int) 
             for each in plan.dependencies
             if each.target == operation.id
         ]
-        ready, exchanged = max([free, *inputs]), network.exchange(step)
+        ready, exchanged = max([free, *inputs]), network.exchange(step.counter, step.action)
         start = plan.starts_ns[operation.id][number]
         assert 7 + stretch * start == max(7 + stretch * ready, exchanged)
         waited += exchanged > 7 + stretch * ready
-        network.begin(step, 7 + stretch * start)
+        network.begin(step.action, 7 + stretch * start)
         free = start + operation.duration_ns
     assert waited, "some action waits for the network"
     assert len(steps) == 6

@@ -43,9 +43,8 @@ from pipeplan.runtime.executor.tensors import Produced, Received, TensorSpec
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult, StepResult, run_job
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
 from pipeplan.units import format_ns
-from pipeplan.workload.action import StateAction
 from pipeplan.workload.elements import Hop
-from pipeplan.workload.kinds import GRADIENT_ROLES, PARAMETER_ROLES, RESHARD, UNSHARD, Role
+from pipeplan.workload.program_network import ProgramNetwork
 from pipeplan.workload.tail import tail_at
 
 _CPU = torch.device("cpu")
@@ -115,7 +114,7 @@ class _Emulation:
         with lost_others(progress):
             groups.connect("gloo", timeout)
             channels = EmulatedChannels(self._program, specs, timeout, hops, pace, blocking=options.blocking)
-        self._network = network = EmulatedNetwork(plan, progress.rank, pace)
+        self._network = network = ProgramNetwork(plan.stages, plan.programs[progress.rank], pace.stretched)
         runners = {
             index: EmulatedRunner(plan, self._program.tensors, specs, pace, groups.of(stage.devices), network)
             for index, stage in enumerate(plan.stages)
@@ -181,7 +180,7 @@ class _Emulation:
         self._progress.step = step
         self.all_ranks.begin()
         self._pace.restart()
-        self._network.restart()
+        self._network.restart(self._pace.now())
         actions = self.all_ranks.resolve(self._executor.run(_NO_SAMPLES, copies))
         texts = self._program.texts
         computed = extent([action for action in actions if "_" not in texts[action[0]]])  # a message is 1SEND_F0
@@ -261,72 +260,6 @@ def _blocks() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if sys.platform == "linux" else time.monotonic_ns()
 
 
-class EmulatedNetwork:
-    """A rank's network, which gathers and reduces what replicas divide, beside what the rank computes.
-
-    Exchanges have no other side here: all devices of a stage exchange the same in turn, from starts of actions that
-    they have agreed on, so that each knows when the others do.
-    """
-
-    def __init__(self, plan: Plan, rank: int, pace: Pace) -> None:
-        self._plan, self._pace = plan, pace
-        self._asked = dict[int, list[StateAction]]()  # what stands between an action and the one before it
-        waiting = list[StateAction]()
-        for counter, text in enumerate(plan.programs[rank]):
-            state = StateAction.read(text)
-            if state is not None:
-                waiting.append(state)
-            elif "_" not in text:  # a message is 1SEND_F0
-                self._asked[counter], waiting = waiting, []
-        self.restart()
-
-    def restart(self) -> None:
-        """Nothing is gathered, and nothing is to be reduced."""
-        self._free_ns = self._begun_ns = self._pace.now()
-        self._last: tuple[int, Role] | None = None
-        self._arrived = defaultdict[tuple[int, int], int](int)
-        self._given_up = defaultdict[tuple[int, int], int](int)
-        self._ready = defaultdict[tuple[int, int], int](int)
-        self._reduced = defaultdict[tuple[int, int], int](int)
-
-    def exchange(self, step: ProgramStep) -> int:
-        """Run what stands before an action; ns from which on it lets that start."""
-        asked = self._asked[step.counter]
-        for state in asked:
-            place, group = (state.stage, state.group or 0), self._plan.stages[state.stage].block_groups
-            blocks = group[place[1]]
-            if state.kind == RESHARD:
-                assert self._last is not None
-                self._given_up[place] = self._begun_ns + self._moment(*self._last, place[1])[1]
-                continue
-            gathers = state.kind == UNSHARD
-            ready = self._given_up[place] if gathers else self._ready[place]
-            took = self._pace.stretched(blocks.unshard_ns if gathers else blocks.reduce_ns)
-            self._free_ns = max(self._free_ns, self._begun_ns, ready) + took
-            (self._arrived if gathers else self._reduced)[place] = self._free_ns
-        stage, role, least = step.action.stage, step.action.role, 0
-        for number in range(len(self._plan.stages[stage].block_groups)):
-            before = self._moment(stage, role, number)[0]
-            if role in PARAMETER_ROLES:
-                least = max(least, self._arrived[stage, number] - before)
-            if role in GRADIENT_ROLES:
-                least = max(least, self._reduced[stage, number] - before)
-        return least
-
-    def begin(self, step: ProgramStep, start_ns: int) -> None:
-        """An action starts."""
-        stage, role = step.action.stage, step.action.role
-        self._begun_ns, self._last = start_ns, (stage, role)
-        for number in range(len(self._plan.stages[stage].block_groups) if role in GRADIENT_ROLES else 0):
-            self._ready[stage, number] = start_ns + self._moment(stage, role, number)[1]
-
-    def _moment(self, stage: int, role: Role, number: int) -> tuple[int, int]:
-        """When an action comes to a group of blocks and has done with it, in ns since its start."""
-        times = [each.time_in(role) for each in self._plan.stages[stage].block_groups]
-        before = sum(times[:number] if role is Role.FORWARD else times[number + 1 :])
-        return self._pace.stretched(before), self._pace.stretched(before + times[number])
-
-
 @dataclass(frozen=True, slots=True)
 class EmulatedRunner:
     """A stage or custom op whose actions sleep as long as the plan says, from when all of ``group`` can start."""
@@ -336,15 +269,15 @@ class EmulatedRunner:
     specs: Mapping[str, TensorSpec]
     pace: Pace
     group: RankGroup
-    network: EmulatedNetwork
+    network: ProgramNetwork
     idle: ClassVar[bool] = True
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Rows, made at the end. Agreeing with the other devices on the start is part of an action's time."""
         needed = [_stamp(rows) for given in inputs.values() for _, rows in given]
-        exchanged = self.network.exchange(step)
+        exchanged = self.network.exchange(step.counter, step.action)
         start_ns = self.group.latest(max([self.pace.free_ns(), *needed, exchanged]))
-        self.network.begin(step, start_ns)
+        self.network.begin(step.action, start_ns)
         end_ns = start_ns + self.pace.stretched(_duration_ns(self.plan, step))
         made = self._made(step, end_ns)
         self.pace.until(end_ns)

@@ -185,9 +185,9 @@ class StageRunner:
             return {}
         given = {own: inputs.get(own, ()) for own in step.samples}
         if step.part is None:
-            return self.backward(step.action.microbatch, given, sorted(self._returned()))
+            return self.backward(step.action.microbatch, given)
         names = {name for message, _ in step.gives for name in self.part.inputs[message.target]}
-        return self.backward(step.action.microbatch, given, sorted(names), step.part)
+        return self.backward(step.action.microbatch, given, step.part, names)
 
     def forward(
         self, own: Numbers, received: Mapping[str, Tensor], samples: MiniBatch, part: int = 0
@@ -247,13 +247,13 @@ class StageRunner:
         return loss
 
     def backward(
-        self, microbatch: int, gradients: Received, returned: Sequence[str], part: int | None = None
+        self, microbatch: int, gradients: Received, part: int | None = None, names: Iterable[str] | None = None
     ) -> Produced:
         """Gradients of what each forward received, by block; those of parameters add up, or wait for W where split.
 
         ``gradients`` are of the outputs of each of the micro-batch's forwards, known by its samples. Or those of a
-        ``part``, which goes back through the blocks of one of forward's. ``returned`` are the blocks whose gradients
-        are given, in one order on all ranks, which gather slices. Raises StageError.
+        ``part``, which goes back through the blocks of one of forward's. ``names`` are the blocks whose gradients it
+        gives, by default all that came. Raises StageError.
         """
         last = part is None or part == len(self.part.cuts)
         helds = {own: self._held.pop(own) if last else self._held[own] for own in gradients}
@@ -263,6 +263,7 @@ class StageRunner:
         roots = [root for held in helds.values() for root in _roots(held)]
         with stage_errors(f"backward of its blocks {_range(self.part.blocks[blocks])}"):
             self._differentiate(microbatch, roots, last=last)
+        returned = sorted(self._returned() if names is None else names)  # all ranks gather slices in one order
         entering = self._entering(returned)
         return {
             own: {
