@@ -389,6 +389,7 @@ def _plain(request: Request) -> Iterator[Choice]:
         tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
         for each in chain.from_iterable(_uniform_of(same, *which) for which in tables):
             suits = each.choice.strategy in able and (name != "auto" or each.choice.usual == USUAL[0])
+            suits &= request.zero is not None or each.choice.zero.level < IN_ACTIONS  # exchanges take time to time
             if suits and each.choice not in seen:
                 seen.add(each.choice)
                 yield each.choice
@@ -1079,7 +1080,7 @@ class PublishedPlanners(CandidateStep):
     def candidates(self, request: Request) -> Iterator[Proposal]:
         if request.num_devices * len(request.profile.blocks) > self.most:
             return
-        planners: dict[str, Callable[[PartitionProblem], Iterator[Partition]]] = {
+        planners: dict[str, Partitioner] = {
             "PipeDream": pipedream,
             "DAPPLE": dapple,
             "Piper": partial(piper, max_downsets=self.downsets),
@@ -1088,12 +1089,48 @@ class PublishedPlanners(CandidateStep):
             yield partial(_tried, _one_published, request, name, planner, size)
 
 
-def _one_published(
-    request: Request, name: str, planner: Callable[[PartitionProblem], Iterator[Partition]], size: int
-) -> PlacementCandidate:
+def _one_published(request: Request, name: str, planner: Partitioner, size: int) -> PlacementCandidate:
     placement = next(planner(_problem(request, [size], request.recomputes))).placement
     batch = Batch(request.batch.mini_batch // size, size)
     return PlacementCandidate(placement, batch, False, name)
+
+
+Partitioner = Callable[[PartitionProblem], Iterator[Partition]]
+
+
+def published_alone(
+    request: Request, name: str, planner: Partitioner, *, each_stage: bool = False
+) -> Iterator[Proposal]:
+    """Only what a planner of stages in a line chooses: for each size, since its paper is given one.
+
+    Stages recompute each as the planner finds best (``each_stage``), or all alike as it is asked. Where blocks are no
+    line, every stage still waits for the one before it, as in the systems that these planners are for.
+    """
+    sizes = open_sizes(request)
+    if request.replicas is not None:  # which share each micro-batch
+        sizes = [size for size in sizes if size % request.replicas == 0] or sizes
+    ways = [request.recomputes] if each_stage else [(again,) for again in request.recomputes]
+    for size, recomputes in product(sizes, ways):
+        yield partial(_tried, _in_a_line, request, name, planner, size, recomputes)
+
+
+def _in_a_line(
+    request: Request, name: str, planner: Partitioner, size: int, recomputes: Sequence[Again]
+) -> PlacementCandidate:
+    problem = _problem(request, [size], recomputes, replicas=request.replicas)
+    placement = next(planner(problem)).placement
+    if not_joined(request.profile) is not None:
+        placement = placement.model_copy(update={"strategy": "sequential"})
+    return PlacementCandidate(placement, Batch(request.batch.mini_batch // size, size), False, name)
+
+
+def not_joined(profile: Profile) -> tuple[str, str] | None:
+    """The first two neighbours in topological order that no edge joins; None where blocks are a line.
+
+    A line may have edges beside those from each block to the next.
+    """
+    joined = {(edge.source, edge.target) for edge in profile.edges}
+    return next((pair for pair in pairwise(profile.topological_order()) if pair not in joined), None)
 
 
 def _tried(make: Callable[..., PlacementCandidate], *arguments: object, **named: object) -> CandidateOrError:
