@@ -477,6 +477,13 @@ def frontier(
     mini_batch: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
+    chunks: int | None = None,
+    replicas: int | None = None,
+    tp: int | Literal["auto"] = "auto",
+    cp: int | Literal["auto"] = "auto",
+    ep: int | Literal["auto"] = "auto",
+    pp: int | None = None,
+    recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     split_level: Literal["block", "operator"] = "block",
     device: str | None = None,
     data_parallel_loading: bool = False,
@@ -502,6 +509,7 @@ def frontier(
         mini_batch: samples per iteration, on any number of devices.
         zero: with ``plans``: sharded state, as in :func:`search`; by default none.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
+        chunks, replicas, tp, cp, ep, pp, recompute: with ``plans``: as in :func:`search`; by default searched.
         split_level: what is split as a unit: whole blocks, the way plans run them, or each operator.
         device: preset to estimate split times for, as ``"a100-80gb"``; by default the profile's.
         data_parallel_loading: inputs arrive already split by samples over all devices.

@@ -221,7 +221,7 @@ def test_costs_that_no_point_uses_are_said(profile_path: Path, tmp_path: Path) -
     )
     path = tmp_path / "shared.json"
     write_file(profile.model_copy(update={"blocks": blocks}), str(path))
-    says = "no point has devices that share sequences, for which the profile has costs: search and compare do (--cp)"
+    says = "no point has devices that share sequences, for which the profile has costs: those of --plans do (--cp)"
     for given, expected in ((path, 1), (profile_path, 0)):
         notes = json.loads(run(given, "--devices", 2, "--mini-batch", 4, "--json").stdout)["notes"]
         assert notes.count(says) == expected

@@ -23,10 +23,12 @@ from pipeplan.cli.shared import (
     RenamedOption,
     Status,
     asked_profile,
+    asked_sizes,
     given_file,
     limited,
     recipe_options,
     require_folder,
+    size_options,
     zero_options,
 )
 from pipeplan.errors import PipeplanError, UsageError
@@ -39,6 +41,15 @@ _ONLY_SPLITS = {
     "device": "--device",
     "data_parallel_loading": "--data-parallel-loading",
     "tolerance": "--tolerance",
+}
+_ONLY_PLANS = {
+    "shards": "--tp",
+    "positions": "--pp",
+    "replicas": "--dp",
+    "context": "--cp",
+    "expert": "--ep",
+    "chunks": "--vp",
+    "recompute": "--recompute",
 }
 _DEVICES = (
     "Numbers of devices to consider; with --mode min-devices a single number is the maximum.  [default: the cluster's; "
@@ -66,6 +77,7 @@ _MODES = ("all", "min-time", "min-devices", "profile")
 @MEMORY_RESERVE
 @recipe_options
 @zero_options
+@size_options
 @click.option(
     "--mode",
     type=OneOf(_MODES),
@@ -181,6 +193,9 @@ def frontier_request(ctx: click.Context) -> Request:
     for parameter, flag in _ONLY_SPLITS.items() if flags["plans"] else ():
         if ctx.get_parameter_source(parameter) is ParameterSource.COMMANDLINE:
             raise UsageError(f"{flag} has no effect with --plans; leave out {flag} or --plans")
+    for parameter, flag in () if flags["plans"] else _ONLY_PLANS.items():
+        if ctx.get_parameter_source(parameter) is ParameterSource.COMMANDLINE:
+            raise UsageError(f"{flag} is for pipelines, and one stage is none; give --plans, too, or leave {flag} out")
     splitting = _api.Splitting(
         device=flags["device"],
         whole_blocks=flags["split_level"] == "block",
@@ -199,6 +214,7 @@ def frontier_request(ctx: click.Context) -> Request:
         time_limit=None if flags["time_limit"] is None else flags["time_limit"] / 1e9,
         mode=flags["mode"],
         splitting=None if flags["plans"] else splitting,
+        **(asked_sizes(flags) if flags["plans"] else {}),
     )
 
 

@@ -248,34 +248,7 @@ def asked_profile(flags: Mapping[str, Any]) -> Profile:
     return _api.with_asked_recipe(given_file("profile", flags["profile_path"]), *asked)
 
 
-MEMORY_RESERVE = click.option(
-    "--memory-reserve",
-    type=BYTES,
-    help="Part of that memory to keep free for the CUDA context, communication buffers and the allocator.  "
-    "[default: the cluster's; 0 with --memory]",
-)
-
-_OPTIONS = (
-    click.argument("profile_path", type=FILE, metavar="PROFILE"),
-    click.option("--devices", type=click.IntRange(min=1), help="Number of devices.  [default: the placement's]"),
-    click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links."),
-    click.option(
-        "--memory", type=BYTES, help="Memory of each device, such as 16GB or 16GiB.  [default: the cluster's]"
-    ),
-    MEMORY_RESERVE,
-    *_RECIPE,
-    click.option(
-        *("--mini-batch", "--global-batch-size", "mini_batch"),
-        type=click.IntRange(min=1),
-        help="Global batch size: samples per iteration.  [default: 4 micro-batches per device]",
-    ),
-    click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples per micro-batch, over all replicas."),
-    click.option(
-        "--microbatches",
-        type=click.IntRange(min=1),
-        help="Micro-batches per iteration.  [default: 4 x devices; searched with --mini-batch]",
-    ),
-    click.option("--placement", cls=_PlacementOption, type=PLACEMENT, default="auto", metavar="NAME|FILE"),
+_COPIES = (
     click.option(
         *("--chunks", "--vp", "--virtual-stages", "chunks"),
         type=click.IntRange(min=1),
@@ -286,7 +259,9 @@ _OPTIONS = (
         type=click.IntRange(min=1),
         help="Data-parallel size: copies of the whole pipeline.  [default: searched]",
     ),
-    *_ZERO,
+)
+
+_SPLITS = (
     click.option(
         *("--tp", "--tensor-parallel", "shards"),
         type=AutoOr(1, _MOST),
@@ -316,6 +291,63 @@ _OPTIONS = (
         help="Pipeline-parallel size: how many devices (or groups of --tp x --cp x --dp) the model is spread over.  "
         "[default: searched]",
     ),
+)
+
+_RECOMPUTE_OPTION = click.option(
+    "--recompute",
+    type=Switch(_RECOMPUTE),
+    default="auto",
+    help="Activation checkpointing: where it is needed, nowhere, in attention cores, or everywhere.",
+)
+
+
+def size_options(command: _Command) -> _Command:
+    """Give a command the flags that say how devices are shared out, and what is recomputed."""
+    for option in reversed((*_COPIES, *_SPLITS, _RECOMPUTE_OPTION)):
+        command = option(command)
+    return command
+
+
+def asked_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request that the flags of :func:`size_options` say."""
+    return {
+        **{name: flags[name] for name in ("chunks", "replicas", "positions")},
+        **{name: _number(flags[name]) for name in ("shards", "context", "expert")},
+        "recompute": _RECOMPUTE[flags["recompute"]],
+    }
+
+
+MEMORY_RESERVE = click.option(
+    "--memory-reserve",
+    type=BYTES,
+    help="Part of that memory to keep free for the CUDA context, communication buffers and the allocator.  "
+    "[default: the cluster's; 0 with --memory]",
+)
+
+_OPTIONS = (
+    click.argument("profile_path", type=FILE, metavar="PROFILE"),
+    click.option("--devices", type=click.IntRange(min=1), help="Number of devices.  [default: the placement's]"),
+    click.option("--cluster", "cluster_path", type=FILE, metavar="FILE", help="Cluster file: devices, memory, links."),
+    click.option(
+        "--memory", type=BYTES, help="Memory of each device, such as 16GB or 16GiB.  [default: the cluster's]"
+    ),
+    MEMORY_RESERVE,
+    *_RECIPE,
+    click.option(
+        *("--mini-batch", "--global-batch-size", "mini_batch"),
+        type=click.IntRange(min=1),
+        help="Global batch size: samples per iteration.  [default: 4 micro-batches per device]",
+    ),
+    click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples per micro-batch, over all replicas."),
+    click.option(
+        "--microbatches",
+        type=click.IntRange(min=1),
+        help="Micro-batches per iteration.  [default: 4 x devices; searched with --mini-batch]",
+    ),
+    click.option("--placement", cls=_PlacementOption, type=PLACEMENT, default="auto", metavar="NAME|FILE"),
+    *_COPIES,
+    *_ZERO,
+    *_SPLITS,
     click.option(
         *("--shard-shared", "spread"),
         cls=RenamedOption,
@@ -346,12 +378,7 @@ _OPTIONS = (
         help="Who chooses the stages: a published planner alone, by its own algorithm and objective; or auto, which is "
         "ours.",
     ),
-    click.option(
-        "--recompute",
-        type=Switch(_RECOMPUTE),
-        default="auto",
-        help="Activation checkpointing: where it is needed, nowhere, in attention cores, or everywhere.",
-    ),
+    _RECOMPUTE_OPTION,
     click.option("--unroll", type=AutoOr(1, 64), default="auto", metavar="auto|U", help="Micro-batches per repetend."),
     click.option(
         "--split-backward",
@@ -397,8 +424,8 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
     profile = asked_profile(flags)
     cluster = given_file("cluster", flags["cluster_path"])
     same = (
-        *("devices", "placement", "mini_batch", "microbatch_size", "chunks", "replicas", "zero", "zero_group"),
-        *("positions", "planner", "seed", "deterministic"),
+        *("devices", "placement", "mini_batch", "microbatch_size", "zero", "zero_group"),
+        *("planner", "seed", "deterministic"),
     )
     said: dict[str, Any] = {}
     if flags["slices"] is not None:
@@ -409,6 +436,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         profile,
         **{name: flags[name] for name in same},
         **said,
+        **asked_sizes(flags),
         cluster=cluster,
         num_microbatches=flags["microbatches"],
         memory_bytes=flags["memory"],
@@ -417,10 +445,6 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         rules=rules,
         unroll=_number(flags["unroll"]),
         split_overhead_ns=flags["split_overhead"],
-        recompute=_RECOMPUTE[flags["recompute"]],
-        shards=_number(flags["shards"]),
-        context=_number(flags["context"]),
-        expert=_number(flags["expert"]),
         spread=_YES_NO[flags["spread"]],
         launch_overhead_ns=flags["launch_overhead"],
         late_inputs=_YES_NO[flags["late_inputs"]],

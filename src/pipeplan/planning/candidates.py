@@ -233,6 +233,11 @@ def uniform_choices(request: Request) -> list[BoundedChoice]:
     return _uniform_of(_SameRequest(request)) if has_table(request) else []
 
 
+def uniform_layouts(request: Request) -> Iterator[BoundedChoice]:
+    """The same where no block is split, too; a layout once for each schedule that is usual for it."""
+    yield from _uniform_of(_SameRequest(request))
+
+
 def has_table(request: Request) -> bool:
     """Whether uniform layouts are one table: where only whole blocks are open, in pipelines of any length, there are
     fewer choices, on all devices."""

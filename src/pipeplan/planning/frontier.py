@@ -6,13 +6,13 @@ Beside its points stand what is proved of them, and what a reader must know.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from math import prod
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import device_preset
@@ -21,7 +21,16 @@ from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, changes_that_do, plan_frontier
-from pipeplan.planning.request import Batch, Request, Splitting, input_notes, resolve_batch
+from pipeplan.planning.request import (
+    AskedSizes,
+    Batch,
+    Request,
+    Splitting,
+    input_notes,
+    require_sizes,
+    resolve_batch,
+    sizes_between,
+)
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier, unprofiled_words
 from pipeplan.schedule.state import Progress, scheduler_words
 from pipeplan.sharding.cost_model import CostModel
@@ -161,8 +170,9 @@ def frontier_notes(request: Request) -> Iterator[str]:
     yield from input_notes(request)
     if reserve := max(request.reserve):
         yield f"memory does not include the reserve of {format_bytes(reserve)} on each device"
-    if any(row.context > 1 for block in request.profile.blocks for row in block.costs):
-        yield "no point has devices that share sequences, for which the profile has costs: search and compare do (--cp)"
+    shared = any(row.context > 1 for block in request.profile.blocks for row in block.costs)
+    if shared and request.splitting is not None:
+        yield "no point has devices that share sequences, for which the profile has costs: those of --plans do (--cp)"
     if request.cluster is None:
         return
     kinds = request.cluster.first(request.num_devices).devices
@@ -248,15 +258,23 @@ def frontier_request(
     time_limit: float | None = None,
     mode: Mode = "all",
     splitting: Splitting | None = None,
+    **sizes: Any,
 ) -> Request:
     """The request of a frontier: with ``splitting`` of one stage on all devices, else of whole plans.
 
-    The mini-batch is the same for all numbers of devices; that of one stage is one micro-batch.
+    The mini-batch is the same for all numbers of devices; that of one stage is one micro-batch. ``sizes`` are fields of
+    whole plans' requests that say how devices are shared out, and ``recompute``; without ``devices`` the numbers are
+    those of the default that can be shared out so.
 
     Raises:
-        UsageError: no number of devices is said, or more than the cluster has; a mode that needs a memory limit.
+        UsageError: no number of devices is said, or more than the cluster has; a mode that needs a memory limit;
+            devices that cannot be shared out as is said.
     """
+    if devices is None and cluster is None and all(sizes.get(name) for name in AskedSizes._fields):
+        devices = (prod(sizes[name] for name in AskedSizes._fields),)
     counts = _counts(devices, cluster, mode, splitting)
+    if splitting is None:
+        counts = _shared_out(profile, counts, sizes | {"zero": zero}, given=devices is not None)
     if splitting is not None and (zero, zero_group) != (None, None):
         raise UsageError(
             "--zero is for plans with replicas, and one stage has none; give --plans, too, or leave it out"
@@ -270,7 +288,7 @@ def frontier_request(
         profile,
         counts[-1],
         batch,
-        sizes=profile.microbatch_sizes if splitting is None else (),
+        sizes=() if splitting is not None else sizes_between(profile, batch.mini_batch),
         cluster=cluster,
         memory_bytes=memory_bytes,
         reserve_bytes=reserve_bytes,
@@ -280,11 +298,30 @@ def frontier_request(
         device_counts=counts,
         splitting=splitting,
         samples_assumed=mini_batch is None,
+        **sizes,
     )
     request.require_sharing()
     if mode == "min-devices" and all(each.least_memory is None for each in request.by_devices):
         raise UsageError("--mode min-devices: without a memory limit one device is enough; say --memory of each device")
     return request
+
+
+def _shared_out(profile: Profile, counts: tuple[int, ...], said: Mapping[str, Any], *, given: bool) -> tuple[int, ...]:
+    """The numbers of devices that can be shared out as is said; all of them must be where they are given.
+
+    Raises:
+        UsageError: one that must cannot.
+    """
+    able: list[int] = []
+    for count in counts:
+        try:
+            require_sizes(profile, "auto", count, said)
+        except UsageError:
+            if given or (count == counts[-1] and not able):
+                raise
+        else:
+            able.append(count)
+    return tuple(able)
 
 
 _PLANS_SECONDS = 60.0

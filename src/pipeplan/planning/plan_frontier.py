@@ -1,32 +1,39 @@
 """The frontier over whole plans: iteration time against memory per device against devices.
 
 One stage on all devices comes first, split block by block as each point of its cost frontier says, and the profile's
-own placement in less and less memory, where it is for that number of devices. Then, for every number of devices and
-every micro-batch size, stages are cut under one memory limit after another, from none down to where nothing fits; each
-stage takes its way to run from its device group's frontier (:mod:`pipeplan.partition.stage_frontier`), and every
-partition gets the best known schedule under that limit. While there is time, GraphPipe's stages join them, and those
-that stand are tried again with each block split in a way of its own. What is simulated counts: a point stays if no
-other has at most its memory, time and devices.
+own placement in less and less memory, where it is for that number of devices. Then, for every number of devices, come
+the partitions of :mod:`pipeplan.planning.partition_trials` under one memory limit after another, from none down to
+where nothing fits: uniform layouts, as ``search`` has them, and stages each of which takes its way to run from its
+device group's frontier. Every partition gets the best known schedule under that limit. While there is time, GraphPipe's
+stages join them, and those that stand are tried again with each block split in a way of its own. What is simulated
+counts: a point stays if no other has at most its memory, time and devices.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from heapq import merge
-from itertools import product
+from itertools import zip_longest
 
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
-from pipeplan.partition.stage_frontier import StageFrontiers
 from pipeplan.planning.build_plan import planned
-from pipeplan.planning.candidates import PlacementCandidate, StageGraphs, open_sizes, sharing
+from pipeplan.planning.candidates import PlacementCandidate, any_stages
 from pipeplan.planning.infeasibility import unproved
+from pipeplan.planning.partition_trials import (
+    HOW,
+    PartitionTrial,
+    chains,
+    in_turn,
+    own_placement,
+    says_sizes,
+    stage_graphs,
+    uniform,
+)
 from pipeplan.planning.request import Batch, Request, Splitting
 from pipeplan.planning.sharding_frontier import Splits, split_frontier, split_stages
 from pipeplan.planning.trials import FIRST_SECONDS, Trial, on_cluster
@@ -34,7 +41,6 @@ from pipeplan.schedule.state import Progress, Schedule
 from pipeplan.sharding.details import split_blocks
 from pipeplan.time_limit import Limit, TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
-from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import WORKSPACE
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.workload import Workload
@@ -44,21 +50,12 @@ from pipeplan.workload.workload import Workload
 class _Constants:
     """How the frontier is searched; parts are of the time.
 
-    Each memory limit is at most ``step`` of what the partition before took, and where limits are looked at for the
-    first time ``coarse`` of it: frontiers of thousands help nobody, and there may not be time for all. Of the
-    partitions under a limit, with 1, 2, 3 ... stages, ``scheduled`` are scheduled: those that should be quickest. One
-    stage graph may take its part of the time, were ``graphs`` to share it.
-
     After a part ``one_stage`` strategies of one stage are only tracked to within ``rough`` of the frontier; after
     ``chains`` partitions of the chain make way for what else there is, after ``split`` split stages. What would do
     where nothing fits gets ``explaining`` seconds at least, counting what was not tried ``counting``, but no more than
     ``most_counting`` seconds.
     """
 
-    step: float = 0.92
-    coarse: float = 0.92**4
-    scheduled: int = 3
-    graphs: int = 20
     one_stage: float = 0.3
     rough: float = 0.01
     chains: float = 0.6
@@ -69,93 +66,6 @@ class _Constants:
 
 
 _HOW = _Constants()
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionTrial:
-    """A partition, or why there is none, and the request it is for; ``promised_ns`` of one iteration, 0 if unknown.
-
-    ``open``: its stages may yet be split block by block.
-    """
-
-    request: Request
-    candidate: PlacementCandidate | PipeplanError
-    promised_ns: int = 0
-    open: bool = False
-
-
-def chains(request: Request, splits: GroupSplits, *, quickest: bool = False) -> Iterator[PartitionTrial]:
-    """Partitions of the chain with micro-batches of every size, under limit after limit.
-
-    The sizes in turn, or the partitions that promise the ``quickest`` iterations first.
-    """
-    steps = (_HOW.step,) if quickest else (_HOW.coarse, _HOW.step)
-    sizes = [_of_size(request, splits, size, steps) for size in open_sizes(request)]
-    return merge(*sizes, key=lambda asked: asked.promised_ns) if quickest else in_turn(sizes)
-
-
-def _of_size(request: Request, splits: GroupSplits, size: int, steps: Sequence[float]) -> Iterator[PartitionTrial]:
-    batch = Batch(request.batch.mini_batch // size, size)
-    given = request.profile, size, batch.num_microbatches, request.num_devices
-    how = _recomputes(request), request.cluster, splits, request.sharing
-    try:
-        stages = StageFrontiers(*given, *how)
-    except PipeplanError as error:
-        yield PartitionTrial(request, error)
-    else:
-        for step in steps:
-            yield from _limited(request, stages, batch, step)
-
-
-def _recomputes(request: Request) -> Sequence[Again]:
-    return (False, True) if request.recompute is None else (request.recompute,)
-
-
-def own_placement(request: Request) -> Iterator[PlacementCandidate]:
-    """The profile's own placement, if it is for that number of devices, with micro-batches of every size."""
-    placement = request.profile.placement
-    if placement is not None and placement.num_devices == request.num_devices:
-        for size, recompute in product(open_sizes(request), _recomputes(request)):
-            batch = Batch(request.batch.mini_batch // size, size)
-            yield PlacementCandidate(sharing(request, placement), batch, recompute, "the profile's own")
-
-
-def _limited(request: Request, stages: StageFrontiers, batch: Batch, step: float) -> Iterator[PartitionTrial]:
-    limit = request.least_memory
-    while True:
-        cuts = stages.fastest(request.num_devices, limit, _HOW.scheduled)
-        if not cuts:
-            return
-        asked = request.within(limit)
-        for cut in cuts:
-            candidate = PlacementCandidate(cut.placement, batch, False, "frontier", given=cut.given or None)
-            yield PartitionTrial(asked, candidate, cut.slowest_ns * (batch.num_microbatches + cut.num_stages - 1))
-        limit = int(step * max(cut.memory_bytes for cut in cuts))
-
-
-def stage_graphs(request: Request, memories: Sequence[int]) -> Iterator[PartitionTrial]:
-    """GraphPipe's stages under the request's limit, then under those that points were found for."""
-    limits: list[int | None] = [request.least_memory]
-    for memory in memories:
-        if limits[-1] is None or memory <= _HOW.step * limits[-1]:
-            limits.append(memory)
-    for limit in limits:
-        asked = request.within(limit)
-        for propose in StageGraphs().candidates(replace(asked, time_limit=request.time_limit / _HOW.graphs)):
-            found = propose()
-            if found is not None:
-                yield PartitionTrial(asked, found, open=True)
-
-
-def in_turn(found: Sequence[Iterator[PartitionTrial]]) -> Iterator[PartitionTrial]:
-    """One of each, again and again, none before it is its turn: there may not be time for all."""
-    waiting = deque(found)
-    while waiting:
-        turn = waiting.popleft()
-        for asked in turn:
-            yield asked
-            waiting.append(turn)
-            break
 
 
 @dataclass(frozen=True)
@@ -250,18 +160,22 @@ def _searched(request: Request, limit: Limit, quickest: bool, progress: Progress
     requests = request.by_devices
     splits = GroupSplits(request.profile, request.cluster)
     levels = [level for asked in requests for level in asked.levels]
-    partitions = in_turn([chains(asked, splits, quickest=quickest) for asked in levels])
+    free = [asked for asked in levels if not says_sizes(asked)]
+    streams = [uniform(asked) for asked in levels], [chains(asked, splits, quickest=quickest) for asked in free]
+    partitions = in_turn([each for own in zip_longest(*streams) for each in own if each is not None])
     search = _FrontierSearch(limit, partitions, interrupted=True, progress=progress)
     share = (_HOW.chains, _HOW.split) if quickest else (1.0, 1.0)
     with limit.hearing_interrupts(), limit.ended():
         for asked in requests:
-            search.one_stage(asked)
-        for asked in levels:
+            if not says_sizes(asked) and not asked.recompute:
+                search.one_stage(asked)
+        for asked in free:
             search.own_placement(asked)
         search.try_all(partitions, share[0])
-        others = [stage_graphs(each, search.memories(each.num_devices)) for each in levels]
+        others = [stage_graphs(each, search.memories(each.num_devices)) for each in levels if any_stages(each)]
         joined = search.try_all(in_turn(others), share[1])
-        split = search.try_all(in_turn([_split(splits, points) for points in search.by_devices(requests)]))
+        again = search.by_devices(requests) if free else []
+        split = search.try_all(in_turn([_split(splits, points) for points in again]))
         search.interrupted = not (search.try_all(partitions) and split and joined)
     return search
 
@@ -403,7 +317,7 @@ class _FrontierSearch:
                 if tried is None:
                     break
                 self.keep(tried)
-                limit = int(_HOW.step * tried.memory_bytes)
+                limit = int(HOW.step * tried.memory_bytes)
 
     def try_all(self, found: Iterator[PartitionTrial], share: float = 1.0) -> bool:
         """Try partitions until a share of the time is over, at least until something fits; whether it was all."""

@@ -92,7 +92,7 @@ def resolve_batch(
     return Batch(num_microbatches, microbatch_size)
 
 
-def _open_sizes(profile: Profile, mini_batch: int) -> tuple[int, ...]:
+def sizes_between(profile: Profile, mini_batch: int) -> tuple[int, ...]:
     """The profiled micro-batch sizes, and those between them that divide a mini-batch: costs are interpolated there."""
     sizes = profile.microbatch_sizes
     between = range(sizes[0], sizes[-1]) if sizes else ()
@@ -330,22 +330,14 @@ class Request:
         stated, overhead = profile, others.pop("launch_overhead_ns", None)
         overhead = profile.launch_overhead_ns if overhead is None else overhead
         profile = with_launches(profile, overhead)
-        asked = AskedSizes(*(others.get(name) for name in AskedSizes._fields))
-        if asked.context is not None:
-            _require_context(profile, chosen, num_devices, asked, others.get("spread"))
-        if asked.shards is not None:
-            _require_shards(profile, chosen, num_devices, asked, others.get("spread"))
-        if asked.positions is not None:
-            _require_positions(profile, chosen, num_devices, asked)
-        if (expert := others.get("expert")) is not None:
-            _require_experts(profile, chosen, num_devices, asked, expert, others)
+        require_sizes(profile, chosen, num_devices, others)
         made = cls(
             profile,
             num_devices,
             batch,
             chosen,
             chunks,
-            () if fixed else _open_sizes(profile, batch.mini_batch),
+            () if fixed else sizes_between(profile, batch.mini_batch),
             cluster,
             scheduler=scheduler,
             rules=rules,
@@ -450,6 +442,19 @@ class AskedSizes(NamedTuple):
 
 
 _SIZE_FLAGS = {"shards": "--tp", "context": "--cp", "positions": "--pp", "replicas": "--dp"}
+
+
+def require_sizes(profile: Profile, placement: Placement | str, num_devices: int, said: Mapping[str, Any]) -> None:
+    """That devices can be shared out as is ``said``, by the names of a request's fields. Raises UsageError."""
+    asked = AskedSizes(*(said.get(name) for name in AskedSizes._fields))
+    if asked.context is not None:
+        _require_context(profile, placement, num_devices, asked, said.get("spread"))
+    if asked.shards is not None:
+        _require_shards(profile, placement, num_devices, asked, said.get("spread"))
+    if asked.positions is not None:
+        _require_positions(profile, placement, num_devices, asked)
+    if (expert := said.get("expert")) is not None:
+        _require_experts(profile, placement, num_devices, asked, expert, said)
 
 
 def _require_context(

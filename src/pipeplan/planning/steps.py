@@ -40,6 +40,7 @@ from pipeplan.planning.candidates import (
     strategy_choices,
 )
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
+from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
 from pipeplan.planning.request import Request
 from pipeplan.planning.trials import (
@@ -725,6 +726,7 @@ STEPS: tuple[SearchStep, ...] = (
     EvenCut(),
     LookAtCandidates(),
     EveryWidth(),
+    StageWays(),
     RecomputedBlocks(),
     StageGraphs(),
     PublishedPlanners(),
