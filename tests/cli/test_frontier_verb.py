@@ -15,6 +15,8 @@ from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import FileError, InfeasibleError, UsageError
 from pipeplan.examples import model, shape
 from pipeplan.files import CostRow, Profile, read_plan, read_profile, sha256_of, write_file
+from pipeplan.planning.request import Request
+from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
 from pipeplan.units import format_bytes, parse_bytes
 
@@ -111,6 +113,35 @@ def test_plans_are_written_and_prices_shown(profile_path: Path, tmp_path: Path) 
     plot = [line for line in shown.splitlines() if " |" in line]
     assert len(plot) == 16
     assert max(map(len, plot)) <= 100
+
+
+def test_sizes_fix_how_plans_share_out_devices(profile_path: Path) -> None:
+    """As in a search: without --devices there are as many as all sizes make; else those that can be shared out so."""
+    sizes = ("--plans", "--mini-batch", 4, "--tp", 2, "--cp", 1, "--json")
+    found = json.loads(run(profile_path, *sizes, "--pp", 1, "--dp", 2).stdout)["points"]
+    assert found
+    assert all(point["num_devices"] == 4 for point in found)
+    assert all(set(point["configurations"].values()) == {"2xshards2"} for point in found)
+    turns = json.loads(run(profile_path, *sizes, "--devices", 4, "--pp", 2, "--vp", 2, "--recompute", "none").stdout)
+    assert turns["points"]
+    assert {point["what"].split()[0] for point in turns["points"]} <= {"4", "8"}  # one route, or one in each direction
+    assert not [point for point in turns["points"] if "recomputed" in point["what"]]
+    with pytest.raises(UsageError, match="--pp 3 x --tp 2 x --cp 1 does not divide 4 devices"):
+        raise run(profile_path, *sizes, "--devices", "4,12", "--pp", 3, fails=UsageError).exception or AssertionError
+    refused = run(profile_path, "--devices", 4, "--tp", 2, fails=UsageError).exception
+    assert "--tp is for pipelines, and one stage is none; give --plans" in str(refused)
+
+
+def test_frontiers_of_plans_have_what_searches_have(profile_path: Path) -> None:
+    """Their quickest point is no longer than the best uniform layout by a known schedule, with turns."""
+    profile = read_profile(str(profile_path))
+    asked = ("--plans", "--devices", 2, "--mini-batch", 8, "--mode", "profile", "--json")
+    (quickest,) = json.loads(run(profile_path, *asked).stdout)["points"]
+    for request in (
+        Request.of(profile, devices=2, mini_batch=8, placement="circular", scheduler="interleaved-1f1b"),
+        Request.of(profile, devices=2, mini_batch=8, scheduler="1f1b"),
+    ):
+        assert quickest["time_ns"] <= simulate(search_plan(request).plan).iteration_ns
 
 
 def test_a_device_that_changes_nothing_is_noted(profile_path: Path) -> None:

@@ -16,7 +16,7 @@ from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
-from pipeplan.planning.usual import USUAL, Usual, usual_of
+from pipeplan.planning.usual import USUAL, Usual, excess, usual_of
 from pipeplan.reporting.terminal import print_explanation
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.units import format_ns
@@ -114,3 +114,21 @@ def test_explained_plans_are_best_first_and_their_parts_add_up() -> None:
     assert above.startswith("the best different plans\n")
     assert all(f"  {format_ns(each.iteration_ns)}  {each.what.split(';')[0]}" in above for each in found)
     assert all(f"  {each.what}\n" in below for each in result.explanation.common)
+
+
+def test_devices_that_run_nothing_are_at_no_position() -> None:
+    """Of three positions of two devices on eight, each has as much too little, whatever else there is."""
+    profile = chain(6, shards=(2,))
+    groups = [(0, 1), (2, 3), (4, 5)]
+    usual = next(each for each in USUAL if each.name == "zb-h1")
+    over = []
+    for devices in (6, 8):
+        placement = place(profile, "one-to-one", devices, microbatch_size=1, wide=groups)
+        workload = build_workload(
+            profile, placement, num_microbatches=8, microbatch_size=1, split_backward=True, memory_bytes=[80] * devices
+        )
+        over.append(excess(workload, usual))
+    assert over[0] == over[1]
+    assert over[0] is not None
+    assert len(over[0]) == len(groups)
+    assert over[0][0] > 0

@@ -134,13 +134,15 @@ def usual_of(strategy: str, chunks: int, splits: bool, scheduler: str) -> list[U
 def excess(workload: Workload, usual: Usual) -> list[int] | None:
     """[position] bytes by which its devices are too small for the schedule, which true orders say; None: it has none.
 
-    A run of so few micro-batches is looked at that no device ever holds more of a longer one.
+    A run of so few micro-batches is looked at that no device ever holds more of a longer one. Devices that run nothing
+    are at no position.
     """
     if usual.name not in CLASSIC:
         return None
     rounds = OneMicrobatch.of(workload, require_room=False)
-    per_device = len(workload.stages) // rounds.num_devices
-    enough = (1 + per_device) * rounds.num_devices * rounds.microbatches_per_round
+    positions = sorted({device for stage in rounds.workload.stages for device in stage.devices})
+    per_device = len(workload.stages) // len(positions)
+    enough = (1 + per_device) * len(positions) * rounds.microbatches_per_round
     short = workload.with_microbatches(min(workload.num_microbatches, enough))
     problem = OneMicrobatch.of(short, require_room=False)
     classic = CLASSIC[usual.name]
@@ -148,5 +150,5 @@ def excess(workload: Workload, usual: Usual) -> list[int] | None:
         return None
     graph = task_graph(problem.workload)
     peaks = peak_memory(graph, classic.orders(problem, graph))
-    limits = [device.memory_bytes for device in problem.workload.devices]
-    return [0 if limit is None else max(0, peak.peak_bytes - limit) for peak, limit in zip(peaks, limits, strict=False)]
+    both = [(peaks[device].peak_bytes, problem.workload.devices[device].memory_bytes) for device in positions]
+    return [0 if limit is None else max(0, peak - limit) for peak, limit in both]
