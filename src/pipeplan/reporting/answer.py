@@ -168,7 +168,10 @@ def _bound(request: Request, result: Result) -> list[Clause]:
             (result.placement_lower_bound_ns, "on this placement", result.placement_gap),
         )
     ]
-    return [(", ".join(found), 0)]
+    return [
+        (", ".join(found), 0),
+        (f"; {counted(left, 'placement')} not tried" if (left := result.candidates.left) else "", 0),
+    ]
 
 
 def _away(gap: float) -> str:
