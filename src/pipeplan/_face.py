@@ -209,7 +209,7 @@ def search(
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
-    slices: int | Literal["auto"] | None = None,
+    slices: int | Literal["auto", "autopipe"] | None = None,
     late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
@@ -264,7 +264,8 @@ def search(
             ``"auto"`` if nothing fits otherwise.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
         shard_shared: whether shared blocks are split over all devices in the pipeline.
-        slices: number of leading micro-batches whose warm-up forwards run in two halves.
+        slices: number of leading micro-batches whose warm-up forwards run in two halves; ``"autopipe"``: as AutoPipe's
+            own formula has it.
         late_inputs: whether an action may begin before all its inputs are there, and wait inside for those that only
             later blocks need.
         planner: who chooses the stages: a published planner alone, as ``"graphpipe"``, or ``"auto"``, which is ours.
@@ -353,7 +354,7 @@ def tune(
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
-    slices: int | Literal["auto"] | None = None,
+    slices: int | Literal["auto", "autopipe"] | None = None,
     late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
@@ -420,7 +421,7 @@ def compare(
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
-    slices: int | Literal["auto"] | None = None,
+    slices: int | Literal["auto", "autopipe"] | None = None,
     late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",

@@ -78,7 +78,7 @@ def require_planner(request: Request) -> None:
         "--cp": request.context not in (None, 1),
         "--pp": request.positions is not None,
         "--chunks": request.chunks is not None,
-        "--slices": bool(request.num_parted),
+        "--slices": bool(request.num_parted) and name != "autopipe",
         "--shard-shared": bool(request.spread),
     }
     beside = [flag for flag, given in said.items() if given]
