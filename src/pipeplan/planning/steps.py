@@ -360,8 +360,8 @@ def slice_forwards(request: Request, trial: Trial) -> None:
 
     Sliced micro-batch m is cut in two on every stage except the last m, where its forward is no longer warmup. On the
     last stage that cuts it its parts are sent together. It is for one stage per device and one size of micro-batch.
-    Where more are asked for than have a forward in the warmup, these are sliced. By AutoPipe's formula there are as many
-    as it has, and none where it does not apply.
+    Where more are asked for than have a forward in the warmup, these are sliced. By AutoPipe's formula there are as
+    many as it has, and none where it does not apply.
 
     Raises:
         UsageError: a number is asked for that the placement or the profile does not allow.
