@@ -268,7 +268,8 @@ def search(
             own formula has it.
         late_inputs: whether an action may begin before all its inputs are there, and wait inside for those that only
             later blocks need.
-        planner: who chooses the stages: a published planner alone, as ``"graphpipe"``, or ``"auto"``, which is ours.
+        planner: who chooses the stages: a published planner alone (``"graphpipe"``, ``"autopipe"``, ``"pipedream"``,
+            ``"piper"``, ``"dapple"``), or ``"auto"``, which is ours.
         recompute: activation checkpointing everywhere (True, ``"all"``), nowhere (False, ``"none"``), in attention
             cores (``"selective"``), or where the search finds it useful (``"auto"``).
         unroll: micro-batches per repetend, from 1 to 64.

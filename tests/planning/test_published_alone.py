@@ -15,6 +15,8 @@ from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, Plan, Profile
 from pipeplan.partition.chain.autopipe import timeline
 from pipeplan.partition.chain.costs import StageTimes
+from pipeplan.planning.comparison import compare
+from pipeplan.planning.planners import PLANNERS
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
 from references.dapple import plain_latency, plain_plan
@@ -199,3 +201,20 @@ def test_what_cannot_be_sliced_stays_whole_and_says_so() -> None:
     with pytest.warns(UserWarning, match="--slices autopipe: no micro-batch is sliced"):
         plan = planned("autopipe", num_parted="autopipe", microbatch_size=1)
     assert num_sliced(plan) == 0
+
+
+def test_compare_has_the_planners_that_apply_as_rows() -> None:
+    """Each as a search with 1F1B finds it; AutoPipe's is refused for the graph, with its reason."""
+    given: dict[str, Any] = {"devices": DEVICES, "mini_batch": MINI_BATCH, "microbatch_size": SIZE, "recompute": False}
+    asked = Request.of(profile_of(GRAPH), **given, deterministic=True, time_limit=0.5, planner="all")
+    found = compare(asked)
+    rows = {row.placement: row for row in found.rows if row.placement in PLANNERS}
+    assert set(rows) == {"graphpipe", "pipedream", "piper", "dapple"}
+    assert all(row.schedule == "1f1b" for row in rows.values())
+    for name, row in rows.items():
+        assert row.iteration_ns == planned(name, True, late_inputs=False).predicted.iteration_ns
+    (why,) = [absent.why for absent in found.missing if absent.placement == "autopipe"]
+    assert "does not feed" in why
+    assert found.rows[0].iteration_ns == min(row.iteration_ns for row in found.rows)
+    with pytest.raises(UsageError, match="--planner all is for compare"):
+        search_plan(asked)
