@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -119,18 +119,27 @@ def _point(costs: Table, cell: int, variant: int) -> tuple[int, int] | None:
     return None
 
 
-def enumerate_frontier(graph: CostGraph) -> list[tuple[int, int]]:
-    """The frontier by going through every configuration of every node and every variant of everything."""
+def enumerate_frontier(
+    graph: CostGraph,
+    allows: Callable[[Mapping[str, int]], bool] = lambda chosen: True,
+    workspace: Callable[[Mapping[str, int]], int] = lambda chosen: 0,
+) -> list[tuple[int, int]]:
+    """The frontier by going through every configuration of every node and every variant of everything.
+
+    Of those configurations that it ``allows`` together, with the ``workspace`` of them on top.
+    """
     every: set[tuple[int, int]] = set()
     names = [node.name for node in graph.nodes]
     for cells in itertools.product(*(range(len(node.configurations)) for node in graph.nodes)):
         chosen = dict(zip(names, cells, strict=True))
+        if not allows(chosen):
+            continue
         factors = [_cell(node.costs, chosen[node.name]) for node in graph.nodes]
         factors += [
             _cell(edge.costs, chosen[edge.source] * edge.costs.columns + chosen[edge.target]) for edge in graph.edges
         ]
         spared = [copies(tie, chosen) for tie in graph.ties]
-        sums = {(-sum(memory for memory, _ in spared), -sum(time for _, time in spared))}
+        sums = {(workspace(chosen) - sum(memory for memory, _ in spared), -sum(time for _, time in spared))}
         for factor in factors:
             sums = {(m + a, t + b) for m, t in sums for a, b in factor}
         every |= sums
