@@ -41,14 +41,15 @@ def graph_of(
 def tied(rng: np.random.Generator, graph: CostGraph, num_users: int, num_ways: int, high: int) -> CostGraph:
     """The graph with costs on top of some operators' for what they share: bytes for each way of splitting it."""
     users = sorted(rng.choice(len(graph.nodes), min(num_users, len(graph.nodes)), replace=False).tolist())
-    sizes = rng.integers(0, high, num_ways)
+    sizes, steps = rng.integers(0, high, (2, num_ways))
     nodes, shares = list(graph.nodes), []
     for index in users:
         node = nodes[index]
         ways = rng.integers(0, num_ways, len(node.configurations))
-        own = TieUser(node.name, ways, sizes[ways], rng.integers(0, high, len(ways)))
+        own = TieUser(node.name, ways, sizes[ways], rng.integers(0, high, len(ways)), steps[ways])
         cells = node.costs.cells
-        more = node.costs.memory_bytes + own.memory_bytes[cells], node.costs.time_ns + own.time_ns[cells]
+        time = own.time_ns + own.step_ns
+        more = node.costs.memory_bytes + own.memory_bytes[cells], node.costs.time_ns + time[cells]
         nodes[index] = replace(node, costs=replace(node.costs, memory_bytes=more[0], time_ns=more[1]))
         shares.append(own)
     tie = CostTie(tuple(shares), int(rng.integers(0, high)))
@@ -61,8 +62,12 @@ def copies(tie: CostTie, chosen: Mapping[str, int]) -> tuple[int, int]:
     held = {int(user.ways[k]): int(user.memory_bytes[k]) for user, k in every}
     first, k = every[0]
     spent = min(int(first.time_ns[k]), tie.apart_ns) if len(held) == 1 else tie.apart_ns
-    counted = sum(int(user.memory_bytes[k]) for user, k in every), sum(int(user.time_ns[k]) for user, k in every)
-    return counted[0] - sum(held.values()), counted[1] - spent
+    stepped = {int(user.ways[k]): int(user.step_ns[k]) for user, k in every}
+    counted = [
+        sum(int(costs[k]) for costs, k in each)
+        for each in zip(*(((u.memory_bytes, k), (u.time_ns, k), (u.step_ns, k)) for u, k in every), strict=True)
+    ]
+    return counted[0] - sum(held.values()), counted[1] - spent + counted[2] - sum(stepped.values())
 
 
 def chain(num: int) -> list[tuple[int, int]]:
