@@ -9,6 +9,7 @@ with the flags.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -726,7 +727,16 @@ def estimate(
 def _warn(remark: str) -> None:
     from pipeplan.errors import in_python
 
-    warnings.warn(in_python(remark), stacklevel=5)
+    warnings.warn(in_python(remark), stacklevel=_outside())
+
+
+def _outside() -> int:
+    """The ``stacklevel`` for whom this calls of whoever called pipeplan."""
+    inside, level = os.path.dirname(__file__), 0
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level + 1
 
 
 def _watched(progress: RunProgress | None, within: Limit | None) -> RunProgress:

@@ -74,7 +74,8 @@ def test_the_table(zero_bubble: Path) -> None:
     expected = "schedule backward iteration samples/s bubble rate by busiest device span peak memory gap"
     assert headings == {*expected.split()}
     first = lines[start + 1].split()
-    assert first[:-1] == ["pipeplan", "split", "4.02ms", "2985", "10.45%", "10.45%", "8GB"]
+    assert first[0] == "pipeplan"
+    assert first[-7:-1] == ["split", "4.02ms", "2985", "10.45%", "10.45%", "8GB"]
     assert 0 <= float(first[-1].removesuffix("%")) <= 1.6, "to a bound that work and dependencies give"
     assert not any(line.split()[:1] == ["zb-h2"] for line in lines), "what does not fit has no row"
     assert "does not fit on v (8GB per device): " in done.stdout

@@ -10,7 +10,7 @@ import pytest
 
 from builders.chains import chain_profile
 from pipeplan.errors import UsageError
-from pipeplan.files import CostRow, Profile
+from pipeplan.files import Cluster, CostRow, DeviceKind, LinkLevel, Profile, Source
 from pipeplan.partition.problem import PartitionProblem
 from pipeplan.planning.candidates import (
     CandidateStep,
@@ -74,6 +74,54 @@ def test_sizes_between_the_profiled_ones_are_tried_where_they_divide_the_mini_ba
     assert (found.workload.num_microbatches, found.workload.microbatch_size) == (5, 12)
 
 
+def disturbed(factors: dict[int, int]) -> Profile:
+    """The same blocks as ``sized``, with other times at some sizes."""
+    chain = sized()
+
+    def slower(row: CostRow) -> CostRow:
+        by = factors.get(row.microbatch_size, 1)
+        return row.model_copy(update={"forward_ns": by * row.forward_ns, "backward_ns": by * row.backward_ns})
+
+    blocks = [block.model_copy(update={"costs": tuple(map(slower, block.costs))}) for block in chain.blocks]
+    return chain.model_copy(update={"blocks": tuple(blocks)})
+
+
+@pytest.mark.parametrize(("factors", "size"), [({}, 4), ({1: 9}, 4), ({4: 9}, 2), ({2: 9, 4: 9}, 1)])
+@pytest.mark.parametrize("asked", [{"placement": "one-to-one"}, {"replicas": 1}, {"scheduler": "1f1b"}])
+def test_the_first_plan_has_the_quickest_size(factors: dict[int, int], size: int, asked: dict[str, Any]) -> None:
+    """In whatever little time; it had the smallest one, which took 7 times as long where that was measured badly."""
+    request = Request.of(disturbed(factors), devices=4, mini_batch=64, **asked)
+    search = PlanSearch(request, Budget(1e-3), None, STEPS)
+    EvenCut().run(search)
+    assert search.best is not None
+    assert search.best.candidate.size_per_replica == size
+
+
+def test_every_size_is_looked_at_before_anything_is_searched() -> None:
+    """Each size is the quickest for some schedule: what says so beforehand knows no messages."""
+    cluster = Cluster(
+        name="slow to begin",
+        source=Source(method="estimated"),
+        devices=(DeviceKind(name="any", count=4),),
+        levels=(LinkLevel(name="all", group_size=4, latency_ns=5000, bandwidth_bytes_per_s=10**12),),
+    )
+    few = Request.of(disturbed({4: 2}), cluster=cluster, mini_batch=64, placement="one-to-one")
+    search = PlanSearch(few, Budget(600), None, STEPS)
+    EvenCut().run(search)
+    assert search.best is not None
+    assert {1, 2, 4} == search.sizes
+
+
+def test_what_was_not_tried_is_said() -> None:
+    request = Request.of(sized(), devices=4, mini_batch=64, placement="one-to-one", time_limit=1e-3)
+    found = search_plan(request)
+    assert found.plan.microbatch_size == 4
+    assert found.candidates.left
+    left = found.candidates.left
+    assert found.not_tried.startswith(f"{left} placement{'s' * (left > 1)} not tried")
+    assert all(size not in found.sizes_left for size in (found.plan.microbatch_size,))
+
+
 @pytest.mark.parametrize("memory", [None, 500 * MB])
 def test_a_named_schedule_has_a_first_plan_before_any_other_cut_is_looked_for(memory: int | None) -> None:
     """In 500 MB only where it recomputes."""
@@ -91,7 +139,7 @@ def test_a_named_schedule_has_a_first_plan_before_any_other_cut_is_looked_for(me
 def test_stages_of_any_sizes_get_more_time_than_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """mT5 on 8 devices takes 2.3 s of 15 for them: with 2.25 s its plan was three times as long."""
 
-    def refused(problem: PartitionProblem, tolerance: float) -> Any:
+    def refused(problem: PartitionProblem, tolerance: float, lines: bool) -> Any:
         raise UsageError("none")
 
     def limited(seconds: float) -> Limit:

@@ -187,9 +187,25 @@ def test_large_spreads_the_worst_first() -> None:
     found = [caution for caution in cautions(profile) if caution.kind == "spread"]
     assert [caution.block for caution in found] == ["c", "a"]
     assert (
-        "block 'c': measurements of backward at micro-batch size 1 spread over 55.3% of their median" in found[0].text
+        "block 'c': measurements of backward at micro-batch size 4 spread over 55.3% of their median" in found[0].text
     )
     assert "(5 runs)" in found[0].text
+
+
+def test_spreads_are_ranked_by_the_time_they_concern() -> None:
+    """A quarter of a long block is more than nine tenths of a short one."""
+    short, long = block("a", spread={"forward_ns": 0.9}), block("b", scale=10, spread={"forward_ns": 0.25})
+    assert [each.block for each in cautions(chain(short, long)) if each.kind == "spread"] == ["b", "a"]
+
+
+def test_a_backward_unlike_its_halves_is_warned_of() -> None:
+    """One was measured at 4.8 ms where its halves took 0.54, and nothing said so."""
+    odd = block("b", scale=2, backward_ns=9000, input_grad_ns=500, weight_grad_ns=500)
+    found = [each for each in cautions(chain(block("a"), odd, block("c", scale=50))) if each.kind == "halves"]
+    assert [each.block for each in found] == ["b"]
+    assert "'b': backward takes " in found[0].text
+    tiny = block("b", backward_ns=9, input_grad_ns=2, weight_grad_ns=2)
+    assert "halves" not in kinds_of(chain(block("a", scale=100), tiny)), "it hardly counts"
 
 
 def test_the_spread_of_a_time_that_hardly_counts_is_no_matter() -> None:
@@ -199,7 +215,14 @@ def test_the_spread_of_a_time_that_hardly_counts_is_no_matter() -> None:
 def test_the_worst_of_each_kind_comes_first() -> None:
     """``c`` falls by more than ``b``, which comes before it."""
     faster = [
-        Block(id=id_, operator="layer", costs=(row(1), row(2, forward_ns=each, backward_ns=each, spread={})))
+        Block(
+            id=id_,
+            operator="layer",
+            costs=(
+                row(1),
+                row(2, forward_ns=each, backward_ns=each, input_grad_ns=each // 2, weight_grad_ns=each // 2, spread={}),
+            ),
+        )
         for id_, each in (("b", 100), ("c", 50))
     ]
     found = cautions(chain(block("a", spread={"forward_ns": 177.73}), block("d", spread={"forward_ns": 7.4}), *faster))
@@ -224,7 +247,7 @@ def test_a_profile_ends_with_its_worst_warnings() -> None:
     assert told(SOUND) == ""
     one = told(chain(block("a", spread={"forward_ns": 7.41})))
     assert one.startswith(
-        "1 warning warning: block 'a': measurements of forward at micro-batch size 1 spread over 741.0%"
+        "1 warning warning: block 'a': measurements of forward at micro-batch size 4 spread over 741.0%"
     )
     assert one.endswith("or with more --repeats other processes use this machine")
     many = told(chain(*(block(f"b{index}", scale=index + 1, spread={"forward_ns": index + 1}) for index in range(7))))
@@ -332,10 +355,8 @@ def test_a_summary_has_a_row_for_each_kind_and_details_have_a_row_for_each_case(
     profile = SOUND.model_copy(update={"blocks": (first, *SOUND.blocks[1:])})
     text = printed(profile)
     assert len(re.findall(rf"^ {first.id} ", text, re.MULTILINE)) == 1
-    assert (
-        "costs for samples 1, 2, 4; tp 1, 2; tp with * divides the sequence, too; with and without recomputation"
-        in text
-    )
+    cases = "tp 1, 2; tp with * divides the sequence, too; with and without recomputation"
+    assert f"costs for samples 1, 2, 4; {cases}" in text
     assert text.index("parameters") < text.index("all blocks") < text.index(f" {first.id} ")
     text = printed(profile, details=True)
     assert len(re.findall(rf"^ {first.id} ", text, re.MULTILINE)) == 4

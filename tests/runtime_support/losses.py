@@ -39,6 +39,12 @@ def language() -> tuple[nn.Module, dict[str, Tensor]]:
     return Language(), {"tokens": words, "targets": words.clone()}
 
 
+def evaluated() -> tuple[nn.Module, dict[str, Tensor]]:
+    """The same in evaluation mode."""
+    module, inputs = language()
+    return module.eval(), inputs
+
+
 class Texts:
     """A dataset of which every third sample predicts all words, and others some or none."""
 
@@ -87,3 +93,15 @@ def masked(loss: type[nn.Module] = WeightedMean, **more: Tensor) -> Model:
         partial(batch_like, examples),
         lambda batch: len(batch["x"]),
     )
+
+
+class Contrast(nn.Module):
+    """Which target is whose output."""
+
+    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(output @ targets.t(), torch.arange(len(output), device=output.device), reduction="sum")
+
+
+def contrast() -> Model:
+    """Whose loss compares samples."""
+    return masked(Contrast)

@@ -100,10 +100,11 @@ def _label(step: ProgramStep) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one mini-batch: the loss, and the gradient of every parameter, summed over its copies."""
+    """Of one mini-batch: the loss, the gradient of every parameter, summed over its copies, and all ranks' buffers."""
 
     loss: float
     gradients: dict[str, Tensor | None]
+    buffers: Sequence[Tensor] = ()
 
 
 class ThreadGroup:
@@ -173,7 +174,8 @@ def run_in_threads(plan: Plan, model: Model, seed: int) -> Outcome:
             pool.submit(rank.run, samples)
     if mail.failure is not None:
         raise mail.failure
-    return Outcome(sum(rank.loss() for rank in ranks), _summed([rank.modules for rank in ranks], model))
+    buffers = [buffer for rank in ranks for module in rank.modules.values() for buffer in module.buffers()]
+    return Outcome(sum(rank.loss() for rank in ranks), _summed([rank.modules for rank in ranks], model), buffers)
 
 
 def require_equal_to_unsplit(model: Model, plan: Plan) -> None:

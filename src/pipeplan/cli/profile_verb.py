@@ -441,7 +441,7 @@ def measured(
         **{name: given[name] for name in (*_MEASURING, *_RECIPE, "dtype")},
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
-        **how,
+        **({"on_mean": tell} | how),
     )
     remarks.say()
     return profile

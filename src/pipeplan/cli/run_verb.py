@@ -354,7 +354,28 @@ def reason_line(outcome: RunOutcome, plan_path: str, trace_path: str | None, *, 
     crowded = processes > cores and outcome.options.device == "cpu"
     shared = f"{processes} processes on {cores} cores; " if crowded else ""
     command = shlex.join(["pipeplan", "simulate", plan_path, "--measured", trace_path or "FILE"])
+    late, action = outcome.warm_ns - outcome.predicted_ns, _mean_action_ns(outcome.plan)
+    if outcome.result.stretch == 1 and late > _LATE * outcome.predicted_ns and action < _SHORT_NS:
+        shared += (
+            f"actions take {format_ns(round(action))} on average, and what a process does between them is not "
+            "predicted (--emulate measures it); "
+        )
     return f"{shared}{command if trace_path is not None else f'--trace FILE, then {command},'} shows where time went"
+
+
+_LATE = 0.2
+"""A run is late by more than this part of what was predicted."""
+
+_SHORT_NS = 20_000_000
+"""Actions below which emulations on a small machine are late, and are stretched (docs/executor.md)."""
+
+
+def _mean_action_ns(plan: Plan) -> float:
+    """Of what devices compute."""
+    workload = plan.workload
+    counts = [len(slots) for slots in workload.slots[: len(workload.operations)]]
+    work = sum(count * each.duration_ns for count, each in zip(counts, workload.operations, strict=True))
+    return work / max(1, sum(counts))
 
 
 def _trace(outcome: RunOutcome) -> str:

@@ -16,6 +16,12 @@ from pipeplan.workload.kinds import STATE_KINDS, MemoryBytes
 
 LARGE_SPREAD = 0.1
 """Interquartile range over median from which a measurement is doubtful: plans differ by less."""
+_UNLIKE = 2
+"""How many times as long backward in one piece may take as in two, or the reverse."""
+
+_COUNTS = 0.01
+"""The part of the model's time below which that does not count."""
+
 FEW_REPEATS = 3
 """Timed runs below which a spread says nothing."""
 WIDE_GAP = 4
@@ -126,7 +132,9 @@ def operator_shares(profile: Profile, size: int) -> list[OperatorShare]:
 class Caution:
     """Something about the profile that makes plans wrong: the first block it is about, and what to do."""
 
-    kind: Literal["missing-size", "extrapolation", "gap", "falling", "spread", "few-repeats", "no-split", "zero-cost"]
+    kind: Literal[
+        "missing-size", "extrapolation", "gap", "falling", "halves", "spread", "few-repeats", "no-split", "zero-cost"
+    ]
     block: str | None
     text: str
 
@@ -139,6 +147,7 @@ def cautions(profile: Profile, asked: Sequence[int] = ()) -> list[Caution]:
         *_beyond(profile, asked),
         *_gaps(profile),
         *_falling(kinds),
+        *_unlike_halves(kinds),
         *_spreads(kinds),
         *_few_repeats(profile),
         *_without_split(profile, kinds),
@@ -205,19 +214,45 @@ def _falling(kinds: Sequence[Sequence[Block]]) -> list[Caution]:
     return [caution for _, caution in sorted(found, key=lambda each: each[0])]
 
 
+def _unlike_halves(kinds: Sequence[Sequence[Block]]) -> list[Caution]:
+    """Backward in one piece and in two that differ by more than ``_UNLIKE``: what weighs most in the model first."""
+    found: dict[str, tuple[float, Caution]] = {}
+    for blocks in kinds:
+        for row in blocks[0].costs:
+            if row.backward_ns is None or row.input_grad_ns is None or row.weight_grad_ns is None:
+                continue
+            halves = row.input_grad_ns + row.weight_grad_ns
+            low, high = sorted((row.backward_ns, halves))
+            difference = len(blocks) * (high - low)
+            model = sum(
+                len(each) * _work_ns(other) for each in kinds for other in each[0].costs if other.key == row.key
+            )
+            if high <= _UNLIKE * low or difference <= _COUNTS * model:
+                continue
+            text = (
+                f"{_names(blocks)}: backward takes {format_ns(row.backward_ns)} in one piece and {format_ns(halves)} "
+                f"in two at micro-batch size {row.microbatch_size}; measure again on a quiet machine"
+            )
+            share = difference / max(1, model)
+            if share > found.get(blocks[0].id, (0.0, None))[0]:
+                found[blocks[0].id] = share, Caution("halves", blocks[0].id, text)
+    return [caution for _, caution in sorted(found.values(), key=lambda each: -each[0])]
+
+
 def _spreads(kinds: Sequence[Sequence[Block]]) -> list[Caution]:
-    """For each kind its largest spread, where that is large; times that hardly count are left out."""
+    """For each kind the spread that concerns most time, where it is large, those first that do in the whole model."""
     found = []
     for blocks in kinds:
         cases = [
-            (spread, name.removesuffix("_ns").replace("_", " "), row)
+            (spread, getattr(row, name) or 0, name.removesuffix("_ns").replace("_", " "), row)
             for row in blocks[0].costs
             for name, spread in row.spread.items()
             if spread >= LARGE_SPREAD and 100 * (getattr(row, name) or 0) >= _work_ns(row)
         ]
         if cases:
-            spread, name, row = max(cases, key=lambda case: case[0])
-            found.append((spread, blocks, f"{name} at micro-batch size {row.microbatch_size}", row.repeats))
+            spread, time, name, row = max(cases, key=lambda case: case[0] * case[1])
+            what = f"{name} at micro-batch size {row.microbatch_size}"
+            found.append((spread * time * len(blocks), spread, blocks, what, row.repeats))
     found.sort(key=lambda case: -case[0])
     return [
         Caution(
@@ -226,7 +261,7 @@ def _spreads(kinds: Sequence[Sequence[Block]]) -> list[Caution]:
             f"{_names(blocks)}: measurements of {what} spread over {spread:.1%} of their median ({repeats} runs); "
             "measure again on a quiet machine or with more --repeats",
         )
-        for spread, blocks, what, repeats in found
+        for _, spread, blocks, what, repeats in found
     ]
 
 
@@ -290,7 +325,7 @@ def worst(found: Sequence[Caution], most: int) -> list[Caution]:
 
 def is_disturbed(found: Iterable[Caution]) -> bool:
     """Whether some of it is what something else on the machine does to times."""
-    return any(caution.kind in ("falling", "spread") for caution in found)
+    return any(caution.kind in ("falling", "halves", "spread") for caution in found)
 
 
 @dataclass(frozen=True, slots=True)

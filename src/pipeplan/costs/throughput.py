@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 from pipeplan.costs.devices import peak_flops_per_s
-from pipeplan.files import Plan, Profile
+from pipeplan.files import Block, CostRow, Plan, Profile
 from pipeplan.workload.workload import Workload
 
 _PASSES = 3
@@ -88,17 +89,27 @@ class Yardstick:
 def one_device_ns(profile: Profile, workload: Workload) -> float | None:
     """What one device would work on an iteration's samples, in ns, if it had memory for them; None where not known.
 
-    Blocks run whole, one after another, backward in one piece, nothing recomputed, in micro-batches as one replica has
-    them: what the profile has for that.
+    Blocks run whole, one after another, nothing recomputed, in micro-batches of the profile's quickest size, backward
+    in one piece or in two, whichever is quicker: so what is compared with it gains nothing from either.
     """
     blocks = {block.id: block for block in profile.blocks}
-    total = 0.0
-    for stage in workload.stages:
-        size = stage.microbatch_size // stage.replicas
-        for name in stage.blocks if stage.route == 0 else ():
-            rows = {row.key: row for row in blocks[name].costs} if name in blocks else {}
-            row = rows.get((size, 1, 1, 1, None, False))
-            if row is None:
-                return None
-            total += (row.forward_ns + row.whole_backward_ns) * workload.mini_batch / size
-    return total
+    names = [name for stage in workload.stages if stage.route == 0 for name in stage.blocks]
+    if any(name not in blocks for name in names):
+        return None
+    every = [{row.microbatch_size: _quickest_ns(row) for row in _whole(blocks[name])} for name in names]
+    sizes = set[int]().union(*every).intersection(*every)
+    fitting = [size for size in sizes if size <= workload.mini_batch] or sizes
+    times = (sum(times[size] for times in every) * workload.mini_batch / size for size in fitting)
+    return min(times, default=None)
+
+
+def _whole(block: Block) -> Iterator[CostRow]:
+    """The rows of one device, with nothing recomputed."""
+    return (row for row in block.costs if row.key == (row.microbatch_size, 1, 1, 1, None, False))
+
+
+def _quickest_ns(row: CostRow) -> int:
+    """Forward and backward."""
+    if row.input_grad_ns is None or row.weight_grad_ns is None:
+        return row.forward_ns + row.whole_backward_ns
+    return row.forward_ns + min(row.whole_backward_ns, row.input_grad_ns + row.weight_grad_ns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
@@ -27,6 +27,7 @@ from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.language import named_rules, shipped_rules, to_toml
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.metrics import rates
+from pipeplan.texts import counted
 from pipeplan.units import format_ns, require_sum
 from pipeplan.workload.bounds import period_bound
 from pipeplan.workload.engine import with_links
@@ -240,6 +241,18 @@ class CandidateCounts:
     left: int
 
 
+_NAMED = 4
+"""Sizes that are named, where there are more of them."""
+
+
+def _any_of(sizes: Sequence[int]) -> str:
+    """``2, 4 or 8``; of many the first, and how many more there are."""
+    if len(sizes) > _NAMED + 1:
+        return f"{', '.join(map(str, sizes[:_NAMED]))} or {len(sizes) - _NAMED} other sizes"
+    *others, last = map(str, sizes)
+    return f"{', '.join(others)} or {last}" if others else last
+
+
 @dataclass(frozen=True, slots=True)
 class Result(Displayed):
     """A plan and how it was found; ``seconds`` is the whole search, ``partition_seconds`` choosing the stages.
@@ -247,8 +260,9 @@ class Result(Displayed):
     No plan that the request leaves open has an iteration below ``lower_bound_ns``, no schedule of the plan's own
     placement one below ``placement_lower_bound_ns``; gaps are of the iteration over each. Where the placement is given
     there is but one of them. ``timed_out``: the search would have gone on. ``notes`` say which of its steps failed,
-    and what was asked for and is not. ``explanation``, where it was asked for, has the next best plans.
-    ``request`` is what was asked; None of a result put together by hand.
+    and what was asked for and is not. ``explanation``, where it was asked for, has the next best plans. ``sizes_left``
+    are the micro-batch sizes per replica, of those that were open, of which nothing was looked at. ``request`` is what
+    was asked; None of a result put together by hand.
     """
 
     plan: Plan
@@ -262,6 +276,7 @@ class Result(Displayed):
     timed_out: bool = False
     notes: tuple[str, ...] = ()
     explanation: Explanation | None = None
+    sizes_left: tuple[int, ...] = ()
     request: Request | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -282,6 +297,13 @@ class Result(Displayed):
     def placement_gap(self) -> float:
         """How much longer the iteration is than any of the plan's own placement must be."""
         return self.plan.predicted.iteration_ns / self.placement_lower_bound_ns - 1
+
+    @property
+    def not_tried(self) -> str:
+        """What there was no time for, as ``6 placements not tried, nor micro-batches of 2 or 4``; empty if nothing."""
+        left = self.candidates.left
+        sizes = f", nor micro-batches of {_any_of(self.sizes_left)}" if self.sizes_left else ""
+        return f"{counted(left, 'placement')} not tried{sizes}" if left else ""
 
     @property
     def throughput(self) -> Throughput:

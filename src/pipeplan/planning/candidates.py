@@ -61,6 +61,11 @@ class PlacementCandidate:
         """Equal for candidates that mean the same."""
         return self.placement, self.batch, self.recompute
 
+    @property
+    def size_per_replica(self) -> int:
+        """Samples of a micro-batch on each replica of its first stage."""
+        return self.batch.microbatch_size // self.placement.stages[0].replicas
+
 
 CandidateOrError = PlacementCandidate | InfeasibleError | SearchTimeoutError | UsageError
 """A placement, or why there is none."""
@@ -332,9 +337,9 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
     """Chains cut evenly by time, in the order in which they are likely to fit and to be quick: the quickest to plan.
 
     Where blocks may be split, those come first that usually take least time, of the longest pipelines and then of all.
-    Else those with fewest stages, each on as many replicas, then those that recompute; their micro-batches are as small
-    as may be. Each should fit with what 1F1B has in flight, or the schedule that is asked for; it takes a time linear
-    in blocks and devices.
+    Else those with fewest stages, each on as many replicas, then those that recompute: of these every size of
+    micro-batches, that first which should be the quickest. Each should fit with what 1F1B has in flight, or the
+    schedule that is asked for; it takes a time linear in blocks and devices.
     """
     blocks, limits = _blocks_of(_SameRequest(request)), [limit for limit in request.memory if limit is not None]
     room = max(limits) if len(limits) == request.num_devices else math.inf
@@ -384,18 +389,23 @@ def _plain(request: Request) -> Iterator[Choice]:
         tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
         for each in chain.from_iterable(_uniform_of(same, *which) for which in tables):
             suits = each.choice.strategy in able and (name != "auto" or each.choice.usual == USUAL[0])
+            suits &= request.zero is not None or each.choice.zero.level < IN_ACTIONS  # exchanges take time to time
             if suits and each.choice not in seen:
                 seen.add(each.choice)
                 yield each.choice
     elif name != "auto" or request.placement not in ("auto", "one-to-one"):
-        yield from strategy_choices(request)
+        for _, alike in groupby(strategy_choices(request), lambda choice: choice.replicas):
+            yield from _best_size_first(request, list(alike))
     else:
         for recompute, replicas in product(request.recomputes, sorted(_replicas(request), reverse=True)):
-            batch = next(_batches(request, replicas, False), None)
             count, zero = request.num_devices // replicas, request.sharing(replicas)
-            fewer = batch is None or zero is None or request.num_devices % replicas
-            if batch is not None and zero is not None and not fewer and count <= len(request.profile.blocks):
-                yield Choice("one-to-one", replicas, batch, recompute, False, zero=zero)
+            if zero is None or request.num_devices % replicas or count > len(request.profile.blocks):
+                continue
+            sizes = [
+                Choice("one-to-one", replicas, batch, recompute, False, zero=zero)
+                for batch in _batches(request, replicas, False)
+            ]
+            yield from _best_size_first(request, sizes)
 
 
 _MANY_KINDS = 1_000
@@ -430,24 +440,38 @@ def _even(
 def _best_size_first(request: Request, choices: Sequence[Choice]) -> list[Choice]:
     """Choices with as many replicas, those first whose size is the shortest by 1F1B on the even cut, where that fits.
 
-    There may not be time for all. How long it takes is its first micro-batch, then the longest stage for each other.
+    There may not be time for all. How long it takes is its first micro-batch, then the longest stage for each other,
+    with backward whole or in halves as they may be: a profile may have either of them disturbed.
     """
-    order, batches = request.profile.topological_order(), {choice.batch for choice in choices}
+    batches, same = {choice.batch: None for choice in choices}, _SameRequest(request)
     if len(batches) < 2 or choices[0].replicas > request.num_devices:
         return list(choices)
     worth: dict[Batch, tuple[bool, int]] = {}
-    for batch, recompute in product(checked(batches, 1), request.recomputes):
+    recomputes = dict.fromkeys(choice.recompute for choice in choices)
+    for batch, recompute in product(checked(batches, 1), recomputes):
         replicas = choices[0].replicas
         try:
             first = choices[0]
             pricing = first.pricing._replace(samples=batch.microbatch_size // replicas, recompute=recompute)
-            costs = pricing.costs(request.profile, order)
+            costs = _block_costs(same, pricing)
         except UsageError:  # blocks are split where they stand
             return list(choices)
         chain, begins, fit = _even(request, costs, _groups(request, choices[0]), batch)
-        found = not fit, chain.times[-1] + (batch.num_microbatches - 1) * chain.longest(begins)
+        ways = [chain] + [chain.timed(_halves(costs))] * (request.split_backward is not False)
+        longest = [way.times[-1] + (batch.num_microbatches - 1) * way.longest(begins) for way in ways]
+        found = not fit, longest[-1] if request.split_backward else min(longest)
         worth[batch] = min(found, worth.get(batch, found))
     return sorted(choices, key=lambda choice: worth[choice.batch])
+
+
+def _halves(costs: Sequence[StageCost]) -> list[int]:
+    """[block] ns of forward and backward in two halves; in one where it has none."""
+    return [
+        cost.compute_ns
+        if cost.input_grad_ns is None or cost.weight_grad_ns is None
+        else cost.forward_ns + cost.input_grad_ns + cost.weight_grad_ns
+        for cost in costs
+    ]
 
 
 def _fits_in_flight(chain: Chain, place: int, begins: Sequence[int], num_microbatches: int) -> bool:
@@ -1056,7 +1080,7 @@ class PublishedPlanners(CandidateStep):
     def candidates(self, request: Request) -> Iterator[Proposal]:
         if request.num_devices * len(request.profile.blocks) > self.most:
             return
-        planners: dict[str, Callable[[PartitionProblem], Iterator[Partition]]] = {
+        planners: dict[str, Partitioner] = {
             "PipeDream": pipedream,
             "DAPPLE": dapple,
             "Piper": partial(piper, max_downsets=self.downsets),
@@ -1065,12 +1089,48 @@ class PublishedPlanners(CandidateStep):
             yield partial(_tried, _one_published, request, name, planner, size)
 
 
-def _one_published(
-    request: Request, name: str, planner: Callable[[PartitionProblem], Iterator[Partition]], size: int
-) -> PlacementCandidate:
+def _one_published(request: Request, name: str, planner: Partitioner, size: int) -> PlacementCandidate:
     placement = next(planner(_problem(request, [size], request.recomputes))).placement
     batch = Batch(request.batch.mini_batch // size, size)
     return PlacementCandidate(placement, batch, False, name)
+
+
+Partitioner = Callable[[PartitionProblem], Iterator[Partition]]
+
+
+def published_alone(
+    request: Request, name: str, planner: Partitioner, *, each_stage: bool = False
+) -> Iterator[Proposal]:
+    """Only what a planner of stages in a line chooses: for each size, since its paper is given one.
+
+    Stages recompute each as the planner finds best (``each_stage``), or all alike as it is asked. Where blocks are no
+    line, every stage still waits for the one before it, as in the systems that these planners are for.
+    """
+    sizes = open_sizes(request)
+    if request.replicas is not None:  # which share each micro-batch
+        sizes = [size for size in sizes if size % request.replicas == 0] or sizes
+    ways = [request.recomputes] if each_stage else [(again,) for again in request.recomputes]
+    for size, recomputes in product(sizes, ways):
+        yield partial(_tried, _in_a_line, request, name, planner, size, recomputes)
+
+
+def _in_a_line(
+    request: Request, name: str, planner: Partitioner, size: int, recomputes: Sequence[Again]
+) -> PlacementCandidate:
+    problem = _problem(request, [size], recomputes, replicas=request.replicas)
+    placement = next(planner(problem)).placement
+    if not_joined(request.profile) is not None:
+        placement = placement.model_copy(update={"strategy": "sequential"})
+    return PlacementCandidate(placement, Batch(request.batch.mini_batch // size, size), False, name)
+
+
+def not_joined(profile: Profile) -> tuple[str, str] | None:
+    """The first two neighbours in topological order that no edge joins; None where blocks are a line.
+
+    A line may have edges beside those from each block to the next.
+    """
+    joined = {(edge.source, edge.target) for edge in profile.edges}
+    return next((pair for pair in pairwise(profile.topological_order()) if pair not in joined), None)
 
 
 def _tried(make: Callable[..., PlacementCandidate], *arguments: object, **named: object) -> CandidateOrError:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pipeplan.costs.zero import GATHERED, IN_ACTIONS
 from pipeplan.errors import PipeplanError
 from pipeplan.files import PlacedStage
-from pipeplan.planning.candidates import PlacementCandidate, workload_of
+from pipeplan.planning.candidates import PlacementCandidate, is_large, workload_of
 from pipeplan.planning.request import Request
 from pipeplan.schedule.list_scheduling import list_schedule, policies
 from pipeplan.schedule.search import plain_look, timed
@@ -42,7 +42,7 @@ def exchanging_workload(request: Request, candidate: PlacementCandidate, *, spli
         UsageError: the profile has no such costs.
     """
     inside = workload_of(request, candidate, split_backward=split_backward)
-    if not _may_choose(request, candidate, inside):
+    if is_large(request) or not _may_choose(request, candidate, inside):  # of large ones each run takes a second
         return inside
     found = _by_actions(request, candidate, inside, split_backward)
     recomputes = request.recompute is None and request.least_memory is not None

@@ -65,17 +65,22 @@ def _fewer_devices(request: Request, result: Result, simulation: Simulation) -> 
 
 
 def _more_time(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    """What is left is counted: the bound over everything knows no memory, and says little of what time brings."""
+    """What is left is counted: the bound over everything knows no memory, and says little of what time brings.
+
+    So it only says where to look first: what is left goes before what is known to bring less than half of its gap.
+    """
     if not result.timed_out or result.gap < _LEAST_GAIN:
         return
-    left = result.candidates.left
-    if left:
-        brings = f"{left} {'placement' if left == 1 else 'placements'} not looked at yet"
+    if result.not_tried:
+        brings, weight = result.not_tried, max(result.placement_gap, result.gap / (1 + result.gap)) / 2
     elif result.placement_gap >= _LEAST_GAIN:
-        brings = f"at most the {result.placement_gap:.1%} to the bound on this placement"
+        brings, weight = (
+            f"at most the {result.placement_gap:.1%} to the bound on this placement",
+            result.placement_gap / 2,
+        )
     else:
         return
-    yield NextStep(f"--time-limit {format_ns(2e9 * request.time_limit)}", brings, result.placement_gap / 2)
+    yield NextStep(f"--time-limit {format_ns(2e9 * request.time_limit)}", brings, weight)
 
 
 def _other_schedules(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Placement
-from pipeplan.planning.candidates import Proposal, StageGraphs
+from pipeplan.partition.baselines import dapple, pipedream, piper
+from pipeplan.partition.chain.autopipe import autopipe
+from pipeplan.planning.candidates import Proposal, StageGraphs, not_joined, published_alone
 from pipeplan.planning.request import Request
 
 AUTO_PLANNER = "auto"
@@ -22,17 +25,35 @@ class NamedPlanner:
     """A planner as its paper has it.
 
     ``proposals`` are what it chooses for a request: one placement for each way of asking it. ``objective`` says what
-    is least of that, and where the paper says so.
+    is least of that, and where the paper says so. One that ``needs_chain`` has blocks that each feed the next.
     """
 
     proposals: Callable[[Request], Iterator[Proposal]]
     objective: str
+    needs_chain: bool = False
 
 
 PLANNERS: dict[str, NamedPlanner] = {
     "graphpipe": NamedPlanner(
         lambda request: StageGraphs().alone(request),
         "time per sample of the slowest stage, each stage with a size of its own (GraphPipe, 3.3 and Algorithm 2)",
+    ),
+    "autopipe": NamedPlanner(
+        lambda request: published_alone(request, "AutoPipe", partial(autopipe, polish=False)),
+        "simulated iteration of 1F1B on as many replicas of every stage (AutoPipe, III-B and IV-D), without our polish",
+        needs_chain=True,
+    ),
+    "pipedream": NamedPlanner(
+        lambda request: published_alone(request, "PipeDream", pipedream),
+        "time of the slowest of contiguous stages, sums of gradients included (PipeDream, 3.1)",
+    ),
+    "piper": NamedPlanner(
+        lambda request: published_alone(request, "Piper", piper, each_stage=True),
+        "time of the slowest stage between downsets, each with its replicas and recomputation (Piper, 4)",
+    ),
+    "dapple": NamedPlanner(
+        lambda request: published_alone(request, "DAPPLE", dapple),
+        "latency of the pipeline along its pivot stage (DAPPLE, 4)",
     ),
 }
 """Every planner by the name ``--planner`` takes."""
@@ -42,7 +63,8 @@ def require_planner(request: Request) -> None:
     """Require a planner that there is, and that is asked what it can answer.
 
     Raises:
-        UsageError: the name is unknown, or something else says where stages stand or how blocks are split.
+        UsageError: the name is unknown, something else says where stages stand or how blocks are split, or it plans
+            only lines of blocks and these are none.
     """
     name = request.planner
     if name == AUTO_PLANNER:
@@ -65,3 +87,9 @@ def require_planner(request: Request) -> None:
         what = "the placement that is given" if own else beside[0]
         remedy = "give --placement all" if own else "leave one of them out"
         raise UsageError(f"--planner {name} chooses the stages and where they stand, which {what} says, too; {remedy}")
+    if PLANNERS[name].needs_chain and (apart := not_joined(request.profile)) is not None:
+        raise UsageError(
+            f"--planner {name} plans blocks in a line, each of which feeds the next, but of profile "
+            f"{request.profile.name!r} block {apart[0]!r} does not feed {apart[1]!r}; choose --planner graphpipe or "
+            "piper, which plan graphs, or pipedream or dapple, which put the blocks in a line"
+        )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -449,6 +449,9 @@ def _reason_against_parts(workload: Workload) -> str | None:
 class EvenCut(PlanStep):
     """A first plan: cut evenly, with 1F1B or GPipe, or the schedule that is asked for by name.
 
+    Of the strategy, the replicas and what is recomputed of the first plan every other size of micro-batches is looked
+    at as plainly, before anything is searched: between sizes there are factors, between schedules of one there are not.
+
     Where there is none after ``seconds`` that is said, and for a ``share`` of the time that is left it is looked for
     all the same, and until the process has worked ``working`` seconds, or half of what is left: what was begun for it
     would be lost on a busy machine, and whatever follows takes longer. Where no more than ``hurry`` seconds are left it
@@ -511,9 +514,13 @@ class EvenCut(PlanStep):
                 search.say(f"no {what} was found that fits: the search goes on")
 
     def _look(self, search: PlanSearch, request: Request) -> bool:
-        """The first that fits; whether others do not, of those that there are sizes and a place in the schedule for."""
+        """The first that fits, and then the same with other sizes, which come next.
+
+        Returns whether others do not fit, of those that there are sizes and a place in the schedule for.
+        """
         unsuited, short = set[str](), False
-        for candidate in even_cuts(request):
+        cuts = even_cuts(request)
+        for candidate in cuts:
             if candidate.placement.strategy in unsuited:
                 continue
             trial = Trial.of(search.request, candidate, search.steps)
@@ -531,10 +538,28 @@ class EvenCut(PlanStep):
                 short = True
                 continue
             if trial.best is not None:
-                search.found_first(trial, spare=request is not search.request)
+                spare = request is not search.request
+                search.found_first(trial, spare=spare)
+                if not spare and not _is_named(request) and not has_table(request):
+                    self._other_sizes(search, candidate, cuts)
                 return short
             short = True
         return short or (not unsuited and request.least_memory is not None and bool(strategy_choices(request)))
+
+    @staticmethod
+    def _other_sizes(search: PlanSearch, first: PlacementCandidate, cuts: Iterator[PlacementCandidate]) -> None:
+        _secure(search)
+        for candidate in cuts:
+            if _but_for_size(candidate) != _but_for_size(first):
+                return
+            checkpoint()
+            search.sizes.add(candidate.size_per_replica)
+            with suppress(PipeplanError):  # it does not fit
+                trial = Trial.of(search.request, candidate, search.steps)
+                if not trial.worse(search.best):
+                    trial.look_plainly()
+                if trial.best is not None:
+                    search.found_first(trial, spare=False)
 
     def _larger_groups(self, search: PlanSearch) -> None:
         entries = MOST_ENTRIES
@@ -549,6 +574,12 @@ class EvenCut(PlanStep):
             _secure(search)
             if search.made is made:
                 return
+
+
+def _but_for_size(candidate: PlacementCandidate) -> Hashable:
+    """Equal for candidates of one strategy, with as many replicas, that recompute the same."""
+    placement = candidate.placement
+    return placement.strategy, placement.stages[0].replicas, len(placement.stages), candidate.recompute
 
 
 @dataclass(slots=True, eq=False)
@@ -789,6 +820,7 @@ def search_plan(
         timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
         notes=(*dict.fromkeys(notes), *slices_left_out(request, schedule.workload, "what was found does not fit so")),
         explanation=explained(search) if explain else None,
+        sizes_left=_sizes_left(search) if counts.left else (),
         request=request,
     )
 
@@ -834,6 +866,13 @@ def _left(search: PlanSearch) -> int:
             found += not search.refutes(propose)
         all_seen = True
     return found if all_seen else found + 1
+
+
+def _sizes_left(search: PlanSearch) -> tuple[int, ...]:
+    """Micro-batch sizes per replica that were open, and of which nothing was looked at."""
+    request = search.request
+    possible = [size for size in request.sizes if request.batch.mini_batch % size == 0]
+    return tuple(size for size in possible if size not in search.sizes)
 
 
 _COUNTING = 0.05

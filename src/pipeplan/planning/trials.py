@@ -420,10 +420,11 @@ class PlanSearch:
     no more will be once ``all_seen``. ``looked_at`` counts those there was a look at, ``unfinished`` those of them that
     had too little time, ``refuted`` those that became no trials, since no schedule of theirs can be better. ``others``
     {key: ns} are bounds of what is none of the trials: of all that the request leaves open (None), of candidates that
-    are not tried or were given up. ``finalists`` are the trials with a schedule at the end, best first. ``notes`` say
-    what went wrong, ``made`` is the plan that was made last, by which it is known how long that takes: that much time
-    is reserved for it. ``making_seconds`` is what making plans has taken. The ``spare`` trial is for want of any other:
-    its replicas divide more than they do by default.
+    are not tried or were given up. ``sizes`` are the micro-batches per replica that were looked at. ``finalists`` are
+    the trials with a schedule at the end, best first. ``notes`` say what went wrong, ``made`` is the plan that was made
+    last, by which it is known how long that takes: that much time is reserved for it. ``making_seconds`` is what
+    making plans has taken. The ``spare`` trial is for want of any other: its replicas divide more than they do by
+    default.
     """
 
     request: Request
@@ -442,6 +443,7 @@ class PlanSearch:
     finalists: list[Trial] = field(default_factory=list)
     partition_seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+    sizes: set[int] = field(default_factory=set)
     begun: bool = False
     making_seconds: float = 0.0
     made: MadePlan | None = None
@@ -577,6 +579,7 @@ class PlanSearch:
                 self._leave(candidate)
         elif candidate is not None and candidate.key not in self._seen:
             self._seen.add(candidate.key)
+            self.sizes.add(candidate.size_per_replica)
             self.others.pop(candidate.key, None)
             return candidate
         return None
@@ -658,6 +661,7 @@ class PlanSearch:
     def found_first(self, trial: Trial, *, spare: bool) -> None:
         """Keep a first trial with a schedule; as the ``spare`` if its replicas divide more than they do by default."""
         self.looked_at += 1
+        self.sizes.add(trial.candidate.size_per_replica)
         if spare:
             self.spare = trial
         else:

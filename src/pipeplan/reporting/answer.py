@@ -77,7 +77,8 @@ def _heading(request: Request, simulation: Simulation, result: Result) -> str:
         made = f"{scheduler_words(result.plan.provenance.scheduler)}, as given"
         searched = ended == "optimal" or not isinstance(request.placement, Placement)
         ended = f"{made}, {'on the ' * (ended != 'optimal')}{ended}" if searched else f"{made},"
-    return f"{ended} for {counted(len(simulation.workload.devices), 'device')}{memory}"
+    who = f", stages by --planner {request.planner}" if request.planner != "auto" else ""
+    return f"{ended} for {counted(len(simulation.workload.devices), 'device')}{memory}{who}"
 
 
 def _rows(request: Request, result: Result, simulation: Simulation, written: str | None, keep: str) -> Iterator[Row]:
@@ -167,7 +168,10 @@ def _bound(request: Request, result: Result) -> list[Clause]:
             (result.placement_lower_bound_ns, "on this placement", result.placement_gap),
         )
     ]
-    return [(", ".join(found), 0)]
+    return [
+        (", ".join(found), 0),
+        (f"; {counted(left, 'placement')} not tried" if (left := result.candidates.left) else "", 0),
+    ]
 
 
 def _away(gap: float) -> str:

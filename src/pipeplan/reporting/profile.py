@@ -91,11 +91,9 @@ def _cases(profile: Profile) -> str:
         ("ep", {row.expert for row in rows}),
     ]
     said = [f"{name} {', '.join(map(str, sorted(found)))}" for name, found in sizes if found - {1} or name == "samples"]
-    said += [
-        f"configurations {', '.join(named)}"
-        for named in [sorted({row.configuration or "" for row in rows} - {""})]
-        if named
-    ]
+    named = sorted({row.configuration for row in rows if row.configuration})
+    said += [f"configurations {', '.join(named)}"] if named else []
+    said += ["tp with * divides the sequence, too"] if any(row.sequence_parallel for row in rows) else []
     said += ["with and without recomputation"] if any(row.recompute for row in rows) else []
     return f"costs for {'; '.join(said)}"
 

@@ -152,6 +152,14 @@ class MemoryKind:
     key: str
     lifetime: Lifetime
 
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        """Whoever gets it from another process has the one of its own."""
+        return _kind_of_key, (self.key,)
+
+
+def _kind_of_key(key: str) -> MemoryKind:
+    return next(kind for kind in MEMORY_KINDS if kind.key == key)
+
 
 PARAMETERS = MemoryKind("parameters", "parameter_bytes", Lifetime.ALWAYS)
 GRADIENTS = MemoryKind("gradients", "gradient_bytes", Lifetime.ALWAYS)

@@ -329,11 +329,19 @@ def require_same_set(found: list[Tensor], wanted: list[Tensor]) -> None:
     assert [value for _, value in ours] == pytest.approx([value for _, value in theirs], rel=1e-9, abs=1e-9)
 
 
+def drawn(make: Callable[[], Tensor]) -> Tensor:
+    """What is made with the same random numbers each time."""
+    torch.manual_seed(0)
+    return make()
+
+
 def require_same(module: nn.Module, model: Model, num_samples: int) -> None:
-    """Output and gradients as the module's own; gradients are compared as a set, since blocks name them anew."""
-    whole, modules = copy.deepcopy(module).double().eval(), built(model)
+    """Output and gradients as the module's own, with the same random numbers; gradients are compared as a set, since
+    blocks name them anew.
+    """
+    whole, modules = copy.deepcopy(module).double(), built(model)
     batch = model.mini_batch(num_samples, 0, 0, dtype=torch.float64)
-    expected, found = whole(**batch), replay(model, modules, batch)
+    expected, found = drawn(lambda: whole(**batch)), drawn(lambda: replay(model, modules, batch))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     weights = torch.randn_like(expected)
     (expected * weights).sum().backward()
@@ -360,9 +368,9 @@ def test_gradients_that_waited_for_w_are_the_same() -> None:
     _, model = captured("pre-norm", "half")
     batch = model.mini_batch(3, 0, 0, dtype=torch.float64)
     modules, others = built(model), built(model)
-    replay(model, others, batch).backward()
+    drawn(lambda: replay(model, others, batch)).backward()
     with WeightGradQueue() as queue:
-        replay(model, modules, batch).backward()
+        drawn(lambda: replay(model, modules, batch)).backward()
     assert all(each.grad is None for name, each in modules["head"].named_parameters() if each.ndim == 2)
     queue.run()
     require_same_set(gradients(model, modules), gradients(model, others))
@@ -474,11 +482,61 @@ def held(make: Callable[[], Tensor], modules: Iterable[nn.Module]) -> int:
 @pytest.mark.parametrize("case", ["pre-norm", "post-norm", "conv-net"])
 def test_blocks_hold_what_the_module_holds(case: str) -> None:
     module, model = captured(case, "half")
-    whole, modules, batch = copy.deepcopy(module).eval(), built(model, torch.float32), model.mini_batch(4, 0, 0)
+    whole, modules, batch = copy.deepcopy(module), built(model, torch.float32), model.mini_batch(4, 0, 0)
     replay(model, modules, batch)  # makes masks and positions, which blocks keep
     found = held(lambda: replay(model, modules, batch), modules.values())
     expected = held(lambda: whole(**batch), [whole])
     assert found == pytest.approx(expected, rel=0.03)
+
+
+class Noisy(nn.Module):
+    """Numbers are dropped and normalised in every way, in part of the module in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self._layer(rate) for rate in (0.1, 0.1, 0.3))
+        self.frozen, self.head = self._layer(0.2).eval(), nn.Linear(8, 3)
+
+    @staticmethod
+    def _layer(rate: float) -> nn.Module:
+        norm = nn.BatchNorm1d(8, track_running_stats=rate < 0.3)
+        return nn.Sequential(nn.Linear(8, 8), norm, nn.Dropout(rate, inplace=True), nn.AlphaDropout(rate))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        shape = (len(x), 2, 2, 2)
+        x = F.scaled_dot_product_attention(x.view(shape), x.view(shape), x.view(shape), dropout_p=0.2).flatten(1)
+        x = x * torch.empty(len(x), 1, dtype=x.dtype, device=x.device).bernoulli_(0.5)  # stochastic depth
+        return self.head(F.dropout(self.frozen(x), 0.5)).square().mean()
+
+
+def test_a_module_in_training_mode_drops_and_normalises_as_it_does() -> None:
+    """It was captured in evaluation mode: nothing dropped, and running statistics of 0 and 1 never changed."""
+    torch.manual_seed(0)
+    module, inputs = Noisy(), {"x": torch.randn(2, 8)}
+    model = capture(module, inputs, name="noisy")
+    assert model.switched_off == {"BatchNorm1d": 1, "Dropout": 1, "AlphaDropout": 1}
+    require_same(module, model, 6)
+    whole, modules = copy.deepcopy(module).double(), built(model)
+    batch = model.mini_batch(6, 0, 0, dtype=torch.float64)
+    for _ in range(2):
+        expected, found = drawn(lambda: whole(**batch)), drawn(lambda: replay(model, modules, batch))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    buffers = [each for block in modules.values() for each in block.buffers() if each.shape == (8,)]
+    require_same_set(buffers, [each for each in whole.buffers() if each.shape == (8,)])
+    off = drawn(lambda: replay(model, {name: block.eval() for name, block in modules.items()}, batch))
+    assert off != drawn(lambda: whole(**batch)), "F.dropout(x, 0.5) is told that training is on, which holds no longer"
+
+
+def test_one_number_per_channel_is_refused_as_torch_does() -> None:
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model = capture(module, {"input": torch.randn(2, 4)}, name="net")
+    with pytest.raises(ValueError, match="micro-batches of two samples or more"):
+        replay(model, built(model), model.mini_batch(1, 0, 0, dtype=torch.float64))
+    averaging = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
+    with pytest.raises(UsageError, match="'1' has momentum=None"):
+        capture(averaging, {"input": torch.randn(2, 4)}, name="net")
 
 
 # What is left alone, what can be built ----------------------------------------------------------------------------
@@ -516,8 +574,8 @@ def test_a_model_without_data_is_captured_and_gets_numbers_when_built() -> None:
 def test_blocks_run_in_other_formats(case: str, dtype: torch.dtype) -> None:
     module, model = captured(case, "half")
     batch = model.mini_batch(2, 0, 0, dtype=dtype)
-    expected = copy.deepcopy(module).to(dtype).eval()(**batch)
-    found = replay(model, built(model, dtype), batch)
+    whole = copy.deepcopy(module).to(dtype)
+    expected, found = drawn(lambda: whole(**batch)), drawn(lambda: replay(model, built(model, dtype), batch))
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

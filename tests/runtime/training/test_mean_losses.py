@@ -27,9 +27,10 @@ from pipeplan.runtime.training.trainer import model_of
 from runtime_support import losses
 from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, model_plan, placed_plan, reports_of
 from runtime_support.warm import warm_ranks
+from runtime_support.whole_model import replay
 from support.commands import pipeplan
 
-OPTIONS = replace(TRAINING, model="runtime_support.losses:language", data="runtime_support.losses:Texts")
+OPTIONS = replace(TRAINING, model="runtime_support.losses:evaluated", data="runtime_support.losses:Texts")
 
 
 @functools.cache
@@ -62,7 +63,7 @@ def test_gradients_are_those_of_the_mean_over_the_mini_batch(name: str, reports:
 
 
 def test_runs_train_with_it(capfd: pytest.CaptureFixture[str]) -> None:
-    """Gradients were 4 times as long with micro-batches of 1 as with those of 4; what is switched off is named once."""
+    """Gradients were 4 times as long with micro-batches of 1 as with those of 4; what was found is said once."""
     found = []
     options = replace(OPTIONS, num_steps=2, clip_norm=math.inf)
     for devices, size in (([0, 1], 1), ([0], 4)):
@@ -70,15 +71,15 @@ def test_runs_train_with_it(capfd: pytest.CaptureFixture[str]) -> None:
         with warm_ranks():
             found.append([(step.loss, step.grad_norm) for step in run(plan, options).result.steps])
         told = capfd.readouterr().err
-        assert told.count("Dropout x 4 of language run in evaluation mode") == 1, "not by each of the ranks"
-        assert told.count("the loss of language is a mean over the entries") == 1
+        assert told.count("Dropout x 4 of evaluated run in evaluation mode") == 1, "not by each of the ranks"
+        assert told.count("the loss of evaluated is a mean over the entries") == 1
     assert found[0] == [pytest.approx(step, rel=1e-9) for step in found[1]]
 
 
 def test_runs_refuse_what_compares_samples() -> None:
-    options = TrainOptions("runtime_support.losses:normalised", num_steps=1)
-    plan = model_plan(losses.normalised(), [0, 1])
-    with warm_ranks(), pytest.raises(UsageError, match="BatchNorm1d trains with statistics of the micro-batch"):
+    options = TrainOptions("runtime_support.losses:contrast", num_steps=1)
+    plan = model_plan(losses.contrast(), [0, 1])
+    with warm_ranks(), pytest.raises(UsageError, match="gradients would depend on the micro-batch size"):
         run(plan, options)
 
 
@@ -131,13 +132,6 @@ class SquaredSum(nn.Module):
         return (output - targets).square().sum()
 
 
-class Contrast(nn.Module):
-    """Which target is whose output."""
-
-    def forward(self, output: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(output @ targets.t(), torch.arange(len(output), device=output.device), reduction="sum")
-
-
 class Penalty(SquaredSum):
     """With a term that belongs to no sample."""
 
@@ -146,6 +140,10 @@ class Penalty(SquaredSum):
 
 
 CLASSES = torch.tensor([1.0, 2.0, 4.0, 8.0])
+
+
+def untracked() -> nn.Module:
+    return nn.BatchNorm1d(3, track_running_stats=False)
 
 
 def weighted(output: Tensor, targets: Tensor) -> Tensor:
@@ -159,13 +157,55 @@ class WeightedByBatch(nn.Module):
         return (w.flatten() * F.cross_entropy(output, classes.flatten(), reduction="none")).sum() / w.sum()
 
 
-def test_what_is_advised_in_place_of_weights_of_classes_is_taken() -> None:
-    """The module is summed, weights and all; those of the batch make a mean that is found."""
-    made = losses.chain(nn.CrossEntropyLoss(weight=CLASSES[:3]))
-    assert find_losses(made).means == {}
+def test_weights_that_are_an_input_are_found() -> None:
     classes = torch.tensor([[0], [3]])
     found = find_losses(losses.masked(WeightedByBatch, classes=classes, w=CLASSES[classes]))
     assert {mean.text for mean in found.means.values()} == {"the weights 'w'"}
+
+
+class ByClass(nn.Module):
+    """Weights of classes as everyone has them: a buffer, and either torch's argument for it or gathered by hand."""
+
+    def __init__(self, gathered: bool, ignored: int = -100) -> None:
+        super().__init__()
+        self.output, self.gathered, self.ignored = nn.Linear(4, 4), gathered, ignored
+        self.register_buffer("by_class", CLASSES)
+
+    def forward(self, x: Tensor, classes: Tensor) -> Tensor:
+        made, by_class = self.output(x), self.get_buffer("by_class")
+        if not self.gathered:
+            return F.cross_entropy(made, classes, by_class, ignore_index=self.ignored)
+        w = by_class[classes]
+        return (w * F.cross_entropy(made, classes, reduction="none")).sum() / w.sum()
+
+
+@pytest.mark.parametrize(("gathered", "ignored"), [(False, -100), (True, -100), (False, 3)])
+def test_weights_of_classes_are_found_in_the_block(gathered: bool, ignored: int) -> None:
+    """Both were refused, the second with the advice to do what it does."""
+
+    def batch(num_samples: int, step: int, seed: int) -> dict[str, Tensor]:
+        return {"x": torch.arange(4.0 * num_samples).sin().view(-1, 4), "classes": torch.arange(num_samples) % 4}
+
+    module = ByClass(gathered, ignored).double()
+    model = replace(capture(module, batch(2, 0, 0), name="by class"), batch=batch)
+    found = find_losses(model)
+    assert next(iter(found.means.values())).text.startswith("the entries of 'classes'")
+    summed, given = found.summed(model), model.mini_batch(7, 0, 0, dtype=torch.float64)
+    modules = {block.id: summed.build(block.id, 0, dtype=torch.float64) for block in summed.blocks}
+    parts = [{name: tensor[rows] for name, tensor in given.items()} for rows in (slice(1), slice(1, 4), slice(4, 7))]
+    total = torch.stack([replay(summed, modules, part) for part in parts]).sum()
+    torch.testing.assert_close(total / summed.predictions(given), module(**given))
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=CLASSES[:3]), nn.NLLLoss(weight=CLASSES[:3])])
+def test_a_module_with_weights_of_classes_is_the_mean_that_torch_has(loss: nn.Module) -> None:
+    """Its sum was divided by the number of targets."""
+    model = losses.chain(loss)
+    found = find_losses(model)
+    summed = found.summed(model)
+    made, targets = torch.randn(5, 3).log_softmax(-1), torch.tensor([0, 1, 2, 2, -100])
+    total = summed.build("loss", 0)(made, targets).float()
+    torch.testing.assert_close(total / summed.predictions({"targets": targets}), loss(made, targets))
 
 
 class Weighted(nn.Module):
@@ -178,18 +218,20 @@ class Weighted(nn.Module):
 @pytest.mark.parametrize(
     ("model", "told"),
     [
-        (lambda: losses.chain(None, nn.BatchNorm1d(6)), "'1' takes two samples and not one alone .*BatchNorm1d trains"),
         (
-            lambda: losses.chain(None, nn.Unflatten(1, (3, 2)), nn.BatchNorm1d(3), nn.Flatten()),
-            r"'2' makes other numbers of a sample when another is beside it \(off by .*BatchNorm1d trains with",
+            lambda: losses.chain(None, nn.Unflatten(1, (3, 2)), untracked(), nn.Flatten()),
+            r"'2' makes other numbers of a sample when another is beside it \(off by .*BatchNorm1d without running",
         ),
-        (lambda: losses.masked(Contrast), r"'loss' is [\d.]+ for two samples together and .* neither the sum"),
-        (lambda: losses.masked(Penalty), "neither the sum .* nor the mean .*; return the sum over predictions"),
+        (lambda: losses.contrast(), r"'loss' is [\d.]+ for two samples together and .* neither the sum"),
+        (
+            lambda: losses.masked(Penalty),
+            r"neither the sum .* nor the mean .*\n.*\nwhat to do: return the sum over predictions",
+        ),
         (
             lambda: losses.masked(Weighted, classes=torch.tensor([[0], [3]])),
-            r"it lies between the two.* nn.CrossEntropyLoss\(weight=weights\) .* w = weights\[classes\]",
+            r"(?s)neither the sum .*\nwhat to do: it lies between.*register_buffer.*an argument w, in the example",
         ),
-        (lambda: losses.chain(weighted), r"it lies between the two.* w = weights\[targets\]"),
+        (lambda: losses.chain(weighted), r"it lies between the two.* in every item of --data beside 'targets'"),
         (lambda: losses.chain(lambda made, _: made.square().mean().sqrt()), "neither the sum"),
     ],
 )
@@ -236,39 +278,58 @@ def test_what_cannot_be_found_out_is_said() -> None:
 
 
 def test_profiles_say_it() -> None:
-    model = capture(*losses.language(), name="language")
+    model = capture(*losses.evaluated(), name="language")
     told: list[str] = []
     profile = profile_model(model, [1], repeats=1, warmup=0, on_mean=told.append)
     assert told[0].startswith("the loss of language is a mean over the entries")
     assert "The loss of language is a mean" in profile.source.notes
     assert "Dropout x 4 of language run in evaluation mode" in profile.source.notes
-    remedy = "to train with dropout, write a Model of blocks (docs/profiling.md#a-model-of-your-own)"
+    remedy = "a module that a function returns in training mode drops (docs/capture.md#dropout-and-batchnorm)"
     assert advice_on(model) == f"{model.remark}; {remedy}"
     assert remedy not in advice_on(replace(model, switched_off={"BatchNorm1d": 2}))
 
 
 def test_nothing_is_said_of_a_model_whose_profile_is_refused() -> None:
     """Only where its first block runs; it came before the refusal."""
-    asked = ("profile", OPTIONS.model, "--device", "h100-80gb", "--microbatch", 1, "-o", "-")
+    asked = ("profile", "runtime_support.losses:evaluated", "--device", "h100-80gb", "--microbatch", 1, "-o", "-")
     assert pipeplan(*asked).stderr.startswith("pipeplan: --device 'h100-80gb' is not a device")
-    assert pipeplan(*asked, "--estimate").stderr.startswith("pipeplan: Dropout x 4 of language run in evaluation mode")
+    assert pipeplan(*asked, "--estimate").stderr.startswith("pipeplan: Dropout x 4 of evaluated run in evaluation mode")
+
+
+class Net(nn.Module):
+    """With what does something else in training mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Dropout(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.layers(x), 0.5, self.training).sum()
 
 
 def test_what_runs_in_evaluation_mode_is_counted() -> None:
-    """Functions, too."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.1), nn.Dropout(0.0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return F.dropout(self.layers(x), 0.5, self.training).sum()
-
-    model = capture(Net(), {"x": torch.randn(2, 4)}, name="net")
+    """Functions, too; nothing of a module that trains."""
+    inputs = {"x": torch.randn(2, 4)}
+    model = capture(Net().eval(), inputs, name="net")
     assert model.switched_off == {"BatchNorm1d": 1, "Dropout": 1, "dropout()": 1}
     assert model.remark.startswith("BatchNorm1d x 1, Dropout x 1, dropout() x 1 of net run in evaluation mode")
-    assert load_model("gpt2-tiny").remark == ""
+    assert (load_model("gpt2-tiny").remark, capture(Net(), inputs, name="net").remark) == ("", "")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: losses.normalised(),
+        lambda: capture(Net(), {"x": torch.randn(2, 4)}, name="chain"),
+    ],
+)
+def test_batch_norms_take_the_statistics_of_micro_batches_and_that_is_said(model: Callable[[], Model]) -> None:
+    """A Sequential was refused, a captured module trained with statistics of 0 and 1 that never changed."""
+    made = model()
+    assert find_losses(made).text == (
+        "BatchNorm x 1 of chain, in training mode, takes the mean and variance of each micro-batch, as pipelines do: "
+        "what is computed depends on its size"
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if name.endswith("-tiny")])

@@ -372,9 +372,14 @@ def plan_chain(costs: ChainCosts, num_stages: int, num_microbatches: int, fits: 
 
 
 def _planned(
-    costs: ChainCosts, num_stages: int, num_microbatches: int, fits: Fitting | None, balance: ShortestStages
+    costs: ChainCosts,
+    num_stages: int,
+    num_microbatches: int,
+    fits: Fitting | None,
+    balance: ShortestStages,
+    polish: bool = True,
 ) -> Planned:
-    """The same with Algorithm 1's table at hand."""
+    """The same with Algorithm 1's table at hand; without ``polish`` as the paper's search leaves it."""
     if fits is not None and not fits.any_cut(num_stages):
         given = fits
         enough = least_enough(lambda memory: replace(given, memory_bytes=memory).any_cut(num_stages), fits.memory_bytes)
@@ -390,7 +395,8 @@ def _planned(
     if fits is not None and not search.fitting(fits):
         search.run(_fitting_start(costs, num_stages, fits))
     best = min(search.fitting(fits), key=lambda begins: (search.seen[begins].iteration_ns, begins))
-    best = search.polished(best, fits)
+    if polish:
+        best = search.polished(best, fits)
     found = search.seen[best]
     return Planned(best, found.iteration_ns, found.master_stage, search.seen[start].iteration_ns, len(search.seen))
 
@@ -427,11 +433,12 @@ class _Depth:
         return replace(planned, iteration_ns=planned.iteration_ns + waiting, start_ns=planned.start_ns + waiting)
 
 
-def autopipe(problem: PartitionProblem) -> Iterator[Partition]:
+def autopipe(problem: PartitionProblem, polish: bool = True) -> Iterator[Partition]:
     """The best depth: stages of a chain, with as many replicas of the whole pipeline as there are devices for.
 
     The data-parallel size is the same for all stages (IV-D): devices divided by stages. Each replica takes its share of
-    every micro-batch, where in the paper it takes whole ones in turn. What is found is no optimum.
+    every micro-batch, where in the paper it takes whole ones in turn. What is found is no optimum; without ``polish``
+    it is what the paper's search finds.
 
     Raises:
         NoPartitionError: no depth fits.
@@ -448,7 +455,7 @@ def autopipe(problem: PartitionProblem) -> Iterator[Partition]:
         if best is not None and least >= best[1].iteration_ns:
             continue  # its longest stage alone takes as long
         if depth.fits is None or depth.fits.any_cut(depth.num_stages):
-            planned = _planned(depth.costs, depth.num_stages, depth.num_microbatches, depth.fits, balance)
+            planned = _planned(depth.costs, depth.num_stages, depth.num_microbatches, depth.fits, balance, polish)
             found = depth.summed(planned, problem)
             if best is None or found.iteration_ns < best[1].iteration_ns:
                 best = depth, found

@@ -7,7 +7,8 @@ the results come back. Cuts are given as ``begins``: the first block of each sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Self
 
 import numpy as np
@@ -80,6 +81,10 @@ class Chain:
             return False
         alone = max(self.bytes_of([(block, block + 1)]) for block in range(self.num_blocks))
         return self.held([(0, self.num_blocks)]).statics + self.activations[-1] > sum(limits) or alone > max(limits)
+
+    def timed(self, times: Iterable[int]) -> Chain:
+        """The chain with other ``times`` [block]."""
+        return replace(self, times=list(accumulate(times, initial=0)))
 
     def time(self, begin: int, end: int) -> int:
         """Forward and backward of these blocks, in ns."""

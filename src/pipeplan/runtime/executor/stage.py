@@ -16,7 +16,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.checkpoint import checkpoint
 
 from pipeplan.runtime.executor.channels import TransferError
 from pipeplan.runtime.executor.message_graph import Numbers
@@ -24,6 +23,7 @@ from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
 from pipeplan.runtime.executor.tensors import WHOLE_TENSOR, Produced, Received, StageLayouts, TensorLayout
 from pipeplan.runtime.models.spec import BlockSpec
 from pipeplan.runtime.parallel.attention_cores import RecomputedCores
+from pipeplan.runtime.parallel.batch_norms import recomputed
 from pipeplan.runtime.parallel.device import Autocast, precise
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.workload.elements import Again
@@ -315,7 +315,7 @@ class StageRunner:
             at = next(itertools.chain(arguments, module.parameters()), _ANYWHERE)
             _begin_random_numbers(samples.seed_of(block, rows), at.device)
             with self.autocast() if self.autocast is not None else nullcontext():
-                run = partial(checkpoint, module, use_reentrant=False) if again is True else module
+                run = partial(recomputed, module) if again is True else module
                 with RecomputedCores() if again == "selective" else nullcontext() as cores:
                     made = run(*arguments)
         if cores is not None and not cores.count and block in self.part.cores:

@@ -174,7 +174,7 @@ def _with_shared(model: Model, patterns: Sequence[str]) -> Model:
 def advice_on(model: Model) -> str:
     """The model's remark, with what to do to train with dropout."""
     drops = any("dropout" in name.lower() for name in model.switched_off)
-    remedy = "; to train with dropout, write a Model of blocks (docs/profiling.md#a-model-of-your-own)"
+    remedy = "; a module that a function returns in training mode drops (docs/capture.md#dropout-and-batchnorm)"
     return f"{model.remark}{remedy if drops else ''}"
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Model
+from pipeplan.runtime.parallel.batch_norms import batch_norms, num_batch_norms
 from pipeplan.runtime.parallel.device import precise
 
 _DRAWN = 8
@@ -35,9 +38,10 @@ _LEFT_OUT = (-100, -1, 0)
 class Mean:
     """What the loss of a block is a mean over: samples; or what counts in the tensor ``over`` of the batch.
 
-    In it count entries other than ``ignored``, or, where that is None, its numbers are weights. ``argument`` of the
-    block shows how much counts; of samples it has ``rows`` each. Where a tensor (first) has an integer (second) of
-    ``unclear``, the loss is no such mean.
+    In it count entries other than ``ignored``, or, where that is None, its numbers are weights. With ``weights``
+    [classes], which the block has by the name of ``table``, its entries are classes: each counts by the weight of its
+    class, and what is no class, or ``ignored``, by nothing. ``argument`` of the block shows how much counts; of samples
+    it has ``rows`` each. Where a tensor (first) has an integer (second) of ``unclear``, the loss is no such mean.
     """
 
     argument: int
@@ -45,12 +49,17 @@ class Mean:
     over: str = ""
     ignored: int | None = None
     unclear: tuple[tuple[str, int], ...] = ()
+    table: str = ""
+    weights: Tensor | None = field(default=None, compare=False)
 
     @property
     def text(self) -> str:
         """What it is over."""
         if not self.over:
             return "samples"
+        if self.table:
+            but = "" if self.ignored is None else f" that are not {self.ignored}"
+            return f"the entries of {self.over!r}{but}, by the weights {self.table!r} of their classes"
         if self.ignored is None:
             return f"the weights {self.over!r}"
         return f"the entries of {self.over!r} that are not {self.ignored}"
@@ -59,15 +68,25 @@ class Mean:
         """How much of ``tensor``, the block's argument or the batch's, counts."""
         if not self.over:
             return tensor.shape[0] // self.rows
+        if self.weights is not None:
+            counts = (tensor >= 0) & (tensor < len(self.weights))
+            if self.ignored is not None:
+                counts &= tensor != self.ignored
+            return self.weights.to(tensor.device)[tensor[counts]].sum()
         return tensor.sum() if self.ignored is None else (tensor != self.ignored).sum()
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """By block, what losses are means over; none where all are sums. ``text`` is what a user should know, if any."""
+    """By block, what losses are means over; none where all are sums. ``text`` is what a user should know, if any.
+
+    ``brief`` is the same for who has read it before. ``sure``: it was found out, and not only supposed.
+    """
 
     means: Mapping[str, Mean]
     text: str = ""
+    brief: str = ""
+    sure: bool = True
 
     def summed(self, model: Model) -> Model:
         """The model with a mean as a sum over what it is over, and as many predictions."""
@@ -127,9 +146,8 @@ def find_losses(model: Model, *, seed: int = 0, device: torch.device | str = "cp
     beside them; the text has the block and the numbers.
     """
     if model.loss_of == "micro-batches":
-        return Finding(
-            {}, f"the loss of {model.name} compares the samples of a micro-batch: with another size it is another loss"
-        )
+        text = f"the loss of {model.name} compares the samples of a micro-batch: with another size it is another loss"
+        return Finding({}, text, text)
     if model.loss_of == "samples" or not any(block.loss for block in model.blocks):
         return Finding({})
     reason = ""
@@ -138,7 +156,8 @@ def find_losses(model: Model, *, seed: int = 0, device: torch.device | str = "cp
             return _TwoSamples(model, seed, torch.device(device), dtype).find()
         except _FailedError as error:
             reason = str(error)
-    return Finding({}, f"whether the loss of {model.name} is a sum could not be found out: {reason}")
+    text = f"whether the loss of {model.name} is a sum could not be found out: {reason}"
+    return Finding({}, text, text, sure=False)
 
 
 class _FailedError(Exception):
@@ -185,8 +204,15 @@ class _Losses:
         return abs(self.together - expected) <= tolerance * most
 
 
-_Form = tuple[str, int | None] | None
-"""What a loss may be: the sum (None), or a mean over (``over``, ``ignored``) as of :class:`Mean`."""
+class _Form(NamedTuple):
+    """What a loss may be a mean over, as of :class:`Mean`; the sum is None."""
+
+    over: str
+    ignored: int | None = None
+    table: str = ""
+
+
+_SAMPLES = _Form("")
 
 
 class _TwoSamples:
@@ -207,6 +233,8 @@ class _TwoSamples:
             if not tensor.is_floating_point() and tensor.dtype != torch.bool
         }
         self.unknown: list[str] = []
+        self.num_batch_norms = 0
+        self.tables: dict[str, Tensor] = {}
 
     def find(self) -> Finding:
         """Raises UsageError as :func:`find_losses`, and _FailedError."""
@@ -218,6 +246,7 @@ class _TwoSamples:
             for block in self.model.blocks:
                 given = [values[source] for source in block.inputs] + [self.batch[name] for name in block.samples]
                 module = self.model.build(block.id, self.seed, dtype=self.dtype, device=self.device)
+                self._leave_out_batch_norms(module)
                 made, alone, random = self._run(block, module, given)
                 if block.loss and len(made) == 1 and made[0].ndim == 0:
                     values[block.id, 0] = _BothAndEach(made[0], (alone[0][0], alone[1][0]))
@@ -227,7 +256,25 @@ class _TwoSamples:
                     continue
                 for index, tensors in enumerate(zip(made, *alone, strict=True)):
                     values[block.id, index] = self._compare(block, module, *tensors, random=random)
-        return self._found(means, texts)
+        found = self._found(means, texts)
+        beside = self._of_micro_batches()
+        text, brief = (". ".join(filter(None, (each, beside))) for each in (found.text, found.brief))
+        return replace(found, text=text, brief=brief)
+
+    def _leave_out_batch_norms(self, module: nn.Module) -> None:
+        """They are meant to see what stands beside a sample; whatever else does so shows without them."""
+        norms = batch_norms(module)
+        self.num_batch_norms += num_batch_norms(norms)
+        for each in norms:
+            each.training = False
+
+    def _of_micro_batches(self) -> str:
+        if not self.num_batch_norms:
+            return ""
+        return (
+            f"BatchNorm x {self.num_batch_norms} of {self.model.name}, in training mode, takes the mean and variance "
+            "of each micro-batch, as pipelines do: what is computed depends on its size"
+        )
 
     def _run(
         self, block: BlockSpec, module: nn.Module, given: Sequence[_BothAndEach]
@@ -236,7 +283,7 @@ class _TwoSamples:
         made, random = self._call(module, [each.together for each in given])
         if random:
             for each in module.modules():
-                each.training = each.training and isinstance(each, _NormBase)
+                each.training = False
             made, random = self._call(module, [each.together for each in given])
         if random:
             self.unknown.append(f"block {block.id!r} draws random numbers, in evaluation mode, too")
@@ -288,20 +335,20 @@ class _TwoSamples:
         if losses.scale == 0 or not math.isfinite(losses.scale):
             self.unknown.append(f"two samples have the loss {losses.together:.3g}")
             return None
-        forms: list[_Form] = [None, ("", None)]
+        self.tables = {
+            name: buffer.detach().cpu()
+            for name, buffer in module.named_buffers()
+            if buffer.ndim == 1 and buffer.is_floating_point()
+        }
+        forms: list[_Form | None] = [None, _SAMPLES]
         for name in block.samples:
-            forms += [(name, value) for value in self.integers.get(name, (None,))]
+            forms += [_Form(name, value) for value in self.integers.get(name, (None,))]
+        classes = [name for name in block.samples if name in self.integers]
+        for name, table in product(classes, self.tables):
+            forms += [_Form(name, value, table) for value in (None, *self.integers[name])]
         fitting = [form for form in forms if losses.agree(self._weights(form, self.batch), self.tolerance)]
         if not fitting:
-            total, classes = sum(losses.alone), [name for name in block.samples if name in self.integers]
-            between = min(losses.alone) < losses.together < max(losses.alone)
-            remedy = "return the sum over predictions, without terms of anything else"
-            raise UsageError(
-                f"model {self.model.name!r}: the loss of block {block.id!r} is {losses.together:.6g} for two samples "
-                f"together and {_listed(losses.alone)} for each alone: neither the sum ({total:.6g}) nor the mean "
-                f"({total / 2:.6g}), so gradients depend on the micro-batch size; "
-                f"{_weighted(classes[0]) if between and classes else remedy}. {_MEANT}"
-            )
+            raise UsageError(self._neither(block, losses))
         if None in fitting:
             return None
         unclear = []
@@ -313,10 +360,23 @@ class _TwoSamples:
             if not still and value is not None:
                 unclear.append((name, value))
             fitting = still or fitting
-        over, ignored = next((form for form in fitting if form == ("", None)), fitting[0]) or ("", None)
+        over, ignored, table = next((form for form in fitting if form == _SAMPLES), fitting[0]) or _SAMPLES
         argument = _place(block, over) if over else len(block.inputs) if block.samples else 0
         rows = 1 if over or block.samples else len(given[0].alone[0])
-        return Mean(argument, rows, over, ignored, tuple(unclear))
+        return Mean(argument, rows, over, ignored, tuple(unclear), table, self.tables.get(table))
+
+    def _neither(self, block: BlockSpec, losses: _Losses) -> str:
+        """What is wrong, why that matters, and what to do, in three lines."""
+        total, classes = sum(losses.alone), [name for name in block.samples if name in self.integers]
+        between = min(losses.alone) < losses.together < max(losses.alone)
+        remedy = "return the sum over predictions, without terms of anything else"
+        return (
+            f"model {self.model.name!r}: the loss of block {block.id!r} is {losses.together:.6g} for two samples "
+            f"together and {_listed(losses.alone)} for each alone: neither the sum ({total:.6g}) nor the mean "
+            f"({total / 2:.6g})\n"
+            "why it matters: gradients would depend on the micro-batch size\n"
+            f"what to do: {_weighted(classes[0]) if between and classes else remedy}. {_MEANT}"
+        )
 
     def _changed(self, block: BlockSpec) -> Iterator[tuple[str, int | None, dict[str, _BothAndEach]]]:
         """The batch with the end of the first sample of a tensor left out, in all ways that are common."""
@@ -343,19 +403,20 @@ class _TwoSamples:
             return None
         return _Losses(together, (alone[0], alone[1])) if math.isfinite(together) else None
 
-    def _weights(self, form: _Form, batch: Mapping[str, _BothAndEach]) -> tuple[float, float] | None:
+    def _weights(self, form: _Form | None, batch: Mapping[str, _BothAndEach]) -> tuple[float, float] | None:
         if form is None:
             return None
-        over, ignored = form
-        if not over:
+        if not form.over:
             return 1.0, 1.0
-        first, second = (float(Mean(0, 1, over, ignored).count(tensor)) for tensor in batch[over].alone)
+        mean = Mean(0, 1, form.over, form.ignored, table=form.table, weights=self.tables.get(form.table))
+        first, second = (float(mean.count(tensor)) for tensor in batch[form.over].alone)
         return first, second
 
     def _found(self, means: Mapping[str, Mean | None], texts: Sequence[str]) -> Finding:
         name, found = self.model.name, {id_: mean for id_, mean in means.items() if mean is not None}
         if self.unknown:
-            return Finding({}, f"the loss of {name} is taken as a sum: {self.unknown[0]}, which does not show it")
+            text = f"the loss of {name} is taken as a sum: {self.unknown[0]}, which does not show it"
+            return Finding({}, text, text, sure=False)
         forms = {None if mean is None else mean.text for mean in means.values()}
         if len(forms) > 1:
             kinds = [
@@ -372,6 +433,7 @@ class _TwoSamples:
             found,
             f"the loss of {name} is a mean over {mean.text} ({texts[0]}): each micro-batch counts by how much of them "
             "it has, so gradients are those of the mean over the mini-batch, whatever the plan",
+            f"the loss of {name} is a mean over {mean.text}, as it is trained under every plan",
         )
 
 
@@ -396,13 +458,13 @@ def _largest(tensor: Tensor) -> float:
 
 
 def _weighted(classes: str) -> str:
-    """What to pass where a loss lies between those of its samples, as one with weights of classes does."""
+    """What to do where a loss lies between those of its samples, as one with weights does that nothing shows."""
     return (
-        "it lies between the two, as a mean does whose weights are not in the batch, such as class weights. For a sum, "
-        "pass nn.CrossEntropyLoss(weight=weights) as the loss of a Sequential, or return cross_entropy(..., "
-        "weight=weights, reduction='sum'). For the weighted mean, make the weights an input: add an argument w to "
-        f"forward, put w = weights[{classes}] into the example inputs and into every sample of --data (indexing in "
-        "forward is not enough), and return (w * cross_entropy(..., reduction='none')).sum() / w.sum()"
+        "it lies between the two, as a mean does with weights that neither the batch nor the block shows. Weights of "
+        "classes are found where the module has them as a buffer (register_buffer), one number for each class, or as "
+        "nn.CrossEntropyLoss(weight=weights), also as the loss of a Sequential. Other weights are found as an input "
+        f"of the forward: an argument w, in the example inputs and in every item of --data beside {classes!r}, and "
+        "the loss (w * cross_entropy(..., reduction='none')).sum() / w.sum()"
     )
 
 
@@ -417,13 +479,17 @@ _MEANT = (
 
 
 def _remedy(module: nn.Module) -> str:
-    trained = sorted(
-        {type(each).__name__ for each in module.modules() if isinstance(each, _NormBase) and each.training}
+    untracked = sorted(
+        {type(each).__name__ for each in module.modules() if isinstance(each, _BatchNorm) and _has_none(each)}
     )
     own = (
-        f"{' and '.join(trained)} trains with statistics of the micro-batch: put it in evaluation mode (eval()), or "
-        "take nn.GroupNorm or nn.LayerNorm. "
-        if trained
+        f"{' and '.join(untracked)} without running statistics always normalises by the micro-batch: give it "
+        "track_running_stats=True, or take nn.GroupNorm or nn.LayerNorm. "
+        if untracked
         else "let each sample be computed by itself. "
     )
     return own + _MEANT
+
+
+def _has_none(norm: _BatchNorm) -> bool:
+    return norm.running_mean is None

@@ -46,7 +46,8 @@ def sequential_model(
         input: an example, samples in the first dimension.
         targets: examples of what the output is compared with; made up like them, as the input is.
         loss: without it cross-entropy over the last dimension where targets are integers, else the squared error. Of
-            torch's modules a mean is taken as the sum. Without targets the last block may return the loss.
+            torch's modules a mean is taken as the sum, but for one by weights of classes. Without targets the last
+            block may return the loss.
     """
     groups = _groups(children)
     if not groups:
@@ -172,15 +173,20 @@ def _squared_error(output: Tensor, targets: Tensor) -> Tensor:
 
 
 def _summed(loss: Loss, name: str) -> Loss:
-    """The loss, as a sum where it would take the mean: so the losses of micro-batches add up."""
+    """The loss, as a sum where it would take the mean over targets: so the losses of micro-batches add up."""
     reduction = getattr(loss, "reduction", "sum")
     if reduction == "none":
         raise UsageError(f"model {name!r}: its loss {type(loss).__name__} does not reduce; give it reduction='sum'")
-    if reduction == "sum":
-        return loss
+    if reduction == "sum" or _is_by_class(loss):
+        return loss  # such a mean is found out, as any other that is not over all targets
     summed = copy.deepcopy(loss)
     summed.reduction = "sum"  # type: ignore[attr-defined]  # one of torch's modules, which have it
     return summed
+
+
+def _is_by_class(loss: Loss) -> bool:
+    """Whether it is a mean by weights of classes."""
+    return isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and loss.weight is not None
 
 
 def _predictions(batch: Batch) -> int:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from pipeplan.files import CostRow, FileModel
 from pipeplan.runtime.models.shapes import outputs_of
 from pipeplan.runtime.parallel.attention_cores import ATTENTION, RecomputedCores
+from pipeplan.runtime.parallel.batch_norms import recomputed
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, warn_if_compiled
 from pipeplan.runtime.profiling.instruments import (
     Meter,
@@ -130,7 +130,7 @@ class Bench:
 
     def _run(self, *arguments: Tensor) -> object:
         if self.key.recompute:
-            return checkpoint(self.module, *arguments, use_reentrant=False)
+            return recomputed(self.module, *arguments)
         return self.module(*arguments)
 
     @staticmethod

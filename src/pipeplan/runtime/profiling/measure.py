@@ -99,10 +99,10 @@ def profile_model(
     unsplit = unsplit_of(splits, model, dtype)
     bare_profile(model, unsplit)  # before anything runs
     losses = find_losses(model, seed=seed, device=where)
-    if losses.means:
-        on_mean(losses.text)
-    elif losses.text and not model.loss_of:
+    if not losses.sure:
         warnings.warn(losses.text, stacklevel=2)
+    elif losses.text and not model.loss_of:
+        on_mean(losses.text)
     partial = UnfinishedProfile() if partial is None else partial
     partial.open(_question(splits, runs, dtype, where, recompute=recompute, seed=seed))
     benches = Benches(splits, recompute, dtype, where, seed, partial, beside)

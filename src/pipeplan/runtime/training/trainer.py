@@ -89,7 +89,7 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep
     first = trainer.resume()
     if progress.rank == 0:  # only now: of a run that is refused there is nothing to know
         made_up = model.made_up and options.num_steps > 0
-        for text in filter(None, (advice_on(model), losses.text, _MADE_UP if made_up else "", *trainer.remarks)):
+        for text in filter(None, (advice_on(model), losses.brief, _MADE_UP if made_up else "", *trainer.remarks)):
             tell(text)
     steps, timeline = [], []
     for step in range(first, options.num_steps):

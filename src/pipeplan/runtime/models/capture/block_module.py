@@ -17,8 +17,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from pipeplan.runtime.models.capture.functionalize import DTYPE, LEAST, WIDER, Marker, OpNode, SampleCount, leaves_of
+from pipeplan.runtime.models.capture.functionalize import (
+    DTYPE,
+    LEAST,
+    TRAINING,
+    WIDER,
+    InTraining,
+    Marker,
+    OpNode,
+    SampleCount,
+    leaves_of,
+)
 from pipeplan.runtime.models.capture.grouping import OpGroup, crossing_of
+from pipeplan.runtime.parallel.batch_norms import batch_norm
 from pipeplan.runtime.parallel.places import joined_alone, scattered_alone
 from pipeplan.runtime.parallel.weight_grads import addmm, embedding, linear
 
@@ -32,7 +43,8 @@ class BlockRecipe:
     It takes the results of ``crossing``, operations of other blocks, then ``inputs`` of the batch, and gives those of
     ``outputs``. ``parameters`` and ``buffers`` are by the names they have in the block, with their names in the
     captured module; the gradients of those ``deferred`` can wait for W. ``counted`` is (which argument, how often its
-    first dimension has the samples), None if no operator needs to know how many there are.
+    first dimension has the samples), None if no operator needs to know how many there are. In training mode
+    ``num_batch_norms`` operators normalise by what samples stand beside each other.
     """
 
     code: str
@@ -45,6 +57,7 @@ class BlockRecipe:
     counted: tuple[int, int] | None
     has_constants: bool
     deferred: tuple[str, ...]
+    num_batch_norms: int = 0
 
     def form(self, tensors: Mapping[str, Tensor]) -> Hashable:
         """Equal for recipes that make the same modules, but for the numbers in their parameters."""
@@ -74,6 +87,7 @@ class CapturedBlock(nn.Module):
         super().__init__()
         self._counted, self._has_constants = recipe.counted, recipe.has_constants
         self._deferred = recipe.deferred
+        self.num_batch_norms = recipe.num_batch_norms
         self._digest = hashlib.sha256(recipe.code.encode()).hexdigest()[:16]
         self._kept_for: tuple[object, ...] | None = None
         scope = dict(recipe.globals)
@@ -239,6 +253,7 @@ class BlockWriter:
             counted=counted,
             has_constants=bool(constants),
             deferred=tuple(own for own, name in self.parameters.items() if name in self.deferred),
+            num_batch_norms=sum(op.operator == "batch_norm" and TRAINING in op.arguments for op in self.own),
         )
 
     def _counts(self) -> bool:
@@ -312,11 +327,15 @@ class _BlockModuleGraph:
             return self.known[value]
         if isinstance(value, SampleCount):
             return self.samples if value.factor == 1 else self.graph.call_function(_times, (self.samples, value.factor))
+        if isinstance(value, InTraining):
+            return self.graph.call_function(_rate, (self.graph.get_attr("training"), value.rate))
         if isinstance(value, Marker):
             return self._marked(value)
         return value
 
     def _marked(self, marker: Marker) -> fx.Node:
+        if marker is TRAINING:
+            return self.graph.get_attr("training")
         if marker is LEAST:
             return self.graph.call_function(_least, (self.dtype,))
         if marker is WIDER:
@@ -334,11 +353,19 @@ def _times(samples: int, factor: int) -> int:
     return samples * factor
 
 
+def _rate(training: bool, rate: float) -> float:
+    return rate if training else 0.0
+
+
 def _least(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).min)
 
 
-_EXCHANGES = {"join_places": joined_alone, "scatter_places": scattered_alone}
+_EXCHANGES: dict[str, Callable[..., Tensor]] = {
+    "join_places": joined_alone,
+    "scatter_places": scattered_alone,
+    "batch_norm": batch_norm,
+}
 
 
 def _deferring(op: OpNode) -> Callable[..., Tensor] | None:

@@ -28,6 +28,8 @@ _OTHERS: dict[Any, Callable[..., Any]] = {
     _aten.fill_.Scalar: _aten.full_like.default,
     _aten.fill_.Tensor: _aten.fill.Tensor,
     _aten.zero_.default: _aten.zeros_like.default,
+    _aten.bernoulli_.float: _aten.bernoulli.p,
+    _aten.normal_.default: _aten.normal_functional.default,
 }
 _SCATTERS = {"select": _aten.select_scatter.default, "slice": _aten.slice_scatter.default}
 _SAME = {"alias", "contiguous", "to"}
@@ -76,6 +78,8 @@ class Changes:
                 raise self._refused(like)
             if functional is _aten.zeros_like.default:
                 arguments, keywords = arguments[:1], {}
+            elif functional is _aten.bernoulli.p and len(arguments) == 1:
+                arguments = (*arguments, 0.5)  # the operator in place has it by default
             made = self.append(functional, arguments, keywords, like)
         self._replace(changed, made)
         return made
@@ -142,6 +146,16 @@ DTYPE, WIDER, DEVICE, LEAST = Marker("dtype"), Marker("wider"), Marker("device")
 """Stand in arguments for the format that the model runs in, this or float32 if that is wider, its device, and the
 least number of its format."""
 
+TRAINING = Marker("training")
+"""Stands in arguments for whether the block is in training mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class InTraining:
+    """Stands in arguments for a ``rate`` in training mode, and for 0 otherwise."""
+
+    rate: float
+
 
 @dataclass(eq=False, slots=True, repr=False)
 class OpNode:
@@ -193,7 +207,7 @@ class OpNode:
 class CapturedGraph:
     """A module's operations in the order they ran, the one that it returns, and its ``tensors`` by name.
 
-    ``num_dropouts`` are calls of functions that drop numbers in training mode.
+    ``num_dropouts`` are calls of functions that drop numbers, in training mode only, and were told that it is not on.
     """
 
     operations: tuple[OpNode, ...]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
+import torch
 from torch import Tensor, nn
 
 from pipeplan.graphs import connected_parts
@@ -81,11 +82,16 @@ def _free_operations(trace: CapturedGraph) -> set[OpNode]:
         taken = op.sources
         is_view = op.operator in VIEWS
         works = not is_view and any(source in numbers for source in taken)
-        if all(source in free for source in taken) and not works and "rand" not in op.operator:
+        if all(source in free for source in taken) and not works and not _is_random(op):
             free.add(op)
             if any(source in numbers for source in taken):
                 numbers.add(op)
     return free
+
+
+def _is_random(op: OpNode) -> bool:
+    """Whether it draws random numbers: each block would draw others, and keep them."""
+    return torch.Tag.nondeterministic_seeded in getattr(op.target, "tags", ())
 
 
 def group_operations(trace: CapturedGraph, module: nn.Module, grain: Grain) -> tuple[list[OpGroup], set[OpNode]]:

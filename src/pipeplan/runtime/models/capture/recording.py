@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import getitem
 from typing import Any
 
@@ -21,13 +22,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.models.capture.functionalize import Changes, OpNode, is_in_place, name_of_target
+from pipeplan.runtime.models.capture.functionalize import (
+    TRAINING,
+    Changes,
+    InTraining,
+    OpNode,
+    is_in_place,
+    name_of_target,
+)
 from pipeplan.runtime.models.capture.repeats import UnlikeLayers, renamed
 
 REMEDY = "write a function that returns a pipeplan.runtime.models.spec.Model with its blocks (docs/profiling.md)"
 
 _SKIPPED = {"_assert_tensor_metadata", "_assert_scalar", "sym_constrain_range_for_size", "_assert_async"}
-_PASSED = {"dropout", "alias", "lift_fresh", "lift_fresh_copy"}
+_PASSED = {"alias", "lift_fresh", "lift_fresh_copy"}
+_DROPPING = {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
 _DETACHING = {"detach", "detach_"}
 
 _Turns = tuple[tuple[str, str], ...]
@@ -46,7 +55,9 @@ class _RunLayer:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has its constructors without types
-    """Notes the operators of a forward: dropout left out, changes in place renamed.
+    """Notes the operators of a forward: dropout that drops nothing left out, changes in place renamed.
+
+    Operators that were told that training mode is on are told, when a block runs, whether it is then.
 
     ``elsewhere`` are parameters and buffers of layers that do not run, by identity, with the layer they are like.
     """
@@ -104,14 +115,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         target = name_of_target(func)
         if self._is_off or target in _SKIPPED or not any(isinstance(each, Tensor) for each in tree_leaves(made)):
             return made
-        if target in _PASSED or (target in _DETACHING and not self._op(args[0]).needs_grad):
-            self.num_dropouts += target == "dropout" and not self._is_in_dropout
+        idle = target in _DROPPING and not (args[1] and args[2])
+        if idle or target in _PASSED or (target in _DETACHING and not self._op(args[0]).needs_grad):
+            self.num_dropouts += idle and bool(args[1]) and not self._is_in_dropout
             made, passed = self._another(made, func, args), self._op(args[0])
             self._meet(made, passed)
             return made
         arguments, keywords = tree_map(self._argument, args), tree_map(self._argument, dict(kwargs or {}))
-        if target == "scaled_dot_product_attention":
-            arguments, keywords = _without_dropout(arguments, keywords)
+        arguments, keywords = _when_training(func, arguments, keywords)
         like = OpNode("call", "", func, turns=self._turns, value=made)
         if is_in_place(func):
             self.changes.change(func, arguments, keywords, like)
@@ -292,11 +303,31 @@ def _is_differentiable(value: Any) -> bool:
     return any(isinstance(each, Tensor) and each.is_floating_point() for each in found)
 
 
-def _without_dropout(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if len(arguments) > 4:
-        arguments = (*arguments[:4], 0.0, *arguments[5:])
-    keywords.pop("dropout_p", None)
-    return arguments, keywords
+@lru_cache(maxsize=4096)
+def _names_of(func: Any) -> tuple[str, ...]:
+    """Of an operator's arguments."""
+    return tuple(argument.name for argument in func._schema.arguments)
+
+
+_MODES = {"train", "training"}
+"""What operators call the argument that says whether training mode is on."""
+
+
+def _when_training(
+    func: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments, where they were for training mode as ones that depend on the mode when they are used."""
+    names = _names_of(func)
+    if not (_MODES & set(names) or "dropout_p" in names):
+        return arguments, keywords
+
+    def told(name: str, value: Any) -> Any:
+        if name in _MODES and value is True:
+            return TRAINING
+        return InTraining(value) if name == "dropout_p" and value else value
+
+    given = tuple(told(*each) for each in zip(names, arguments, strict=False))
+    return given, {name: told(name, value) for name, value in keywords.items()}
 
 
 @contextmanager

@@ -46,7 +46,9 @@ def capture(
     batch: Callable[[int, int, int], dict[str, Tensor]] | None = None,
     predictions: Callable[[Batch], int] | None = None,
 ) -> Model:
-    """Cut a module into blocks, in evaluation mode; the model says which modules that switches off.
+    """Cut a module into blocks that train as it does: in the mode that each of its modules is in.
+
+    The model says which of them are in evaluation mode and would do something else in training mode.
 
     Raises UsageError, which says what cannot be captured.
 
@@ -81,12 +83,14 @@ def capture(
 
 
 def _switched_off(module: nn.Module, num_dropouts: int) -> dict[str, int]:
-    """Modules by class, and calls of functions, that do something else in training mode: how many."""
+    """Modules by class, and calls of functions, in evaluation mode that do something else in training mode: counted."""
     found = Counter(type(each).__name__ for each in module.modules() if _is_switched(each))
     return dict(found) | ({"dropout()": num_dropouts} if num_dropouts else {})
 
 
 def _is_switched(module: nn.Module) -> bool:
+    if module.training:
+        return False
     rate = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
     return isinstance(module, _NormBase) or (isinstance(module, _DROPPING) and rate > 0)
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.nn.modules.batchnorm import _NormBase
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture.functionalize import (
@@ -79,9 +80,9 @@ def _traced(module: nn.Module, inputs: Mapping[str, Tensor], name: str, alike: A
 def _run(
     module: nn.Module, inputs: Mapping[str, Tensor], count: int, dtype: torch.dtype, name: str, alike: Alike
 ) -> tuple[list[OpNode], OpNode, int]:
-    """The operators of the module's forward in evaluation mode for ``count`` samples; nothing is computed.
+    """The operators of the module's forward, in the mode it is in, for ``count`` samples; nothing is computed.
 
-    With the one whose result it returns, and how many calls of functions drop numbers in training mode.
+    With the one whose result it returns, and how many calls of functions would drop numbers in training mode.
     """
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     examples = {key: _fake(value, fakes, dtype, (count, *value.shape[1:])) for key, value in inputs.items()}
@@ -125,7 +126,7 @@ def _untold() -> Iterator[None]:
 def _replica(
     module: nn.Module, fakes: FakeTensorMode, dtype: torch.dtype, alike: Alike, recorder: Recorder
 ) -> nn.Module:
-    """A copy of the module in evaluation mode whose tensors have no data, floating-point ones in the format.
+    """A copy of the module, in its mode, whose tensors have no data, floating-point ones in the format.
 
     Something else stands for the layers that are ``alike`` to one that is traced.
     """
@@ -139,13 +140,24 @@ def _replica(
         for name in _unregistered(each):
             tensor = each.__dict__.pop(name)
             each.register_buffer(name, tensor)
-    modules = dict(replica.eval().named_modules())
+    modules = dict(replica.named_modules())
     for path, each in modules.items():
+        if isinstance(each, _NormBase):
+            _require_momentum(each, path, recorder.name)
+            each.num_batches_tracked = None  # counted for nothing where there is a momentum, and in place
         each.register_forward_pre_hook(partial(recorder.enter, path))
     tracing.watch(replica, module)
     for each in modules.values():
         each.register_forward_hook(recorder.leave)
     return replica
+
+
+def _require_momentum(norm: _NormBase, path: str, name: str) -> None:
+    if norm.training and norm.track_running_stats and norm.momentum is None:
+        raise UsageError(
+            f"model {name!r}: {path!r} has momentum=None, so its running statistics depend on how often it ran; give "
+            "it a momentum, such as 0.1"
+        )
 
 
 def _stand_in(tensor: Tensor, fakes: FakeTensorMode, dtype: torch.dtype) -> Tensor:

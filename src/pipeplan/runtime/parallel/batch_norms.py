@@ -1,0 +1,93 @@
+"""Batch normalisation in training mode, which takes the mean and the variance of the micro-batch that it is given.
+
+Running statistics change with every micro-batch that runs forward, and not when it is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+_again: ContextVar[bool] = ContextVar("again", default=False)
+"""Whether what runs forward did so before."""
+
+
+def batch_norm(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """torch's operator [samples, channels, ...], whose running statistics stay where something is computed again.
+
+    Without such statistics, and in evaluation mode, it takes a mean of 0 and a variance of 1.
+
+    Raises:
+        ValueError: one number per channel, of which there is no variance.
+    """
+    if training and input.numel() == input.shape[1]:
+        raise ValueError(
+            "batch normalisation has one number per channel, and its variance needs more: choose micro-batches of two "
+            "samples or more"
+        )
+    if not training and (running_mean is None or running_var is None):
+        running_mean, running_var = input.new_zeros(input.shape[1]), input.new_ones(input.shape[1])
+    momentum = 0.0 if _again.get() else momentum
+    given = input, weight, bias, running_mean, running_var
+    return torch.batch_norm(*given, training, momentum, eps, cudnn_enabled)
+
+
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """Its modules that normalise by the statistics of a micro-batch while they are in training mode, as they are."""
+    return [
+        each
+        for each in module.modules()
+        if each.training and (getattr(each, "num_batch_norms", False) or isinstance(each, _BatchNorm))
+    ]
+
+
+def num_batch_norms(modules: list[nn.Module]) -> int:
+    """How many layers of :func:`batch_norms` they have."""
+    counts: list[int] = [getattr(each, "num_batch_norms", None) or 1 for each in modules]
+    return sum(counts)
+
+
+def recomputed(module: nn.Module, *arguments: Tensor) -> Any:
+    """What a module makes, and once more in backward: with the same random numbers, and statistics left alone."""
+    twice = partial(_first_and_again, module)
+    return checkpoint(module, *arguments, use_reentrant=False, context_fn=twice)
+
+
+def _first_and_again(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), _statistics_kept(module)
+
+
+@contextmanager
+def _statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Without momentum, so that the same tensors are saved as the first time."""
+    norms = [each for each in batch_norms(module) if isinstance(each, _BatchNorm)]
+    before = [(each, each.momentum, each.num_batches_tracked) for each in norms]
+    token = _again.set(True)
+    for each in norms:
+        each.momentum = 0.0
+        if each.num_batches_tracked is not None:
+            each.num_batches_tracked = each.num_batches_tracked.clone()
+    try:
+        yield
+    finally:
+        _again.reset(token)
+        for each, momentum, tracked in before:
+            each.momentum, each.num_batches_tracked = momentum, tracked

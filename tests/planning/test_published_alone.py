@@ -1,0 +1,161 @@
+"""Planners by name against plain programmes that look at every plan: each alone, by its own objective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import combinations, pairwise, product
+from typing import Any
+
+import pytest
+
+from builders import profiles
+from pipeplan.checker import check
+from pipeplan.errors import UsageError
+from pipeplan.files import CostRow, Plan, Profile
+from pipeplan.partition.chain.autopipe import timeline
+from pipeplan.partition.chain.costs import StageTimes
+from pipeplan.planning.request import Request
+from pipeplan.planning.steps import search_plan
+from references.dapple import plain_latency, plain_plan
+
+DEVICES, MINI_BATCH, SIZE = 4, 8, 4
+FORWARDS = (5, 1, 9, 2, 4, 7)
+GRAPH = ((0, 1), (1, 2), (0, 3), (3, 4), (2, 5), (4, 5))
+"""Two branches of two blocks, between their source and what joins them."""
+
+Stage = tuple[tuple[str, ...], int]
+"""Blocks and replicas."""
+
+
+def profile_of(pairs: Sequence[tuple[int, int]] | None = None) -> Profile:
+    """Blocks whose costs grow with the samples, but for a launch."""
+    rows = [
+        [
+            CostRow(
+                microbatch_size=samples, forward_ns=300 + samples * 100 * each, backward_ns=500 + samples * 200 * each
+            )
+            for samples in (1, 2, 4)
+        ]
+        for each in FORWARDS
+    ]
+    return profiles.profile_of(rows, pairs)
+
+
+@cache
+def planned(planner: str, branches: bool = False, **how: Any) -> Plan:
+    profile = profile_of(GRAPH if branches else None)
+    given: dict[str, Any] = {"devices": DEVICES, "mini_batch": MINI_BATCH, "microbatch_size": SIZE, "scheduler": "1f1b"}
+    given |= {"deterministic": True, "time_limit": 1.0, "split_backward": False, "num_parted": 0, "recompute": False}
+    plan = search_plan(Request.of(profile, **given | how, planner=planner)).plan
+    assert check(plan, profile).valid
+    return plan
+
+
+def stages_of(plan: Plan) -> list[Stage]:
+    return [(stage.blocks, stage.replicas) for stage in plan.stages if stage.blocks]
+
+
+def load(profile: Profile, blocks: Sequence[str], replicas: int) -> tuple[int, int, int]:
+    """Forward and backward of a micro-batch, and no all-reduce: links are free."""
+    costs = [row for block in profile.blocks if block.id in blocks for row in block.costs]
+    rows = [row for row in costs if row.microbatch_size == SIZE // replicas]
+    return sum(row.forward_ns for row in rows), sum(row.backward_ns or 0 for row in rows), 0
+
+
+def slowest(profile: Profile, stages: Sequence[Stage]) -> int:
+    return max(sum(load(profile, *stage)) for stage in stages)
+
+
+def lines(profile: Profile) -> Iterator[list[tuple[str, ...]]]:
+    """All contiguous partitions of the blocks in order."""
+    order = profile.topological_order()
+    for count in range(1, DEVICES + 1):
+        for cuts in combinations(range(1, len(order)), count - 1):
+            yield [order[begin:end] for begin, end in pairwise((0, *cuts, len(order)))]
+
+
+def downset_chains(profile: Profile) -> Iterator[list[tuple[str, ...]]]:
+    """All partitions into stages in an order that no edge leads back in."""
+    order = profile.topological_order()
+    for count in range(1, DEVICES + 1):
+        for numbers in product(range(count), repeat=len(order)):
+            at = dict(zip(order, numbers, strict=True))
+            if set(numbers) == set(range(count)) and all(at[e.source] <= at[e.target] for e in profile.edges):
+                yield [tuple(block for block in order if at[block] == number) for number in range(count)]
+
+
+def replicated(partitions: Iterator[list[tuple[str, ...]]]) -> Iterator[list[Stage]]:
+    for blocks in partitions:
+        for replicas in product((1, 2, 4), repeat=len(blocks)):
+            if sum(replicas) <= DEVICES:
+                yield list(zip(blocks, replicas, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("planner", "partitions", "branches"),
+    [("pipedream", lines, False), ("pipedream", lines, True), ("piper", downset_chains, True)],
+)
+def test_the_slowest_stage_is_the_least_of_all_plans(
+    planner: str, partitions: Callable[[Profile], Iterator[list[tuple[str, ...]]]], branches: bool
+) -> None:
+    profile = profile_of(GRAPH if branches else None)
+    least = min(slowest(profile, stages) for stages in replicated(partitions(profile)))
+    assert slowest(profile, stages_of(planned(planner, branches))) == least
+
+
+def test_dapple_chooses_as_the_plain_programme_does() -> None:
+    profile = profile_of()
+    order, replicas, count = profile.topological_order(), (1, 2, 4), MINI_BATCH // SIZE
+    plain = plain_plan(
+        len(order),
+        DEVICES,
+        count,
+        replicas,
+        lambda begin, end, way: load(profile, order[begin:end], replicas[way]),
+        lambda begin, end, way, later: True,
+    )
+    assert plain is not None
+    found = [load(profile, *stage) for stage in stages_of(planned("dapple"))]
+    assert plain_latency(found, count) == plain[0]
+
+
+def test_autopipe_has_a_depth_for_all_and_as_long_an_iteration_as_it_simulates() -> None:
+    """All stages have as many replicas, and no such plan is shorter by 1F1B, here where the search meets the best."""
+    profile = profile_of()
+    plan = planned("autopipe")
+    stages = stages_of(plan)
+    assert len({replicas for _, replicas in stages}) == 1
+    assert plan.provenance.options["stages"] == "AutoPipe"
+    assert plan.placement != "sequential"
+
+    def iteration(stages: Sequence[Stage]) -> int:
+        forwards, backwards, _ = zip(*(load(profile, *stage) for stage in stages), strict=True)
+        return timeline(StageTimes(forwards, backwards), MINI_BATCH // SIZE).iteration_ns
+
+    assert plan.predicted.makespan_ns == iteration(stages)
+    even = [each for each in replicated(lines(profile)) if len(each) * each[0][1] == DEVICES]
+    alike = [each for each in even if len({replicas for _, replicas in each}) == 1]
+    assert iteration(stages) == min(map(iteration, alike))
+
+
+def test_stages_of_planners_for_lines_wait_for_each_other() -> None:
+    assert {planned(each, True).placement for each in ("pipedream", "piper", "dapple")} == {"sequential"}
+    assert planned("pipedream").placement == "stage graph"
+
+
+def test_replicas_that_are_asked_for_are_those_of_all_stages() -> None:
+    for planner in ("pipedream", "dapple", "autopipe"):
+        assert {stage.replicas for stage in planned(planner, replicas=2).stages} == {2}
+
+
+def test_autopipe_does_not_plan_graphs() -> None:
+    with pytest.raises(
+        UsageError, match="'b2' does not feed 'b3'; choose --planner graphpipe or piper, which plan graphs"
+    ):
+        planned("autopipe", True)
+
+
+def test_names_are_completed_and_mended() -> None:
+    with pytest.raises(UsageError, match="--planner 'dappel' is not known; did you mean dapple"):
+        planned("dappel")
