@@ -481,6 +481,8 @@ def frontier(
     device: str | None = None,
     data_parallel_loading: bool = False,
     tolerance: float = 0.0,
+    only: Literal["data-parallel", "optcnn", "tofu", "mesh-tensorflow"] | None = None,
+    mesh_dimensions: int = 3,
     time_limit: Duration | None = None,
     point: int | None = None,
     within: Limit | None = None,
@@ -506,6 +508,8 @@ def frontier(
         device: preset to estimate split times for, as ``"a100-80gb"``; by default the profile's.
         data_parallel_loading: inputs arrive already split by samples over all devices.
         tolerance: how far points may be off the frontier, as 0.01 for 1 % of memory and time; 0 is exact.
+        only: without ``plans``: only what a published planner looks at, to compare with; by default every strategy.
+        mesh_dimensions: without ``plans``: most dimensions of the mesh of devices that splits a block or operator.
         time_limit: as ``"60s"`` or in seconds; by default 60 with ``plans``, otherwise none.
         point: number of the point to choose for :meth:`FrontierResult.plan`, counted from 1.
         within: a limit to share with other calls, or for another thread to interrupt.

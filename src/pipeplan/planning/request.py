@@ -116,13 +116,16 @@ class Splitting:
 
     ``device`` is a preset whose times are taken instead of the profile's. ``whole_blocks``, as plans run them, or every
     operator inside; ``data_parallel_loading``: inputs come split by samples. ``within`` as in
-    :func:`pipeplan.sharding.tracking.track`.
+    :func:`pipeplan.sharding.tracking.track`. ``only`` names a planner that looks at less than all
+    (:data:`pipeplan.sharding.baselines.ONLY`); meshes have up to ``mesh_dimensions``.
     """
 
     device: str | None = None
     whole_blocks: bool = True
     data_parallel_loading: bool = False
     within: float = 0.0
+    only: str | None = None
+    mesh_dimensions: int = 3
 
 
 @dataclass(frozen=True, slots=True)
