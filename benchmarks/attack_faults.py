@@ -49,7 +49,7 @@ PRELOADED = (
     "pipeplan.cli.run_verb",
     "pipeplan.cli.profile_verb",
     "pipeplan.runtime.training.trainer",
-    "pipeplan.runtime.executor.emulate",
+    "pipeplan.runtime.emulation.emulate",
     "pipeplan.runtime.profiling.measure",
     "pipeplan.runtime.profiling.links",
     "pipeplan.runtime.launch.worker",

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from tables import machine, markdown, note
 
 from pipeplan.files import Plan, parse, read_plan
-from pipeplan.runtime.executor.emulate import emulate
+from pipeplan.runtime.emulation.emulate import emulate
 from pipeplan.runtime.launch.__main__ import main as be_rank
 from pipeplan.runtime.launch.job import RankContext, RunOptions
 from pipeplan.runtime.launch.local import watch_local

@@ -492,3 +492,10 @@ def test_a_run_ends_with_its_limit() -> None:
         pipeplan.run(plan, emulate=True, steps=100_000, on_step=on_step, within=limit)
     assert steps
     assert warm_left_over() == []
+
+
+def test_warnings_name_the_line_that_calls_pipeplan() -> None:
+    """They named a line of ours, deep inside."""
+    with pytest.warns(UserWarning, match="Dropout x 4 of evaluated run in evaluation mode") as told:
+        pipeplan.estimate("runtime_support.losses:evaluated", device="h100-80gb", microbatch=1)
+    assert {warning.filename for warning in told} == {__file__}

@@ -209,7 +209,7 @@ def search(
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
-    slices: int | Literal["auto"] | None = None,
+    slices: int | Literal["auto", "autopipe"] | None = None,
     late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
@@ -264,10 +264,12 @@ def search(
             ``"auto"`` if nothing fits otherwise.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
         shard_shared: whether shared blocks are split over all devices in the pipeline.
-        slices: number of leading micro-batches whose warm-up forwards run in two halves.
+        slices: number of leading micro-batches whose warm-up forwards run in two halves; ``"autopipe"``: as AutoPipe's
+            own formula has it.
         late_inputs: whether an action may begin before all its inputs are there, and wait inside for those that only
             later blocks need.
-        planner: who chooses the stages: a published planner alone, as ``"graphpipe"``, or ``"auto"``, which is ours.
+        planner: who chooses the stages: a published planner alone (``"graphpipe"``, ``"autopipe"``, ``"pipedream"``,
+            ``"piper"``, ``"dapple"``), or ``"auto"``, which is ours.
         recompute: activation checkpointing everywhere (True, ``"all"``), nowhere (False, ``"none"``), in attention
             cores (``"selective"``), or where the search finds it useful (``"auto"``).
         unroll: micro-batches per repetend, from 1 to 64.
@@ -353,7 +355,7 @@ def tune(
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
-    slices: int | Literal["auto"] | None = None,
+    slices: int | Literal["auto", "autopipe"] | None = None,
     late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
@@ -420,7 +422,7 @@ def compare(
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
-    slices: int | Literal["auto"] | None = None,
+    slices: int | Literal["auto", "autopipe"] | None = None,
     late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
@@ -488,6 +490,8 @@ def frontier(
     device: str | None = None,
     data_parallel_loading: bool = False,
     tolerance: float = 0.0,
+    only: Literal["data-parallel", "optcnn", "tofu", "mesh-tensorflow"] | None = None,
+    mesh_dimensions: int = 3,
     time_limit: Duration | None = None,
     point: int | None = None,
     within: Limit | None = None,
@@ -514,6 +518,8 @@ def frontier(
         device: preset to estimate split times for, as ``"a100-80gb"``; by default the profile's.
         data_parallel_loading: inputs arrive already split by samples over all devices.
         tolerance: how far points may be off the frontier, as 0.01 for 1 % of memory and time; 0 is exact.
+        only: without ``plans``: only what a published planner looks at, to compare with; by default every strategy.
+        mesh_dimensions: without ``plans``: most dimensions of the mesh of devices that splits a block or operator.
         time_limit: as ``"60s"`` or in seconds; by default 60 with ``plans``, otherwise none.
         point: number of the point to choose for :meth:`FrontierResult.plan`, counted from 1.
         within: a limit to share with other calls, or for another thread to interrupt.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from random import Random
 
 import numpy as np
@@ -31,10 +32,16 @@ TABLE = 40_000
 Taken = tuple[int, int]
 
 
-def profile_of(seed: int, num_blocks: int, *, chain: bool = True, num_tied: int = 0) -> Profile:
+STEPPED = 7 * 10**9
+"""Bytes per second of a step: of a byte of parameters 7 are moved, which takes a nanosecond."""
+
+
+def profile_of(
+    seed: int, num_blocks: int, *, chain: bool = True, num_tied: int = 0, rate: int | None = None
+) -> Profile:
     """Blocks with costs for 1, 2 and 4 samples on 1 and 2 shards; a chain, or each fed by any block before it.
 
-    The first and last ones, ``num_tied`` of them, share a table.
+    The first and last ones, ``num_tied`` of them, share a table. The optimizer steps at ``rate`` bytes per second.
     """
     random = Random(seed)
     users = (*(f"b{n}" for n in range(num_tied - 1)), f"b{num_blocks - 1}") if 1 < num_tied <= num_blocks else ()
@@ -68,7 +75,8 @@ def profile_of(seed: int, num_blocks: int, *, chain: bool = True, num_tied: int 
         TiedParameter(name="table", blocks=users, parameter_bytes=TABLE, optimizer_bytes=2 * TABLE) if users else None
     )
     tied = (table,) if table else ()
-    return Profile(name="small", source=source, blocks=tuple(blocks), edges=tuple(edges), tied=tied)
+    given = {"blocks": tuple(blocks), "edges": tuple(edges), "tied": tied, "step_bytes_per_s": rate}
+    return Profile.model_validate({"name": "small", "source": source, **given})
 
 
 def cluster_of(num_devices: int) -> Cluster:
@@ -95,7 +103,11 @@ def all_alike(profile: Profile, blocks: Sequence[str], devices: int, in_flight: 
                 continue
             costs = [stage_costs(profile, [b], SIZE // way.replicas, shards, recompute=recompute) for b in blocks]
             peers = range(0, devices, shards)
-            sums = [all_reduce_time(cluster_of(devices), peers, cost.gradient_bytes) for cost in costs]
+            sums = [
+                all_reduce_time(cluster_of(devices), peers, cost.gradient_bytes)
+                + (cost.gradient_bytes if profile.step_bytes_per_s else 0)
+                for cost in costs
+            ]
             state = stage_costs(profile, blocks, SIZE // way.replicas, shards, recompute=recompute).static_bytes
             held = state + sum(in_flight * c.activation_bytes for c in costs)
             time = sum(c.forward_ns + c.backward_ns + -(-s // number) for c, s in zip(costs, sums, strict=True))
@@ -109,7 +121,11 @@ def copies(model: CostModel, chosen: Mapping[str, Configuration], users: Sequenc
     if len(users) < 2:
         return 0, 0
     parts = {name: way.splits["shards"].extent if "shards" in way.splits else 1 for name, way in ways.items()}
-    bytes_ = sum(4 * TABLE // parts[chosen[name].name] for name in users) - sum(4 * TABLE // n for n in parts.values())
+    again = Fraction(
+        sum(Fraction(1, parts[chosen[name].name]) for name in users) - sum(Fraction(1, n) for n in parts.values())
+    )
+    bytes_ = int(4 * TABLE * again)
+    step = int(TABLE * again) // model.options.microbatches if model.step_bytes_per_s else 0
     own = []
     for name in users:
         way = chosen[name]
@@ -118,7 +134,7 @@ def copies(model: CostModel, chosen: Mapping[str, Configuration], users: Sequenc
         without = round(sum_ns(left, split, model.resharding)) if split else 0
         own.append(share_of(model, way.sync_ns) - share_of(model, without))
     whole = share_of(model, round(sum_ns(TABLE, MeshSplit(model.resharding.devices, 1), model.resharding)))
-    return bytes_, sum(own) - (min(own[0], whole) if len(ways) == 1 else whole)
+    return bytes_, sum(own) - (min(own[0], whole) if len(ways) == 1 else whole) + step
 
 
 def share_of(model: CostModel, time: int) -> int:
@@ -136,7 +152,7 @@ def each_its_own(
         by_name = dict(zip(blocks, chosen, strict=True))
         bytes_, ns = copies(model, by_name, tied)
         memory = sum(way.state_bytes + in_flight * way.inside_bytes for way in chosen) - bytes_
-        time = sum(way.compute_ns + -(-way.sync_ns // number) for way in chosen) - ns
+        time = sum(way.compute_ns + -(-way.sync_ns // number) - (-stepped(model, way) // number) for way in chosen) - ns
         gone = set()
         for link in model.operators.links:
             source, target = by_name.get(link.source), by_name.get(link.target)
@@ -150,6 +166,12 @@ def each_its_own(
                 gone.add(link.source)
                 time += int(np.ceil(model.resharding.times(tensor, [given], [Layout()])).item())
         yield memory + max(way.workspace_bytes for way in chosen), time
+
+
+def stepped(model: CostModel, way: Configuration) -> int:
+    """Ns of the step: gradients, and parameters, of which there are as many, and moments read and written."""
+    moments = way.state_bytes - 2 * way.gradient_bytes
+    return -(-(3 * way.gradient_bytes + 2 * moments) // 7) if model.step_bytes_per_s else 0
 
 
 def recomputed(model: CostModel, name: str, way: Configuration) -> Configuration:
@@ -228,12 +250,13 @@ def require_right(cut: ChainCut, oracle: Oracle, limit: float) -> None:
     st.integers(1, 3),
     st.booleans(),
     st.sampled_from([0, 2, 3]),
+    st.sampled_from([None, STEPPED]),
 )
 def test_the_slowest_stage_is_as_quick_as_any_strategies_allow(
-    seed: int, num_blocks: int, num_devices: int, number: int, chain: bool, num_tied: int
+    seed: int, num_blocks: int, num_devices: int, number: int, chain: bool, num_tied: int, rate: int | None
 ) -> None:
     num_blocks = min(num_blocks, 3) if num_devices > 2 else num_blocks
-    profile = profile_of(seed, num_blocks, chain=chain, num_tied=num_tied)
+    profile = profile_of(seed, num_blocks, chain=chain, num_tied=num_tied, rate=rate)
     oracle = Oracle(profile, num_devices, number)
     given = profile, SIZE, number, num_devices, (False, True), cluster_of(num_devices)
     frontiers = StageFrontiers(*given)
@@ -257,11 +280,12 @@ def test_the_slowest_stage_is_as_quick_as_any_strategies_allow(
     st.booleans(),
     st.booleans(),
     st.sampled_from([0, 2, 3]),
+    st.sampled_from([None, STEPPED]),
 )
 def test_bounds_of_runs_are_below_all_strategies(
-    seed: int, num_blocks: int, in_flight: int, chain: bool, again: bool, num_tied: int
+    seed: int, num_blocks: int, in_flight: int, chain: bool, again: bool, num_tied: int, rate: int | None
 ) -> None:
-    profile = profile_of(seed, num_blocks, chain=chain, num_tied=num_tied)
+    profile = profile_of(seed, num_blocks, chain=chain, num_tied=num_tied, rate=rate)
     (splits,) = GroupSplits(profile, cluster_of(2)).of(2, SIZE, 2, (again,))
     frontiers, oracle = splits.holding(in_flight), Oracle(profile, 2, 2)
     names = profile.topological_order()

@@ -57,6 +57,16 @@ def test_every_point_is_a_plan_with_its_figures(name: str) -> None:
     check(parse(to_json(plan), Plan), profile_of(name), CLUSTER).require("plan")
 
 
+def test_points_know_the_step_of_their_plans() -> None:
+    """To a nanosecond for each block, as each block's step is rounded up; tables of tied words are stepped once."""
+    profile = profile_of("gpt2-124m").model_copy(update={"step_bytes_per_s": 10**11})
+    found = split_frontier(Request(profile, 2, Batch(1, SAMPLES), cluster=CLUSTER), Splitting())
+    for index, point in enumerate(found.points):
+        plan = found.plan(Request(profile, 2, Batch(1, SAMPLES), cluster=CLUSTER), index)
+        assert 0 <= point.time_ns - plan.predicted.iteration_ns <= len(profile.blocks) + 1
+        assert plan.stages[0].step_ns > 10**6
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_all_blocks_in_the_usual_way_cost_what_their_rows_say(recompute: bool) -> None:
     """Split backward included."""

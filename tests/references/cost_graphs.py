@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -41,14 +41,15 @@ def graph_of(
 def tied(rng: np.random.Generator, graph: CostGraph, num_users: int, num_ways: int, high: int) -> CostGraph:
     """The graph with costs on top of some operators' for what they share: bytes for each way of splitting it."""
     users = sorted(rng.choice(len(graph.nodes), min(num_users, len(graph.nodes)), replace=False).tolist())
-    sizes = rng.integers(0, high, num_ways)
+    sizes, steps = rng.integers(0, high, (2, num_ways))
     nodes, shares = list(graph.nodes), []
     for index in users:
         node = nodes[index]
         ways = rng.integers(0, num_ways, len(node.configurations))
-        own = TieUser(node.name, ways, sizes[ways], rng.integers(0, high, len(ways)))
+        own = TieUser(node.name, ways, sizes[ways], rng.integers(0, high, len(ways)), steps[ways])
         cells = node.costs.cells
-        more = node.costs.memory_bytes + own.memory_bytes[cells], node.costs.time_ns + own.time_ns[cells]
+        time = own.time_ns + own.step_ns
+        more = node.costs.memory_bytes + own.memory_bytes[cells], node.costs.time_ns + time[cells]
         nodes[index] = replace(node, costs=replace(node.costs, memory_bytes=more[0], time_ns=more[1]))
         shares.append(own)
     tie = CostTie(tuple(shares), int(rng.integers(0, high)))
@@ -61,8 +62,12 @@ def copies(tie: CostTie, chosen: Mapping[str, int]) -> tuple[int, int]:
     held = {int(user.ways[k]): int(user.memory_bytes[k]) for user, k in every}
     first, k = every[0]
     spent = min(int(first.time_ns[k]), tie.apart_ns) if len(held) == 1 else tie.apart_ns
-    counted = sum(int(user.memory_bytes[k]) for user, k in every), sum(int(user.time_ns[k]) for user, k in every)
-    return counted[0] - sum(held.values()), counted[1] - spent
+    stepped = {int(user.ways[k]): int(user.step_ns[k]) for user, k in every}
+    counted = [
+        sum(int(costs[k]) for costs, k in each)
+        for each in zip(*(((u.memory_bytes, k), (u.time_ns, k), (u.step_ns, k)) for u, k in every), strict=True)
+    ]
+    return counted[0] - sum(held.values()), counted[1] - spent + counted[2] - sum(stepped.values())
 
 
 def chain(num: int) -> list[tuple[int, int]]:
@@ -114,18 +119,27 @@ def _point(costs: Table, cell: int, variant: int) -> tuple[int, int] | None:
     return None
 
 
-def enumerate_frontier(graph: CostGraph) -> list[tuple[int, int]]:
-    """The frontier by going through every configuration of every node and every variant of everything."""
+def enumerate_frontier(
+    graph: CostGraph,
+    allows: Callable[[Mapping[str, int]], bool] = lambda chosen: True,
+    workspace: Callable[[Mapping[str, int]], int] = lambda chosen: 0,
+) -> list[tuple[int, int]]:
+    """The frontier by going through every configuration of every node and every variant of everything.
+
+    Of those configurations that it ``allows`` together, with the ``workspace`` of them on top.
+    """
     every: set[tuple[int, int]] = set()
     names = [node.name for node in graph.nodes]
     for cells in itertools.product(*(range(len(node.configurations)) for node in graph.nodes)):
         chosen = dict(zip(names, cells, strict=True))
+        if not allows(chosen):
+            continue
         factors = [_cell(node.costs, chosen[node.name]) for node in graph.nodes]
         factors += [
             _cell(edge.costs, chosen[edge.source] * edge.costs.columns + chosen[edge.target]) for edge in graph.edges
         ]
         spared = [copies(tie, chosen) for tie in graph.ties]
-        sums = {(-sum(memory for memory, _ in spared), -sum(time for _, time in spared))}
+        sums = {(workspace(chosen) - sum(memory for memory, _ in spared), -sum(time for _, time in spared))}
         for factor in factors:
             sums = {(m + a, t + b) for m, t in sums for a, b in factor}
         every |= sums

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from pipeplan.files import Plan, parse
-from pipeplan.runtime.executor.emulate import emulate
+from pipeplan.runtime.emulation.emulate import emulate
 from pipeplan.runtime.launch.__main__ import main
 from pipeplan.runtime.launch.job import RankContext, RunOptions
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, parse
-from pipeplan.runtime.executor.emulate import emulate
+from pipeplan.runtime.emulation.emulate import emulate
 from pipeplan.runtime.launch.__main__ import main
 from pipeplan.runtime.launch.job import RankContext, RunOptions
 from pipeplan.runtime.models.spec import Model

@@ -14,6 +14,7 @@ RUNTIME = "pipeplan.runtime"
 
 ALLOWED = {
     "training": {"profiling", "executor", "models", "launch", "parallel"},
+    "emulation": {"executor", "launch"},
     "executor": {"models", "launch", "parallel"},
     "profiling": {"models", "launch", "parallel"},
     "models": {"launch", "parallel"},

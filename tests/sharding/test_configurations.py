@@ -232,13 +232,17 @@ def test_more_devices_never_need_more_memory() -> None:
 
 @pytest.mark.parametrize("name", ["tensoropt-rnn", "tensoropt-vgg16", "candle-uno-8"])
 def test_details_of_strategies_add_up(name: str) -> None:
-    built = cost_model(model(name, device="v100-16gb"), named_cluster("tensoropt", 4), 4, 8)
+    profile = model(name, device="v100-16gb").model_copy(update={"step_bytes_per_s": 10**11})
+    built = cost_model(profile, named_cluster("tensoropt", 4), 4, 8)
     found = track(built.graph)
     for point in (0, len(found.memory_bytes) // 2, -1):
         strategy = found.strategy(range(len(found.memory_bytes))[point])
         details = details_of(built, strategy)
         assert details.memory_bytes == strategy.memory_bytes
-        assert details.compute_ns + details.network_ns == pytest.approx(strategy.time_ns, abs=3 * len(details.tensors))
+        assert details.step_ns > 0
+        assert details.compute_ns + details.network_ns + details.step_ns == pytest.approx(
+            strategy.time_ns, abs=3 * len(details.tensors)
+        )
         for each in details.tensors:
             for moves in (each.forward, each.again, each.backward):
                 assert all(one.target == other.source for one, other in pairwise(moves))

@@ -101,7 +101,7 @@ def test_of_four_or_more_in_two_ways_one_way_is_counted_once(seed: int) -> None:
         chosen = tracked.strategy(index).configurations
         alone = [tie.spared([chosen[user.operator] for user in tie.users])]
         assert alone[0][0] <= graphs.copies(tie, chosen)[0]
-        assert alone[0][1] == graphs.copies(tie, chosen)[1]
+        assert alone[0][1] + alone[0][2] <= graphs.copies(tie, chosen)[1]
 
 
 @settings(max_examples=12)

@@ -41,6 +41,8 @@ _ONLY_SPLITS = {
     "device": "--device",
     "data_parallel_loading": "--data-parallel-loading",
     "tolerance": "--tolerance",
+    "only": "--only",
+    "mesh_dimensions": "--mesh-dimensions",
 }
 _ONLY_PLANS = {
     "shards": "--tp",
@@ -113,6 +115,17 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     type=click.FloatRange(min=0),
     default=0.0,
     help="Without --plans: how far points may be off the frontier; 0.01 is 1 % of memory and time, 0 is exact.",
+)
+@click.option(
+    "--only",
+    type=OneOf(["data-parallel", "optcnn", "tofu", "mesh-tensorflow"]),
+    help="Without --plans: only what a published planner looks at, to compare with.  [default: every strategy]",
+)
+@click.option(
+    "--mesh-dimensions",
+    type=click.IntRange(1, 3),
+    default=3,
+    help="Without --plans: most dimensions of the mesh of devices that splits a block or operator.",
 )
 @click.option("--time-limit", type=DURATION, help=_TIME_LIMIT)
 @click.option(
@@ -201,6 +214,8 @@ def frontier_request(ctx: click.Context) -> Request:
         whole_blocks=flags["split_level"] == "block",
         data_parallel_loading=flags["data_parallel_loading"],
         within=flags["tolerance"],
+        only=flags["only"],
+        mesh_dimensions=flags["mesh_dimensions"],
     )
     return _api.frontier_request(
         asked_profile(flags),

@@ -137,6 +137,11 @@ def step_bytes(state: MemoryBytes, recipe: Recipe) -> int:
     return state[divided] * _moved(each) // each[divided]
 
 
+def step_ns(state: MemoryBytes, recipe: Recipe, bytes_per_s: int | None) -> int:
+    """Ns of the optimizer's step of what a device keeps, as :func:`step_bytes`; 0 where no rate is known."""
+    return 0 if bytes_per_s is None else -(-(10**9 * step_bytes(state, recipe)) // bytes_per_s)
+
+
 def _moved(state: MemoryBytes) -> int:
     copies = state[PARAMETERS] + 2 * state[MASTER] if state[MASTER] else 2 * state[PARAMETERS]
     return state[GRADIENTS] + 2 * state[OPTIMIZER] + copies

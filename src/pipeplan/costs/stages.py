@@ -14,7 +14,7 @@ from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs
 from pipeplan.costs.buckets import with_buckets
 from pipeplan.costs.communication import all_gather_time, transfer_time
 from pipeplan.costs.experts import TOGETHER, Experts, ExpertState, kept_of
-from pipeplan.costs.recipes import state_of, step_bytes
+from pipeplan.costs.recipes import state_of, step_ns
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.zero import (
     ALONE,
@@ -397,7 +397,7 @@ def with_steps(profile: Profile, stages: Sequence[Stage], tied: Sequence[TiedSta
                 stepped[number] -= each.state
             before.update(devices)
     return [
-        replace(stage, step_ns=-(-(10**9 * step_bytes(state, profile.recipe)) // profile.step_bytes_per_s))
+        replace(stage, step_ns=step_ns(state, profile.recipe, profile.step_bytes_per_s))
         for stage, state in zip(stages, stepped, strict=True)
     ]
 

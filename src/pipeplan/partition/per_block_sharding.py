@@ -203,7 +203,7 @@ class RunFrontiers:
     def around(self, begin: int, end: int) -> FloatArray:
         """[begin, end] ns by which a run around this one may be quicker at most, for every run.
 
-        Changing what enters and leaves this one may be spared, and so may the sums of what another block shares.
+        Changing what enters and leaves this one may be spared, and so may sums and step of what another block shares.
         """
         edges = [self.models.edges[link].costs for link in self.models.ends(self.order[begin:end])]
         spared = np.full((len(self.order) + 1,) * 2, float(sum(int(costs.time_ns.max()) for costs in edges)))
@@ -240,13 +240,14 @@ class _Tied:
 
     def least(self, weights: Weights) -> float:
         """The least that several of the blocks cost for it together."""
-        every = ((user.memory_bytes, np.minimum(user.time_ns, self.tie.apart_ns)) for user in self.tie.users)
+        apart = self.tie.apart_ns
+        every = ((user.memory_bytes, np.minimum(user.time_ns, apart) + user.step_ns) for user in self.tie.users)
         return min(_least(own, weights) for own in every)
 
     def spared_around(self, begin: int, end: int, length: int) -> FloatArray:
         """[begin, end] ns that a run around this one spares at most, because it has more of the blocks."""
         mine = [user for user, place in zip(self.tie.users, self.places, strict=True) if begin <= place < end]
-        most = sum(float(user.time_ns.max()) for user in mine)
+        most = sum(float((user.time_ns + user.step_ns).max()) for user in mine)
         found: FloatArray = np.where(self.count(length) > len(mine), most, 0.0)
         return found
 

@@ -33,6 +33,7 @@ from pipeplan.planning.request import (
 )
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier, unprofiled_words
 from pipeplan.schedule.state import Progress, scheduler_words
+from pipeplan.sharding.baselines import ONLY
 from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.graph import Strategy
 from pipeplan.sharding.tracking import knee
@@ -402,11 +403,17 @@ def _of_splits(
     unprofiled = any(point.unprofiled for point in points)
     again = any(each.model.counted_again for each in tracked)
     notes += share_notes(request.profile, tracked[-1].model) if request.num_devices > 1 else ()
+    if splitting.only is not None:
+        notes.append(
+            f"--only {splitting.only}: {ONLY[splitting.only].words}; what is proved is of such strategies alone"
+        )
     notes += [*device_notes(splitting.device, tracked[-1].model), *grain_notes(tracked[-1].model)]
     return FrontierResult(
         request.profile.name,
         "all",
-        "one stage on all devices, split by " + ("blocks" if splitting.whole_blocks else "operators"),
+        "one stage on all devices, split by "
+        + ("blocks" if splitting.whole_blocks else "operators")
+        + (f", only {splitting.only}" if splitting.only is not None else ""),
         samples,
         all(each.exact for each in tracked) and not unprofiled,
         sum(each.seconds for each in tracked),
@@ -477,15 +484,15 @@ _ROUGH = 0.01
 
 def _split_point(splits: Splits, point: SplitPoint) -> FrontierPoint:
     """A strategy of a split model as a point."""
-    strategy = point.strategy
-    share = repeated_share(splits.model, strategy)
-    chosen = {name: splits.model.configurations[name][each].name for name, each in strategy.configurations.items()}
+    strategy, model = point.strategy, splits.model_of(point)
+    share = repeated_share(model, strategy)
+    chosen = {name: model.configurations[name][each].name for name, each in strategy.configurations.items()}
     unprofiled, bounds = _unprofiled(splits, point)
     return FrontierPoint(
         splits.num_devices,
         point.memory_bytes,
         point.time_ns,
-        splits.words(strategy),
+        splits.words(point),
         workspace_bytes=point.workspace_bytes,
         repeated=share,
         configurations=chosen,
@@ -496,7 +503,7 @@ def _split_point(splits: Splits, point: SplitPoint) -> FrontierPoint:
 
 def _unprofiled(splits: Splits, point: SplitPoint) -> tuple[str, tuple[int, int | None] | None]:
     """What of a point no size of the profile has, and what its time is between; None is no upper end."""
-    found = splits.model.unprofiled_in(point.strategy)
+    found = splits.model_of(point).unprofiled_in(point.strategy)
     text = unprofiled_words(found)
     if not found:
         return text, None

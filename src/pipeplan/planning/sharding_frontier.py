@@ -18,27 +18,34 @@ import numpy as np
 
 from pipeplan.checker import check
 from pipeplan.costs import StageCost, build_workload
+from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile
 from pipeplan.partition.per_block_sharding import BlockSplits, GroupSplits, RunPoint
 from pipeplan.planning.build_plan import assemble, provenance_of
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request, Splitting
+from pipeplan.sharding.baselines import IMPOSSIBLE, ONLY, fastest_strategy
 from pipeplan.sharding.cost_model import CostModel, CostOptions, Unprofiled, cost_model
 from pipeplan.sharding.details import split_blocks
 from pipeplan.sharding.graph import CostGraph, Strategy
 from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
+from pipeplan.units import named_devices
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.task_graph import TaskGraph, task_graph
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPoint:
-    """A strategy and what its plan takes: ``memory_bytes`` is its peak, of which ``workspace_bytes`` is workspace."""
+    """A strategy and what its plan takes: ``memory_bytes`` is its peak, of which ``workspace_bytes`` is workspace.
+
+    ``model`` is the one whose configurations it has, where that is not the one of all strategies.
+    """
 
     strategy: Strategy
     memory_bytes: int
     workspace_bytes: int
+    model: CostModel | None = None
 
     @property
     def time_ns(self) -> int:
@@ -72,17 +79,21 @@ class Splits:
         """That of a point, or why no plan can run it, as :func:`plan_of_strategy` says."""
         return plan_of_strategy(
             request.profile,
-            self.model,
+            self.model_of(self.points[index]),
             self.points[index].strategy,
             cluster=request.cluster,
             memory_bytes=request.memory_bytes,
             reserve_bytes=request.reserve_bytes,
         )
 
-    def words(self, strategy: Strategy) -> str:
+    def model_of(self, point: SplitPoint) -> CostModel:
+        """The model that the configurations of a point are of."""
+        return point.model or self.model
+
+    def words(self, point: SplitPoint) -> str:
         """A strategy in a few words: its most frequent configurations."""
-        names = {node.name: node.configurations for node in self.model.graph.nodes}
-        return most_frequent(names[name][index] for name, index in strategy.configurations.items())
+        names = {node.name: node.configurations for node in self.model_of(point).graph.nodes}
+        return most_frequent(names[name][index] for name, index in point.strategy.configurations.items())
 
 
 def most_frequent(configurations: Iterable[str]) -> str:
@@ -119,16 +130,59 @@ def split_frontier(request: Request, splitting: Splitting, *, seconds: float = 0
     in any case.
 
     Raises:
-        UsageError: as :func:`pipeplan.sharding.cost_model.cost_model`.
+        UsageError: as :func:`pipeplan.sharding.cost_model.cost_model`; or the planner that alone is asked for has no
+            strategy.
     """
     begun = time.monotonic()
-    options = CostOptions(blocks=splitting.whole_blocks, data_parallel_loading=splitting.data_parallel_loading)
+    options = CostOptions(
+        blocks=splitting.whole_blocks,
+        data_parallel_loading=splitting.data_parallel_loading,
+        mesh_dimensions=splitting.mesh_dimensions,
+    )
     given = request.profile, request.cluster, request.num_devices, request.batch.mini_batch
     model = cost_model(*given, device=splitting.device, options=options)
     rounds = _Rounds(splitting.within, seconds, _LEVELS if splitting.whole_blocks and not splitting.within else 0)
-    tracked = rounds.first(model.graph)
-    points, settled = _points(model, tracked, rounds)
+    if splitting.only is not None:
+        tracked, points, settled = _only(splitting.only, model, rounds)
+    else:
+        tracked = rounds.first(model.graph)
+        points, settled = _points(model, tracked, rounds)
     return Splits(request.num_devices, model, tracked, points, settled, rounds.factor, time.monotonic() - begun)
+
+
+def _only(name: str, model: CostModel, rounds: _Rounds) -> tuple[Tracked, tuple[SplitPoint, ...], bool]:
+    """The points of a planner that looks at less than all; and whether none of its own was left out."""
+    only = ONLY[name]
+    points: list[SplitPoint] = []
+    last, settled, why = None, True, ""
+    for restricted in only.models(model):
+        own = replace(rounds, factor=1.0)
+        try:
+            last = own.first(restricted.graph)
+        except IMPOSSIBLE as error:  # on this mesh
+            why = str(error)
+            continue
+        if only.blind:
+            points.append(_with_its_workspace(restricted, fastest_strategy(restricted)))
+        else:
+            found, complete = _points(restricted, last, own)
+            points += [replace(point, model=restricted) for point in found]
+            settled &= complete
+        rounds.factor = max(rounds.factor, own.factor)
+    if last is None:
+        raise UsageError(
+            f"--only {name} ({only.words}) has no strategy on {named_devices(model.resharding.devices)}: {why}; give "
+            "other --devices, --split-level operator, or another --mini-batch"
+        )
+    unbeaten = tuple(_unbeaten(points))
+    taken = {"fastest": unbeaten[-1:], "smallest": unbeaten[:1], "all": unbeaten}
+    return last, taken[only.takes], settled
+
+
+def _with_its_workspace(model: CostModel, strategy: Strategy) -> SplitPoint:
+    ways = model.configurations
+    workspace = max(ways[name][index].workspace_bytes for name, index in strategy.configurations.items())
+    return SplitPoint(strategy, strategy.memory_bytes + workspace, workspace)
 
 
 _LEVELS = 8

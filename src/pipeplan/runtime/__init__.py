@@ -1,4 +1,5 @@
 """Everything that runs a model: measuring, training, and replaying plans, with torch.
 
-Here: rooms for training, profiling, executor, models, launch, parallel. Not here: planning; a plan comes in as a file.
+Here: rooms for training, emulation, profiling, executor, models, launch, parallel. Not here: planning; a plan comes in
+as a file.
 """

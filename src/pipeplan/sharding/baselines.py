@@ -11,9 +11,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Literal
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from pipeplan.costs.layouts import MeshSplit
 from pipeplan.errors import UsageError
 from pipeplan.sharding.cost_model import CostModel
 from pipeplan.sharding.details import details_of
-from pipeplan.sharding.graph import CostGraph
+from pipeplan.sharding.graph import CostGraph, Strategy
 from pipeplan.sharding.operators import Rule, Splits, Splittable, factorizations, splits_of
 from pipeplan.sharding.table import Table
 from pipeplan.sharding.tracking import track
@@ -41,15 +42,26 @@ def data_parallel(model: CostModel) -> BaselinePoint:
     Raises:
         UsageError: the devices do not divide the samples.
     """
-    whole = MeshSplit(model.resharding.devices, 1)
-    found = track(_restricted(model, lambda operation, splits: splits == {"samples": whole}).graph)
+    found = track(_by_samples(model).graph)
     return BaselinePoint(int(found.memory_bytes[-1]), int(found.time_ns[-1]))
+
+
+def _by_samples(model: CostModel) -> CostModel:
+    whole = MeshSplit(model.resharding.devices, 1)
+    return _restricted(model, lambda operation, splits: splits == {"samples": whole})
 
 
 def fastest(model: CostModel) -> BaselinePoint:
     """The least time by a search that sees no memory, and the memory that its strategy takes."""
+    found = fastest_strategy(model)
+    return BaselinePoint(found.memory_bytes, found.time_ns)
+
+
+def fastest_strategy(model: CostModel) -> Strategy:
+    """The strategy with the least time by a search that sees no memory."""
     found = track(_times_of(model.graph))
-    return BaselinePoint(details_of(model, found.strategy(len(found.time_ns) - 1)).memory_bytes, int(found.time_ns[-1]))
+    strategy = found.strategy(len(found.time_ns) - 1)
+    return replace(strategy, memory_bytes=details_of(model, strategy).memory_bytes)
 
 
 def split_everything(model: CostModel) -> BaselinePoint:
@@ -58,6 +70,11 @@ def split_everything(model: CostModel) -> BaselinePoint:
     Raises:
         UsageError: an operator cannot be split so.
     """
+    found = track(_nothing_twice(model).graph)
+    return BaselinePoint(int(found.memory_bytes[0]), int(found.time_ns[0]))
+
+
+def _nothing_twice(model: CostModel) -> CostModel:
     devices = model.resharding.devices
 
     def rule(operation: Splittable, splits: Splits) -> bool:
@@ -65,23 +82,55 @@ def split_everything(model: CostModel) -> BaselinePoint:
         needed = operation.weighted & own or own
         return prod(split.extent for name, split in splits.items() if name in needed) == devices
 
-    found = track(_restricted(model, rule).graph)
-    return BaselinePoint(int(found.memory_bytes[0]), int(found.time_ns[0]))
+    return _restricted(model, rule)
 
 
 def one_mesh_for_all(model: CostModel) -> list[BaselinePoint]:
     """The frontier of strategies that Mesh-TensorFlow can express, memory ascending."""
     points: list[BaselinePoint] = []
-    for mesh in factorizations(model.resharding.devices):
-        for fixed in _choices(mesh):
-            try:
-                found = track(_on_mesh(model, splits_of(mesh), fixed).graph)
-            except (UsageError, ValueError):  # an operator, or a tensor between two, cannot be split so
-                continue
-            points += [
-                BaselinePoint(*pair) for pair in zip(found.memory_bytes.tolist(), found.time_ns.tolist(), strict=True)
-            ]
+    for each in _meshes(model):
+        try:
+            found = track(each.graph)
+        except IMPOSSIBLE:
+            continue
+        points += [
+            BaselinePoint(*pair) for pair in zip(found.memory_bytes.tolist(), found.time_ns.tolist(), strict=True)
+        ]
     return _frontier(points)
+
+
+def _meshes(model: CostModel) -> Iterator[CostModel]:
+    """The model on every mesh, with samples and places along each of its dimensions."""
+    for mesh in factorizations(model.resharding.devices, model.options.mesh_dimensions):
+        for fixed in _choices(mesh):
+            yield _on_mesh(model, splits_of(mesh), fixed)
+
+
+IMPOSSIBLE = (UsageError, ValueError)
+"""What making and tracking a restricted graph raises where an operator, or a tensor between two, cannot be split so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """What a planner looks at of all that the free search does, and which of that it takes.
+
+    ``models`` are the model with the configurations it has, in each of its ways; ``takes`` the fastest or the smallest
+    strategy of these, or all that no other of them beats; ``blind`` is a search that sees no memory.
+    """
+
+    models: Callable[[CostModel], Iterable[CostModel]]
+    takes: Literal["fastest", "smallest", "all"]
+    words: str
+    blind: bool = False
+
+
+ONLY: dict[str, Only] = {
+    "data-parallel": Only(lambda model: [_by_samples(model)], "fastest", "samples over all devices everywhere"),
+    "optcnn": Only(lambda model: [model], "fastest", "the least time by a search that sees no memory", blind=True),
+    "tofu": Only(lambda model: [_nothing_twice(model)], "smallest", "the least memory where nothing is replicated"),
+    "mesh-tensorflow": Only(_meshes, "all", "one mesh for all, with no layout changed on the way but by sums"),
+}
+"""By the names that ``frontier --only`` takes."""
 
 
 def _choices(mesh: tuple[int, ...]) -> Iterator[dict[str, MeshSplit | None]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from pipeplan.costs import UNLIMITED
 from pipeplan.costs.devices import PRESETS, DevicePreset, device_preset
 from pipeplan.costs.layouts import Layout, MeshSplit, Resharding, Tensor, sum_ns
-from pipeplan.costs.recipes import running_bytes, state_of
+from pipeplan.costs.recipes import running_bytes, state_of, step_ns
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, Profile, Recipe, TiedParameter
 from pipeplan.sharding.elimination import Reducing
@@ -108,13 +108,15 @@ class TiedTable(NamedTuple):
 class Spared(NamedTuple):
     """What is there once, though several operators count it.
 
-    On each device, of one micro-batch and (``sync_ns``) of one iteration; times are negative where sums take longer.
+    On each device, of one micro-batch and (``sync_ns`` and ``step_ns``, which make up ``time_ns``) of one iteration;
+    times of sums are negative where these take longer.
     """
 
     memory_bytes: int = 0
     parameter_bytes: int = 0
     time_ns: int = 0
     sync_ns: int = 0
+    step_ns: int = 0
 
 
 class Unprofiled(NamedTuple):
@@ -137,7 +139,8 @@ class Unprofiled(NamedTuple):
 class CostModel:
     """Operators, tensors and configurations of a profile on some devices, and their costs as a graph.
 
-    ``tied`` is what operators share, but for ``untied``, which every one of them has by itself here.
+    ``tied`` is what operators share, but for ``untied``, which every one of them has by itself here. The optimizer
+    steps what ``recipe`` keeps at ``step_bytes_per_s``; where that is None no step is counted.
     """
 
     operators: OperatorGraph
@@ -148,6 +151,8 @@ class CostModel:
     blocks: Mapping[str, Block]
     tied: tuple[TiedTable, ...] = ()
     untied: tuple[str, ...] = ()
+    recipe: Recipe = field(default_factory=Recipe)
+    step_bytes_per_s: int | None = None
 
     @cached_property
     def configurations(self) -> dict[str, tuple[Configuration, ...]]:
@@ -168,11 +173,15 @@ class CostModel:
                     self.resharding,
                     rule=self.options.rule,
                     mesh_dimensions=self.options.mesh_dimensions,
+                    step_ns=self._step_ns,
                 )
             if not known[key]:
                 raise UsageError(_nothing_fits(node, self.resharding.devices))
             found[node.name] = known[key]
         return self._recomputed(found) if self.options.recompute else found
+
+    def _step_ns(self, state: MemoryBytes) -> int:
+        return step_ns(state, self.recipe, self.step_bytes_per_s)
 
     def _recomputed(self, ways: Mapping[str, tuple[Configuration, ...]]) -> dict[str, tuple[Configuration, ...]]:
         known: dict[object, tuple[Configuration, ...]] = {}
@@ -218,9 +227,9 @@ class CostModel:
 
     def spared(self, strategy: Strategy) -> Spared:
         """What of a strategy's costs is there once, though several operators count it."""
-        memory, time = _spared(self.ties, strategy)
-        parameters, sums = _spared(self._tied_parameters, strategy)
-        return Spared(memory, parameters, time, sums)
+        memory, *times = _spared(self.ties, strategy)
+        parameters, sums, steps = _spared(self._tied_parameters, strategy)
+        return Spared(memory, parameters, sum(times), sums, steps)
 
     @cached_property
     def _tied_parameters(self) -> tuple[CostTie, ...]:
@@ -251,7 +260,7 @@ class CostModel:
     ) -> TieUser:
         """An operator that shares it, which shares ``before`` bytes of gradients with others, too."""
         operation = self._nodes[name].operation
-        ways, memory, time = [], [], []
+        ways, memory, time, step = [], [], [], []
         for way in self.configurations[name]:
             parts = num_parts(operation, way.splits)
             ways.append(numbers.setdefault(way_of(operation, way.splits), len(numbers)))
@@ -259,7 +268,8 @@ class CostModel:
             left = (way.gradient_bytes - shared // parts for shared in (before, before + tied.gradient_bytes))
             sums = [-(-sync_ns(operation, way.splits, each, self.resharding) // microbatches) for each in left]
             time.append(sums[0] - sums[1])
-        return TieUser(name, *(np.array(each, np.int64) for each in (ways, memory, time)))
+            step.append(self._step_ns(tied.state // parts) // microbatches)
+        return TieUser(name, *(np.array(each, np.int64) for each in (ways, memory, time, step)))
 
     def _whole_sum_ns(self, size: int) -> int:
         """Time to add up gradients of ``size`` bytes over all devices."""
@@ -365,7 +375,7 @@ class CostModel:
 
     def _node_table(self, node: OperatorNode, chosen: Sequence[Configuration]) -> Table:
         memory = [each.state_bytes + self.options.in_flight * self.kept_bytes(node, each) for each in chosen]
-        time = [each.compute_ns + -(-each.sync_ns // self.options.microbatches) for each in chosen]
+        time = [each.compute_ns + once_ns(each, self.options.microbatches) for each in chosen]
         return table(memory, time)
 
     def _edge_table(
@@ -428,10 +438,16 @@ class CostModel:
         return TensorNeed(source.operation.keeps_output and first, self._taken(link), self._kept(source))
 
 
-def _spared(ties: Iterable[CostTie], strategy: Strategy) -> tuple[int, int]:
-    """Bytes and ns that all of them spare a strategy."""
+def once_ns(way: Configuration, microbatches: int) -> int:
+    """What a micro-batch has of what so many share: sums of gradients and the optimizer's step."""
+    return -(-way.sync_ns // microbatches) - (-way.step_ns // microbatches)
+
+
+def _spared(ties: Iterable[CostTie], strategy: Strategy) -> tuple[int, int, int]:
+    """Bytes, ns of sums and ns of the step that all of them spare a strategy."""
     every = [tie.spared([strategy.configurations[user.operator] for user in tie.users]) for tie in ties]
-    return sum(memory for memory, _ in every), sum(time for _, time in every)
+    memory, sums, steps = (sum(each[place] for each in every) for place in range(3))
+    return memory, sums, steps
 
 
 def held_bytes(
@@ -474,7 +490,8 @@ def cost_model(
     blocks = {block.id: block for block in profile.blocks}
     tied, own = _tied_tables(profile, operators)
     scales = _scales(profile, operators, preset, own)
-    return _reducible(CostModel(operators, resharding, preset, scales, options, blocks, tied))
+    known = CostModel(operators, resharding, preset, scales, options, blocks, tied)
+    return _reducible(replace(known, recipe=profile.recipe, step_bytes_per_s=profile.step_bytes_per_s))
 
 
 def _reducible(model: CostModel) -> CostModel:

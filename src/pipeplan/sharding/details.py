@@ -16,7 +16,7 @@ from pipeplan.costs import StageCost
 from pipeplan.costs.layouts import Move, Tensor
 from pipeplan.costs.operators import Operator
 from pipeplan.errors import UsageError
-from pipeplan.sharding.cost_model import VARIANTS, CostModel, Spared, held_bytes
+from pipeplan.sharding.cost_model import VARIANTS, CostModel, Spared, held_bytes, once_ns
 from pipeplan.sharding.expansion import Link, OperatorGraph, OperatorNode
 from pipeplan.sharding.graph import CostEdge, CostGraph, CostNode, CostTie, Strategy
 from pipeplan.sharding.operators import Configuration, Numbers, OperatorScale, Splittable
@@ -77,6 +77,11 @@ class Details:
         sums = sum(each.configuration.sync_ns for each in self.operators)
         moved = sum(each.forward_ns + each.backward_ns for each in self.tensors)
         return sums + moved - self.spared.sync_ns
+
+    @property
+    def step_ns(self) -> int:
+        """The optimizer's step of one iteration."""
+        return sum(each.configuration.step_ns for each in self.operators) - self.spared.step_ns
 
 
 def details_of(model: CostModel, strategy: Strategy) -> Details:
@@ -157,8 +162,8 @@ def _stage_cost(details: Details, strategy: Strategy, microbatches: int) -> Stag
     chosen = [each.configuration for each in details.operators]
     spared = details.spared
     forward = sum(each.forward_ns for each in chosen) + sum(each.forward_ns for each in details.tensors)
-    sums = sum(-(-each.sync_ns // microbatches) for each in chosen) - spared.time_ns
-    backward, weights = strategy.time_ns - sums - forward, sum(each.weight_grad_ns for each in chosen)
+    after = sum(once_ns(each, microbatches) for each in chosen) - spared.time_ns
+    backward, weights = strategy.time_ns - after - forward, sum(each.weight_grad_ns for each in chosen)
     deferred = [each.deferred_bytes for each in chosen if each.deferred_bytes is not None]
     parted = len(deferred) == len(chosen)
     return StageCost(

@@ -71,17 +71,22 @@ class CostEdge:
 class TieUser:
     """An operator that shares a tied parameter: the way in which each of its K configurations splits it, by number.
 
-    ``memory_bytes`` and ``time_ns`` are what of the operator's costs is for it, [K].
+    ``memory_bytes``, ``time_ns`` (of sums) and ``step_ns`` are what of the operator's costs is for it, [K].
     """
 
     operator: str
     ways: IntArray
     memory_bytes: IntArray
     time_ns: IntArray
+    step_ns: IntArray
 
     def at(self, kept: IntArray) -> TieUser:
         """With some configurations, by their places."""
-        return TieUser(self.operator, self.ways[kept], self.memory_bytes[kept], self.time_ns[kept])
+        return TieUser(self.operator, self.ways[kept], self.memory_bytes[kept], self.time_ns[kept], self.step_ns[kept])
+
+    def costs(self) -> IntArray:
+        """Bytes and ns in all, [2, K]."""
+        return np.stack((self.memory_bytes, self.time_ns + self.step_ns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +94,10 @@ class CostTie:
     """A parameter that operators share, and each counts in its costs by itself.
 
     Where all split it in one way it is there once: the first one's bytes count, and the first one's time, which is at
-    most ``apart_ns``. Else each way has a share of its own, and sums take ``apart_ns``. Operators whose ways are equal
-    take as many bytes for it. Of more than one way of several operators each, only the one that spares most is counted
-    once, so that a strategy may cost less than is said: there must be four operators for that (:attr:`sure`).
+    most ``apart_ns``. Else each way has a share of its own, and sums take ``apart_ns``. Each share is stepped once.
+    Operators whose ways are equal take as many bytes for it, and as long a step. Of more than one way of several
+    operators each, only the one that spares most is counted once, so that a strategy may cost less than is said: there
+    must be four operators for that (:attr:`sure`).
     """
 
     users: tuple[TieUser, ...]
@@ -102,16 +108,19 @@ class CostTie:
         """Whether strategies cost what is said, and not less."""
         return len(self.users) < _UNSURE_USERS or len(np.unique(np.concatenate([user.ways for user in self.users]))) < 2
 
-    def spared(self, chosen: Sequence[int]) -> tuple[int, int]:
-        """Bytes and ns that a configuration of each operator takes less than the operators by themselves.
+    def spared(self, chosen: Sequence[int]) -> tuple[int, int, int]:
+        """Bytes, ns of sums and of the step that operators' configurations take less than each by itself.
 
-        Time may be negative: summing what is split unlike may take longer.
+        Of sums it may be negative: summing what is split unlike may take longer.
         """
         ways = [int(user.ways[k]) for user, k in zip(self.users, chosen, strict=True)]
         sizes = [int(user.memory_bytes[k]) for user, k in zip(self.users, chosen, strict=True)]
         times = [int(user.time_ns[k]) for user, k in zip(self.users, chosen, strict=True)]
-        memory = max((ways.count(way) - 1) * size for way, size in zip(ways, sizes, strict=True))
-        return memory, sum(times) - (min(times[0], self.apart_ns) if len(set(ways)) == 1 else self.apart_ns)
+        steps = [int(user.step_ns[k]) for user, k in zip(self.users, chosen, strict=True)]
+        again = [ways.count(way) - 1 for way in ways]
+        memory, step = max((n * size, n * ns) for n, size, ns in zip(again, sizes, steps, strict=True))
+        sums = min(times[0], self.apart_ns) if len(set(ways)) == 1 else self.apart_ns
+        return memory, sum(times) - sums, step
 
     def restricted(self, kept: Mapping[str, IntArray]) -> CostTie:
         """With some configurations of each operator, by their places."""
@@ -133,19 +142,22 @@ class CostTie:
         there are three or more, one way is counted once, in each case another one.
         """
         sizes = dict(pair for user in self.users for pair in zip(user.ways.tolist(), user.memory_bytes, strict=True))
+        steps = dict(pair for user in self.users for pair in zip(user.ways.tolist(), user.step_ns, strict=True))
         having = Counter(way for user in self.users for way in set(user.ways.tolist()))
         alike = [way for way in sorted(having) if having[way] == len(self.users)]
         once = [way for way in sorted(having) if having[way] > 1] if len(self.users) > _ONE_PAIR else []
         cases = np.array([*alike, *once, _NO_WAY])
         strict = np.arange(len(cases)) < len(alike)
         memory = [0] * len(alike) + [sizes[way] for way in once] + [0]
-        node = CostNode(name, tuple(map(str, cases)), table(memory, np.where(strict, 0, self.apart_ns)))
+        stepped = [0] * len(alike) + [steps[way] for way in once] + [0]
+        node = CostNode(name, tuple(map(str, cases)), table(memory, stepped + np.where(strict, 0, self.apart_ns)))
         edges = []
         for number, user in enumerate(self.users):
             same = cases[:, None] == user.ways[None, :]
             first = strict[:, None] & (number == 0)
             counted = np.where(same & ~first, 0, user.memory_bytes[None, :])
             spent = np.where(first, np.minimum(user.time_ns, self.apart_ns)[None, :], 0)
+            spent += np.where(same & ~first, 0, user.step_ns[None, :])
             edges.append(CostEdge(name, user.operator, table(counted, spent, same | ~strict[:, None])))
         return node, edges
 
@@ -183,8 +195,7 @@ class CostGraph:
             return self
         own: dict[str, IntArray] = {}
         for user in (user for tie in self.ties for user in tie.users):
-            costs = np.stack((user.memory_bytes, user.time_ns))
-            own[user.operator] = own[user.operator] + costs if user.operator in own else costs
+            own[user.operator] = own.get(user.operator, 0) + user.costs()
         nodes = [
             replace(node, costs=_less(node.costs, own[node.name])) if node.name in own else node for node in self.nodes
         ]

@@ -270,10 +270,10 @@ class Configuration:
     """How an operator is split and what it costs each device; times in ns, of all its samples.
 
     ``weight_grad_ns`` is the part of backward that can wait, holding ``deferred_bytes``: None where it cannot.
-    ``sync_ns`` adds up the ``gradient_bytes`` of parameters, which are among the ``state_bytes`` that training keeps,
-    ``inside_bytes`` what backward needs beside inputs and output, ``entry_bytes`` the first input. Layouts are those of
-    the inputs, of the gradients given for them (none if none are), and of the output, whose gradient is taken where
-    the output lies and is no sum.
+    ``sync_ns`` adds up the ``gradient_bytes`` of parameters, which are among the ``state_bytes`` that training keeps
+    and the optimizer's step goes through in ``step_ns``, both once per iteration. ``inside_bytes`` is what backward
+    needs beside inputs and output, ``entry_bytes`` the first input. Layouts are those of the inputs, of the gradients
+    given for them (none if none are), and of the output, whose gradient is taken where the output lies and is no sum.
     """
 
     name: str
@@ -283,6 +283,7 @@ class Configuration:
     weight_grad_ns: int
     deferred_bytes: int | None
     sync_ns: int
+    step_ns: int
     gradient_bytes: int
     state_bytes: int
     inside_bytes: int
@@ -336,14 +337,19 @@ def configurations(
     *,
     rule: Rule | None = None,
     mesh_dimensions: int = MOST_DIMENSIONS,
+    step_ns: Callable[[MemoryBytes], int] = lambda state: 0,
 ) -> tuple[Configuration, ...]:
-    """Every valid configuration of an operator on the devices of ``resharding``, in a fixed order."""
+    """Every valid configuration of an operator on the devices of ``resharding``, in a fixed order.
+
+    ``step_ns`` is the time of the optimizer's step of what a device keeps.
+    """
     found = []
     for way in ways_to_split(resharding.devices, [axis.size for axis in operation.axes], mesh_dimensions):
         splits = {axis.name: split for axis, split in zip(operation.axes, way, strict=True) if split}
         extents = {axis.name: split.extent if split else 1 for axis, split in zip(operation.axes, way, strict=True)}
         if operation.allows(extents) and (rule is None or rule(operation, splits)):
-            found.append(_priced(operation, splits, extents, scale, device, resharding))
+            priced = _priced(operation, splits, extents, scale, device, resharding)
+            found.append(replace(priced, step_ns=step_ns(scale.state.share(num_parts(operation, splits)))))
     return tuple(found)
 
 
@@ -369,6 +375,7 @@ def _priced(
         weight_grad_ns=0 if deferred is None else round(times.weight_grad_ns * scale.backward),
         deferred_bytes=deferred,
         sync_ns=sync_ns(operation, splits, state[GRADIENTS], resharding),
+        step_ns=0,
         gradient_bytes=state[GRADIENTS],
         state_bytes=state.total,
         inside_bytes=operation.inside_bytes(numbers),

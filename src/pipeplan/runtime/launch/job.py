@@ -47,7 +47,7 @@ class RunOptions:
             return self.backend
         return "nccl" if self.device == "cuda" else "gloo"
 
-    job: ClassVar[str] = "pipeplan.runtime.executor.emulate:emulate_job"
+    job: ClassVar[str] = "pipeplan.runtime.emulation.emulate:emulate_job"
     """What a rank does with them, as ``module:function``."""
 
     def require_consistent(self) -> None:

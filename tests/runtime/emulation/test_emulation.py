@@ -19,7 +19,9 @@ from pipeplan.cli.run_verb import comparison_line
 from pipeplan.errors import UsageError
 from pipeplan.examples import ShapeCosts
 from pipeplan.files import PlacedStage, Plan
-from pipeplan.runtime.executor import emulate as emulation
+from pipeplan.runtime.emulation import devices
+from pipeplan.runtime.emulation import emulate as emulation
+from pipeplan.runtime.executor.message_graph import hops_of
 from pipeplan.runtime.executor.process_groups import extent, iteration_of
 from pipeplan.runtime.executor.rank_program import planned_programs
 from pipeplan.runtime.launch.job import RunOptions, RunResult
@@ -184,9 +186,9 @@ def assert_ends_are_late_enough(simulation: Simulation, ranks: tuple[tuple[tuple
 
 def test_messages_have_the_bytes_of_the_plan_up_to_the_limit() -> None:
     plan = with_busy_links(chain(3, sizes=[4, 1, 2]))
-    programs, hops = planned_programs(plan), emulation.hops_of(plan)
+    programs, hops = planned_programs(plan), hops_of(plan)
     for limit, expected in ((1 << 20, 5000), (2000, 2000), (1, 0)):
-        for spec in emulation.specs_of(programs, hops, limit).values():
+        for spec in devices.specs_of(programs, hops, limit).values():
             (_, words) = spec.shape
             assert expected - 64 < 8 * words * 4 or words == 2
 
@@ -214,8 +216,8 @@ class LateSleeper:
 def test_a_device_is_free_when_its_action_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever its process gets to know; others' being late counts, but for what they were late to send."""
     time = LateSleeper()
-    monkeypatch.setattr(emulation, "time", time)
-    pace = emulation.Pace(100)
+    monkeypatch.setattr(devices, "time", time)
+    pace = devices.Pace(100)
     pace.until(1000)
     assert (pace.now(), pace.free_ns(), pace.late_ns()) == (1007, 1000, 7)
     time.ns += 5  # the interpreter
@@ -244,7 +246,7 @@ class Steps:
 
     def __init__(self, planned_ns: int, late_ns: int = 30 * MS, waits: float = 0.0) -> None:
         self.emulation = emulation._Emulation.__new__(emulation._Emulation)
-        self.emulation._pace = self.pace = emulation.Pace(0)
+        self.emulation._pace = self.pace = devices.Pace(0)
         self.emulation._planned_ns, self.emulation._num_ranks = planned_ns, 4
         self.emulation._tried_copies, self.emulation._tried_ns = None, planned_ns
         self.emulation._progress = SimpleNamespace(rank=0)  # type: ignore[assignment]
