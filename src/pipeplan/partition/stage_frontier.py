@@ -313,8 +313,9 @@ def _ways(frontiers: StageFrontiers, num_devices: int) -> Iterator[Way]:
     """Every way of a group, with shards that all blocks know."""
     size = frontiers.microbatch_size
     for shards in sorted(set.intersection(*({row.shards for row in each.rows()} for each in frontiers.profile.blocks))):
-        zero = frontiers.zero(num_devices // shards)
-        if num_devices % shards == 0 and size % (num_devices // shards) == 0 and zero is not None:
+        if num_devices % shards or size % (num_devices // shards):
+            continue
+        if (zero := frontiers.zero(num_devices // shards)) is not None:
             for again in frontiers.recompute:
                 yield Way(size, num_devices // shards, recompute=again, shards=shards, zero=zero)
 
