@@ -23,16 +23,17 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
-def did_you_mean(given: str, known: Sequence[str]) -> str:
+def did_you_mean(given: str, known: Sequence[str], *, by_word: bool = False) -> str:
     """The question which of the known names is meant; empty where none is near.
 
-    Nearest is one that differs in capitals and punctuation alone; then those that begin with what is given, those that
-    have it as one of their words, and those that are spelled much like it, whole or by their beginning.
+    Nearest is one that differs in capitals and punctuation alone; then those that begin with what is given, ``by_word``
+    those that have it as one of their words, and those that are spelled much like it, whole or by their beginning.
     """
     text = given.lower()
     near = [name for name in known if _bare(name) == _bare(text)]
     near = near or [name for name in known if len(text) > 2 and name.lower().startswith(text)][:_MOST_NAMES]
-    near = near or [name for name in known if text in re.split(r"[-_.]", name.lower())][:_MOST_NAMES]
+    if by_word and not near:
+        near = [name for name in known if text in name.lower().split("_")][:_MOST_NAMES]
     near = near or get_close_matches(text, known)
     if not near and len(text) > 2:
         beginnings = {name: name[: len(text)] for name in known}

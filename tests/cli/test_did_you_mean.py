@@ -152,7 +152,7 @@ def test_capitals_and_punctuation_do_not_matter_and_beginnings_come_first() -> N
     assert did_you_mean("llama3-8B", known) == "did you mean llama3-8b?"
     assert did_you_mean("llama-3-8b", known) == "did you mean llama3-8b?"
     assert did_you_mean("h100", known) == "did you mean h100-80gb or h100-96gb?"
-    assert did_you_mean("layers", known) == "did you mean num_hidden_layers?"
+    assert did_you_mean("layers", known, by_word=True) == "did you mean num_hidden_layers?"
 
 
 def test_known_configurations_with_other_arguments() -> None:

@@ -114,7 +114,7 @@ def _refuse_unknown(default: Any, keywords: Mapping[str, Any], where: str, furth
         if key not in known:
             raise UsageError(
                 f"configuration {where}: {type(default).__name__} has no argument {key!r}; "
-                + (did_you_mean(key, sorted(known)) or f"it has {', '.join(sorted(known))}")
+                + (did_you_mean(key, sorted(known), by_word=True) or f"it has {', '.join(sorted(known))}")
             )
         inner = getattr(default, key, None)
         if not isinstance(value, Mapping) or inner is None or not hasattr(inner, "attribute_map"):
