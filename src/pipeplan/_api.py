@@ -412,17 +412,24 @@ def known_names(
     from pipeplan.catalog import configurations, names, running_models
     from pipeplan.examples import SHAPES
     from pipeplan.partition.strategies import STRATEGIES
-    from pipeplan.planning.planners import PLANNERS
+    from pipeplan.planning.planners import EVERY_PLANNER, PLANNERS
     from pipeplan.schedule.classic import CLASSIC
 
     tables: dict[str, list[str]] = {
         "schedulers": ["auto", "repetend", "rules", *CLASSIC],
         "placements": ["auto", "all", *STRATEGIES],
-        "planners": ["auto", *PLANNERS],
+        "planners": ["auto", EVERY_PLANNER, *PLANNERS],
         "models": [*running_models(), *configurations()],
         "examples": [*(f"shape-{name}" for name in SHAPES), *chain.from_iterable(example_names().values())],
     }
     return tables.get(kind) or list(names(kind))
+
+
+def require_model(name: str) -> None:
+    """Refuse a model's name that means nothing, without torch. Raises UsageError."""
+    from pipeplan.runtime.models.given_names import require_model as require
+
+    require(name)
 
 
 # Examples ---------------------------------------------------------------------------------------------------------

@@ -209,7 +209,7 @@ def search(
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
-    slices: int | Literal["auto"] | None = None,
+    slices: int | Literal["auto", "autopipe"] | None = None,
     late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
@@ -264,10 +264,12 @@ def search(
             ``"auto"`` if nothing fits otherwise.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.
         shard_shared: whether shared blocks are split over all devices in the pipeline.
-        slices: number of leading micro-batches whose warm-up forwards run in two halves.
+        slices: number of leading micro-batches whose warm-up forwards run in two halves; ``"autopipe"``: as AutoPipe's
+            own formula has it.
         late_inputs: whether an action may begin before all its inputs are there, and wait inside for those that only
             later blocks need.
-        planner: who chooses the stages: a published planner alone, as ``"graphpipe"``, or ``"auto"``, which is ours.
+        planner: who chooses the stages: a published planner alone (``"graphpipe"``, ``"autopipe"``, ``"pipedream"``,
+            ``"piper"``, ``"dapple"``), or ``"auto"``, which is ours.
         recompute: activation checkpointing everywhere (True, ``"all"``), nowhere (False, ``"none"``), in attention
             cores (``"selective"``), or where the search finds it useful (``"auto"``).
         unroll: micro-batches per repetend, from 1 to 64.
@@ -353,7 +355,7 @@ def tune(
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
-    slices: int | Literal["auto"] | None = None,
+    slices: int | Literal["auto", "autopipe"] | None = None,
     late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
@@ -420,7 +422,7 @@ def compare(
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
     shard_shared: Switch = "auto",
-    slices: int | Literal["auto"] | None = None,
+    slices: int | Literal["auto", "autopipe"] | None = None,
     late_inputs: Switch = "auto",
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",

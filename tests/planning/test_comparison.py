@@ -325,6 +325,26 @@ def test_what_does_not_apply_is_noted_with_the_placements_where_it_does_not() ->
     assert "not applicable on v: c (no)" in text
 
 
+def test_rows_that_differ_in_nothing_but_their_names_share_a_line() -> None:
+    found = compared("one-to-one")
+    first = found.rows[0]
+    same = tuple(replace(first, schedule=name, cut_short=name == "zb-h1") for name in (OURS, "zb-h1", "zb-auto"))
+    other = replace(first, schedule="1f1b", iteration_ns=2 * first.iteration_ns)
+    large = replace(first, schedule="gpipe", iteration_ns=first.iteration_ns // 2, fits=False)
+    text = printed(replace(found, rows=(*same, other, large), memory_bytes=(1, *found.memory_bytes[1:]), missing=()))
+    assert f"{OURS} = zb-h1 =" in text
+    assert text.count("zb-h1") == 1
+    assert "fits" not in text.replace("does not fit", "")
+    assert text.index("1f1b") < text.index("gpipe needs"), "what does not fit has a line below"
+
+
+def test_a_schedule_with_a_row_is_not_said_to_be_unreached_without_a_word_of_its_layouts() -> None:
+    found = compared("one-to-one")
+    missing = tuple(NotThere(name, "one-to-one", "no time", reached=False) for name in ("1f1b", "other"))
+    text = printed(replace(found, missing=missing))
+    assert "other on one-to-one; other layouts of 1f1b on one-to-one; raise --time-limit" in text
+
+
 def test_what_is_known_is_taken_over_where_the_search_had_too_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here by letting it find GPipe's schedule alone."""
     assert "cut short" not in printed(compared("one-to-one"))

@@ -15,6 +15,8 @@ from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, Plan, Profile
 from pipeplan.partition.chain.autopipe import timeline
 from pipeplan.partition.chain.costs import StageTimes
+from pipeplan.planning.comparison import compare
+from pipeplan.planning.planners import PLANNERS
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
 from references.dapple import plain_latency, plain_plan
@@ -159,3 +161,60 @@ def test_autopipe_does_not_plan_graphs() -> None:
 def test_names_are_completed_and_mended() -> None:
     with pytest.raises(UsageError, match="--planner 'dappel' is not known; did you mean dapple"):
         planned("dappel")
+
+
+def test_autopipes_slices_are_as_many_as_its_formula_has() -> None:
+    """The fewest m such that micro-batch m, whole, ends its forward on stage p-1-m before the first gradient comes."""
+    found = planned("autopipe", num_parted="autopipe", replicas=1, mini_batch=32)
+    profile = profile_of()
+    loads = [load(profile, *stage) for stage in stages_of(found)]
+    count = len(loads)
+
+    def gradient(stage: int) -> int:
+        """When the first one is on a stage, after forwards in halves."""
+        return sum(f / 2 for f, _, _ in loads) + after_halves + sum(b for _, b, _ in loads[stage + 1 :])
+
+    ends = [[0.0] * count for _ in range(count)]  # [micro-batch][stage] of forwards in halves alone
+    free = [0.0] * count
+    for index in range(count):
+        sent = [0.0, 0.0]
+        for stage in range(count - index):
+            for half in range(2):
+                free[stage] = max(free[stage], sent[half]) + loads[stage][0] / 2
+                sent[half] = free[stage]
+        ends[index] = list(free)
+    after_halves = ends[0][-1] - sum(f / 2 for f, _, _ in loads)
+    enough = [
+        split
+        for split in range(1, count)
+        if ends[split - 1][0] + sum(f for f, _, _ in loads[: count - split]) <= gradient(count - 1 - split)
+    ]
+    assert num_sliced(found) == min([*enough, count])
+    assert found.provenance.options["num_parted"] == "autopipe"
+
+
+def num_sliced(plan: Plan) -> int:
+    return max(stage.num_parted for stage in plan.stages)
+
+
+def test_what_cannot_be_sliced_stays_whole_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="--slices autopipe: no micro-batch is sliced"):
+        plan = planned("autopipe", num_parted="autopipe", microbatch_size=1)
+    assert num_sliced(plan) == 0
+
+
+def test_compare_has_the_planners_that_apply_as_rows() -> None:
+    """Each as a search with 1F1B finds it; AutoPipe's is refused for the graph, with its reason."""
+    given: dict[str, Any] = {"devices": DEVICES, "mini_batch": MINI_BATCH, "microbatch_size": SIZE, "recompute": False}
+    asked = Request.of(profile_of(GRAPH), **given, deterministic=True, time_limit=0.5, planner="all")
+    found = compare(asked)
+    rows = {row.placement: row for row in found.rows if row.placement in PLANNERS}
+    assert set(rows) == {"graphpipe", "pipedream", "piper", "dapple"}
+    assert all(row.schedule == "1f1b" for row in rows.values())
+    for name, row in rows.items():
+        assert row.iteration_ns == planned(name, True, late_inputs=False).predicted.iteration_ns
+    (why,) = [absent.why for absent in found.missing if absent.placement == "autopipe"]
+    assert "does not feed" in why
+    assert found.rows[0].iteration_ns == min(row.iteration_ns for row in found.rows)
+    with pytest.raises(UsageError, match="--planner all is for compare"):
+        search_plan(asked)

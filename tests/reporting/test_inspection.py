@@ -33,7 +33,7 @@ from pipeplan.files import (
     write_file,
 )
 from pipeplan.planning.request import Request, input_notes
-from pipeplan.reporting.tables import print_inspection, print_worst
+from pipeplan.reporting.profile import print_inspection, print_worst
 from support.paths import ROOT
 
 SIZES = (1, 2, 4)
@@ -331,14 +331,14 @@ def test_zero_costs() -> None:
 # Output -----------------------------------------------------------------------------------------------------------
 
 
-def printed(profile: Profile, asked: tuple[int, ...] = ()) -> str:
+def printed(profile: Profile, asked: tuple[int, ...] = (), *, details: bool = False) -> str:
     file = io.StringIO()
-    print_inspection(Inspection(profile, tuple(asked)), file)
+    print_inspection(Inspection(profile, tuple(asked)), file, details=details)
     return file.getvalue()
 
 
 def test_printed() -> None:
-    lines = [line.split() for line in printed(SOUND).splitlines()]
+    lines = [line.split() for line in printed(SOUND, details=True).splitlines()]
     assert lines[0] == ["chain:", "measured", "on", "here"]
     by_name = {tuple(line[:3]): line for line in lines}
     figures = ["200ns", "400ns", "240ns", "180ns", "2.0%", "2kB", "1.6kB", "600B"]
@@ -346,6 +346,31 @@ def test_printed() -> None:
     assert by_name["2", "samples", "2us"][2:6] == ["2us", "4us", "2.4us", "1.8us"]
     assert by_name["embedding", "1", "2.4us"][3] == "20.0%"
     assert ["no", "warnings"] in lines
+
+
+def test_a_summary_has_a_row_for_each_kind_and_details_have_a_row_for_each_case() -> None:
+    rows = [row for block in SOUND.blocks[:2] for row in block.costs]
+    cases = [row.model_copy(update={"shards": 2, "sequence_parallel": True, "recompute": True}) for row in rows[:1]]
+    first = SOUND.blocks[0].model_copy(update={"costs": (*SOUND.blocks[0].costs, *cases)})
+    profile = SOUND.model_copy(update={"blocks": (first, *SOUND.blocks[1:])})
+    text = printed(profile)
+    assert len(re.findall(rf"^ {first.id} ", text, re.MULTILINE)) == 1
+    cases = "tp 1, 2; tp with * divides the sequence, too; with and without recomputation"
+    assert f"costs for samples 1, 2, 4; {cases}" in text
+    assert text.index("parameters") < text.index("all blocks") < text.index(f" {first.id} ")
+    text = printed(profile, details=True)
+    assert len(re.findall(rf"^ {first.id} ", text, re.MULTILINE)) == 4
+    heading = next(line for line in text.splitlines() if line.split()[:1] == ["block"])
+    assert heading.split()[:5] == ["block", "alike", "samples", "tp", "recompute"]
+    assert re.search(rf"^ {first.id} +1 +1 +2\* +yes ", text, re.MULTILINE)
+
+
+def test_sizes_that_are_asked_for_are_shown_alone() -> None:
+    text = printed(SOUND, (1,), details=True)
+    assert re.search(r"^ layer0 +5 +1 ", text, re.MULTILINE)
+    assert not re.search(r"^ layer0 +5 +[24] ", text, re.MULTILINE)
+    assert "1 sample " in text
+    assert "2 samples" not in text
 
 
 def test_many_kinds_and_warnings_are_shortened() -> None:

@@ -25,7 +25,8 @@ from pipeplan.planning.tuning_cells import TuningRow
 from pipeplan.reporting.frontier import print_frontier, print_points
 from pipeplan.reporting.frontier_answer import LINES, print_frontier_answer
 from pipeplan.reporting.layout import Column, console_for, flowed, tables
-from pipeplan.reporting.tables import print_comparison, print_inspection, print_measured, print_ranking
+from pipeplan.reporting.profile import print_inspection
+from pipeplan.reporting.tables import print_comparison, print_measured, print_ranking
 from pipeplan.reporting.terminal import print_simulation, print_stages
 from pipeplan.simulator.measured import compared
 from pipeplan.simulator.simulation import simulate

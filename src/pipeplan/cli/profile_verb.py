@@ -33,7 +33,7 @@ from pipeplan.cli.shared import (
     recipe_options,
     warnings_shown,
 )
-from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
+from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError, choose_from
 from pipeplan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -246,6 +246,9 @@ def _read_text(path: str) -> str:
 @click.option(
     "-o", "--output", type=FILE, metavar="FILE", help="Where to write the profile, or the cluster; - for stdout."
 )
+@click.option(
+    "--details", is_flag=True, help="Print all costs of each kind of block, not just those of the largest size."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 @click.pass_context
 def profile_command(ctx: click.Context, /, **_: Any) -> None:
@@ -259,14 +262,17 @@ def profile_command(ctx: click.Context, /, **_: Any) -> None:
     What was measured before an interruption is kept, and the same command resumes from it.
 
     --estimate runs nothing and uses the rates of a --device such as a100-80gb. --communication measures links and
-    writes a cluster. Two more uses need no torch: --show PROFILE inspects a profile, at the sizes of --microbatch;
-    --communication-from FILE --cluster CLUSTER -o FILE adds nccl-tests' times to a cluster.
+    writes a cluster. Two more uses need no torch: --show PROFILE inspects a profile, at the sizes of --microbatch
+    alone if given; --communication-from FILE --cluster CLUSTER -o FILE adds nccl-tests' times to a cluster.
     """
     use = _require_one_use(ctx)
     given = ctx.params
     if use == "show":
-        _show(given["show"], given["microbatch"] if _given(ctx, "microbatch") else (), given["as_json"])
+        asked = given["microbatch"] if _given(ctx, "microbatch") else ()
+        _show(given["show"], asked, as_json=given["as_json"], details=given["details"])
         return
+    if use in ("estimate", "name"):
+        _require_known_names(given, estimates=use == "estimate")
     with Outputs({"-o": given["output"]}, as_json=given["as_json"]) as outputs:
         if use != "communication_from":
             _api.require_torch("profile")
@@ -283,10 +289,11 @@ def profile_command(ctx: click.Context, /, **_: Any) -> None:
 _RECIPE = ("precision", "gradient_dtype", "optimizer")
 _MODEL = {
     *("name", "microbatch", "sequence", "grain", "shared", "shards", "recompute", "dtype", "device", "output"),
+    "details",
     *_RECIPE,
 }
 _USES = {
-    "show": ({"show"}, {"microbatch", "as_json"}),
+    "show": ({"show"}, {"microbatch", "as_json", "details"}),
     "communication_from": ({"communication_from", "cluster", "output"}, {"level", "as_json"}),
     "communication": (
         {"communication", "output"},
@@ -318,23 +325,33 @@ def _require_one_use(ctx: click.Context) -> str:
     return use
 
 
+def _require_known_names(given: Mapping[str, Any], *, estimates: bool) -> None:
+    """Refuse a device or a model that is none, before torch is imported for it, which takes seconds."""
+    device, presets = given["device"], _api.known_names("devices")
+    if estimates and device not in presets:
+        raise UsageError(f"--device {device!r} is not a preset; {choose_from(device, presets)}")
+    if not estimates and device != "cpu" and device in presets:
+        raise UsageError(f"--device {device} is a preset; add --estimate, or measure on cpu or cuda")
+    _api.require_model(given["name"])
+
+
 def _written(parameter: click.Parameter) -> str:
     return parameter.opts[-1] if isinstance(parameter, click.Option) else "MODEL"
 
 
-def _show(path: str, asked: tuple[int, ...], as_json: bool) -> None:
-    from pipeplan.reporting.tables import print_inspection
+def _show(path: str, asked: tuple[int, ...], *, as_json: bool, details: bool) -> None:
+    from pipeplan.reporting.profile import print_inspection
 
     inspection = _api.Inspection(_api.read_profile(path), asked)
     if as_json:
         say(json.dumps(inspection.figures()))
     else:
-        print_inspection(inspection)
+        print_inspection(inspection, details=details)
 
 
 def _measure(ctx: click.Context, outputs: Outputs) -> None:
     """Measure a model, or go on where an earlier measurement was interrupted, and write the profile."""
-    from pipeplan.reporting.tables import print_worst
+    from pipeplan.reporting.profile import print_worst
 
     given = ctx.params
     begin = time.monotonic()
@@ -491,12 +508,12 @@ def _tell(remark: str) -> None:
 
 def _print(profile: Profile, given: Mapping[str, Any], outputs: Outputs, begin: float) -> None:
     """What a profile says in short, once it is written."""
-    from pipeplan.reporting.tables import print_blocks
+    from pipeplan.reporting.profile import print_blocks
 
     if given["as_json"]:
         say(json.dumps(_api.ProfileResult(profile, time.monotonic() - begin).figures()))
     elif given["output"] != "-":
-        print_blocks(profile)
+        print_blocks(profile, details=given["details"])
         outputs.say_written("profile", given["output"])
 
 

@@ -181,8 +181,8 @@ def compare_command(as_json: bool, **flags: Any) -> None:
     """Time every classic schedule that applies to PROFILE, search for a better one, and list them best first.
 
     If neither the profile nor --placement fixes the placement, all strategies are compared, each with the micro-batch
-    size that suits it best. Schedules that do not fit in memory are also timed with recomputation, and listed last with
-    the memory they would need as they are. --rules adds rules of your own.
+    size that suits it best. Schedules that do not fit in memory are also timed with recomputation, and listed below
+    the table with the memory they would need as they are. --rules adds rules of your own.
     """
     from pipeplan.reporting.tables import print_comparison
 

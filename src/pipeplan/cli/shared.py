@@ -105,19 +105,26 @@ class _Counts(click.ParamType[tuple[int, ...]]):
 
 
 class AutoOr(click.ParamType[str | int]):
-    """``auto``, or a number from ``least`` to ``most``."""
+    """``auto``, or a number from ``least`` to ``most``; or one of ``words``."""
 
     name = "number"
 
-    def __init__(self, least: int, most: int) -> None:
-        self._least, self._most = least, most
+    def __init__(self, least: int, most: int, *words: str) -> None:
+        self._least, self._most, self._words = least, most, ("auto", *words)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str | int:
-        """``auto``, or the number."""
+        """A word, or the number."""
         text = str(value)
-        if text != "auto" and not (text.isdecimal() and self._least <= int(text) <= self._most):
-            self.fail(f"{text!r} is neither auto nor a number from {self._least} to {self._most}", param, ctx)
-        return "auto" if text == "auto" else int(text)
+        if text in self._words:
+            return text
+        if not (text.isdecimal() and self._least <= int(text) <= self._most):
+            words = f"neither {self._words[0]}" if len(self._words) == 1 else f"none of {', '.join(self._words)}"
+            self.fail(f"{text!r} is {words} nor a number from {self._least} to {self._most}", param, ctx)
+        return int(text)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The words."""
+        return [CompletionItem(word) for word in self._words if word.startswith(incomplete)]
 
 
 class FiniteRange(click.FloatRange):
@@ -159,6 +166,9 @@ class RenamedOption(click.Option):
         super().add_to_parser(parser, ctx)
         self.opts = shown
 
+
+AUTOPIPE_SLICES: Literal["autopipe"] = "autopipe"
+"""What ``--slices`` takes beside numbers: as many as AutoPipe's formula has."""
 
 DURATION = _Quantity("duration", ns_of)
 BYTES = _Quantity("size", bytes_of)
@@ -326,9 +336,10 @@ _OPTIONS = (
     ),
     click.option(
         "--slices",
-        type=AutoOr(0, 10_000),
-        metavar="auto|M",
-        help="Number of leading micro-batches whose warm-up forwards run in two halves.  "
+        type=AutoOr(0, 10_000, AUTOPIPE_SLICES),
+        metavar="auto|autopipe|M",
+        help="Number of leading micro-batches whose warm-up forwards run in two halves; autopipe: as AutoPipe's own "
+        "formula has it.  "
         "[default: auto; 0 for a named schedule or --rules]",
     ),
     click.option(
@@ -343,8 +354,8 @@ _OPTIONS = (
         type=PLANNER,
         default="auto",
         metavar="auto|NAME",
-        help="Who chooses the stages: a published planner alone, by its own algorithm and objective; or auto, which is "
-        "ours.",
+        help="Who chooses the stages: a published planner alone, by its own algorithm and objective (graphpipe, "
+        "autopipe, pipedream, piper, dapple); or auto, which is ours. compare takes all: a row for each.",
     ),
     click.option(
         "--recompute",
@@ -402,7 +413,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
     )
     said: dict[str, Any] = {}
     if flags["slices"] is not None:
-        said["num_parted"] = _number(flags["slices"])
+        said["num_parted"] = flags["slices"] if flags["slices"] == AUTOPIPE_SLICES else _number(flags["slices"])
     if flags["split_backward"] is not None:
         said["split_backward"] = _YES_NO[flags["split_backward"]]
     return _api.Request.of(

@@ -64,6 +64,17 @@ def sums(profile: Profile, size: int) -> dict[str, int | None]:
     return {**found, "workspace_bytes": max(row.workspace_bytes for row in rows)}
 
 
+def rows_of(block: Block, asked: Sequence[int] = (), *, details: bool = False) -> list[CostRow]:
+    """A block's rows to show, of the sizes that are ``asked`` for if it has any of them.
+
+    All with ``details``; else one, of the largest size, on the fewest devices, without recomputation.
+    """
+    known = [row for row in block.costs if row.microbatch_size in asked] or list(block.costs)
+    if details:
+        return sorted(known, key=lambda row: row.key[:4])
+    return [_row(block, max(row.microbatch_size for row in known))]
+
+
 def _row(block: Block, size: int) -> CostRow:
     rows = (row for row in block.costs if row.microbatch_size == size)
     return min(rows, key=lambda row: (row.recompute, row.shards * row.context * row.expert, row.configuration or ""))

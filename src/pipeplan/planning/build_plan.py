@@ -221,13 +221,15 @@ def number(value: Fraction) -> float:
 
 def slices_left_out(request: Request, workload: Workload, why: str) -> tuple[str, ...]:
     """That fewer micro-batches are sliced than were asked for, which is warned of; ``why`` where none is."""
-    wanted, count = request.num_parted or 0, num_sliced(workload)
+    count = num_sliced(workload)
+    least = int(len(workload.stages) > 1)  # by AutoPipe's formula; of one stage there is nothing to halve
+    wanted = least if request.num_parted == "autopipe" else request.num_parted or 0
     if count >= wanted:
         return ()
     are = "1 micro-batch is" if count == 1 else f"{count} micro-batches are"
     rest = "no other has a forward in the warm-up of the first stage"
     some = f"only {are} sliced: {rest if count < workload.num_microbatches else 'there are no more'}"
-    text = f"--slices {wanted}: {some if count else f'no micro-batch is sliced: {why}'}"
+    text = f"--slices {request.num_parted}: {some if count else f'no micro-batch is sliced: {why}'}"
     warnings.warn(text, stacklevel=2)
     return (text,)
 

@@ -17,6 +17,7 @@ from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate, uniform_choices
 from pipeplan.planning.infeasibility import most_telling
+from pipeplan.planning.planners import AUTO_PLANNER, EVERY_PLANNER, PLANNERS
 from pipeplan.planning.request import Batch, Request, follows_rules, input_notes, splits_by
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.trials import FIRST_SECONDS, workloads
@@ -200,8 +201,10 @@ def compare(
     """
     if rules is not None and rules.order and request.replicas is None:
         request = replace(request, replicas=1)  # an order has none, and belongs beside schedules of the same stages
-    placements = _placements(request)
-    return compare_on(placements, request, progress, within, rules)
+    if request.planner == EVERY_PLANNER:
+        asked = replace(request, planner=AUTO_PLANNER)
+        return compare_on(_placements(asked), asked, progress, within, rules, tuple(PLANNERS))
+    return compare_on(_placements(request), request, progress, within, rules)
 
 
 def _placements(request: Request) -> list[Placement | str]:
@@ -217,8 +220,9 @@ def compare_on(
     progress: Progress | None = None,
     within: Limit | None = None,
     rules: Rules | None = None,
+    planners: Sequence[str] = (),
 ) -> Comparison:
-    """The same on each of some placements, of which ``auto`` is any.
+    """The same on each of some placements, of which ``auto`` is any, and 1F1B on the stages of published planners.
 
     The time limit, which ends with ``within``, is shared between them, and on each between the search and the classic
     schedules. When it is up, or at Ctrl-C, what is known is the answer, and what was not reached is said to be missing.
@@ -226,7 +230,7 @@ def compare_on(
     clock = time.monotonic if within is None else within.clock
     limit = Budget(request.time_limit, deterministic=request.deterministic, whole=within, clock=clock)
     rows = _RowsSoFar(request, limit, rules)
-    shares = [len(placements) - 1 or 1 if wanted == "auto" else 1 for wanted in placements]
+    shares = [len(placements) - 1 or 1 if wanted == "auto" else 1 for wanted in placements] + [1] * len(planners)
     with rows.limit.hearing_interrupts():
         for index, wanted in enumerate(placements):
             name = wanted if isinstance(wanted, str) else wanted.strategy
@@ -241,6 +245,15 @@ def compare_on(
                     with rows.limit.ended():
                         asked = _laid_out(request, asked)
                 rows.search(replace(asked, time_limit=rows.seconds_for(shares, index)), progress)
+            except KeyboardInterrupt:
+                rows.limit.interrupt()
+            except (InfeasibleError, SearchTimeoutError, UsageError) as error:
+                rows.add_failure(name, error)
+        for index, name in enumerate(planners, len(placements)):
+            try:
+                if rows.limit.interrupted or (rows.some and rows.limit.over):
+                    raise SearchTimeoutError(_NO_TIME)
+                rows.add_planner(replace(request, planner=name, time_limit=rows.seconds_for(shares, index)))
             except KeyboardInterrupt:
                 rows.limit.interrupt()
             except (InfeasibleError, SearchTimeoutError, UsageError) as error:
@@ -321,6 +334,18 @@ class _RowsSoFar:
             asked = replace(asked.within(error.enough_bytes or MAX_BYTES), time_limit=seconds)
             found = search_plan(asked, within=self.limit)
         self._add(asked, found, limit)
+
+    def add_planner(self, asked: Request) -> None:
+        """A row of 1F1B, with whole forwards and backwards, on the stages that a published planner chooses.
+
+        Raises:
+            PipeplanError: it chooses none.
+        """
+        alone = replace(asked, scheduler="1f1b", rules=None, num_parted=0, split_backward=False, late_inputs=False)
+        result = search_plan(alone, within=self.limit)
+        recompute = any(stage.recomputes for stage in result.plan.stages)
+        row = _ours(result, recompute, self._request.memory)
+        self._rows.append(replace(row, schedule="1f1b", placement=asked.planner, cut_short=False))
 
     def _listen(self, progress: Progress | None) -> Progress | None:
         """What a search calls: the best and the bound that are said are those of all placements."""

@@ -19,6 +19,9 @@ from pipeplan.planning.request import Request
 
 AUTO_PLANNER = "auto"
 
+EVERY_PLANNER = "all"
+"""What compares them all."""
+
 
 @dataclass(frozen=True, slots=True)
 class NamedPlanner:
@@ -69,6 +72,8 @@ def require_planner(request: Request) -> None:
     name = request.planner
     if name == AUTO_PLANNER:
         return
+    if name == EVERY_PLANNER:
+        raise UsageError(f"--planner {name} is for compare; choose one of {', '.join([AUTO_PLANNER, *PLANNERS])}")
     if name not in PLANNERS:
         raise UsageError(f"--planner {name!r} is not known; {choose_from(name, [AUTO_PLANNER, *PLANNERS])}")
     said = {
@@ -78,7 +83,7 @@ def require_planner(request: Request) -> None:
         "--cp": request.context not in (None, 1),
         "--pp": request.positions is not None,
         "--chunks": request.chunks is not None,
-        "--slices": bool(request.num_parted),
+        "--slices": bool(request.num_parted) and name != "autopipe",
         "--shard-shared": bool(request.spread),
     }
     beside = [flag for flag, given in said.items() if given]

@@ -145,8 +145,9 @@ class Request:
     ``zero_group`` is how many of them have one copy of that, None all. ``shards`` is how many devices split each block
     of a chain, ``context`` how many of them, or groups, share each sequence, ``expert`` how many devices of a stage
     share experts, ``positions`` how many devices, or groups of them, blocks pass in turn, ``spread`` whether shared
-    blocks stand on all devices, ``num_parted`` how many leading micro-batches run their warmup forwards in two parts.
-    ``planner`` is who chooses the stages: a published planner alone (:mod:`pipeplan.planning.planners`), or ``auto``.
+    blocks stand on all devices, ``num_parted`` how many leading micro-batches run their warmup forwards in two parts
+    (or ``autopipe``: as many as its formula has). ``planner`` is who chooses the stages: a published planner alone
+    (:mod:`pipeplan.planning.planners`), or ``auto``.
     ``late_inputs`` says whether actions may wait inside for messages (:mod:`pipeplan.costs.late_inputs`); None: where
     that is shorter. ``time_limit`` is in seconds: by the clock, or ``deterministic`` by work that takes about as long.
 
@@ -184,7 +185,7 @@ class Request:
     expert: int | None = None
     positions: int | None = None
     spread: bool | None = None
-    num_parted: int | None = None
+    num_parted: int | Literal["autopipe"] | None = None
     planner: str = "auto"
     late_inputs: bool | None = None
     time_limit: float = 30.0

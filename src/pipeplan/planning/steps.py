@@ -21,6 +21,8 @@ from dataclasses import dataclass, field, replace
 from pipeplan.costs.zero import AUTO, WHOLE, Experts, Zero
 from pipeplan.errors import InfeasibleError, NotApplicableError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan
+from pipeplan.partition.baselines import num_to_split
+from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.recomputation import choices_of
 from pipeplan.planning.alternatives import explained
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
@@ -66,6 +68,7 @@ from pipeplan.units import format_ns
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Recompute, Stage
 from pipeplan.workload.exchanges import exchange_work
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.memory import fits
 from pipeplan.workload.slices import in_parts
 from pipeplan.workload.steady_state.loop import LoopedOrders, looped
@@ -356,18 +359,23 @@ def slice_forwards(request: Request, trial: Trial) -> None:
 
     Sliced micro-batch m is cut in two on every stage except the last m, where its forward is no longer warmup. On the
     last stage that cuts it its parts are sent together. It is for one stage per device and one size of micro-batch.
-    Where more are asked for than have a forward in the warmup, these are sliced.
+    Where more are asked for than have a forward in the warmup, these are sliced. By AutoPipe's formula there are as
+    many as it has, and none where it does not apply.
 
     Raises:
         UsageError: a number is asked for that the placement or the profile does not allow.
     """
     trial.parted = None
-    wanted, whole = request.num_parted, trial.best
-    if wanted == 0 or whole is None:
+    whole = trial.best
+    if request.num_parted == 0 or whole is None:
         return
     reason = _reason_against_parts(whole.workload)
-    if reason is not None:
-        if wanted is not None:
+    by_formula = request.num_parted == "autopipe"
+    if reason is None and by_formula:
+        reason = None if _depth(whole.workload) == len(whole.workload.stages) else "its stages are no chain"
+    wanted = request.num_parted if request.num_parted != "autopipe" else 0 if reason else num_by_formula(whole.workload)
+    if reason is not None or (wanted == 0 and by_formula):
+        if wanted is not None and not by_formula:
             raise UsageError(f"--slices {wanted} does not apply: {reason}")
         return
     most = min(1 + max(whole.workload.stage_depths), whole.workload.num_microbatches)
@@ -382,9 +390,28 @@ def slice_forwards(request: Request, trial: Trial) -> None:
             trial.parted = replace(schedule, pattern=None)
 
 
+def num_by_formula(workload: Workload) -> int:
+    """How many leading micro-batches AutoPipe slices on a chain of stages (Algorithm 2), whatever that brings.
+
+    It knows one time for all transfers, for which the longest stands.
+    """
+    times: dict[Role, dict[int, int]] = {Role.FORWARD: {}, Role.BACKWARD: {}}
+    for operation in workload.operations:  # input and weight gradient together are a backward
+        own = times[Role.FORWARD if operation.role is Role.FORWARD else Role.BACKWARD]
+        depth = workload.stage_depths[operation.stage]
+        own[depth] = own.get(depth, 0) + operation.duration_ns
+    forwards, backwards = ([own[depth] for depth in sorted(own)] for own in times.values())
+    transfer = max((lag for _, _, lag in workload.edges), default=0)
+    return num_to_split(StageTimes(tuple(forwards), tuple(backwards), transfer))
+
+
+def _depth(workload: Workload) -> int:
+    return 1 + max(workload.stage_depths)
+
+
 def _parted(trial: Trial, workload: Workload, count: int) -> Placement:
     """The trial's placement with ``count`` micro-batches in parts."""
-    depth = 1 + max(workload.stage_depths)
+    depth = _depth(workload)
     parts = {index: {"num_parted": min(count, depth - place)} for index, place in enumerate(workload.stage_depths)}
     return _changed(trial.candidate.placement, parts)
 

@@ -116,7 +116,7 @@ class Column:
 
     Where one table is not enough, a ``key`` names its row in every one, and one begins where columns stand ``apart``.
     Those to ``spare`` are left out, the largest number first, where fewer tables are enough then. Words are not folded
-    to fewer columns than ``least``, if they have as many.
+    to fewer columns than ``least``, if they have as many, and always to ``most``.
     """
 
     title: str
@@ -126,11 +126,12 @@ class Column:
     apart: bool = False
     spare: int = 0
     least: int = 0
+    most: int = 1000
 
     @property
     def widest(self) -> int:
-        """Its width without folding."""
-        return max(map(len, (self.title, *self.cells)))
+        """Its width where there is room."""
+        return min(self.most, max(map(len, (self.title, *self.cells))))
 
     def narrowest(self, most: int) -> int:
         """Its least width: figures whole, words folded, and split where one is longer than ``most``."""

@@ -1,47 +1,34 @@
-"""Results as tables: comparisons of schedules, rankings of an auto-tuning, profiles, predicted and measured times."""
+"""Results as tables: comparisons of schedules, rankings of an auto-tuning, predicted and measured times."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TextIO
 
 from rich.table import Table
 from rich.text import Text
 
-from pipeplan.costs.inspection import (
-    SUMMED,
-    Inspection,
-    alike,
-    cautions,
-    counts,
-    is_disturbed,
-    kept_state,
-    operator_shares,
-    sums,
-    worst,
-)
 from pipeplan.costs.throughput import Throughput, format_rate
-from pipeplan.files import CostRow, Profile
 from pipeplan.reporting.layout import (
     Column,
     console_for,
     flowed,
+    groups_of_equal,
     idle_devices,
     labelled,
-    more,
     print_notes,
     shared_rows,
-    shown_rows,
     tables,
 )
 from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns, rounded_up
-from pipeplan.workload.kinds import MASTER, STATE_KINDS, is_instruction
+from pipeplan.workload.kinds import is_instruction
 from pipeplan.workload.samples import size_in_words
 
 if TYPE_CHECKING:  # a profile is shown without the rooms that plan
-    from pipeplan.planning.comparison import Comparison
+    from pipeplan.planning.comparison import Comparison, ComparisonRow
     from pipeplan.planning.tuning_cells import TuningRow
     from pipeplan.simulator.measured_times import DeviceTimes, KindTimes, LoggedComparison, MeasuredComparison
     from pipeplan.simulator.simulation import Simulation
@@ -105,22 +92,33 @@ def _notes(comparison: Comparison) -> list[str]:
 
 
 def _not_reached(comparison: Comparison) -> list[str]:
-    """What there was no time for, and how long would do."""
+    """What there was no time for, and how long would do.
+
+    A placement may be tried in several layouts: a schedule with a row there lacks only the others.
+    """
+    there = {(row.schedule, row.placement) for row in comparison.rows}
     unreached: dict[str, dict[str, None]] = {}
+    others: dict[str, dict[str, None]] = {}
     for missing in comparison.missing:
         if not missing.reached:
-            unreached.setdefault(missing.placement, {})[missing.schedule or "anything"] = None
-    if not unreached:
+            known = others if (missing.schedule, missing.placement) in there else unreached
+            known.setdefault(missing.placement, {})[missing.schedule or "anything"] = None
+    texts = [*_by_names(unreached), *(f"other layouts of {text}" for text in _by_names(others))]
+    if not texts:
         return []
-    where: dict[tuple[str, ...], list[str]] = {}
-    for placement, names in unreached.items():
-        where.setdefault(tuple(names), []).append(placement)
     enough = comparison.enough_seconds
     longer = "" if enough is None else f" to about {rounded_up(math.ceil(enough))}s"
-    texts = [f"{', '.join(names)} on {', '.join(placements)}" for names, placements in where.items()]
     if comparison.interrupted:
         return [f"not reached before the interruption: {'; '.join(texts)}"]
     return [f"not reached in the time limit: {'; '.join(texts)}; raise --time-limit{longer}"]
+
+
+def _by_names(found: dict[str, dict[str, None]]) -> list[str]:
+    """Schedules on placements, those that are missing on the same placements together."""
+    where: dict[tuple[str, ...], list[str]] = {}
+    for placement, names in found.items():
+        where.setdefault(tuple(names), []).append(placement)
+    return [f"{', '.join(names)} on {', '.join(placements)}" for names, placements in where.items()]
 
 
 def _unfit(comparison: Comparison) -> list[str]:
@@ -137,20 +135,35 @@ def _unfit(comparison: Comparison) -> list[str]:
                 if limit is not None
             ]
             _, peak, where = max(over, key=lambda each: each[0])
-            text = f"{row.title} needs {format_bytes(peak)}{'' if alike else where}"
+            text = f"{row.title} needs {format_bytes(peak)}{'' if alike else where} ({format_ns(row.iteration_ns)})"
             needs.setdefault(row.placement, {})[text] = None
     return [f"does not fit on {placement}{there}: {', '.join(texts)}" for placement, texts in needs.items()]
 
 
 def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
-    """One line per row; what all rows have in common has no column."""
-    rows = comparison.rows
+    """One line for rows that differ in nothing but their names; what all rows have in common has no column.
+
+    What does not fit is in the notes, unless nothing does.
+    """
+    rows = [row for row in comparison.rows if row.fits] or list(comparison.rows)
+    columns = _comparison_columns(comparison, rows)
+    groups = groups_of_equal(zip(*(column.cells for column in columns), strict=True))
+    titles = [" = ".join(dict.fromkeys(rows[number].title for number in group)) for group in groups]
+    columns = [replace(column, cells=[column.cells[group[0]] for group in groups]) for column in columns]
+    ours = [any(rows[number].is_ours for number in group) for group in groups]
+    named = Column("schedule", titles, words=True, key=True, most=_SCHEDULE_WIDTH)
+    return tables([named, *columns], width, ["bold" if own else None for own in ours])
+
+
+_SCHEDULE_WIDTH = 24
+
+
+def _comparison_columns(comparison: Comparison, rows: Sequence[ComparisonRow]) -> list[Column]:
+    """All columns but the schedule's name."""
     places = [Column("placement", [row.placement for row in rows], words=True, key=True)]
     cuts = [Column("micro-batches", [f"{row.num_microbatches} x {row.microbatch_size}" for row in rows])]
     exposed = [row.exposed_reduction_ns + row.exposed_step_ns + row.exposed_gather_ns for row in rows]
     after = [Column("after actions", [format_ns(ns) for ns in exposed])] if any(exposed) else []
-    fits = [Column("fits", ["yes" if row.fits else "no" for row in rows], words=True)]
-    short = [Column("search", ["cut short" if row.cut_short else "" for row in rows], words=True)]
     copies = [Column("replicas", [str(row.replicas) for row in rows])]
     others: list[tuple[str, list[int]]] = [  # what is usual has no column
         ("tp", [row.shards if row.shards > 1 else 0 for row in rows]),
@@ -159,8 +172,7 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
         ("ZeRO", [row.zero for row in rows]),
         ("idle devices", [len(row.idle_devices) for row in rows]),
     ]
-    columns = [
-        Column("schedule", [row.title for row in rows], words=True, key=True),
+    return [
         *(places if len({row.placement for row in rows}) > 1 else []),
         *(cuts if comparison.batch is None else []),
         *(copies if len({row.replicas for row in rows}) > 1 else []),
@@ -173,10 +185,7 @@ def _comparison_tables(comparison: Comparison, width: int) -> list[Table]:
         Column("by busiest device span", [f"{row.bubble_rate_span:.2%}" for row in rows]),
         Column("peak memory", [format_bytes(max(row.peak_memory_bytes)) for row in rows]),
         Column("gap", ["-" if row.gap is None else f"{row.gap:.2%}" for row in rows]),
-        *(fits if not all(row.fits for row in rows) else []),
-        *(short if len({row.cut_short for row in rows}) > 1 else []),
     ]
-    return tables(columns, width, ["bold" if row.is_ours else None for row in rows])
 
 
 def rate_columns(found: Sequence[Throughput]) -> list[Column]:
@@ -227,133 +236,6 @@ def print_ranking(rows: Sequence[TuningRow], file: TextIO | None = None) -> None
     console.print(*tables(columns, console.width), sep="\n")
     if len(rows) > _MAX_RANKS:
         console.print(f"and {len(rows) - _MAX_RANKS} more", style="dim")
-
-
-# Profiles -----------------------------------------------------------------------------------------------------------
-
-_MAX_KINDS = 40
-_MAX_CAUTIONS = 12
-
-
-def print_inspection(inspection: Inspection, file: TextIO | None = None) -> None:
-    """Print blocks, sums, shares and warnings, to stdout unless ``file`` is given."""
-    console, profile = console_for(file), inspection.profile
-    print_blocks(profile, file)
-    console.print(flowed(_about(profile), console.width))
-    console.print(*_totals(profile, console.width), sep="\n")
-    if inspection.size is not None:
-        once = "; of what blocks share, with the first of them" if profile.tied else ""
-        shares = f"shares at micro-batch size {inspection.size}; states are all that training keeps of parameters{once}"
-        console.print(flowed(shares, console.width))
-        console.print(*_shares(profile, inspection.size, console.width), sep="\n")
-    found = cautions(profile, inspection.asked)
-    console.print(Text(counted(len(found), "warning") if found else "no warnings", style="bold"))
-    for caution in found[:_MAX_CAUTIONS]:
-        console.print(flowed(Text.assemble(("warning: ", "yellow"), caution.text), console.width))
-    if len(found) > _MAX_CAUTIONS:
-        console.print(f"... and {len(found) - _MAX_CAUTIONS} more; --json has them all")
-
-
-def print_worst(profile: Profile, path: str, cause: str, file: TextIO, most: int = 3) -> None:
-    """Print in a few lines that a profile is doubtful, if it is: the worst, and the ``cause`` where times vary."""
-    found = cautions(profile)
-    if not found:
-        return
-    console = console_for(file)
-    rest = f", the worst first; pipeplan profile --show {path} has all" if len(found) > most else ""
-    console.print(flowed(f"{counted(len(found), 'warning')}{rest}", console.width))
-    for caution in worst(found, most):
-        console.print(flowed(Text.assemble(("warning: ", "yellow"), caution.text), console.width))
-    if is_disturbed(found):
-        console.print(flowed(cause, console.width))
-
-
-def print_blocks(profile: Profile, file: TextIO | None = None) -> None:
-    """Print where the profile comes from and a row for each kind of block and case, identical blocks folded."""
-    console, source = console_for(file), profile.source
-    origin = " ".join(filter(None, (source.method, f"on {source.device}" if source.device else "", source.reference)))
-    heading = Text.assemble((profile.name, "bold"), f": {', '.join(filter(None, (origin, source.dtype)))}")
-    console.print(flowed(heading, console.width))
-    console.print(*tables(_block_columns(profile), console.width), sep="\n")
-
-
-def _block_columns(profile: Profile) -> list[Column]:
-    kinds = alike(profile)
-    rows: list[Sequence[str]] = []
-    for row in shown_rows(len(kinds), _MAX_KINDS):
-        if isinstance(row, range):
-            rows.append([more(row), *["..."] * 10])
-            continue
-        blocks = kinds[row]
-        rows += [
-            [blocks[0].id, str(len(blocks)), _case(row), *_costs(row)]
-            for row in sorted(blocks[0].costs, key=lambda row: row.key[:4])
-        ]
-    titles = ("alike", "samples", "forward", "backward", "I", "W", "spread", "held", "for W", "workspace")
-    names, *figures = zip(*rows, strict=True)
-    return [
-        Column("block", names, words=True, key=True),
-        *(Column(title, cells, key=title == "samples") for title, cells in zip(titles, figures, strict=True)),
-    ]
-
-
-def _case(row: CostRow) -> str:
-    """What the row is for: samples, and shards, context, expert, configuration and recomputation where it has them."""
-    divided = ", sequence divided" if row.sequence_parallel else ""
-    shards = f"{row.shards} shards{divided}" if row.shards > 1 else ""
-    context = f"context {row.context}" if row.context > 1 else ""
-    expert = f"expert {row.expert}" if row.expert > 1 else ""
-    recompute = "recompute" if row.recompute else ""
-    return " ".join(filter(None, (str(row.microbatch_size), shards, context, expert, row.configuration, recompute)))
-
-
-def _costs(row: CostRow) -> list[str]:
-    times = (row.forward_ns, row.backward_ns, row.input_grad_ns, row.weight_grad_ns)
-    spread = f"{max(row.spread.values()):.1%}" if row.spread else "-"
-    sizes = (row.activation_bytes, row.weight_grad_bytes, row.workspace_bytes)
-    return [*map(_time, times), spread, *map(format_bytes, sizes)]
-
-
-def _time(ns: int | None) -> str:
-    return "-" if ns is None else format_ns(ns)
-
-
-def _about(profile: Profile) -> str:
-    found = counts(profile)
-    state = kept_state(profile)
-    kept = [f"{kind.name} {format_bytes(state[kind])}" for kind in STATE_KINDS if state[kind] or kind is not MASTER]
-    many = f"{found['num_blocks']} blocks of {found['num_kinds']} kinds, {found['num_edges']} edges"
-    frozen = f"{found['frozen_parameters']:,} frozen" if found["frozen_parameters"] else ""
-    trained = f"{found['parameters']:,} parameters" if found["parameters"] else ""
-    return ", ".join(filter(None, (many, trained, frozen, f"recipe {profile.recipe}", *kept)))
-
-
-def _totals(profile: Profile, width: int) -> list[Table]:
-    """Sums over all blocks, a row for each micro-batch size."""
-    found = [sums(profile, size) for size in profile.microbatch_sizes]
-    columns = [
-        Column("all blocks", [counted(size, "sample") for size in profile.microbatch_sizes], words=True, key=True)
-    ]
-    for title, field in zip(("forward", "backward", "I", "W"), SUMMED[:4], strict=True):
-        columns.append(Column(title, [_time(each[field]) for each in found]))
-    for title, field in zip(("held", "for W", "largest workspace"), (*SUMMED[4:], "workspace_bytes"), strict=True):
-        columns.append(Column(title, [format_bytes(each[field] or 0) for each in found]))
-    return tables(columns, width)
-
-
-def _shares(profile: Profile, size: int, width: int) -> list[Table]:
-    shares = operator_shares(profile, size)
-    columns = [
-        Column("operator", [share.operator for share in shares], words=True, key=True),
-        Column("blocks", [str(share.num_blocks) for share in shares]),
-        Column("time", [format_ns(share.time_ns) for share in shares]),
-        Column("share", [f"{share.time_share:.1%}" for share in shares]),
-        Column("states", [format_bytes(share.state_bytes) for share in shares]),
-        Column("share", [f"{share.state_share:.1%}" for share in shares]),
-        Column("held", [format_bytes(share.activation_bytes) for share in shares]),
-        Column("share", [f"{share.activation_share:.1%}" for share in shares]),
-    ]
-    return tables(columns, width)
 
 
 # Measured beside predicted ------------------------------------------------------------------------------------------

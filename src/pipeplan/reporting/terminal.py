@@ -509,6 +509,8 @@ def _critical_path(simulation: Simulation, arrow: str) -> Text:
         count += f" and {counted(messages, 'message')}"
     if simulation.loop is not None:
         shares.append("with the loop run once")
+    if (master := simulation.master_stage) is not None:
+        shares.append(f"master stage {master}")
     summary = f": {count}, {', '.join(shares)}\n"
     return Text.assemble(("critical path", "bold"), summary, "  " + f" {arrow} ".join(runs))
 

@@ -212,12 +212,12 @@ def critical_path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> li
     ends or arrives. Where several things let it, the device (or link) goes before inputs.
     """
     durations = graph.durations
-    inputs = _Inputs(graph.workload)
+    inputs = Inputs(graph.workload)
     ends = [*map(add, starts, durations)]
     task = ends.index(max(ends))
     steps: list[CriticalStep] = []
     while starts[task] > 0:
-        before = _before(graph, orders, starts, task)
+        before = tasks_before(graph, orders, starts, task)
         found = _step(graph, starts, task, before, inputs.of(graph, task))
         if found is None:  # the first of its devices' actions, for which state was gathered
             break
@@ -245,7 +245,7 @@ def _step(
     raise AssertionError(f"{graph.label(task)} starts at {starts[task]} and nothing let it start then")
 
 
-def _before(graph: TaskGraph, orders: Orders, starts: Sequence[int], task: int) -> list[int]:
+def tasks_before(graph: TaskGraph, orders: Orders, starts: Sequence[int], task: int) -> list[int]:
     """The tasks right before a task, one for each of its devices where there is one; orders are in time."""
     places = (
         (orders[device], bisect_left(orders[device], starts[task], key=starts.__getitem__))
@@ -254,7 +254,7 @@ def _before(graph: TaskGraph, orders: Orders, starts: Sequence[int], task: int) 
     return [order[place - 1] for order, place in places if place]
 
 
-class _Inputs:
+class Inputs:
     """Looks up the tasks whose results a task needs, with their lags."""
 
     def __init__(self, workload: Workload) -> None:

@@ -13,6 +13,7 @@ from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
+from pipeplan.simulator.master_stage import master_stage
 from pipeplan.simulator.measured_times import LoggedComparison, MeasuredComparison
 from pipeplan.simulator.metrics import (
     CriticalStep,
@@ -299,6 +300,11 @@ class Simulation(Displayed):
                 transfers += graph.durations[step.task]
         return on_device, transfers
 
+    @property
+    def master_stage(self) -> int | None:
+        """AutoPipe's master stage, where stages are a chain that runs 1F1B, all of it written out."""
+        return None if self.loop is not None else master_stage(self.graph, self.orders, self.starts)
+
     def figures(self) -> dict[str, object]:
         """The object of ``simulate --json``. What only a search knows is null.
 
@@ -334,6 +340,7 @@ class Simulation(Displayed):
             "repetend_seconds": None,
             "devices": [_device(self, device) for device in range(len(plan.devices))],
             "critical_path": _path(self),
+            **({} if (master := self.master_stage) is None else {"master_stage": master}),
             **({} if self.loop is None else {"loop": _loop(self.loop, self.graph.workload.num_microbatches)}),
             **({} if self.measured is None else {"measured": self.measured.figures()}),
         }
