@@ -11,7 +11,6 @@ from itertools import groupby
 
 from pipeplan.costs.zero import IN_ACTIONS
 from pipeplan.files import PlacedStage
-from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.candidates import uniform_choices
 from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
@@ -194,7 +193,7 @@ def _split(of: Choice | PlacedStage) -> str:
 def _words(choice: Choice) -> str:
     zero = f" ZeRO {choice.zero.level}" if choice.zero.level else ""
     name = _name(choice)
-    turns = "" if not STRATEGIES[choice.strategy].chunked else " in turn"
+    turns = f" x {choice.per_position}" if choice.per_position > 1 else ""
     return f"{_split(choice)} dp {choice.replicas}{zero} pp {choice.positions}{turns}{name and f', {name}'}"
 
 
