@@ -425,6 +425,13 @@ def known_names(
     return tables.get(kind) or list(names(kind))
 
 
+def require_model(name: str) -> None:
+    """Refuse a model's name that means nothing, without torch. Raises UsageError."""
+    from pipeplan.runtime.models.given_names import require_model as require
+
+    require(name)
+
+
 # Examples ---------------------------------------------------------------------------------------------------------
 
 

@@ -23,16 +23,32 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
-def did_you_mean(given: str, known: Sequence[str]) -> str:
-    """The question which of the known names is meant, whole or by its beginning; empty where none is near."""
+def did_you_mean(given: str, known: Sequence[str], *, by_word: bool = False) -> str:
+    """The question which of the known names is meant; empty where none is near.
+
+    Nearest is one that differs in capitals and punctuation alone; then those that begin with what is given, ``by_word``
+    those that have it as one of their words, and those that are spelled much like it, whole or by their beginning.
+    """
     text = given.lower()
-    near = get_close_matches(text, known)
+    near = [name for name in known if _bare(name) == _bare(text)]
+    near = near or [name for name in known if len(text) > 2 and name.lower().startswith(text)][:_MOST_NAMES]
+    if by_word and not near:
+        near = [name for name in known if text in name.lower().split("_")][:_MOST_NAMES]
+    near = near or get_close_matches(text, known)
     if not near and len(text) > 2:
         beginnings = {name: name[: len(text)] for name in known}
         close = get_close_matches(text, dict.fromkeys(beginnings.values()), cutoff=0.7)
         begun = [name for name in known if len(name) > 2 and text.startswith(name)]
-        near = [*begun, *(name for name, beginning in beginnings.items() if beginning in close)][:3]
+        near = [*begun, *(name for name, beginning in beginnings.items() if beginning in close)][:_MOST_NAMES]
     return f"did you mean {' or '.join(near)}?" if near else ""
+
+
+_MOST_NAMES = 3
+
+
+def _bare(name: str) -> str:
+    """A name's letters, digits and signs other than those that join words, in small letters."""
+    return re.sub(r"[-_.\s]", "", name.lower())
 
 
 def choose_from(given: str, known: Sequence[str]) -> str:

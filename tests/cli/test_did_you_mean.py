@@ -20,6 +20,7 @@ from pipeplan.errors import FileError, PipeplanError, UsageError, choose_from, d
 from pipeplan.examples import models
 from pipeplan.files import write_file
 from pipeplan.files.trace import read_trace
+from pipeplan.runtime.models.given_names import configuration_text, is_configuration
 from support.paths import GOLDEN
 
 TRACE = json.loads((GOLDEN / "measured_chain.trace.json").read_text(encoding="utf-8"))
@@ -144,3 +145,38 @@ def test_the_question_is_about_names_that_are_near_or_begin_so() -> None:
     assert did_you_mean("mixtral", known) == ""
     assert choose_from("mixtral", known) == "choose from gpt2-345m, gpt2-762m, dlrm"
     require_known({"title": ""}, ExportTarget, "here")
+
+
+def test_capitals_and_punctuation_do_not_matter_and_beginnings_come_first() -> None:
+    known = ["llama2-13b", "llama3-8b", "llama3-70b", "h100-80gb", "h100-96gb", "num_hidden_layers", "layer_types"]
+    assert did_you_mean("llama3-8B", known) == "did you mean llama3-8b?"
+    assert did_you_mean("llama-3-8b", known) == "did you mean llama3-8b?"
+    assert did_you_mean("h100", known) == "did you mean h100-80gb or h100-96gb?"
+    assert did_you_mean("layers", known, by_word=True) == "did you mean num_hidden_layers?"
+
+
+def test_known_configurations_with_other_arguments() -> None:
+    full, small = (configuration_text(f"llama3-8b{text}") for text in ("", "(num_hidden_layers=4, vocab_size=512)"))
+    assert small == full.replace("num_hidden_layers=32", "num_hidden_layers=4").replace("128256", "512")
+    assert is_configuration("llama3-8b(num_hidden_layers=4)")
+    assert not is_configuration("llama9-8b(num_hidden_layers=4)")
+    with pytest.raises(UsageError, match=r"not of the form llama3-8b\(num_hidden_layers=4\)"):
+        configuration_text("llama3-8b(4)")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("profile gpt2-tiny --device h100-80gb", "--device h100-80gb is a preset; add --estimate"),
+        ("profile gpt2-tiny --estimate --device h100", "did you mean h100-80gb or h100-96gb"),
+        ("profile llama3-8B --estimate --device h100-80gb", "did you mean llama3-8b?"),
+    ],
+)
+def test_profile_refuses_names_before_it_imports_torch(
+    monkeypatch: pytest.MonkeyPatch, arguments: str, text: str
+) -> None:
+    def imported(*_: object) -> None:
+        raise AssertionError("names are to be looked at first")
+
+    monkeypatch.setattr("pipeplan._api.require_torch", imported)
+    assert text in said(*arguments.split(), "-o", "-")

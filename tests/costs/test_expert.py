@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -11,9 +13,8 @@ from pydantic import ValidationError
 import pipeplan
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
-from pipeplan.costs.communication import LinkPath, all_reduce_time, dispatch_ns
-from pipeplan.costs.experts import Experts
-from pipeplan.costs.zero import Zero
+from pipeplan.costs.communication import Exchange, LinkPath, all_reduce_time, dispatch_ns, time_of_groups
+from pipeplan.costs.zero import Experts, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, LinkLevel, PlacedStage, Placement, Profile, Source
 from pipeplan.files.cluster import DeviceKind
@@ -109,6 +110,35 @@ def test_devices_with_the_same_experts_divide_what_is_kept_of_them(expert: int, 
     assert hybrid.state[OPTIMIZER] == 8 * (2 * DENSE // 4 + SPARSE // max(expert, 4))
 
 
+@pytest.mark.parametrize("level", [2, 3])
+@pytest.mark.parametrize(("expert", "shards"), [(2, 1), (8, 1), (4, 2), (8, 2)])
+def test_experts_are_gathered_and_reduced_by_those_that_have_them(level: int, expert: int, shards: int) -> None:
+    """After the rest of their block, beside its compute; where one device alone has them nothing of them is."""
+    built = workload(placement(expert, shards, zero=level))
+    (stage,) = built.stages
+    gathers, kept = level == 3, (2 * DENSE + SPARSE) // 8
+    assert stage.state[GRADIENTS] == 4 * kept
+    assert stage.state[PARAMETERS] == 2 * (kept if gathers else 2 * DENSE // shards + SPARSE // expert)
+    groups = {
+        "dense": [list(range(shard, 8, shards)) for shard in range(shards)],
+        "sparse": [list(range(first, 8, expert)) for first in range(expert)],
+    }
+    size = {"dense": DENSE // shards, "sparse": SPARSE // expert if expert < 8 else 0}
+
+    def time(name: Literal["all_gather", "reduce_scatter"], part: str, each: int) -> int:
+        return round(time_of_groups(LINKS, Exchange(name, each * size[part]), groups[part])) if size[part] else 0
+
+    gather = {part: time("all_gather", part, 2) if gathers else 0 for part in groups}
+    reduce = {part: time("reduce_scatter", part, 4) for part in groups}
+    both, moe = [sum(each.values()) for each in (gather, reduce)], 1000 * shards // expert
+    forward, backward = built.operations
+    assert forward.duration_ns == max(100 * shards, gather["dense"]) + max(moe, both[0])
+    assert backward.duration_ns == max(200 * shards, gather["dense"] + reduce["dense"]) + max(2 * moe, sum(both))
+    updated = time("all_gather", "dense", 4) + time("all_gather", "sparse", 2)
+    assert (stage.sync_ns, stage.gather_ns) == (reduce["dense"], gather["dense"] if gathers else updated)
+    assert forward.workspace_bytes == 2 * (2 * gathers + 4) * sum(size.values())
+
+
 @pytest.mark.parametrize("expert", [2, 4, 8])
 def test_gradients_are_summed_by_those_that_have_them(expert: int) -> None:
     (stage,) = workload(placement(expert)).stages
@@ -119,9 +149,15 @@ def test_gradients_are_summed_by_those_that_have_them(expert: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", [{}, {"zero": 1}, {"shards": 2}, {"shards": 2, "zero": 1}, {"zero": 1, "zero_group": 4}]
+    ("expert", "how"),
+    [
+        *product([2, 4, 8], [{}, {"zero": 1}, {"shards": 2}, {"shards": 2, "zero": 1}, {"zero": 1, "zero_group": 4}]),
+        (2, {"zero": 2}),
+        (8, {"zero": 3}),
+        (4, {"shards": 2, "zero": 3, "zero_group": 2}),
+        (4, {"zero": 3, "unshard_every": 1, "reduce_every": 2}),
+    ],
 )
-@pytest.mark.parametrize("expert", [2, 4, 8])
 def test_plans_are_checked(expert: int, how: dict[str, int]) -> None:
     known = profile(expert)
     plan = pipeplan.search(
@@ -137,7 +173,9 @@ def test_plans_are_checked(expert: int, how: dict[str, int]) -> None:
     assert check(damaged, known, LINKS.first(8)).problems
     damaged = plan.model_copy(update={"stages": tuple(s.with_state(s.state + s.state) for s in plan.stages)})
     assert check(damaged, known, LINKS.first(8)).problems
-    with pytest.raises(UsageError, match="give --profile"):
+    damaged = plan.model_copy(update={"operations": (replace(plan.operations[0], duration_ns=1), *plan.operations[1:])})
+    assert check(damaged, known, LINKS.first(8)).problems
+    with pytest.raises(UsageError, match="--profile"):
         relinked(plan, LINKS.first(8))
 
 
@@ -145,7 +183,6 @@ def test_plans_are_checked(expert: int, how: dict[str, int]) -> None:
     ("how", "message"),
     [
         ({"expert": 3}, "expert 3 does not divide the 8 devices"),
-        ({"expert": 2, "zero": 2}, "no costs with zero 2"),
         ({"expert": 2, "configurations": ("a", "b")}, "blocks with configurations cannot share experts"),
     ],
 )

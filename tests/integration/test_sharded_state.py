@@ -654,8 +654,8 @@ def test_reports_say_the_level_and_what_it_would_bring(tmp_path: Any) -> None:
     figures = json.loads(CliRunner().invoke(cli, ["search", str(tmp_path / "profile.json"), *words, "--json"]).stdout)
     assert "zero" not in figures
     chosen = said("--tp", "1", "--pp", "1", "--memory", "30KB")
-    assert "ZeRO 1 over 4 replicas" in chosen
-    assert "training with ZeRO 1 and bf16-mixed is not built yet" in chosen
+    assert "ZeRO 2 over 4 replicas" in chosen, "as quick as ZeRO 1 without links, and in less memory"
+    assert "training with ZeRO 2 and bf16-mixed is not built yet" in chosen
     lacks = "it can neither divide state nor train with bf16-mixed yet"
     assert f"--zero 0 --precision bf16: finds a plan that pipeplan run can train with; {lacks}" in chosen
     assert "--zero 0" not in said("--memory", "30KB"), "nothing fits without"

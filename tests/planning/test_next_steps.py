@@ -12,7 +12,7 @@ from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.simulator.simulation import simulate
 
-QUICK: dict[str, Any] = {"time_limit": 1, "deterministic": True}
+QUICK: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
 
 
 def _said(request: Request) -> dict[str, str]:

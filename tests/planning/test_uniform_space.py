@@ -15,15 +15,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from builders import clusters
 from builders.profiles import joined, stage_per_block
 from builders.requests import request_of
 from pipeplan.checker import check
 from pipeplan.costs import StageCost, stage_costs
 from pipeplan.costs.after import AfterActions
-from pipeplan.costs.experts import Experts
-from pipeplan.costs.zero import Zero
+from pipeplan.costs.zero import Experts, Zero
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.files import Block, Cluster, CostRow, Profile
+from pipeplan.files import Block, Cluster, CostRow, Profile, Recipe
 from pipeplan.partition.chain.autopipe import timeline
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.chain.kernel import balanced_split
@@ -454,13 +454,23 @@ def test_experts_are_shared_where_that_is_quicker_or_asked_for() -> None:
     assert made.provenance.options["expert"] == 2
 
 
+@pytest.mark.parametrize("level", [2, 3])
+def test_experts_are_shared_at_every_level_of_zero(level: int) -> None:
+    """Asked for, or where nothing less fits: 80 of 100 parameters of each block are of experts."""
+    links = clusters.cluster_of(4, latency_ns=1, bandwidth=10**12)
+    given: dict[str, Any] = {"devices": 4, "mini_batch": 8, "expert": 2, "replicas": 4, "cluster": links} | QUICK
+    known = EXPERTS.model_copy(update={"recipe": Recipe(name="bf16-mixed")})
+    plan = search_plan(Request.of(known, zero=level, **given)).plan
+    assert not check(plan, known, links).problems
+    assert {(stage.zero, stage.expert) for stage in plan.stages} == {(level, 2)}
+
+
 @pytest.mark.parametrize(
     ("said", "text"),
     [
         ({"expert": 8}, "has costs where 1, 2, 4 devices share experts, not for 8; choose --ep 1, 2, 4, or profile"),
         ({"expert": 4, "positions": 2}, "--ep 4 is more than the 2 devices that a stage can have; choose --ep 1, 2"),
         ({"expert": 4, "replicas": 2, "shards": 1, "context": 1}, "--ep 4 does not divide --dp 2 at each position"),
-        ({"expert": 2, "zero": 3, "memory_bytes": 10**9}, "--ep 2 and --zero 3 do not go together yet; give --zero 1"),
         ({"expert": 2, "spread": True}, "--ep 2 and --shard-shared yes do not go together"),
     ],
 )

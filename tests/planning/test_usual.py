@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from pipeplan.costs import build_workload
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.planning.alternatives import _is_fsdp, _why, _words
+from pipeplan.planning.candidates import uniform_choices
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
 from pipeplan.planning.usual import USUAL, Usual, excess, usual_of
@@ -132,3 +135,19 @@ def test_devices_that_run_nothing_are_at_no_position() -> None:
     assert over[0] is not None
     assert len(over[0]) == len(groups)
     assert over[0][0] > 0
+
+
+def test_reasons_do_not_refute_themselves_and_fsdp_is_a_common_layout() -> None:
+    request = Request.of(chain(8, (1, 2)), devices=4, mini_batch=8, memory_bytes=2000)
+    table = uniform_choices(request)
+    named = {_words(each.choice).rpartition(", ")[2] for each in table if _is_fsdp(each.choice)}
+    assert named == {"FSDP"}
+    each = next(each for each in table if each.choice.levels)
+    tight = replace(each, least_ns=50, usual_ns=99.0, usual_bytes=3000.0)
+    text = "about 99ns by closed form, with blocks recomputed since it would hold 3kB of 2kB without"
+    assert _why(tight, 100, 2000) == f"{text}: as good as the best plan within the form's few percent"
+    assert _why(replace(tight, usual_ns=150.0), 100, 2000).endswith("without: what that takes")
+    assert _why(replace(tight, usual_ns=150.0, usual_bytes=1.0), 100, 2000).endswith("uneven stages and its bubble")
+    result = search_plan(replace(request, time_limit=0.3, deterministic=True), explain=True)
+    assert result.explanation is not None
+    assert result.explanation.common[0].what.endswith("FSDP")

@@ -27,6 +27,7 @@ from pipeplan.files import Plan, Profile, Recipe, Source, read_cluster, read_pro
 from pipeplan.planning.build_plan import CandidateCounts, Result, provenance_of
 from pipeplan.planning.next_steps import cannot_train, next_steps
 from pipeplan.planning.request import Batch, Request, input_notes
+from pipeplan.planning.steps import search_plan
 from pipeplan.reporting.answer import LINES, print_answer
 from pipeplan.reporting.layout import groups_of_equal, number_ranges, shared_rows, shown_rows
 from pipeplan.reporting.terminal import (
@@ -36,6 +37,7 @@ from pipeplan.reporting.terminal import (
     print_stages,
     print_timeline,
 )
+from pipeplan.reporting.trainers import megatron_settings, torchtitan_settings
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.simulation import Simulation, simulate
@@ -481,3 +483,27 @@ def test_logs_have_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> No
     assert said.splitlines() == [
         f"pipeplan: after {seconds}s: best 2ms, bound 1ms, gap 100.0%; horizon" for seconds in (10, 20, 40, 80)
     ]
+
+
+def test_settings_of_other_trainers_are_sizes_of_the_plan() -> None:
+    profile = chain_profile(8, placed=False)
+    asked = Request.of(profile, devices=4, mini_batch=16, placement="one-to-one", scheduler="1f1b", replicas=2, zero=1)
+    asked = replace(asked, time_limit=0.3, deterministic=True)
+    workload = simulate(search_plan(asked).plan).workload
+    samples = workload.microbatch_size // 2
+    there = torchtitan_settings(workload, "1f1b")
+    assert "parallelism.pipeline_parallel_degree = 2" in there
+    assert "parallelism.data_parallel_replicate_degree = 2" in there
+    assert f"parallelism.pipeline_parallel_microbatch_size = {samples}" in there
+    assert "training.local_batch_size = 8" in there
+    assert "parallelism.pipeline_parallel_schedule = '1F1B'" in there
+    assert any("no setting for ZeRO 1" in line for line in there)
+    assert any("pipeline_parallel_schedule_csv" in line for line in torchtitan_settings(workload, "zb-h1+windows"))
+    megatron = megatron_settings(workload, "1f1b")
+    assert f"--micro-batch-size {samples}" in megatron
+    assert {"--pipeline-model-parallel-size 2", "--global-batch-size 16", "--use-distributed-optimizer"} <= {*megatron}
+    assert not any(line.startswith("#") for line in megatron)
+    assert any("not this schedule (zb-h1)" in line for line in megatron_settings(workload, "zb-h1"))
+    stages = [replace(stage, zero=3 * (index == 0)) for index, stage in enumerate(workload.stages)]
+    uneven = replace(workload, stages=tuple(stages))
+    assert torchtitan_settings(uneven, "1f1b") == ["# no settings: stages differ in how they are split"]

@@ -470,17 +470,23 @@ def _both_summed_ns(
     """:func:`_summed_ns` of ``size`` bytes, of which those ``of_experts`` have copies of their own."""
     sums, gathers = _summed_ns(*rest, size - of_experts, known, cluster)
     if of_experts:
-        more, further = _summed_ns(*experts, of_experts, known, cluster)
+        more, further = _summed_ns(*experts, of_experts, known, cluster, of_experts=True)
         sums, gathers = sums + more, gathers + further
     return sums, gathers
 
 
 def _summed_ns(
-    stage: Stage, others: Sequence[Stage], size: int, known: _Known, cluster: Cluster | None
+    stage: Stage,
+    others: Sequence[Stage],
+    size: int,
+    known: _Known,
+    cluster: Cluster | None,
+    *,
+    of_experts: bool = False,
 ) -> tuple[int, int]:
     """Ns to sum gradients of a stage with those of the others that have its blocks, and to gather what is updated."""
     if stage.zero and _sharers(stage) > 1:
-        return _sharded_ns(stage, others, size, known, cluster)
+        return _sharded_ns(stage, others, size, known, cluster, of_experts=of_experts)
     holders = sorted({device for other in others for device in other.devices})
     groups = [
         [device for place, device in enumerate(holders) if place % stage.shards == shard]
@@ -531,7 +537,7 @@ def _check_buckets(
 
 
 def _sharded_ns(
-    stage: Stage, alike: Sequence[Stage], own: int, known: _Known, cluster: Cluster | None
+    stage: Stage, alike: Sequence[Stage], own: int, known: _Known, cluster: Cluster | None, *, of_experts: bool
 ) -> tuple[int, int]:
     """What replicas that divide what they keep take to sum gradients, and to gather what the step has changed.
 
@@ -553,7 +559,7 @@ def _sharded_ns(
         trained = gradients * each_takes[MASTER if known.cast else PARAMETERS] // each_takes[GRADIENTS]
     part = own if stage.zero > 1 else (own + size - 1) // size
     between = round(time_of_groups(cluster, Exchange("all_reduce", part), list(map(sorted, outer.values()))))
-    copy, gradient, _ = _exchanged(stage, stage.blocks[0], known)
+    copy, gradient, _ = _exchanged(stage, stage.blocks[0], known, of_experts=of_experts)
     if stage.reduce_every is not None and stage.zero > 1:  # actions do that
         copy = gradient = 0
     scattered = round(time_of_groups(cluster, Exchange("reduce_scatter", own if stage.zero == 1 else gradient), inner))
@@ -572,19 +578,53 @@ def _groups_in(stage: Stage, size: int) -> dict[tuple[int, int], list[int]]:
 
 def _times_known(plan: Plan, stage: Stage, cluster: Cluster | None) -> bool:
     """Whether durations of a stage's actions follow from the profile: with exchanges inside only on known links."""
-    return stage.zero < 2 or _sharers(stage) == 1 or _knows_links(plan, cluster)
+    return stage.zero < 2 or not _sharing(stage) or _knows_links(plan, cluster)
 
 
-def _exchanged(stage: Stage, block: str, known: _Known) -> tuple[int, int, int]:
+def _sharing(stage: Stage) -> list[tuple[Stage, bool]]:
+    """The stage, and as it is for experts that its devices share, where copies divide what is kept; whether latter."""
+    sides = [(stage, False), *([(_as_on_experts(stage), True)] if stage.expert > 1 else [])]
+    return [(side, of_experts) for side, of_experts in sides if _sharers(side) > 1]
+
+
+class _InActions(NamedTuple):
+    """Bytes on a device of what is whole while blocks run, as :func:`_exchanged`, and ns to gather and to reduce it."""
+
+    copy: int = 0
+    gradient: int = 0
+    cast: int = 0
+    gather_ns: int = 0
+    reduce_ns: int = 0
+
+
+def _in_actions(stage: Stage, blocks: Iterable[str], known: _Known, cluster: Cluster | None) -> _InActions:
+    """What a stage exchanges of blocks at once: that of experts after the rest."""
+    blocks, found = list(blocks), _InActions()
+    for side, of_experts in _sharing(stage):
+        groups = list(_groups_in(side, _sharers(side)).values())
+        copy, gradient, cast = map(
+            sum, zip(*(_exchanged(side, block, known, of_experts=of_experts) for block in blocks), strict=True)
+        )
+        gather = round(time_of_groups(cluster, Exchange("all_gather", copy), groups))
+        reduce = round(time_of_groups(cluster, Exchange("reduce_scatter", gradient), groups))
+        found = _InActions(*map(sum, zip(found, (copy, gradient, cast, gather, reduce), strict=True)))
+    return found
+
+
+def _exchanged(stage: Stage, block: str, known: _Known, *, of_experts: bool = False) -> tuple[int, int, int]:
     """Bytes on a device of what is whole while a block runs: the copy that computes, gradients, the cast part of that.
 
     Levels 2 and 3 reduce gradients block by block, and level 3 gathers the copy; where parameters are cast at each use
-    all of it is made for that, and the block's workspace counts it.
+    all of it is made for that, and the block's workspace counts it. Experts that devices share are apart.
     """
-    cast = math.ceil(running_bytes(known.blocks[block], known.recipe) / stage.shards)
-    copy = cast if known.cast else math.ceil(known.kept[block][PARAMETERS] / stage.shards)
+    own, found = _of_experts(block, stage, known), known.blocks[block]
+    running = running_bytes(found, known.recipe)
+    apart = running * found.expert_parameters // max(1, found.parameters + found.frozen_parameters) if own.total else 0
+    kept, running = (own, apart) if of_experts else (known.kept[block] - own, running - apart)
+    cast = math.ceil(running / stage.shards)
+    copy = cast if known.cast else math.ceil(kept[PARAMETERS] / stage.shards)
     gathers = stage.zero == 3
-    return copy * gathers, math.ceil(known.kept[block][GRADIENTS] / stage.shards), cast * gathers
+    return copy * gathers, math.ceil(kept[GRADIENTS] / stage.shards), cast * gathers
 
 
 def _exchanging(stage: Stage, rows: list[CostRow], known: _Known, cluster: Cluster | None) -> list[CostRow]:
@@ -593,15 +633,13 @@ def _exchanging(stage: Stage, rows: list[CostRow], known: _Known, cluster: Clust
     Before F, B and I its copy is gathered, after B and W its gradients are reduced. Of both there is room for two
     blocks, of which one is exchanged while the other runs.
     """
-    if stage.zero < 2 or (size := _sharers(stage)) == 1:
+    if stage.zero < 2 or not _sharing(stage):
         return rows
     if stage.reduce_every is not None:
         return _beside_actions(stage, rows, known, cluster)
-    groups, found = list(_groups_in(stage, size).values()), list[CostRow]()
+    found = list[CostRow]()
     for block, row in zip(stage.blocks, rows, strict=True):
-        copy, gradient, cast = _exchanged(stage, block, known)
-        gather = round(time_of_groups(cluster, Exchange("all_gather", copy), groups))
-        reduce = round(time_of_groups(cluster, Exchange("reduce_scatter", gradient), groups))
+        copy, gradient, cast, gather, reduce = _in_actions(stage, [block], known, cluster)
         whole = row.backward_ns
         if whole is None:
             whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
@@ -624,12 +662,10 @@ def _beside_actions(stage: Stage, rows: list[CostRow], known: _Known, cluster: C
 
     An exchange for several actions slows each of them by as much. What is cast for it is no workspace of a block.
     """
-    groups = list(_groups_in(stage, _sharers(stage)).values())
     per_use, per_sum, found = stage.unshard_every or 1, stage.reduce_every or 1, list[CostRow]()
     for block, row in zip(stage.blocks, rows, strict=True):
-        copy, gradient, cast = _exchanged(stage, block, known)
-        gather = round(time_of_groups(cluster, Exchange("all_gather", copy), groups)) / per_use
-        reduce = round(time_of_groups(cluster, Exchange("reduce_scatter", gradient), groups)) / per_sum
+        own = _in_actions(stage, [block], known, cluster)
+        gather, reduce = own.gather_ns / per_use, own.reduce_ns / per_sum
 
         def slowed(time: int, beside: float) -> int:
             return time if cluster is None else time + round(cluster.contention * beside)
@@ -640,7 +676,7 @@ def _beside_actions(stage: Stage, rows: list[CostRow], known: _Known, cluster: C
         changes = {
             "forward_ns": slowed(row.forward_ns, gather),
             "backward_ns": slowed(whole, gather + reduce),
-            "workspace_bytes": max(0, row.workspace_bytes - cast),
+            "workspace_bytes": max(0, row.workspace_bytes - own.cast),
         }
         if row.input_grad_ns is not None and row.weight_grad_ns is not None:
             changes |= {
@@ -666,15 +702,12 @@ def _check_groups(
 
     What an action takes beside its blocks is of the group that it comes to last.
     """
-    devices, begin = list(_groups_in(stage, _sharers(stage)).values()), 0
+    begin = 0
     for place, group in enumerate(stage.block_groups):
         end = begin + group.blocks
-        sizes = [_exchanged(stage, block, known) for block in stage.blocks[begin:end]]
-        copy, gradient = sum(each[0] for each in sizes), sum(each[1] for each in sizes)
-        expected = {"gathered_bytes": copy, "reduced_bytes": gradient}
-        if timed:
-            expected["unshard_ns"] = round(time_of_groups(cluster, Exchange("all_gather", copy), devices))
-            expected["reduce_ns"] = round(time_of_groups(cluster, Exchange("reduce_scatter", gradient), devices))
+        own = _in_actions(stage, stage.blocks[begin:end], known, cluster)
+        expected = {"gathered_bytes": own.copy, "reduced_bytes": own.gradient}
+        expected |= {"unshard_ns": own.gather_ns, "reduce_ns": own.reduce_ns} if timed else {}
         for operation in operations if timed else ():
             last = place == (len(stage.block_groups) - 1 if operation.role is Role.FORWARD else 0)
             name = {Role.FORWARD: "forward_ns", Role.WEIGHT_GRAD: "weight_grad_ns"}.get(operation.role, "backward_ns")

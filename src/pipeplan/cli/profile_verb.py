@@ -33,7 +33,7 @@ from pipeplan.cli.shared import (
     recipe_options,
     warnings_shown,
 )
-from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError
+from pipeplan.errors import ExecutionError, FileError, InfeasibleError, UsageError, choose_from
 from pipeplan.units import format_bytes
 
 if TYPE_CHECKING:
@@ -271,6 +271,8 @@ def profile_command(ctx: click.Context, /, **_: Any) -> None:
         asked = given["microbatch"] if _given(ctx, "microbatch") else ()
         _show(given["show"], asked, as_json=given["as_json"], details=given["details"])
         return
+    if use in ("estimate", "name"):
+        _require_known_names(given, estimates=use == "estimate")
     with Outputs({"-o": given["output"]}, as_json=given["as_json"]) as outputs:
         if use != "communication_from":
             _api.require_torch("profile")
@@ -321,6 +323,16 @@ def _require_one_use(ctx: click.Context) -> str:
     if extra := [name for name in given if name not in needed | possible]:
         raise click.UsageError(f"{_written(named[extra[0]])} does not go with {_written(named[use])}", ctx)
     return use
+
+
+def _require_known_names(given: Mapping[str, Any], *, estimates: bool) -> None:
+    """Refuse a device or a model that is none, before torch is imported for it, which takes seconds."""
+    device, presets = given["device"], _api.known_names("devices")
+    if estimates and device not in presets:
+        raise UsageError(f"--device {device!r} is not a preset; {choose_from(device, presets)}")
+    if not estimates and device != "cpu" and device in presets:
+        raise UsageError(f"--device {device} is a preset; add --estimate, or measure on cpu or cuda")
+    _api.require_model(given["name"])
 
 
 def _written(parameter: click.Parameter) -> str:

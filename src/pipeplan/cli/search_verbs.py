@@ -63,7 +63,8 @@ if TYPE_CHECKING:
 @click.option(
     "--explain",
     is_flag=True,
-    help="Show the ten best plans that differ, what limits each, and why common layouts lose.",
+    help="Show the ten best plans that differ, what limits each, why common layouts lose, and what to set in "
+    "torchtitan and Megatron-LM.",
 )
 def search_command(
     workers: int | None,
@@ -150,12 +151,14 @@ def _print_result(
         print_stages,
         print_timeline,
     )
+    from pipeplan.reporting.trainers import print_settings
 
     simulation = _api.simulate(result.plan)
     notes = [*result.notes, *_api.input_notes(request), *([] if details else simulation.notes)]
     print_answer(request, result, simulation, written, file=sys.stdout)
     if result.explanation is not None:
         print_explanation(result.explanation, file=sys.stdout)
+        print_settings(simulation, file=sys.stdout)
     if tuning is not None:
         print_ranking(tuning.rows, file=sys.stdout)
         say(f"{tuning.said}\n")

@@ -11,9 +11,9 @@ from dataclasses import replace
 from itertools import accumulate
 
 from pipeplan.costs.blocks import block_costs
-from pipeplan.costs.experts import Experts, kept_of
+from pipeplan.costs.experts import kept_of
 from pipeplan.costs.shared import SharedState
-from pipeplan.costs.zero import Zero, cuts
+from pipeplan.costs.zero import Experts, Zero, cuts
 from pipeplan.workload.elements import Bucket, Operation, Stage, TiedState
 from pipeplan.workload.kinds import GRADIENT_ROLES, GRADIENTS, Role
 

@@ -9,40 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from pipeplan.costs.recipes import expert_state_of, state_of
-from pipeplan.costs.zero import WHOLE, Zero, cuts
-from pipeplan.files import Block, PlacedStage, Recipe
+from pipeplan.costs.zero import TOGETHER, WHOLE, Experts, Zero, cuts
+from pipeplan.files import Block, Recipe
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
-
-
-class Experts(NamedTuple):
-    """How many devices share experts, and what those that have the same divide of what is kept of them."""
-
-    size: int = 1
-    zero: Zero = WHOLE
-
-    @classmethod
-    def of(cls, stage: Stage | PlacedStage) -> Experts:
-        """Those of a stage."""
-        return cls.among(stage.expert, stage.shards, stage.copies, stage.zero, stage.zero_group)
-
-    @classmethod
-    def among(cls, size: int, shards: int, copies: int, level: int = 0, group: int | None = None) -> Experts:
-        """Of a stage with so many ``shards`` and ``copies`` of all else, of which each ``group`` divides its state.
-
-        Devices of such a group that have the same experts divide what is kept of these; there may be one alone.
-        """
-        if size == 1:
-            return TOGETHER
-        sharers = (group or copies) * shards // size
-        return cls(size, Zero(level, sharers) if level and sharers > 1 else WHOLE)
-
-
-TOGETHER = Experts()
-"""Experts are split as all else of their blocks."""
 
 
 def kept_of(block: Block, recipe: Recipe, shards: int, zero: Zero = WHOLE, experts: Experts = TOGETHER) -> MemoryBytes:

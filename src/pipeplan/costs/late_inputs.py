@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from pipeplan.costs.experts import Experts
 from pipeplan.costs.stages import group_costs
-from pipeplan.costs.zero import Exchanging, Zero
+from pipeplan.costs.zero import Exchanging, Experts, Zero
 from pipeplan.files import Cluster, Edge, Profile
 from pipeplan.workload.elements import Dependency, Operation, Stage
 from pipeplan.workload.kinds import PARTED_ROLES, Role

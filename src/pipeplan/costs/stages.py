@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
 from pipeplan.costs.buckets import with_buckets
 from pipeplan.costs.communication import all_gather_time, transfer_time
-from pipeplan.costs.experts import TOGETHER, Experts, ExpertState, kept_of
+from pipeplan.costs.experts import ExpertState, kept_of
 from pipeplan.costs.recipes import state_of, step_ns
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.zero import (
     ALONE,
     IN_ACTIONS,
+    TOGETHER,
     WHOLE,
     Exchanged,
     Exchanging,
+    Experts,
     Zero,
     beside_exchanges,
     cuts,
@@ -118,7 +120,7 @@ def group_costs(
     times = cache(exchanging.times)
 
     def exchanged(block: Block, row: CostRow) -> CostRow:
-        own = Exchanged.of(block, recipe, zero, shards)
+        own = Exchanged.of(block, recipe, zero, shards, experts)
         if exchanging.every is not None:
             return beside_exchanges(row, own, times(own), exchanging)
         return with_exchanges(row, own, times(own), exchanging.contention) if any(own) else row
@@ -373,7 +375,7 @@ def _with_first_and_last(first: Block, stage: Stage, recipe: Recipe, cluster: Cl
     """
     if stage.reduce_every is not None:  # actions do all of it
         return stage
-    exchanged = Exchanged.of(first, recipe, Zero.of(stage), stage.shards)
+    exchanged = Exchanged.of(first, recipe, Zero.of(stage), stage.shards, Experts.of(stage))
     gather, reduce = Exchanging.of(stage, cluster).times(exchanged)
     return replace(stage, sync_ns=stage.sync_ns + reduce, gather_ns=stage.gather_ns + gather)
 
@@ -645,7 +647,7 @@ def _block_groups(
     number = min(MOST_GROUPS, len(stage.blocks))
     ends = [len(stage.blocks) * (place + 1) // number for place in range(number)]
     parts = [stage.blocks[begin:end] for begin, end in pairwise([0, *ends])]
-    zero, exchanging = Zero.of(stage), Exchanging.of(stage, cluster)
+    zero, experts, exchanging = Zero.of(stage), Experts.of(stage), Exchanging.of(stage, cluster)
     again = stage.again
     by_id = {block.id: block for block in profile.blocks}
     found = list[BlockGroup]()
@@ -659,9 +661,10 @@ def _block_groups(
             recompute=again[begin : begin + len(blocks)],
             zero=zero,
             exchanging=exchanging,
+            experts=experts,
         )
-        own = [Exchanged.of(by_id[id_], profile.recipe, zero, stage.shards) for id_ in blocks]
-        whole = Exchanged(sum(each.gathered for each in own), sum(each.reduced for each in own))
+        own = [Exchanged.of(by_id[id_], profile.recipe, zero, stage.shards, experts) for id_ in blocks]
+        whole = Exchanged(*map(sum, zip(*own, strict=True)))
         gather, reduce = exchanging.times(whole)
         split = any(each.role is Role.WEIGHT_GRAD for each in operations)
         found.append(

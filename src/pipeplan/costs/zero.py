@@ -23,11 +23,11 @@ from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from pipeplan.costs.communication import Exchange, time_of_groups
-from pipeplan.costs.recipes import bytes_per_parameter, copy_held, running_bytes, state_of
+from pipeplan.costs.recipes import bytes_per_parameter, copy_held, expert_state_of, running_bytes, state_of
 from pipeplan.files import Block, Cluster, CostRow, Recipe
 from pipeplan.files.placement import PlacedStage
 from pipeplan.workload.elements import Stage
-from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryKind
+from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, STATE_KINDS, MemoryBytes, MemoryKind
 
 _DIVIDED = ((), (OPTIMIZER, MASTER), (OPTIMIZER, MASTER, GRADIENTS), STATE_KINDS)
 """[level] the kinds of state that it divides."""
@@ -62,6 +62,33 @@ WHOLE = Zero()
 """Every replica keeps all of its state."""
 
 
+class Experts(NamedTuple):
+    """How many devices share experts, and what those that have the same divide of what is kept of them."""
+
+    size: int = 1
+    zero: Zero = WHOLE
+
+    @classmethod
+    def of(cls, stage: Stage | PlacedStage) -> Experts:
+        """Those of a stage."""
+        return cls.among(stage.expert, stage.shards, stage.copies, stage.zero, stage.zero_group)
+
+    @classmethod
+    def among(cls, size: int, shards: int, copies: int, level: int = 0, group: int | None = None) -> Experts:
+        """Of a stage with so many ``shards`` and ``copies`` of all else, of which each ``group`` divides its state.
+
+        Devices of such a group that have the same experts divide what is kept of these; there may be one alone.
+        """
+        if size == 1:
+            return TOGETHER
+        sharers = (group or copies) * shards // size
+        return cls(size, Zero(level, sharers) if level and sharers > 1 else WHOLE)
+
+
+TOGETHER = Experts()
+"""Experts are split as all else of their blocks."""
+
+
 @cache
 def cuts(recipe: Recipe, zero: Zero, parts: int = 1) -> Mapping[MemoryKind, int]:
     """{kind of state: equal parts} of which a device has one: of its replica's ``parts``, and of what replicas divide.
@@ -77,21 +104,29 @@ def cuts(recipe: Recipe, zero: Zero, parts: int = 1) -> Mapping[MemoryKind, int]
 class Exchanged(NamedTuple):
     """Of a block, on each device of a replica: bytes of the copy that is gathered, of the gradients that are reduced.
 
-    ``running`` bytes of that copy are counted by the block's own workspace, as they are cast at each use.
+    ``running`` bytes of that copy are counted by the block's own workspace, as they are cast at each use. Of both
+    ``expert_gathered`` and ``expert_reduced`` are of experts that devices share, which have groups of their own.
     """
 
     gathered: int = 0
     reduced: int = 0
     running: int = 0
+    expert_gathered: int = 0
+    expert_reduced: int = 0
 
     @classmethod
-    def of(cls, block: Block, recipe: Recipe, zero: Zero, shards: int) -> Exchanged:
+    def of(cls, block: Block, recipe: Recipe, zero: Zero, shards: int, experts: Experts = TOGETHER) -> Exchanged:
         """What a level exchanges with each micro-batch: nothing below the second."""
-        if zero.level < IN_ACTIONS:
+        if max(zero.level, experts.zero.level) < IN_ACTIONS:
             return cls()
-        state, running = state_of(block, recipe).share(shards), -(-running_bytes(block, recipe) // shards)
-        gathers = zero.level >= GATHERED
-        return cls((running or state[PARAMETERS]) * gathers, state[GRADIENTS], running * gathers)
+        state, running = state_of(block, recipe), running_bytes(block, recipe)
+        if experts.size == 1 or not block.expert_parameters:
+            return cls(*_exchanged(state, running, zero, shards))
+        own = expert_state_of(block, recipe)
+        cast = running * block.expert_parameters // (block.parameters + block.frozen_parameters)
+        rest = _exchanged(state - own, running - cast, zero, shards)
+        gathered, reduced, cast = _exchanged(own, cast, experts.zero, experts.size)
+        return cls(rest[0] + gathered, rest[1] + reduced, rest[2] + cast, gathered, reduced)
 
     @property
     def workspace_bytes(self) -> int:
@@ -99,8 +134,16 @@ class Exchanged(NamedTuple):
         return 2 * self.gathered - self.running + 2 * self.reduced
 
 
+def _exchanged(state: MemoryBytes, running: int, zero: Zero, parts: int) -> tuple[int, int, int]:
+    """Bytes of the copy that is gathered, of gradients, and of what of the former is cast at each use."""
+    if zero.level < IN_ACTIONS:
+        return 0, 0, 0
+    share, cast, gathers = state.share(parts), -(-running // parts), zero.level >= GATHERED
+    return (cast or share[PARAMETERS]) * gathers, share[GRADIENTS], cast * gathers
+
+
 class Exchanging(NamedTuple):
-    """The groups of a stage, shard by shard, on links where these are known.
+    """The groups of a stage, shard by shard, on links where these are known, and those of devices with equal experts.
 
     ``every`` is for how many of its actions it gathers, and after how many micro-batches it reduces, where actions of
     programs do; None where each block exchanges inside of actions.
@@ -109,24 +152,30 @@ class Exchanging(NamedTuple):
     cluster: Cluster | None = None
     groups: tuple[tuple[int, ...], ...] = ()
     every: tuple[int | None, int] | None = None
+    expert_groups: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def of(cls, stage: Stage, cluster: Cluster | None) -> Exchanging:
         """Those of a stage."""
-        zero = Zero.of(stage)
-        if zero.level < IN_ACTIONS:
+        zero, experts = Zero.of(stage), Experts.of(stage)
+        if max(zero.level, experts.zero.level) < IN_ACTIONS:
             return cls()
         every = None if stage.reduce_every is None else (stage.unshard_every, stage.reduce_every)
         if cluster is None:
             return cls(every=every)
-        return cls(cluster, tuple(map(tuple, _groups(stage.devices, stage.shards, zero.group))), every)
+        apart = _exchanging(stage.devices, experts.size, experts.zero)
+        return cls(cluster, _exchanging(stage.devices, stage.shards, zero), every, apart)
 
     @classmethod
-    def on_first(cls, cluster: Cluster | None, shards: int, copies: int, zero: Zero) -> Exchanging:
+    def on_first(
+        cls, cluster: Cluster | None, shards: int, copies: int, zero: Zero, experts: Experts = TOGETHER
+    ) -> Exchanging:
         """Those of so many copies on a cluster's first devices, where their groups are as near as any."""
-        if cluster is None or zero.level < IN_ACTIONS:
+        if cluster is None:
             return cls()
-        return cls(cluster, tuple(map(tuple, _groups(range(shards * copies), shards, zero.group))))
+        devices = range(shards * copies)
+        apart = _exchanging(devices, experts.size, experts.zero)
+        return cls(cluster, _exchanging(devices, shards, zero), expert_groups=apart)
 
     @property
     def contention(self) -> float:
@@ -134,12 +183,20 @@ class Exchanging(NamedTuple):
         return 0.0 if self.cluster is None else self.cluster.contention
 
     def times(self, block: Exchanged) -> tuple[int, int]:
-        """Ns to gather a block's parameters, and to reduce and scatter its gradients, in all groups at once."""
-        if not self.groups:
-            return 0, 0
-        gathered = time_of_groups(self.cluster, Exchange("all_gather", block.gathered), self.groups)
-        reduced = time_of_groups(self.cluster, Exchange("reduce_scatter", block.reduced), self.groups)
-        return round(gathered), round(reduced)
+        """Ns to gather a block's parameters, and to reduce and scatter its gradients, in all groups at once.
+
+        Those of experts come after the others.
+        """
+        rest = block.gathered - block.expert_gathered, block.reduced - block.expert_reduced
+        gathered = reduced = 0
+        for groups, (copy, gradients) in (
+            (self.groups, rest),
+            (self.expert_groups, (block.expert_gathered, block.expert_reduced)),
+        ):
+            if groups:
+                gathered += round(time_of_groups(self.cluster, Exchange("all_gather", copy), groups))
+                reduced += round(time_of_groups(self.cluster, Exchange("reduce_scatter", gradients), groups))
+        return gathered, reduced
 
 
 ALONE = Exchanging()
@@ -213,6 +270,11 @@ def exchange_ns(
     summed = time_of_groups(cluster, Exchange("all_reduce", part), [sorted(set(place)) for place in across])
     gathered = 0.0 if zero.level >= GATHERED else time_of_groups(cluster, Exchange("all_gather", updated), own)
     return round(scattered) + round(summed), round(gathered)
+
+
+def _exchanging(devices: Sequence[int], parts: int, zero: Zero) -> tuple[tuple[int, ...], ...]:
+    """The groups that exchange in the middle of an iteration; none below the second level."""
+    return tuple(map(tuple, _groups(devices, parts, zero.group))) if zero.level >= IN_ACTIONS else ()
 
 
 def _groups(devices: Sequence[int], shards: int, group: int) -> list[list[int]]:

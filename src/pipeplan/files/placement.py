@@ -104,7 +104,7 @@ class PlacedStage(FileModel):
             raise ValueError("devices name a device twice")
         if problem := group_problem(self.shards, self.context, self.replicas, len(self.devices)):
             raise ValueError(problem)
-        if problem := expert_problem(self.expert, len(self.devices), self.zero, bool(self.configurations)):
+        if problem := expert_problem(self.expert, len(self.devices), bool(self.configurations)):
             raise ValueError(problem)
         if len(set(self.blocks)) != len(self.blocks):
             raise ValueError("blocks name a block twice")

@@ -252,7 +252,7 @@ class Plan(File):
             raise ValueError(f"stages[{number}].devices name a device twice")
         if problem := group_problem(stage.shards, stage.context, stage.replicas, len(stage.devices)):
             raise ValueError(f"stages[{number}]: {problem}")
-        if problem := expert_problem(stage.expert, len(stage.devices), stage.zero, bool(stage.configurations)):
+        if problem := expert_problem(stage.expert, len(stage.devices), bool(stage.configurations)):
             raise ValueError(f"stages[{number}]: {problem}")
         if problem := sharing_problem(stage.zero, stage.zero_group, stage.copies, bool(stage.configurations)):
             raise ValueError(f"stages[{number}]: {problem}")

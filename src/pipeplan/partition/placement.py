@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, TiedShare, group_costs
 from pipeplan.costs.blocks import splitting_remedy
-from pipeplan.costs.experts import Experts
-from pipeplan.costs.zero import WHOLE, Zero
+from pipeplan.costs.zero import WHOLE, Experts, Zero
 from pipeplan.errors import InfeasibleError, UsageError, choose_from
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.graphs import before_and_after, connected_parts, topological_order

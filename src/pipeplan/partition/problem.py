@@ -22,8 +22,7 @@ from operator import add
 from typing import Any, NamedTuple
 
 from pipeplan.costs import StageCost, group_costs
-from pipeplan.costs.experts import TOGETHER, Experts
-from pipeplan.costs.zero import ALONE, WHOLE, Exchanging, Zero
+from pipeplan.costs.zero import ALONE, TOGETHER, WHOLE, Exchanging, Experts, Zero
 from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Edge, PlacedStage, Placement, Profile
 from pipeplan.partition.chain.costs import ChainCosts, Repeat

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import UNLIMITED, StageCost
 from pipeplan.costs.blocks import NEVER_AGAIN
-from pipeplan.costs.experts import TOGETHER, Experts
+from pipeplan.costs.zero import TOGETHER, Experts
 from pipeplan.files import Profile
 from pipeplan.partition.baselines import StageTable, for_each_size, least_bottleneck
 from pipeplan.partition.chain.costs import Array, ChainCosts, FloatArray, StageTimes

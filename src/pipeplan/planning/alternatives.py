@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 
+from pipeplan.costs.zero import IN_ACTIONS
 from pipeplan.files import PlacedStage
-from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.candidates import uniform_choices
 from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
@@ -157,17 +157,31 @@ def _exposed(schedule: Schedule, workload: Workload) -> int:
 
 
 def _common(search: PlanSearch, best_ns: int) -> Iterator[Common]:
-    """1F1B and interleaved 1F1B, each tensor- and context-parallel size at its best: by closed forms, where nothing is
-    recomputed that need not be."""
+    """FSDP, 1F1B and interleaved 1F1B, each tensor- and context-parallel size at its best: by closed forms, where
+    nothing is recomputed that need not be."""
     seen: set[tuple[int, int, int, str]] = set()
     limit = min((size for size in search.request.memory if size is not None), default=None)
-    for each in uniform_choices(search.request):
+    table = uniform_choices(search.request)
+    for each in sorted(table, key=lambda each: not _is_fsdp(each.choice)):
         choice = each.choice
-        if choice.usual is None or choice.usual.splits or not choice.usual.name:
+        name = _name(choice)
+        if choice.usual is None or choice.usual.splits or not name:
             continue
-        if (choice.shards, choice.context, choice.expert, choice.usual.name) not in seen:
-            seen.add((choice.shards, choice.context, choice.expert, choice.usual.name))
+        if (choice.shards, choice.context, choice.expert, name) not in seen:
+            seen.add((choice.shards, choice.context, choice.expert, name))
             yield Common(_words(choice), _why(each, best_ns, limit))
+
+
+def _is_fsdp(choice: Choice) -> bool:
+    """Whether replicas of the whole model divide gradients, or parameters, too."""
+    return choice.positions == 1 and choice.zero.level >= IN_ACTIONS
+
+
+def _name(choice: Choice) -> str:
+    """What trainers call it: HSDP is FSDP within groups of replicas; else its schedule."""
+    if _is_fsdp(choice):
+        return "FSDP" if choice.zero.group == choice.copies else "HSDP"
+    return "" if choice.usual is None else choice.usual.name
 
 
 def _split(of: Choice | PlacedStage) -> str:
@@ -178,18 +192,25 @@ def _split(of: Choice | PlacedStage) -> str:
 
 def _words(choice: Choice) -> str:
     zero = f" ZeRO {choice.zero.level}" if choice.zero.level else ""
-    name = "" if choice.usual is None else f", {choice.usual.name}"
-    turns = "" if not STRATEGIES[choice.strategy].chunked else " in turn"
-    return f"{_split(choice)} dp {choice.replicas}{zero} pp {choice.positions}{turns}{name}"
+    name = _name(choice)
+    turns = f" x {choice.per_position}" if choice.per_position > 1 else ""
+    return f"{_split(choice)} dp {choice.replicas}{zero} pp {choice.positions}{turns}{name and f', {name}'}"
 
 
 def _why(each: BoundedChoice, best_ns: int, limit: int | None) -> str:
+    """Why it is not the best. Closed forms are a few percent off, so that they cannot tell what is nearer than that."""
     about = f"about {format_ns(round(each.usual_ns))}"
     if each.least_ns > best_ns:
         return f"at least {format_ns(each.least_ns)}: its work alone takes longer than the best plan"
-    if limit is not None and each.usual_bytes > limit:
-        short = f"it would hold {format_bytes(round(each.usual_bytes))} of {format_bytes(limit)}"
-        return f"{about}: {short}" + (
-            ", so that blocks are recomputed" if each.choice.levels else ", which does not fit"
-        )
-    return f"{about}: uneven stages and its bubble"
+    unfit = limit is not None and each.usual_bytes > limit
+    short = f"{format_bytes(round(each.usual_bytes))} of {format_bytes(limit)}" if unfit and limit is not None else ""
+    if unfit and not each.choice.levels:
+        return f"{about}: it would hold {short}, which does not fit"
+    recomputes = f", with blocks recomputed since it would hold {short} without" if unfit else ""
+    if each.usual_ns < (1 + _FORMS_ERROR) * best_ns:
+        return f"{about} by closed form{recomputes}: as good as the best plan within the form's few percent"
+    return f"{about}{recomputes}: " + ("what that takes" if unfit else "uneven stages and its bubble")
+
+
+_FORMS_ERROR = 0.02
+"""By how much closed forms are mostly off, as a share."""

@@ -292,7 +292,7 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
             continue
         strategies = _by_name(request)[:1] if longest else _strategies(request)
         for zero, batch, strategy in checked(
-            product(sharings(request, replicas * split.context, split.shards, split.expert), batches, strategies), 1
+            product(sharings(request, replicas * split.context, split.shards), batches, strategies), 1
         ):
             how = STRATEGIES[strategy]
             if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
@@ -322,16 +322,16 @@ def _chunks(request: Request, strategy: str, units: int) -> Sequence[int | None]
     return CHUNKS if strategy == "circular" and units <= MOST_IN_TURN else (2,)
 
 
-def sharings(request: Request, replicas: int, shards: int = 1, expert: int = 1) -> list[Zero]:
+def sharings(request: Request, replicas: int, shards: int = 1) -> list[Zero]:
     """What replicas may divide of what they keep: as asked; or where memory is limited nothing, or by any level.
 
     What levels 2 and 3 exchange with each micro-batch is for groups of all replicas, or of as many as a node has; not
-    where blocks share parameters, or each ``expert`` devices experts.
+    where blocks share parameters.
     """
     asked = request.sharing(replicas)
     if request.zero is not None or replicas == 1 or request.least_memory is None:
-        return [] if asked is None or (asked.level >= IN_ACTIONS and expert > 1) else [asked]
-    if expert > 1 or shared_in(request.profile):
+        return [] if asked is None else [asked]
+    if shared_in(request.profile):
         return [WHOLE, Zero(1, replicas)]
     near = math.gcd(replicas, request.unit // shards)
     groups = dict.fromkeys(group for group in (replicas, near) if group > 1)

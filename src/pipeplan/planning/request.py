@@ -536,8 +536,6 @@ def _require_experts(
     _require_strategy(profile, placement, flag, "how many devices share experts")
     if others.get("spread"):
         raise UsageError(f"{flag} and --shard-shared yes do not go together; leave one of them out")
-    if others.get("zero") in (2, 3):
-        raise UsageError(f"{flag} and --zero {others['zero']} do not go together yet; give --zero 1, or 0")
     known = {block.id: {row.expert for row in block.costs} for block in profile.blocks if block.expert_parameters}
     if not known:
         raise UsageError(f"{flag} would do nothing: no block of profile {profile.name!r} has experts; leave it out")

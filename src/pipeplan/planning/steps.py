@@ -18,8 +18,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 
-from pipeplan.costs.experts import Experts
-from pipeplan.costs.zero import AUTO, WHOLE, Zero
+from pipeplan.costs.zero import AUTO, WHOLE, Experts, Zero
 from pipeplan.errors import InfeasibleError, NotApplicableError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.partition.baselines import num_to_split

@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, can_split, transfer_time
 from pipeplan.costs.after import AfterActions, least_steps_ns
-from pipeplan.costs.experts import Experts
 from pipeplan.costs.stages import state_costs
-from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanged, Exchanging, Zero
+from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanged, Exchanging, Experts, Zero
 from pipeplan.errors import UsageError
 from pipeplan.files import Edge, Profile
 from pipeplan.partition.chain.costs import Array, FloatArray
@@ -110,7 +109,7 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
         for key in checked(dict.fromkeys((_undivided(pricing), levels) for pricing, levels in keys), 1)
     }
     kept = {
-        key: (blocks.kept(*key), blocks.exchanging_bytes(*key[:2]))
+        key: (blocks.kept(*key), blocks.exchanging_bytes(*key))
         for key in checked(dict.fromkeys(map(_dividing, (pricing for pricing, _ in keys))), 1)
         if key[1] != WHOLE
     }
@@ -216,7 +215,8 @@ class Blocks:
         blocks, recipe = {block.id: block for block in self.profile.blocks}, self.profile.recipe
         longer = []
         for name, cost in zip(self.each, pricing.costs(self.profile, self.each), strict=True):
-            gather, reduce = exchanging.times(Exchanged.of(blocks[name], recipe, pricing.zero, pricing.shards))
+            own = Exchanged.of(blocks[name], recipe, pricing.zero, pricing.shards, pricing.experts)
+            gather, reduce = exchanging.times(own)
             longer.append(2 * gather + reduce - cost.compute_ns)
         return max(0, sum(longer[kind] for kind in self.kinds))
 
@@ -225,10 +225,10 @@ class Blocks:
         known = state_costs(self.profile, self.each, shards, zero, experts)
         return [known[kind] for kind in self.kinds]
 
-    def exchanging_bytes(self, shards: int, zero: Zero) -> int:
+    def exchanging_bytes(self, shards: int, zero: Zero, experts: Experts) -> int:
         """Bytes that are there whole while a block runs, of what copies divide: at most."""
         blocks, recipe = {block.id: block for block in self.profile.blocks}, self.profile.recipe
-        return max(Exchanged.of(blocks[name], recipe, zero, shards).workspace_bytes for name in self.each)
+        return max(Exchanged.of(blocks[name], recipe, zero, shards, experts).workspace_bytes for name in self.each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -613,7 +613,8 @@ def _exchanged_ns(request: Request, blocks: Blocks, choices: Sequence[Choice]) -
             continue
         key = choice.pricing, choice.copies
         if key not in known:
-            near = Exchanging.on_first(request.cluster, choice.shards, choice.copies, choice.zero)
+            experts = choice.pricing.experts
+            near = Exchanging.on_first(request.cluster, choice.shards, choice.copies, choice.zero, experts)
             known[key] = blocks.exchanged_ns(choice.pricing, near)
         yield known[key]
 
@@ -652,6 +653,7 @@ def _after_ns(request: Request, choices: Sequence[Choice], sums: Sequence[_Sums]
     for choice, own in zip(choices, sums, strict=True):
         positions, experts = choice.positions or 1, choice.pricing.experts
         apart = of_experts // experts.size if experts.size > 1 else 0
+        apart //= experts.zero.group if experts.zero.level >= IN_ACTIONS else 1
         each = (max(0, own.gradient_bytes - apart) // positions, choice.shards, choice.copies, choice.zero)
         both = [each]
         if apart:

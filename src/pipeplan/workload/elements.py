@@ -157,14 +157,12 @@ def context_problem(contexts: Iterable[int], configured: Iterable[bool]) -> str 
     return None
 
 
-def expert_problem(expert: int, num_devices: int, zero: int = 0, configured: bool = False) -> str | None:
+def expert_problem(expert: int, num_devices: int, configured: bool = False) -> str | None:
     """What is wrong with how many devices of a stage share experts, if anything: they are groups of neighbours."""
     if expert == 1:
         return None
     if num_devices % expert:
         return f"expert {expert} does not divide the {num_devices} devices, which share experts in equal groups"
-    if zero > 1:
-        return f"expert {expert} has no costs with zero {zero}, which exchanges state block by block; let zero be 1"
     if configured:
         return f"expert is {expert}, and blocks with configurations cannot share experts; let expert be 1"
     return None

@@ -136,7 +136,7 @@ def test_a_folder_has_one_run_at_a_time(plan: Plan, undisturbed: list[float], tm
         assert int(said[1]) in warm_left_over(), "a rank of the first"
         (tmp_path / "go-2").touch()
         await_step(folder, 3, first)
-        for step in folder.whole():
+        for step in (2, 3):  # the one before is being dropped
             require_checksums(folder.of(step))
         os.kill(first, signal.SIGKILL)
         os.waitpid(first, 0)

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from pkgutil import resolve_name
@@ -20,6 +21,7 @@ from pipeplan.catalog import RUNNING_FAMILIES, configurations, model_sizes
 from pipeplan.errors import UsageError, did_you_mean
 
 _CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
+_WITH_ARGUMENTS = re.compile(r"([\w.-]+)\s*(\(.*\))\s*", re.DOTALL)
 _OF_A_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -27,8 +29,42 @@ _OF_A_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def is_configuration(name: str) -> bool:
-    """Whether a model's name is a Hugging Face configuration: a known one, a file, or text such as ``T5Config()``."""
-    return name in configurations() or name.endswith(".json") or _CONFIGURATION.fullmatch(name) is not None
+    """Whether a model's name is a Hugging Face configuration: a known one, a file, or text such as ``T5Config()``.
+
+    A known one may have other arguments: ``llama3-8b(num_hidden_layers=4)``.
+    """
+    return _known_in(name) is not None or name.endswith(".json") or _CONFIGURATION.fullmatch(name) is not None
+
+
+def configuration_text(name: str) -> str:
+    """A configuration's path or text, with what the catalog has for a known one. Raises UsageError."""
+    known = _known_in(name)
+    if known is None:
+        return name
+    arguments = {**configurations()[known].arguments, **_arguments(name, known)}
+    return replace(configurations()[known], arguments=arguments).text
+
+
+def _known_in(name: str) -> str | None:
+    """The known configuration that a name is, or begins with before arguments in brackets."""
+    found = _WITH_ARGUMENTS.fullmatch(name)
+    known = name if found is None else found[1]
+    return known if known in configurations() else None
+
+
+def _arguments(name: str, known: str) -> dict[str, Any]:
+    """What stands in brackets after a known name."""
+    if name == known:
+        return {}
+    try:
+        match ast.parse(f"_{name.strip()[len(known) :].lstrip()}", mode="eval").body:
+            case ast.Call(args=[], keywords=keywords) if all(each.arg for each in keywords):
+                return {str(each.arg): ast.literal_eval(each.value) for each in keywords}
+    except (SyntaxError, ValueError):
+        pass
+    raise UsageError(
+        f"model {name!r} is not of the form {known}(num_hidden_layers=4), with numbers, texts, lists and dicts"
+    )
 
 
 def require_model(name: str) -> None:
@@ -48,7 +84,8 @@ def require_model(name: str) -> None:
     near = f" ({question})" if question else ""
     raise UsageError(
         f"model {name!r} is neither in the zoo nor well known{near}, nor a Hugging Face config.json or "
-        f"SomeConfig(...), nor of the form pkg.mod:factory; docs/models.md lists the zoo's {len(zoo)} models"
+        f"SomeConfig(...), nor of the form pkg.mod:factory; docs/models.md lists the zoo's {len(zoo)} "
+        f"models, docs/hugging-face.md the {len(configurations())} well-known configurations"
     )
 
 

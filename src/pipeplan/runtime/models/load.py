@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeplan.catalog import configurations
 from pipeplan.errors import UsageError
 from pipeplan.files import Profile
-from pipeplan.runtime.models.given_names import is_configuration, require_model, value_of
+from pipeplan.runtime.models.given_names import configuration_text, is_configuration, require_model, value_of
 from pipeplan.runtime.models.sequential import is_plain, sequential_model
 from pipeplan.runtime.models.spec import Grain, Model, unsplittable
 from pipeplan.runtime.models.zoo import ZOO, zoo_model
@@ -35,7 +34,8 @@ def load_model(
 
     Args:
         name: one of the zoo; a Hugging Face configuration, as the path of a ``config.json``, as text such as
-            ``LlamaConfig(num_hidden_layers=4)``, or by the catalog's name of a well-known one, ``llama3-70b``; or
+            ``LlamaConfig(num_hidden_layers=4)``, or by the catalog's name of a well-known one, ``llama3-70b``, which
+            may have other arguments, ``llama3-70b(num_hidden_layers=4)``; or
             ``pkg.mod:name``, which is, or is a function without arguments that returns: a Model; an ``nn.Sequential``,
             an example input, and for training targets and maybe a loss; or any module and its example inputs, which is
             then captured. Or, in Python, what such a function would return.
@@ -61,7 +61,7 @@ def load_model(
         size = zoo_model(name, sequence=sequence, planned=planned_sequence)
         return _with_shared(replace(size, parted=partial(_parted, name, size, {})), shared)
     if is_configuration(name):
-        said = configurations()[name].text if name in configurations() else name
+        said = configuration_text(name)
         from pipeplan.runtime.models.huggingface import load_configuration
 
         how: dict[str, Any] = {"grain": grain or "half", "meta": meta, "seed": seed, "shards": shards}

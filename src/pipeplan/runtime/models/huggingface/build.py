@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from pipeplan.errors import UsageError
+from pipeplan.errors import UsageError, did_you_mean
 from pipeplan.runtime.models.capture import capture, parameters_of
 from pipeplan.runtime.models.huggingface.adapters import (
     ATTENTION,
@@ -113,8 +113,8 @@ def _refuse_unknown(default: Any, keywords: Mapping[str, Any], where: str, furth
     for key, value in keywords.items():
         if key not in known:
             raise UsageError(
-                f"configuration {where}: {type(default).__name__} has no argument {key!r}; it has "
-                f"{', '.join(sorted(known))}"
+                f"configuration {where}: {type(default).__name__} has no argument {key!r}; "
+                + (did_you_mean(key, sorted(known), by_word=True) or f"it has {', '.join(sorted(known))}")
             )
         inner = getattr(default, key, None)
         if not isinstance(value, Mapping) or inner is None or not hasattr(inner, "attribute_map"):
