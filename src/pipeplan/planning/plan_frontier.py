@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import zip_longest
+from itertools import chain, islice, zip_longest
 
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Plan
@@ -50,12 +50,14 @@ from pipeplan.workload.workload import Workload
 class _Constants:
     """How the frontier is searched; parts are of the time.
 
-    After a part ``one_stage`` strategies of one stage are only tracked to within ``rough`` of the frontier; after
-    ``chains`` partitions of the chain make way for what else there is, after ``split`` split stages. What would do
-    where nothing fits gets ``explaining`` seconds at least, counting what was not tried ``counting``, but no more than
-    ``most_counting`` seconds.
+    The uniform layout that should be quickest on each number of devices comes before all else, while no more than a
+    part ``first`` is over: to track the strategies of one stage of a large model may take all of it. After a part
+    ``one_stage`` these are only tracked to within ``rough`` of the frontier; after ``chains`` partitions of the chain
+    make way for what else there is, after ``split`` split stages. What would do where nothing fits gets ``explaining``
+    seconds at least, counting what was not tried ``counting``, but no more than ``most_counting`` seconds.
     """
 
+    first: float = 0.2
     one_stage: float = 0.3
     rough: float = 0.01
     chains: float = 0.6
@@ -166,6 +168,7 @@ def _searched(request: Request, limit: Limit, quickest: bool, progress: Progress
     search = _FrontierSearch(limit, partitions, interrupted=True, progress=progress)
     share = (_HOW.chains, _HOW.split) if quickest else (1.0, 1.0)
     with limit.hearing_interrupts(), limit.ended():
+        search.try_all(chain.from_iterable(islice(each, 1) for each in streams[0]), _HOW.first)
         for asked in requests:
             if not says_sizes(asked) and not asked.recompute:
                 search.one_stage(asked)
