@@ -18,7 +18,9 @@ from builders.chains import chain_workload, hops
 from builders.drawn import Placed, stage_graphs
 from builders.shapes import shape_workload
 from pipeplan.checker import check
-from pipeplan.examples import SHAPES, ShapeCosts
+from pipeplan.costs import build_workload
+from pipeplan.examples import SHAPES, ShapeCosts, shape
+from pipeplan.files import Edge
 from pipeplan.planning.build_plan import assemble
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.stage_graph import kfkb_orders
@@ -231,7 +233,7 @@ class TestEveryClassic:
                 "it needs a chain with stages down and up, an even number per device (--placement v-shape)",
             ),
             ("1f1b+", "v", "it needs a stage on all devices"),
-            ("1f1b+", "k", "it needs a chain of stages"),
+            ("1f1b+", "k", "it needs stages that follow each other (--placement sequential puts them in line)"),
             ("chimera", "v", "it needs two chains over the same devices both ways (--placement bidirectional)"),
         ],
     )
@@ -640,6 +642,33 @@ class TestOneForwardOneBackwardPlus:
         plain = problem_of("v", 4, 6)
         kinds = [[text[1:] for text in order] for order in labels(plain, orders_of("1f1b", plain))]
         assert [[text[1:] for text in order] for order in labels(problem, own)] == kinds
+
+    @pytest.mark.parametrize("in_line", [False, True])
+    def test_edges_beside_those_of_the_line_cost_nothing(self, in_line: bool) -> None:
+        """What was made earlier in the line is there already."""
+        profile = shape("m", 4)
+        assert profile.placement is not None
+        line = profile.placement
+        order, (first, last) = profile.topological_order(), (line.stages[0].blocks[0], line.stages[-1].blocks[0])
+        assert (order[0], order[-1]) == (first, last)
+        more = profile.model_copy(update={"edges": (*profile.edges, Edge(source=first, target=last, transfer_ns=0))})
+        placed = line.model_copy(update={"strategy": "sequential"}) if in_line else line
+        found = [
+            OneMicrobatch.of(build_workload(each, where, num_microbatches=6, microbatch_size=1))
+            for each, where in ((profile, line), (more, placed))
+        ]
+        assert CLASSIC["1f1b+"].applies(found[1]) is None
+        runs = [orders_of("1f1b+", problem) for problem in found]
+        alone = [
+            [[task for task in order if len(problem.devices[task // 6]) == 1] for order in orders]
+            for problem, orders in zip(found, runs, strict=True)
+        ]
+        assert alone[0] == alone[1]
+        times = []
+        for problem, orders in zip(found, runs, strict=True):
+            graph = task_graph(problem.workload)
+            times.append(graph.makespan(earliest_starts(graph, orders)))
+        assert times[0] == times[1]
 
     @pytest.mark.parametrize("name", ["m", "mllm", "nn"])
     def test_all_devices_meet_in_the_same_order(self, name: str) -> None:

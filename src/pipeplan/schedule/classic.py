@@ -435,15 +435,18 @@ def one_stage_each(problem: OneMicrobatch) -> str | None:
 
 
 def needs_shared(problem: OneMicrobatch) -> str | None:
-    """1F1B+: a chain with one stage on each device, and stages on all devices between them."""
+    """1F1B+: stages in a line, one on each device, and stages on all devices between them.
+
+    A line may have edges beside those from each stage to the next.
+    """
     everywhere = tuple(range(problem.num_devices))
     chain = [stage.devices for stage in problem.workload.stages if stage.devices != everywhere]
     if problem.num_devices == 1 or len(chain) == len(problem.workload.stages):
         return "it needs a stage on all devices"
     if chain != [(device,) for device in everywhere]:
         return "beside the stages on all devices it needs one on each device, in order"
-    if len(chains(problem)) != 1:
-        return "it needs a chain of stages"
+    if sorted(problem.workload.stage_depths) != list(range(len(problem.workload.stages))):
+        return "it needs stages that follow each other (--placement sequential puts them in line)"
     return None
 
 

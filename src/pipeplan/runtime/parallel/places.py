@@ -108,7 +108,7 @@ def _by_samples(change: Change, given: Tensor, places: int) -> Tensor:
     """Change a tensor [samples, places, numbers], or one [samples x places, numbers], which OPT's layers make of it."""
     if given.dim() > 2:
         return change(given)
-    return change(given.unflatten(0, (-1, places))).flatten(0, 1)
+    return change(given.reshape(-1, places, given.shape[-1])).flatten(0, 1)
 
 
 def _hook_before(module: nn.Module, paths: Iterable[str], hook: Callable[..., Any]) -> None:
