@@ -317,7 +317,7 @@ def search(
 
     request = search_request(_asked("search", locals()).params)
     if request.tunes and explain:
-        raise UsageError("--explain is of plans that are searched, not of tuned rules; leave it out")
+        raise UsageError("--explain is for searches, not for auto-tuned rules; leave it out")
     require_one_kind_of_workers(request, workers, executor)
     if request.tunes:
         return _api.tune(request, workers=workers, cache=_text(cache), progress=progress, within=within).result

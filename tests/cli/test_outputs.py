@@ -100,7 +100,7 @@ TOGETHER = {
         "--svg and --trace",
     ),
     "a cache": ((*RULES, "--cache", "both", "-o", "both"), "-o and --cache would both write both; give another file"),
-    "a cache nowhere": ((*RULES, "--cache", "-"), "--cache is read and written, which neither stdin nor stdout can be"),
+    "a cache nowhere": ((*RULES, "--cache", "-"), "--cache is both read and written, so it cannot be stdin or stdout"),
     "stdout": ((*SEARCH, "-o", "-", "--placement-output", "-"), "-o and --placement-output would both print to stdout"),
     "stdout and figures": ((*RULES, "--rules-output", "-", "--json"), "--rules-output and --json would both print"),
     "two drawings": ((*FRONTIER, "--svg", "-", "-o", "-"), "-o and --svg would both print to stdout"),

@@ -250,7 +250,7 @@ def test_after_an_interruption_only_the_first_placement_is_timed(monkeypatch: py
     assert {row.schedule for row in found.rows if row.placement == "one-to-one"} == {OURS, *timed}
     assert "1f1b" in timed
     assert {absent.why for absent in found.missing if absent.placement == "v-shape"} == {
-        "there was no time for it; raise --time-limit"
+        "there was not enough time; raise --time-limit"
     }
 
 

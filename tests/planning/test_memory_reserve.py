@@ -115,7 +115,7 @@ def test_what_does_not_fit_says_what_memory_has_to_hold() -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ({"reserve_bytes": 10}, "--memory-reserve 10B is of no memory; give --memory, or a --cluster"),
+        ({"reserve_bytes": 10}, "--memory-reserve 10B: memory is not limited; give --memory, or a --cluster"),
         ({"memory_bytes": 10, "reserve_bytes": 10}, "--memory-reserve 10B leaves nothing of devices of 10B; lower it"),
     ],
 )
@@ -152,7 +152,7 @@ def test_every_table_of_memory_has_it(tmp_path: Path) -> None:
     assert "reserve" not in file.getvalue()
     comparison = compare(asked(cluster=CLUSTER))
     print_comparison(comparison, file)
-    assert "memory 200B beside 800B in reserve" in file.getvalue()
+    assert "memory 200B and 800B in reserve" in file.getvalue()
     assert comparison.figures()["reserve_bytes"] == [800, 800]
     write_file(PROFILE, str(tmp_path / "profile.json"))
     write_file(CLUSTER, str(tmp_path / "cluster.json"))

@@ -268,7 +268,7 @@ def test_one_profiled_size_is_not_a_fixed_one() -> None:
     assert found[1].plan.num_microbatches == 16
     assert found[1].figures()["idle_devices"] == [2, 3, 4, 5, 6, 7]
     assert search_plan(Request.of(chain, devices=8, mini_batch=16, replicas=4, **QUICK)).plan.microbatch_size == 4
-    with pytest.raises(UsageError, match="no micro-batch size of 1 suits 4 replicas"):
+    with pytest.raises(UsageError, match="micro-batch size 1 does not work with 4 replicas"):
         search_plan(Request.of(chain, devices=8, mini_batch=16, microbatch_size=1, replicas=4, **QUICK))
 
 

@@ -87,7 +87,7 @@ def test_planners_are_not_told_where_stages_stand(name: str) -> None:
 
 
 def test_forwards_are_sliced_or_wait_inside() -> None:
-    with pytest.raises(UsageError, match=r"--slices 2 is of forwards that take and give all of their samples at once"):
+    with pytest.raises(UsageError, match=r"--slices 2 needs forwards that take and give all of their samples at once"):
         asked(late_inputs=True, num_parted=2)
 
 

@@ -96,7 +96,7 @@ REFUSALS = [
     ("--devices 4 --microbatch-size 1 --slices 4 --placement one-to-one", "choose a --microbatch-size of at least 2"),
     (
         "--devices 4 --microbatch-size 16 --replicas 1 --placement one-to-one",
-        "suits 1 replica: it must divide the mini-batch of 256 (by default 4 micro-batches of 16 samples",
+        "does not work with 1 replica: it must divide the mini-batch of 256 (by default 4 micro-batches of 16 samples",
     ),
     ("--devices 4 --replicas 3 --placement one-to-one", "choose --replicas of 1, 2, 4"),
     ("--devices 4 --replicas 8 --placement one-to-one", "choose --replicas of 1, 2, 4"),

@@ -370,7 +370,7 @@ def test_what_was_not_given_is_said() -> None:
     def notes(profile: Profile = profile, **asked: Any) -> str:
         return "\n".join(input_notes(Request.of(profile, devices=4, placement="one-to-one", **asked)))
 
-    assert "16 samples assumed (4 per device); --mini-batch says otherwise" in notes()
+    assert "16 samples assumed (4 per device); --mini-batch changes that" in notes()
     assert "assumed" not in notes(mini_batch=16) + notes(num_microbatches=16)
     unlike = "times are those of A100-SXM4-80GB, the cluster has H100-SXM5-80GB"
     assert unlike in notes(cluster=cluster_of(4, name="H100-SXM5-80GB"))

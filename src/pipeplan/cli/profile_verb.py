@@ -398,9 +398,9 @@ def _assumed(ctx: click.Context, profile: Profile) -> Iterator[str]:
     """What an estimate is of that nobody has asked for."""
     tokens, made = profile.tokens_per_sample, profile.source
     if tokens is not None and not _given(ctx, "sequence") and _api.takes_sequence(ctx.params["name"]):
-        yield f"{tokens} tokens per sample; --sequence says otherwise"
+        yield f"{tokens} tokens per sample; --sequence changes that"
     if not _given(ctx, "device"):
-        yield f"times and memory are of {made.device} in {made.dtype}; --device says otherwise"
+        yield f"times and memory are of {made.device} in {made.dtype}; --device changes that"
 
 
 @contextmanager
@@ -496,8 +496,8 @@ def _model(given: Mapping[str, Any], tell: Callable[[str], None], *, meta: bool 
         tell(advice)
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
         tell(
-            f"blocks of {model.name} run whole only: the rows of --shards are for planning, and plans that run come "
-            "from search --tp 1 --shard-shared no"
+            f"pipeplan run cannot split blocks of {model.name} yet: the rows of --shards are for planning only; "
+            "for a plan that runs, search with --tp 1 --shard-shared no"
         )
     return model
 

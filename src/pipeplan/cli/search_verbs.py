@@ -90,9 +90,9 @@ def search_command(
         raise UsageError("--cache and --rules-output are for --scheduler rules without --rules; leave them out")
     require_one_kind_of_workers(request, workers, executor)
     if tunes and explain:
-        raise UsageError("--explain is of plans that are searched, not of tuned rules; leave it out")
+        raise UsageError("--explain is for searches, not for auto-tuned rules; leave it out")
     if cache == "-":
-        raise UsageError("--cache is read and written, which neither stdin nor stdout can be; name a file")
+        raise UsageError("--cache is both read and written, so it cannot be stdin or stdout; name a file")
     files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output, "--cache": cache}
     with Outputs(files, as_json=as_json) as outputs:
         tuning: Tuning | None = None

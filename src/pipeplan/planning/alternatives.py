@@ -52,7 +52,7 @@ class Alternative:
             (self.uneven_ns, "uneven stages"),
             (self.messages_ns, "exposed messages"),
             (self.bubble_ns, "bubble"),
-            (self.ending_ns, "sums and the optimizer's step"),
+            (self.ending_ns, "gradient all-reduces and the optimizer's step"),
         ]
         said = [f"{name} {ns / self.iteration_ns:.1%}" for ns, name in sorted(parts, reverse=True) if ns > 0]
         if self.memory_bytes is not None:

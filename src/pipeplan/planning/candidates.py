@@ -775,7 +775,7 @@ def _no_size(request: Request, replicas: int, spread: bool) -> UsageError:
     if request.placement != "auto" and request.num_devices % (replicas * _width(request)):  # whatever the size
         return undivided(request.num_devices, replicas)
     return UsageError(
-        f"no micro-batch size of {', '.join(map(str, _sizes(request, replicas)))} suits "
+        f"micro-batch size {' or '.join(map(str, _sizes(request, replicas)))} does not work with "
         f"{counted(replicas, 'replica')}: it must divide the mini-batch of {_mini_batch(request)} "
         f"and give each replica {low} to {high} samples"
         f"{', an even number for --slices' if request.num_parted else ''}; "

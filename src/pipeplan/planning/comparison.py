@@ -280,7 +280,7 @@ def _laid_out(request: Request, asked: Request) -> Request:
     )
 
 
-_NO_TIME = "there was no time for it; raise --time-limit"
+_NO_TIME = "there was not enough time; raise --time-limit"
 
 _LAST_SECONDS = 0.5
 """For timing the classic schedules of a placement whose search was interrupted, where no others have been timed."""

@@ -190,7 +190,7 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
     nothing: PipeplanError = InfeasibleError(f"no plan was found for {devices}")
     if found.interrupted:
         nothing = SearchTimeoutError(
-            f"no plan was found in {found.limit.elapsed:.1f} s, nor that there is none; raise --time-limit"
+            f"no plan was found in {found.limit.elapsed:.1f} s, but there may be one; raise --time-limit"
         )
     error = next(iter(found.failures.values()), nothing)
     if limit is None or found.interrupted:

@@ -206,8 +206,8 @@ class Request:
             )
         if self.late_inputs and self.num_parted:
             raise UsageError(
-                f"--slices {self.num_parted} is of forwards that take and give all of their samples at once, and "
-                "--late-inputs yes of forwards that do not; leave one of them out"
+                f"--slices {self.num_parted} needs forwards that take and give all of their samples at once, "
+                "which --late-inputs yes does not have; leave one of them out"
             )
         if isinstance(self.placement, Placement):
             object.__setattr__(self, "placement", self.placement.whole)
@@ -222,7 +222,7 @@ class Request:
         known = [size for size in self.whole_memory if size is not None]
         if not known:
             raise UsageError(
-                f"--memory-reserve {format_bytes(reserve)} is of no memory; give --memory, or a --cluster "
+                f"--memory-reserve {format_bytes(reserve)}: memory is not limited; give --memory, or a --cluster "
                 "whose devices have memory_bytes"
             )
         if reserve >= min(known):
@@ -618,7 +618,7 @@ def input_notes(request: Request) -> Iterator[str]:
 def _request_notes(request: Request) -> Iterator[str]:
     if request.samples_assumed:
         samples = request.batch.mini_batch
-        yield f"{samples} samples assumed ({samples // request.num_devices} per device); --mini-batch says otherwise"
+        yield f"{samples} samples assumed ({samples // request.num_devices} per device); --mini-batch changes that"
     profile = request.profile
     computes = computing_dtype(profile.recipe)
     if computes is not None and profile.source.dtype not in ("", computes):

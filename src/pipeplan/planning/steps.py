@@ -918,7 +918,7 @@ def _nothing(search: PlanSearch) -> BaseException:
     if search.failures:
         return most_telling(search.failures)
     return SearchTimeoutError(
-        f"no plan was found in {search.budget.elapsed:.1f} s, nor that there is none; raise --time-limit"
+        f"no plan was found in {search.budget.elapsed:.1f} s, but there may be one; raise --time-limit"
     )
 
 

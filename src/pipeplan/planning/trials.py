@@ -751,8 +751,8 @@ def _backward_ways(request: Request) -> list[bool]:
     possible = can_split(request.profile)
     if request.split_backward and not possible:
         raise UsageError(
-            "--split-backward yes needs input_grad_ns and weight_grad_ns, which profile "
-            f"{request.profile.name!r} has nowhere"
+            "--split-backward yes needs input_grad_ns and weight_grad_ns, which no block of profile "
+            f"{request.profile.name!r} has"
         )
     if request.split_backward is None:
         return [True, False] if possible else [False]

@@ -54,7 +54,7 @@ def print_comparison(comparison: Comparison, file: TextIO | None = None) -> None
     devices = counted(comparison.num_devices, "device")
     limited = f"memory {' or '.join(limits)}" if limits else "no memory limit"
     if reserve := max(comparison.reserve_bytes, default=0):
-        limited += f" beside {format_bytes(reserve)} in reserve"
+        limited += f" and {format_bytes(reserve)} in reserve"
     estimated = ", times estimated" if comparison.yardstick.estimated else ""
     heading = Text.assemble((comparison.name, "bold"), f": {devices}, {samples}, {limited}{estimated}")
     idle = idle_devices(comparison.rows[0].idle_devices, comparison.num_devices, console.width, "in the first row ")

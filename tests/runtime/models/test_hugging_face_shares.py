@@ -86,7 +86,8 @@ def test_shares_that_divide_the_sequence_compute_the_same(name: str) -> None:
     def run(shards: Shards) -> Tensor:
         share = share_of(found.module, found.ways, 2, shards.index)
         places = places_of(share, found.ways, found.family.last)
-        places.hook(share, SEQUENCE, Exchanges(partial(shards.sliced, dimension=1), shards.joined, shards.scattered))
+        enter = partial(shards.sliced, dimension=1)
+        places.hook(share, SEQUENCE, Exchanges(enter, shards.joined, shards.scattered, shards.count))
         for layer in places.layers:
             share.get_submodule(layer).register_forward_hook(
                 lambda _, __, made: lengths.add((made[0] if isinstance(made, tuple) else made).shape[1])

@@ -430,8 +430,8 @@ def test_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert (profile.source.method, profile.source.dtype) == ("estimated", "float16")
     told = capsys.readouterr().err
     assert "written to" in told
-    assert "pipeplan: 16 tokens per sample; --sequence says otherwise\n" in told
-    assert "--device says otherwise" not in told
+    assert "pipeplan: 16 tokens per sample; --sequence changes that\n" in told
+    assert "--device changes that" not in told
     rows = [row for block in profile.blocks for row in block.costs]
     assert {(row.repeats, len(row.spread)) for row in rows} == {(0, 0)}, "nothing was timed"
     assert cautions(profile) == []

@@ -47,11 +47,12 @@ def scattered_alone(part: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Exchanges:
-    """How slices of the sequence are made: by those that ``enter`` a layer, ``join`` and ``scatter`` them."""
+    """How ``count`` slices of the sequence are made: by those that ``enter`` a layer, ``join`` and ``scatter`` them."""
 
     enter: Change
     join: Change
     scatter: Change
+    count: int
 
     @classmethod
     def traced(cls, count: int) -> Exchanges:
@@ -65,7 +66,7 @@ class Exchanges:
             made: Tensor = torch.ops.pipeplan.scatter_places(part, count)
             return made
 
-        return cls(scatter, join, scatter)
+        return cls(scatter, join, scatter, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +90,11 @@ class DividedPlaces:
             return _with_first(args, kwargs, exchanges.enter(given)) if given.shape[1] == sequence else None
 
         def join(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return _with_first(args, kwargs, exchanges.join(_first(args, kwargs)))
+            given = _first(args, kwargs)
+            return _with_first(args, kwargs, _by_samples(exchanges.join, given, sequence // exchanges.count))
 
         def scatter(_: nn.Module, __: Any, made: Tensor) -> Tensor:
-            return exchanges.scatter(made)
+            return _by_samples(exchanges.scatter, made, sequence)
 
         _hook_before(module, self.layers, enter)
         _hook_before(module, self.joins, join)
@@ -100,6 +102,13 @@ class DividedPlaces:
             module.get_submodule(path).register_forward_hook(scatter)
         if self.last:
             module.get_submodule(self.last).register_forward_hook(lambda _, __, made: exchanges.join(made))
+
+
+def _by_samples(change: Change, given: Tensor, places: int) -> Tensor:
+    """Change a tensor [samples, places, numbers], or one [samples x places, numbers], which OPT's layers make of it."""
+    if given.dim() > 2:
+        return change(given)
+    return change(given.reshape(-1, places, given.shape[-1])).flatten(0, 1)
 
 
 def _hook_before(module: nn.Module, paths: Iterable[str], hook: Callable[..., Any]) -> None:

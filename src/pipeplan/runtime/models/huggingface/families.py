@@ -340,7 +340,6 @@ FAMILIES: dict[str, ModelFamily] = {
         "OPTForCausalLM",
         plan=_OPT,
         vocabulary=("model.model.decoder.embed_tokens", "model.lm_head"),
-        divides=False,  # its layers forget where a sample's words end
     ),
     "falcon": ModelFamily("FalconConfig", "FalconForCausalLM", module=_falcon, splits=False, attention="sdpa"),
     "llama4": _seeing("Llama4Config", "Llama4ForConditionalGeneration", _llama4_image, "image_token_index"),
