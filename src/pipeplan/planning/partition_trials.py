@@ -36,7 +36,7 @@ from pipeplan.workload.elements import Again
 
 
 @dataclass(frozen=True)
-class _Constants:
+class _UnderLimits:
     """How limits follow one another, and how much is looked at under each.
 
     Each memory limit is at most ``step`` of what the partition before took, and where limits are looked at for the
@@ -53,7 +53,7 @@ class _Constants:
     graphs: int = 20
 
 
-HOW = _Constants()
+HOW = _UnderLimits()
 
 
 @dataclass(frozen=True, slots=True)

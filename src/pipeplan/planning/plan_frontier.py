@@ -165,13 +165,14 @@ def _searched(request: Request, limit: Limit, quickest: bool, progress: Progress
     free = [asked for asked in levels if not says_sizes(asked)]
     streams = [uniform(asked) for asked in levels], [chains(asked, splits, quickest=quickest) for asked in free]
     partitions = in_turn([each for own in zip_longest(*streams) for each in own if each is not None])
-    search = _FrontierSearch(limit, partitions, interrupted=True, progress=progress)
+    whole = [asked for asked in requests if not says_sizes(asked) and not asked.recompute]
+    rough = [asked.num_devices for asked in whole]
+    search = _FrontierSearch(limit, partitions, interrupted=True, progress=progress, rough=rough)
     share = (_HOW.chains, _HOW.split) if quickest else (1.0, 1.0)
     with limit.hearing_interrupts(), limit.ended():
         search.try_all(chain.from_iterable(islice(each, 1) for each in streams[0]), _HOW.first)
-        for asked in requests:
-            if not says_sizes(asked) and not asked.recompute:
-                search.one_stage(asked)
+        for asked in whole:
+            search.one_stage(asked)
         for asked in free:
             search.own_placement(asked)
         search.try_all(partitions, share[0])
@@ -306,9 +307,8 @@ class _FrontierSearch:
             for tried in found:
                 self.keep(tried)
             if not within:
-                return
-            break
-        self.rough.append(request.num_devices)
+                self.rough.remove(request.num_devices)
+            return
 
     def own_placement(self, request: Request) -> None:
         """Try the profile's own placement in less and less memory: how many micro-batches are in flight is left."""
