@@ -224,9 +224,9 @@ def test_an_interruption_while_timing_keeps_what_is_known(monkeypatch: pytest.Mo
     rows = {(row.schedule, row.placement) for row in found.rows}
     assert rows == {(OURS, "one-to-one"), ("gpipe", "one-to-one")}
     missing = {(absent.schedule, absent.placement): absent.why for absent in found.missing}
-    assert "no time" in missing["1f1b", "one-to-one"]
+    assert "not enough time" in missing["1f1b", "one-to-one"]
     assert missing["zb-v", "one-to-one"].startswith("it needs"), "which takes no time"
-    assert "no time" in missing[None, "v-shape"]
+    assert "not enough time" in missing[None, "v-shape"]
 
 
 def test_after_an_interruption_only_the_first_placement_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
