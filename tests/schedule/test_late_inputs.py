@@ -16,6 +16,8 @@ from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.files import Block, CostRow, Edge, Placement, Profile, Source
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
+from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.schedule.cpsat.windows import reschedule
 from pipeplan.workload.bounds import strong_iteration_bound, weak_iteration_bound
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import earliest_starts, task_graph
@@ -161,3 +163,22 @@ def test_searches_find_the_shortest_of_all_orders(times: tuple[int, int, int], t
 def request(profile: Profile, count: int, **how: Any) -> Request:
     asked: dict[str, Any] = {"num_microbatches": count, "deterministic": True, "time_limit": 1.0, **how}
     return Request.of(profile, placement=Placement.of(["a", "bc"]), **asked)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.tuples(*[st.integers(1, 9)] * 3), st.integers(0, 5), st.integers(2, 3), st.integers(0, 60))
+def test_windows_are_cut_where_an_action_begins_before_what_it_waits_for_inside(
+    times: tuple[int, int, int], transfer_ns: int, count: int, begin: int
+) -> None:
+    """A window from any time on leaves an order that is as short or shorter, and its bound is not above any."""
+    profile = two_branches(times, transfer_ns)
+    workload = with_late_inputs(profile, placed(profile, ["a", "bc"], count))
+    graph, problem = task_graph(workload), OneMicrobatch.of(workload)
+    orders = tasks_of(workload, next(each for each in every_order(workload) if ends_by_parts(workload, each)))
+    starts = earliest_starts(graph, orders)
+    for end in (None, begin + 5, begin + 20):
+        found = reschedule(
+            problem, graph, orders, starts, Budget(1, deterministic=True), 1.0, begin_ns=begin, end_ns=end
+        )
+        if found.orders is not None:
+            assert graph.iteration(earliest_starts(graph, found.orders)) <= graph.iteration(starts)

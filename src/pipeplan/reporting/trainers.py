@@ -1,4 +1,8 @@
-"""A plan's sizes as settings of torchtitan and Megatron-LM: text to carry over by hand, not a file they read."""
+"""A plan's sizes as settings of torchtitan and Megatron-LM: text to carry over by hand, not a file they read.
+
+Names are those of the configuration classes in torchtitan 0.3.0 (config/configs.py, activation_checkpoint.py)
+and of the arguments of Megatron-LM beside megatron-core 0.16.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ def print_settings(simulation: Simulation, file: TextIO | None = None) -> None:
     console.print("what to set in other trainers (sizes; stages are carried over by hand)")
     scheduler = simulation.plan.provenance.scheduler
     for title, lines in (
-        ("torchtitan", torchtitan_settings(simulation.workload, scheduler)),
+        ("torchtitan 0.3", torchtitan_settings(simulation.workload, scheduler)),
         ("Megatron-LM", megatron_settings(simulation.workload, scheduler)),
     ):
         console.print(f"  {title}")
@@ -76,8 +80,9 @@ def torchtitan_settings(workload: Workload, scheduler: str) -> list[str]:
         lines.append(f"training.local_batch_size = {samples}")
     if stage.zero == 1:
         lines.append("# no setting for ZeRO 1: replicas keep their optimizer state whole, or divide all of it (FSDP)")
-    mode = "activation_checkpoint.mode = "
-    return [*lines, *_recomputation(workload, f"{mode}'full'", f"{mode}'selective'")]
+    kept = "activation_checkpoint = {}.Config()"
+    near = f"{kept.format('SelectiveAC')}  # by operations; the plan recomputes attention cores"
+    return [*lines, *_recomputation(workload, [kept.format("FullAC")], [near])]
 
 
 def megatron_settings(workload: Workload, scheduler: str) -> list[str]:
@@ -106,8 +111,9 @@ def megatron_settings(workload: Workload, scheduler: str) -> list[str]:
     runs = export_target("megatron-lm").schedules or ()
     if positions > 1 and scheduler not in runs:
         lines.append(f"# it runs {' and '.join(runs)} alone, and not this schedule ({scheduler})")
-    full, selective = "--recompute-granularity full", "--recompute-granularity selective"
-    return [*lines, *_recomputation(workload, full, selective)]
+    each = ["--recompute-method uniform", "--recompute-num-layers 1"]  # without a method it refuses to recompute all
+    granularity = "--recompute-granularity"
+    return [*lines, *_recomputation(workload, [f"{granularity} full", *each], [f"{granularity} selective"])]
 
 
 def _uniform(workload: Workload, target: str) -> tuple[Stage | None, str]:
@@ -133,10 +139,10 @@ def _zero_group(stage: Stage) -> int:
     return stage.zero_group or stage.copies
 
 
-def _recomputation(workload: Workload, full: str, selective: str) -> list[str]:
-    """The setting that all blocks have in common, or that there is none."""
+def _recomputation(workload: Workload, full: list[str], selective: list[str]) -> list[str]:
+    """The settings that all blocks have in common, or that there are none."""
     found = set[object]()
     for stage in workload.stages:
         found.update(stage.recompute if isinstance(stage.recompute, tuple) else [stage.recompute])
-    settings = {frozenset({True}): [full], frozenset({"selective"}): [selective], frozenset({False}): []}
+    settings = {frozenset({True}): full, frozenset({"selective"}): selective, frozenset({False}): []}
     return settings.get(frozenset(found), ["# recomputation differs from block to block: see --details"])

@@ -167,9 +167,17 @@ def _paths_after(graph: TaskGraph, after: Orders, starts: Sequence[int]) -> dict
         for task, other in zip(order, order[1:], strict=False):
             following[task].append((other, 0))
     through: dict[int, int] = {}
-    for task in sorted(following, key=starts.__getitem__, reverse=True):
-        rest = [lag + through[other] for other, lag in following[task]]
-        through[task] = graph.durations[task] + max(_following(graph, task), *rest, 0)
+    for last in sorted(following, key=starts.__getitem__, reverse=True):
+        open_ = [last]  # what waits for a message inside may start before what sends it does
+        while open_:
+            task = open_[-1]
+            rest = [(lag, other) for other, lag in following[task] if other in following]
+            if missing := [other for _, other in rest if other not in through]:
+                open_ += missing
+                continue
+            longest = max((lag + through[other] for lag, other in rest), default=0)
+            through[task] = graph.durations[task] + max(_following(graph, task), longest, 0)
+            open_.pop()
     return through
 
 
