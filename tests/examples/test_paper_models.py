@@ -363,7 +363,7 @@ def test_plans_can_be_made_and_pass_check(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "words"),
     [
-        ("gpt2", None, r"there is no model 'gpt2'; did you mean gpt2-762m or gpt2-345m"),
+        ("gpt2", None, r"there is no model 'gpt2'; did you mean gpt2-345m or gpt2-762m"),
         ("gpt2-124m", [], r"from 1 to 65536, not \[\]"),
         ("gpt2-124m", [0, 2], r"from 1 to 65536, not \[0, 2\]"),
     ],

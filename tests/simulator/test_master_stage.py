@@ -6,12 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from builders import profiles
+from builders.clusters import cluster_of
+from builders.orders import one_f_one_b
+from builders.plans import plan_of
 from pipeplan.costs import build_workload
 from pipeplan.files import CostRow, PlacedStage, Placement
 from pipeplan.partition.chain.autopipe import timeline
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.simulator.master_stage import master_stage
+from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 
@@ -50,3 +54,20 @@ def test_the_slowest_stage_is_the_master() -> None:
 def test_other_schedules_have_none() -> None:
     graph, orders = run_of([(1, 2), (3, 6), (1, 2)], 8, "gpipe")
     assert master_stage(graph, orders, earliest_starts(graph, orders)) is None
+
+
+def test_links_that_can_be_busy_are_no_stages() -> None:
+    """Messages are tasks of their links there, which are on the way from the last action to the first."""
+    rows = [CostRow(microbatch_size=1, forward_ns=100, backward_ns=ns) for ns in (200, 600, 200)]
+    stages = tuple(PlacedStage(blocks=(f"b{index}",), devices=(index,)) for index in range(3))
+    workload = build_workload(
+        profiles.joined(profiles.profile_of(rows).blocks, bytes_per_sample=150),
+        Placement(strategy="one-to-one", num_devices=3, stages=stages),
+        num_microbatches=8,
+        microbatch_size=1,
+        cluster=cluster_of(3),
+    )
+    graph = task_graph(workload)
+    assert graph.num_actions < len(graph.durations), "messages are tasks"
+    plan = plan_of(workload, one_f_one_b(workload))
+    assert simulate(plan).figures()["master_stage"] == 1

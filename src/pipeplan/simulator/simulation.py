@@ -192,7 +192,8 @@ class Simulation(Displayed):
     ``measured`` sets what a run took beside it, if it was asked for.
 
     With a ``loop`` its round runs more often than it is there: ``graph``, ``orders``, ``starts``, ``copies`` and
-    ``critical_path`` are of what is written, everything else is of all.
+    ``critical_path`` are of what is written, everything else is of all. ``master_stage`` is AutoPipe's, where stages
+    are a chain that runs 1F1B, all of it written out.
     """
 
     plan: Plan
@@ -214,6 +215,7 @@ class Simulation(Displayed):
     as_planned: bool
     yardstick: Yardstick
     loop: LoopCut | None = None
+    master_stage: int | None = None
     exchanges: tuple[tuple[str, tuple[int, ...], int, int, int], ...] = ()
     measured: MeasuredComparison | LoggedComparison | None = None
 
@@ -299,11 +301,6 @@ class Simulation(Displayed):
             else:
                 transfers += graph.durations[step.task]
         return on_device, transfers
-
-    @property
-    def master_stage(self) -> int | None:
-        """AutoPipe's master stage, where stages are a chain that runs 1F1B, all of it written out."""
-        return None if self.loop is not None else master_stage(self.graph, self.orders, self.starts)
 
     def figures(self) -> dict[str, object]:
         """The object of ``simulate --json``. What only a search knows is null.
@@ -424,6 +421,7 @@ def simulate(
         memory=peak_memory(graph, orders, loop),
         overflow=overflow(graph, orders, loop=loop),
         critical_path=critical_path(graph, orders, starts),
+        master_stage=None if loop is not None else master_stage(graph, orders, starts),
         lower_bound_ns=plan.predicted.lower_bound_ns if as_planned else weak_iteration_bound(workload),
         period_lower_bound_ns=_period_bound(plan, workload),
         repetend=repetend,

@@ -219,8 +219,7 @@ def test_well_known_models_have_as_many_parameters_as_published(name: str) -> No
 
 def test_a_well_known_model_is_its_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     small = NamedConfiguration("LlamaConfig", ARGUMENTS["llama"], 0, "")
-    for module in ("load", "given_names"):
-        monkeypatch.setattr(f"pipeplan.runtime.models.{module}.configurations", lambda: {"llama3-tiny": small})
+    monkeypatch.setattr("pipeplan.runtime.models.given_names.configurations", lambda: {"llama3-tiny": small})
     model = load_model("llama3-tiny", sequence=SEQUENCE, meta=True)
     assert [block.id for block in model.blocks] == [block.id for block in captured("llama", "half").blocks]
     with pytest.raises(UsageError, match="did you mean llama3-tiny"):

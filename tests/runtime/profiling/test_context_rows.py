@@ -38,7 +38,7 @@ def core_ns(context: int, shards: int, *, backward: bool) -> float:
     return sum(float(attention_ns(RATES.machine, peak, each.flops, SIZE, backward=backward)) for each in kernels)
 
 
-@pytest.mark.filterwarnings("ignore:blocks of")
+@pytest.mark.filterwarnings("ignore:pipeplan run cannot split blocks of")
 @pytest.mark.parametrize(("context", "cluster"), [(2, None), (4, SLOW)], ids=["own links", "slow links"])
 def test_rows_are_of_shorter_sequences_with_attention_over_whole_ones(context: int, cluster: Cluster | None) -> None:
     how = {"device": "h100-80gb", "microbatch": 1, "shards": (1, 2), "cluster": cluster}

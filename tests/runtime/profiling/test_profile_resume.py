@@ -287,7 +287,7 @@ def test_the_command_says_where_it_is_kept_instead(
 ) -> None:
     monkeypatch.setattr("pipeplan.cli.profile_verb._model", lambda *_: model([], KeyboardInterrupt(), at=19))
     options = ("--microbatch", "1,2", "--repeats", "4", "--warmup", "1")
-    assert measure_without_room(path, monkeypatch, "counted", *options) == 130
+    assert measure_without_room(path, monkeypatch, "runtime_support.models:chain", *options) == 130
     (there,) = path.parent.glob("pipeplan-*")
     err = capsys.readouterr().err
     assert f"what was measured is kept in {there}: move it to p.json.partial, and the same command resumes" in err

@@ -611,7 +611,22 @@ QUICK = ("--repeats", "1", "--warmup", "0", "--threads", "1")
 
 
 def test_command_writes_a_profile(run: Callable[..., int], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert run("gpt2-tiny", *QUICK, "--microbatch", "2,1", "--sequence", "8", "--dtype", "float64", "-o", "p.json") == 0
+    assert (
+        run(
+            "gpt2-tiny",
+            *QUICK,
+            "--microbatch",
+            "2,1",
+            "--sequence",
+            "8",
+            "--dtype",
+            "float64",
+            "--details",
+            "-o",
+            "p.json",
+        )
+        == 0
+    )
     found = read_profile(str(tmp_path / "p.json"))
     assert found.microbatch_sizes == (1, 2)
     assert found.source.dtype == "float64"

@@ -292,7 +292,7 @@ def test_profiles_say_it() -> None:
 def test_nothing_is_said_of_a_model_whose_profile_is_refused() -> None:
     """Only where its first block runs; it came before the refusal."""
     asked = ("profile", "runtime_support.losses:evaluated", "--device", "h100-80gb", "--microbatch", 1, "-o", "-")
-    assert pipeplan(*asked).stderr.startswith("pipeplan: --device 'h100-80gb' is not a device")
+    assert pipeplan(*asked).stderr.startswith("pipeplan: --device h100-80gb is a preset; add --estimate")
     assert pipeplan(*asked, "--estimate").stderr.startswith("pipeplan: Dropout x 4 of evaluated run in evaluation mode")
 
 
