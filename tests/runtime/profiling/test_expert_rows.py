@@ -30,7 +30,7 @@ def rows(profile: Profile) -> dict[tuple[int, int, int], CostRow]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:blocks of")
+@pytest.mark.filterwarnings("ignore:pipeplan run cannot split blocks of")
 def test_rows_are_of_own_words_with_fewer_weights_and_longer_products() -> None:
     parted = rows(pipeplan.estimate(CONFIG, context=(2,), expert=(8,), cluster=FAST, **HOW))
     found = parted | rows(pipeplan.estimate(CONFIG, shards=(2,), expert=(8,), cluster=FAST, **HOW))
@@ -91,7 +91,7 @@ def test_models_without_experts_have_no_such_rows() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:blocks of")
+@pytest.mark.filterwarnings("ignore:pipeplan run cannot split blocks of")
 def test_layers_of_deepseek_v3_take_what_closed_forms_say() -> None:
     """By which published runs are predicted: latent attention, and 256 experts on eight devices of a node."""
     config = "DeepseekV3Config(num_hidden_layers=4)"
