@@ -119,7 +119,7 @@ def found_at(path: str, what: str) -> object:
         sys.path.insert(0, os.getcwd())
     try:
         return resolve_name(path)
-    except Exception as error:  # whatever the module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever the module raises while it is imported
         hint = _hint(path)
         raise UsageError(
             f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}{hint and f'; {hint}'}"
