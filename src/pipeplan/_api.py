@@ -6,7 +6,6 @@ Nothing is imported until a function is called, so that ``import pipeplan`` and 
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -433,22 +432,14 @@ def named_rules(where: str) -> Rules:
     Raises:
         UsageError: the module is not there or fails, or has no rules of that name; the file is not there or has none.
     """
-    from pipeplan.errors import UsageError
-    from pipeplan.runtime.models.given_names import found_at, made_by
+    from pipeplan.runtime.models.given_names import instance_at
     from pipeplan.schedule.rules import Rules
     from pipeplan.schedule.rules.language import read_rules
 
     if ":" not in where or os.path.exists(where) or where.endswith(".toml"):
         return read_rules(where)
-    found = found_at(where, "--rules")
-    name = where.partition(":")[2]
-    if inspect.isfunction(found) and not inspect.signature(found).parameters:
-        found = made_by(where, "--rules")
-    if not isinstance(found, Rules):
-        what = "a function with arguments" if inspect.isroutine(found) else f"a {type(found).__name__}"
-        remedy = f"name a set of rules, such as Rules(checks=({name},))" if callable(found) else "name a set of rules"
-        raise UsageError(f"--rules {where!r} is {what}, not Rules nor a function that returns them; {remedy}")
-    return found.but(name=name[:256]) if found.name == Rules.name else found
+    found = instance_at(where, "--rules", Rules, "such as Rules(checks=({name},))")
+    return found.but(name=where.partition(":")[2][:256]) if found.name == Rules.name else found
 
 
 def require_model(name: str) -> None:

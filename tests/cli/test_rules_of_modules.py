@@ -180,10 +180,10 @@ NOT_RULES = "not Rules nor a function that returns them"
         ("ends:held", "--rules 'ends:held' cannot be imported: SystemExit: 3"),
         ("unread:held", "--rules 'unread:held' cannot be imported: SyntaxError: "),
         ("mine:unmade", "--rules 'mine:unmade': the factory failed: KeyError: 'size'"),
-        ("mine:number", f"--rules 'mine:number' is a int, {NOT_RULES}; name a set of rules"),
+        ("mine:number", f"--rules 'mine:number' is a int, {NOT_RULES}; name some"),
         (
             "mine:not_too_many",
-            f"is a function with arguments, {NOT_RULES}; name a set of rules, such as Rules(checks=(",
+            f"is a function with arguments, {NOT_RULES}; name some, such as Rules(checks=(",
         ),
         ("mine:", f"is a module, {NOT_RULES}"),
         ("no:such.toml", "no:such.toml: there is no such file"),
