@@ -80,11 +80,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     write_file(shape("circular", 2, chunks=2), str(tmp_path / "circular.json"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    before = set(sys.modules)
     yield tmp_path
-    for name in set(sys.modules) - before:
-        if not name.startswith("pipeplan"):
-            del sys.modules[name]
+    for file in tmp_path.glob("*.py"):
+        sys.modules.pop(file.stem, None)
 
 
 def run(*arguments: str) -> Result:

@@ -151,8 +151,8 @@ def instance_at(path: str, what: str, kind: type[_Kind], remedy: str) -> _Kind:
     """What ``path`` names, or what a function without arguments that it names returns.
 
     Raises:
-        UsageError: as :func:`found_at`, and where it is not of this kind; ``remedy`` is for other functions and classes,
-            with {name} for theirs.
+        UsageError: as :func:`found_at`, and where it is not of this kind; ``remedy`` is for other functions and
+            classes, with {name} for theirs.
     """
     found = found_at(path, what)
     if inspect.isfunction(found) and not inspect.signature(found).parameters:
