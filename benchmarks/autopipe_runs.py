@@ -16,6 +16,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from itertools import combinations
 from statistics import median
+from typing import Any
 
 from autopipe import TABLE_2
 from autopipe_plans import DEVICE, FITTED_HEAD, Case, cluster, in_steps
@@ -50,7 +51,7 @@ def profile_of(case: Case) -> Profile:
 
 def plan_of(profile: Profile, begins: Cuts) -> Plan:
     """1F1B on stages cut there."""
-    options = {"memory_bytes": None, "recompute": True, "cut": lambda chain: begins}
+    options: dict[str, Any] = {"memory_bytes": None, "recompute": True, "cut": lambda chain: begins}
     placement = place(profile, "one-to-one", DEVICES, microbatch_size=SIZE, **options)
     batch = Batch(COUNT * SIZE, SIZE)
     request = Request(profile, DEVICES, batch, cluster=cluster(DEVICES), split_backward=False)

@@ -10,6 +10,8 @@ measured.
 
 from __future__ import annotations
 
+from typing import Any
+
 from flexpipe import LAYERS, MINI_BATCH, VOCABULARIES, even, profile_of
 from tables import machine, markdown
 
@@ -25,7 +27,7 @@ PLACEMENTS = ("one-to-one", "circular", "v-shape", "bidirectional", "bidirection
 def uneven(vocabulary: str) -> list[str]:
     """Times and bytes of the stages that have least and most."""
     profile = profile_of(f"flexpipe-gpt-5b-{vocabulary}")
-    options = {
+    options: dict[str, Any] = {
         "memory_bytes": None,
         "recompute": False,
         "replicas": REPLICAS,
@@ -47,7 +49,13 @@ def uneven(vocabulary: str) -> list[str]:
 
 def placed(placement: str) -> list[str]:
     """What the best rules make of it: bubbles, activations, messages, and copies of the parameters."""
-    options = {"microbatches": 8, "replicas": 1, "recompute": "none", "scheduler": "rules", "split_backward": "no"}
+    options: dict[str, Any] = {
+        "microbatches": 8,
+        "replicas": 1,
+        "recompute": "none",
+        "scheduler": "rules",
+        "split_backward": "no",
+    }
     chain = shape("circular", 4, chunks=2)
     plan = pipeplan.search(chain, devices=4, placement=placement, time_limit="10s", **options).plan
     blocks = [block for stage in plan.stages for block in stage.blocks]

@@ -176,10 +176,7 @@ def main() -> None:
             parts.append(
                 [
                     name,
-                    *(
-                        "-" if each is None else f"{each.busy_ns / 1e9:.2f} s, {each.waits:.1%}"
-                        for each in found.values()
-                    ),
+                    *("-" if each is None else each.parts for each in found.values()),
                 ]
             )
         over = ["1F1B / Tessel", "of stages", "1F1B+", "each had"]
