@@ -117,7 +117,7 @@ def _own_sizes(request: Request, choice: Choice) -> dict[str, int]:
     Raises:
         UsageError: a size comes to less than one sample.
     """
-    found = {}
+    found: dict[str, int] = {}
     for submodule in request.rules.submodules if choice.strategy == SUBMODULES and request.rules is not None else ():
         size = size_of(submodule, choice.batch.microbatch_size)
         if size is not None:
