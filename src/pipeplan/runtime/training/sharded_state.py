@@ -198,14 +198,14 @@ class ShardedState:
         for unit in units:
             unit.ready()
 
-    def stage(self, part: StagePart) -> StageState | None:
+    def stage(self, part: StagePart) -> ShardedStage | None:
         """What a stage exchanges during the programs."""
         units = [self._units_of[block] for block in part.blocks]
-        return StageState(part, units) if any(unit.level > 1 for own in units for unit in own) else None
+        return ShardedStage(part, units) if any(unit.level > 1 for own in units for unit in own) else None
 
 
 @dataclass(slots=True)
-class StageState:
+class ShardedStage:
     """What a stage exchanges during the programs; ``units`` [block] are those that have its parameters.
 
     Where actions of the program exchange, blocks only wait. Autograd runs all of a block, which was made later, before

@@ -66,7 +66,7 @@ from pipeplan.runtime.training.compatibility import (
 )
 from pipeplan.runtime.training.data import with_data
 from pipeplan.runtime.training.options import IS_RANK, LR_SCHEDULES, MOMENTUM, OPTIMIZERS, TrainOptions
-from pipeplan.runtime.training.sharded_state import ShardedState, StageState
+from pipeplan.runtime.training.sharded_state import ShardedState, ShardedStage
 from pipeplan.runtime.training.weights import Holder, WeightNames, read_weights, write_weights
 
 
@@ -205,7 +205,7 @@ class Trainer:
             self.sharded = ShardedState(self.shared.divided, self.groups, self.rank)
             self.shared.divide(self.sharded.own)
             channels = Channels(self.program, specs, self.device, options.transport, timeout)
-        self.exchanged: dict[int, StageState | None] = {}
+        self.exchanged: dict[int, ShardedStage | None] = {}
         self.stages = {index: self._stage(index) for index in self.program.stages}
         custom_runners = {
             index: CustomOpRunner(
