@@ -20,7 +20,7 @@ from pipeplan.runtime.profiling.build_profile import block_graph_of
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
 from pipeplan.workload.task_graph import task_graph
-from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, four_devices, profile_of, reports_of
+from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, profile_of, reports_of
 
 TIED, TINY = "runtime_support.models:chain", "gpt2-tiny"
 CHAIN, BRANCHES = "runtime_support.models:untied_chain", "runtime_support.models:untied_branches"
@@ -55,7 +55,7 @@ def plan_of(model: str, stages: list[PlacedStage], *, split: bool = False, recom
     )
     graph = task_graph(workload)
     orders = with_links(graph, random_orders(graph, Random(1))[:count])
-    return four_devices(assembled(graph, orders, profile(model)))
+    return assembled(graph, orders, profile(model))
 
 
 def halves(model: str, level: int, **more: Any) -> list[PlacedStage]:
@@ -76,7 +76,9 @@ def one_stage(model: str, level: int, devices: tuple[int, ...] = (2, 0, 1, 3), *
 
 def _two_stages_on_all() -> list[PlacedStage]:
     """Both stages on the same devices, in turn."""
-    return [stage.model_copy(update={"devices": (1, 0)}) for stage in halves(CHAIN, 3, **ACTIONS[3])]
+    return [
+        stage.model_copy(update={"devices": (1, 0, 3, 2), "replicas": 4}) for stage in halves(CHAIN, 3, **ACTIONS[3])
+    ]
 
 
 def _unlike() -> list[PlacedStage]:

@@ -66,7 +66,7 @@ from pipeplan.runtime.training.compatibility import (
 )
 from pipeplan.runtime.training.data import with_data
 from pipeplan.runtime.training.options import IS_RANK, LR_SCHEDULES, MOMENTUM, OPTIMIZERS, TrainOptions
-from pipeplan.runtime.training.sharded_state import ShardedState, ShardedStage
+from pipeplan.runtime.training.sharded_state import ShardedStage, ShardedState
 from pipeplan.runtime.training.weights import Holder, WeightNames, read_weights, write_weights
 
 
