@@ -415,9 +415,9 @@ class _Lowering:
         running: list[ProgramStep] = []
         for counter, text in enumerate(texts):
             if (state := StateAction.read(text)) is not None:
-                yield from running
-                running = []
-                yield ProgramStep(counter, Action(state.stage, state.kind, 0, part=state.group), ())
+                running.append(ProgramStep(counter, Action(state.stage, state.kind, 0, part=state.group), ()))
+                if len(running) == 1:  # else after the parts of the action before it, which wait for what comes later
+                    yield running.pop()
                 continue
             step = self._step(counter, Action.parse(text))
             if step.message is None:
