@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from builders.chains import chain_workload
 from builders.plans import plan_of
@@ -23,9 +26,10 @@ from pipeplan.examples import ShapeCosts
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.emulation import devices
 from pipeplan.runtime.emulation import emulate as emulation
+from pipeplan.runtime.executor.channels import Channels
 from pipeplan.runtime.executor.message_graph import hops_of
 from pipeplan.runtime.executor.process_groups import extent, iteration_of
-from pipeplan.runtime.executor.rank_program import planned_programs
+from pipeplan.runtime.executor.rank_program import ProgramStep, planned_programs
 from pipeplan.runtime.launch.job import RunOptions, RunResult
 from pipeplan.runtime.models.load import load_model
 from pipeplan.simulator.simulation import Simulation, simulate
@@ -260,6 +264,49 @@ def test_a_device_is_free_when_its_action_ends(monkeypatch: pytest.MonkeyPatch) 
     assert pace.free_ns() == pace.now() - 20
     pace.stretch = 2.5
     assert pace.stretched(3) == 8
+
+
+def test_waits_for_a_core_are_not_the_message_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What threads of the receiver waited for one of the cores is left out, but not what they waited before."""
+    time, pace = LateSleeper(), devices.Pace(0)
+    monkeypatch.setattr(devices, "time", time)
+    monkeypatch.setattr(devices, "_blocks", lambda: time.ns)
+    rows = torch.tensor([[1000, 3]])
+    channels = devices.EmulatedChannels.__new__(devices.EmulatedChannels)
+    channels._pace, channels._blocking = pace, False
+    channels._queued = SimpleNamespace(ns=lambda: [50, time.ns // 10, 0 if time.ns else 9])  # type: ignore[assignment]
+
+    def take(self: Channels, step: ProgramStep) -> list[torch.Tensor]:
+        time.ns += 1200
+        return [rows]
+
+    monkeypatch.setattr(Channels, "take", take)
+    pace.until(0)
+    assert channels.take(None) == [rows]  # type: ignore[arg-type]
+    assert pace.free_ns() == 1200 - 3 - 120
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts what threads wait for a core")
+def test_it_is_known_how_long_threads_wait_for_a_core() -> None:
+    cores = os.sched_getaffinity(0)
+    core = min(cores)
+    queued = devices.Queued()
+    begin = queued.ns()
+    spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            os.sched_setaffinity(0, {core})
+            for _ in range(10_000_000):
+                if sum(queued.ns()) > sum(begin):
+                    break
+            assert sum(queued.ns()) > sum(begin)
+        finally:
+            os.sched_setaffinity(0, cores)
+            other.kill()
+    queued.close()
+    assert queued.ns() == []
 
 
 class Steps:

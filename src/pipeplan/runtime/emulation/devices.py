@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import resource
 import sys
 import time
@@ -37,6 +39,8 @@ _AT, _LATE = 0, 1
 """Words of a row: when it was made or has arrived, and how late its sender was when it was sent."""
 
 _PR_SET_TIMERSLACK = 29
+_COUNTS_BYTES = 64
+"""Three numbers of a thread: ns that it ran, ns that it waited for a core, and how often it ran."""
 
 
 class Pace:
@@ -44,7 +48,8 @@ class Pace:
 
     As an accelerator's host does, its process interprets and posts messages while the device works, and is late only
     where that takes longer than the action. Sleeps that end late, and waits for one of too few cores, are this
-    machine's doing. Other ranks that are late for messages count. ``offset_ns`` is how far the host's clock is ahead;
+    machine's doing: its own, its senders', and those of the threads that bring it messages. Other ranks that are late
+    for messages count. ``offset_ns`` is how far the host's clock is ahead;
     times of the plan are ``stretch`` times as long.
     """
 
@@ -91,6 +96,31 @@ class Pace:
         if left_ns > 0:
             time.sleep(left_ns / 1e9)
         self._free_ns = end_ns
+
+
+class Queued:
+    """How long the threads that a process has now wait for one of the cores while they could run; Linux counts it."""
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+        if sys.platform == "linux":
+            for thread in os.listdir("/proc/self/task"):
+                with contextlib.suppress(OSError):  # it has ended, or this kernel does not count
+                    self._counts.append(os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY))
+
+    def ns(self) -> list[int]:
+        """Of each thread until now, in ns; 0 of one that has ended."""
+        return [self._waited_ns(count) for count in self._counts]
+
+    def close(self) -> None:
+        """Close the system's counts."""
+        while self._counts:
+            os.close(self._counts.pop())
+
+    def _waited_ns(self, count: int) -> int:
+        with contextlib.suppress(OSError):
+            return int(os.pread(count, _COUNTS_BYTES, 0).split()[1])
+        return 0
 
 
 def _blocks() -> int:
@@ -163,6 +193,7 @@ class EmulatedChannels(Channels):
         super().__init__(program, specs, _CPU, "gloo", timeout)
         self._hops, self._pace, self._blocking = hops, pace, blocking
         self._link_free_ns: defaultdict[int, int] = defaultdict(int)
+        self._queued = Queued()
 
     def send(self, step: ProgramStep, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
         """Send rows that say when they arrive."""
@@ -178,10 +209,11 @@ class EmulatedChannels(Channels):
 
     def take(self, step: ProgramStep) -> list[Tensor]:
         """Rows, not before they would have arrived."""
-        begin, blocked = self._pace.now(), _blocks()
+        begin, blocked, queued = self._pace.now(), _blocks(), self._queued.ns()
         (rows,) = super().take(step)
         if _blocks() > blocked:  # else it was there
-            self._pace.waited(begin, int(rows.numpy()[:, _LATE].max()))
+            more = sum(max(0, now - then) for now, then in zip(self._queued.ns(), queued, strict=True))
+            self._pace.waited(begin, int(rows.numpy()[:, _LATE].max()) + more)
         arrival = self._carried(step) if self._blocking else _stamp(rows)
         if arrival > self._pace.now():
             self._pace.until(arrival)
@@ -193,6 +225,11 @@ class EmulatedChannels(Channels):
         super().deliver(step)
         self._pace.waited(begin)
         self._pace.until(self._carried(step))
+
+    def close(self) -> None:
+        """Let go of the system's counts, too."""
+        super().close()
+        self._queued.close()
 
     def _carried(self, step: ProgramStep) -> int:
         """When a message arrives whose two ends have both reached it now."""
