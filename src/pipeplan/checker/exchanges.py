@@ -191,7 +191,7 @@ class _Follower:
             self._give_up(place, action.stage, stage, number)
 
     def _give_up(self, place: str, number: int, stage: Stage, which: int) -> None:
-        """A RESHARD stands right after the last action that its group was gathered for."""
+        """A RESHARD follows directly after the last action that its group was gathered for."""
         group, uses = self._groups[number][which], self._uses.get(number, 0)
         wanted = min(stage.unshard_every or 0, uses + self._left[number, False])
         if group.gathered is None:

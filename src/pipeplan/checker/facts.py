@@ -240,7 +240,7 @@ def overlap(plan: Plan, dependency: Dependency) -> tuple[int, int]:
 
 
 def _waits(plan: Plan, position: dict[str, int]) -> list[list[Wait]]:
-    """Of dependencies that stand there twice (which is refused) only the slower counts."""
+    """Of duplicate dependencies (which are refused) only the slower counts."""
     slowest: dict[tuple[int, int], Wait] = {}
     for number, dependency in enumerate(plan.dependencies):
         pair = position[dependency.target], position[dependency.source]

@@ -573,7 +573,7 @@ def _sharded_ns(
 
 
 def _groups_in(stage: Stage, size: int) -> dict[tuple[int, int], list[int]]:
-    """{(shard, number of a group of so many replicas): its devices}"""
+    """{(shard, number of a group of replicas): its devices}"""
     found: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, device in enumerate(stage.devices):
         found[place % stage.shards, place // stage.shards // size].append(device)

@@ -643,7 +643,7 @@ class _LoopedProgram(Sequence[str]):
         return self._later(number, self._copies - 1 if number >= end else 0)
 
     def _later(self, number: int, copies: int) -> str:
-        """What is written there, so many copies of its round later."""
+        """The entry written there, some copies of its round later."""
         text = self._written[number]
         if not copies or StateAction.read(text) is not None:
             return text

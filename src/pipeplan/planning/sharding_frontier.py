@@ -151,7 +151,7 @@ def split_frontier(request: Request, splitting: Splitting, *, seconds: float = 0
 
 
 def _only(name: str, model: CostModel, rounds: _Rounds) -> tuple[Tracked, tuple[SplitPoint, ...], bool]:
-    """The points of a planner that looks at less than all; and whether none of its own was left out."""
+    """The points of a restricted planner, and whether all of its own strategies were covered."""
     only = ONLY[name]
     points: list[SplitPoint] = []
     last, settled, why = None, True, ""

@@ -298,7 +298,7 @@ def groups_problem(groups: Sequence[BlockGroup], num_blocks: int, operations: It
 
 
 ONCE = MAX_COUNT
-"""State that is exchanged after so many actions is exchanged once an iteration, however many micro-batches it has."""
+"""State exchanged after this many actions is exchanged once per iteration, however many micro-batches there are."""
 UNSHARD_EVERY = (
     "forwards and backwards of the stage, one after another on its devices, for which its parameters stay gathered, "
     f"from an UNSHARD to a RESHARD; {ONCE}: all; none: each block is gathered inside of actions"

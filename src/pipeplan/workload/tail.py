@@ -241,11 +241,11 @@ def best_order(workload: Workload, ends_ns: Sequence[int], exchanged: Exchanged 
 
 
 MOST_PERMUTED, MOST_TRIED = 5, 100
-"""Of so many sums all orders are tried; of more so many moves, and so many of these that help."""
+"""Up to how many sums all orders are tried; beyond that, how many moves, and how many improving ones."""
 
 
 def _moved(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The orders in which one sum comes sooner: the latest first, as these are behind everything."""
+    """The orders in which one sum comes sooner: the latest sums first, since they come after everything else."""
     for place in range(len(order) - 1, 0, -1):
         for to in range(place):
             yield (*order[:to], order[place], *order[to:place], *order[place + 1 :])
