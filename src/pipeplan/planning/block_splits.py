@@ -109,7 +109,7 @@ class OneStage(CandidateStep):
 
 
 @dataclass(frozen=True)
-class SplitBlocks(PlanStep):
+class SplitFinalists(PlanStep):
     """Stages of the best ``finalists`` with each block split in a way of its own, and known schedules of these.
 
     Of stages that have devices of their own. Tracking their frontiers may take a ``share`` of the limit.
