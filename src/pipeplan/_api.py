@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
     from pipeplan.runtime.launch.job import StepResult as StepResult
     from pipeplan.runtime.models.load import advice_on as advice_on
-    from pipeplan.runtime.models.load import load_model as load_model
+    from pipeplan.runtime.models.load import load_where_even as load_where_even
     from pipeplan.runtime.models.load import takes_sequence as takes_sequence
     from pipeplan.runtime.models.spec import Model as Model
     from pipeplan.runtime.profiling.links import Keep, OnPoint
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from pipeplan.runtime.training.options import RunOutcome as RunOutcome
     from pipeplan.runtime.training.options import TrainOptions as TrainOptions
     from pipeplan.schedule.rules import Rules as Rules
-    from pipeplan.schedule.rules.language import read_rules as read_rules
     from pipeplan.schedule.rules.language import to_toml as to_toml
     from pipeplan.schedule.state import Progress as Progress
     from pipeplan.simulator.simulation import Simulation as Simulation
@@ -82,13 +81,13 @@ _PARTS = {
     "pipeplan.planning.tuning": ("Tuning",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
-    "pipeplan.runtime.models.load": ("advice_on", "load_model", "takes_sequence"),
+    "pipeplan.runtime.models.load": ("advice_on", "load_where_even", "takes_sequence"),
     "pipeplan.runtime.models.spec": ("Model",),
     "pipeplan.runtime.launch.job": ("RunOptions",),
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
     "pipeplan.runtime.training.options": ("RunOutcome", "TrainOptions"),
     "pipeplan.schedule.rules": ("Rules",),
-    "pipeplan.schedule.rules.language": ("read_rules", "to_toml"),
+    "pipeplan.schedule.rules.language": ("to_toml",),
     "pipeplan.simulator.simulation": ("Simulation",),
     "pipeplan.time_limit": ("Limit",),
 }
@@ -366,13 +365,16 @@ def run(
     from dataclasses import replace
 
     from pipeplan.runtime.launch.local import run_local
+    from pipeplan.runtime.launch.machine import OthersUse
     from pipeplan.runtime.training.options import RunOutcome, settled
 
     check(plan).require(where)
     options = settled(options, plan)
     if "OMP_NUM_THREADS" not in os.environ:
         options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
-    return RunOutcome(plan, options, run_local(options.job, plan, options, on_step, on_look))
+    others = OthersUse()
+    result = run_local(options.job, plan, options, on_step, on_look)
+    return RunOutcome(plan, options, result, others.cores())
 
 
 def run_as_rank(
@@ -423,6 +425,24 @@ def known_names(
         "examples": [*(f"shape-{name}" for name in SHAPES), *chain.from_iterable(example_names().values())],
     }
     return tables.get(kind) or list(names(kind))
+
+
+def named_rules(where: str) -> Rules:
+    """The rules that a user names: by ``pkg.mod:name``, which is imported, by their file, or as the catalog does.
+
+    ``name`` is a set of rules, or a function without arguments that returns one.
+
+    Raises:
+        UsageError: the module is not there or fails, or has no rules of that name; the file is not there or has none.
+    """
+    from pipeplan.runtime.models.given_names import instance_at
+    from pipeplan.schedule.rules import Rules
+    from pipeplan.schedule.rules.language import read_rules
+
+    if ":" not in where or os.path.exists(where) or where.endswith(".toml"):
+        return read_rules(where)
+    found = instance_at(where, "--rules", Rules, "such as Rules(checks=({name},))")
+    return found.but(name=where.partition(":")[2][:256]) if found.name == Rules.name else found
 
 
 def require_model(name: str) -> None:

@@ -481,8 +481,18 @@ def test_logs_have_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().err
     assert not CONTROLS.search(said)
     assert said.splitlines() == [
-        f"pipeplan: after {seconds}s: best 2ms, bound 1ms, gap 100.0%; horizon" for seconds in (10, 20, 40, 80)
+        f"pipeplan: after {seconds}s: best 2ms, bound 1ms, gap 100.0%; horizon" for seconds in (5, 10, 20, 40, 80)
     ]
+
+
+def test_logs_have_a_line_for_a_better_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is 1 % better is said once 5 seconds have passed since the last line, and no other."""
+    with Status() as progress:
+        for tenth in range(500):
+            best = 2_000_000 if tenth < 120 else 1_900_000 if tenth < 350 else 1_890_000
+            progress("windows", best, 1_000_000, tenth / 10)
+    said = re.findall(r"after (\d+)s: best ([\d.]+ms)", capsys.readouterr().err)
+    assert said == [("5", "2ms"), ("10", "2ms"), ("15", "1.9ms"), ("30", "1.9ms")]
 
 
 def test_settings_of_other_trainers_are_sizes_of_the_plan() -> None:

@@ -184,7 +184,7 @@ MEASURED_DEVICE = KnownNames(lambda: ["cpu", "cuda", *_api.known_names("devices"
 PLANNER = KnownNames(lambda: _api.known_names("planners"))
 RULES = KnownNames(lambda: _api.known_names("rules"), files=True)
 
-RULES_OPTION = partial(click.option, "--rules", "rules_path", type=RULES, metavar="FILE|NAME")
+RULES_OPTION = partial(click.option, "--rules", "rules_path", type=RULES, metavar="FILE|NAME|pkg.mod:name")
 SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, help="Random seed.")
 SEQUENCE = click.option(
     "--sequence", type=click.IntRange(min=1), help="Sequence length, for zoo models and configurations."
@@ -464,8 +464,8 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
 
 
 def given_rules(given: Any) -> Rules | None:
-    """Rules that are named, by their file too, or that Python has already. Raises UsageError."""
-    return _api.read_rules(given) if isinstance(given, str) else given
+    """Rules that are named, by their file or module too, or that Python has already. Raises UsageError."""
+    return _api.named_rules(given) if isinstance(given, str) else given
 
 
 def given_file(kind: Literal["profile", "cluster", "plan"], given: Any) -> Any:
@@ -526,12 +526,13 @@ def limited(seconds: float) -> Iterator[Limit]:
 class Status:
     """A line on stderr with the clock, the best value, the bound and the gap, and what is being done.
 
-    Where stderr is no terminal such a line is printed after 10 seconds, and then whenever twice as many have passed;
-    that there is no plan yet is said at once.
+    Where stderr is no terminal such a line is printed after 5 seconds, and then whenever twice as many have passed, or
+    5 more with a best value that is 1 % better; that there is no plan yet is said at once.
     """
 
     def __init__(self) -> None:
-        self._next = 10.0
+        self._next = _PAUSE
+        self._last, self._said_ns = 0.0, 0
 
     def __enter__(self) -> Progress:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -549,9 +550,9 @@ class Status:
     def _say(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
         if not best_ns and not bound_ns:
             say(f"pipeplan: {what}", err=True)
-        elif seconds >= self._next:
+        elif seconds >= self._next or (best_ns < _BETTER * self._said_ns and seconds >= self._last + _PAUSE):
             say(f"pipeplan: after {seconds:.0f}s: {_state(what, best_ns, bound_ns)}", err=True)
-            self._next = 2 * seconds
+            self._next, self._last, self._said_ns = 2 * seconds, seconds, best_ns
 
     def _update(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
         self._line.update(self._task, description=_state(what, best_ns, bound_ns))
@@ -560,6 +561,12 @@ class Status:
         if self._line.live.is_started:
             self._line.stop()
 
+
+_PAUSE = 5.0
+"""Seconds between lines in a log, at least."""
+
+_BETTER = 0.99
+"""The best over the one last said, from which another line is worth while."""
 
 _LOOSEST = 100
 """The best over a bound beyond which that says nothing yet."""

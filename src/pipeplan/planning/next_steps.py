@@ -21,6 +21,7 @@ from pipeplan.planning.steps import placement_bound
 from pipeplan.simulator.simulation import Simulation, simulate
 from pipeplan.texts import counted
 from pipeplan.units import format_bytes, format_ns, named_devices
+from pipeplan.workload.workload import Workload
 
 _MOST_ACTIONS = 60_000
 """Actions of a run with twice the micro-batches beyond which it is not replayed to see what that brings."""
@@ -162,7 +163,15 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
         before, after = (each.static_bytes(_fullest(simulation)) for each in (workload, divided))
         if before > after:
             brings = f"the fullest device keeps {format_bytes(after)} instead of {format_bytes(before)} of state"
-            yield NextStep("--zero auto", brings)
+            gain = (_after_ns(workload) - _after_ns(divided)) / simulation.iteration_ns
+            if gain >= _LEAST_GAIN:
+                brings = f"about {gain:.1%} shorter iterations, and {brings}"
+            yield NextStep("--zero auto", brings, max(0.0, gain))
+
+
+def _after_ns(workload: Workload) -> int:
+    """What the slowest stage takes once its last micro-batch is over: sums of gradients, step, gathering."""
+    return max(stage.sync_ns + stage.step_ns + stage.gather_ns for stage in workload.stages)
 
 
 def _no_splits(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:

@@ -254,11 +254,12 @@ def _require_known(flag: str, name: str, known: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What was run, how, and what came of it."""
+    """What was run, how, and what came of it; ``others_cores`` of this machine's other processes had on average."""
 
     plan: Plan
     options: RunOptions
     result: RunResult
+    others_cores: float | None = None
 
     def __repr__(self) -> str:
         times = f"iteration {format_ns(self.warm_ns)}, predicted {format_ns(self.predicted_ns)}"
