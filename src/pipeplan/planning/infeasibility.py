@@ -119,7 +119,7 @@ def shortage(request: Request, error: InfeasibleError, seconds: float, step: Exp
     least.find(seconds)
     if least.memory is None and least.about is not None:
         needs, what = rounded_up(int(least.about.least_bytes)), choice_words(least.about.choice)
-        untried = {
+        untried: dict[str, int | str] = {
             "num_devices": request.num_devices,
             "memory_bytes": needs,
             "what": f"{what}, by closed form, not tried",
@@ -286,7 +286,9 @@ class _Least:
         """The first candidate's schedule that fits, if there is one."""
         for each in found:
             self._go_on(SECONDS_PER_QUESTION + len(request.profile.blocks) * request.num_devices * SECONDS_PER_LOOK)
-            schedule = self._schedule(request, each) if isinstance(each, PlacementCandidate) else None
+            if not isinstance(each, PlacementCandidate):
+                continue
+            schedule = self._schedule(request, each)
             if schedule is not None:
                 peaks = [memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders, schedule.loop)]
                 return _Fit(schedule, peaks.index(max(peaks)), max(peaks), _layout_words(each, schedule))
