@@ -13,6 +13,7 @@ from pipeplan.runtime.emulation.devices import EmulatedRunner, _stamped, specs_o
 from pipeplan.runtime.emulation.emulate import _NO_SAMPLES
 from pipeplan.runtime.executor.message_graph import hops_of
 from pipeplan.runtime.executor.rank_program import ProgramStep, planned_programs
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.program_network import ProgramNetwork
 
 
@@ -65,7 +66,7 @@ def test_actions_start_and_end_when_the_plan_has_it(late: bool, stretch: int) ->
             specs = specs_of(programs, hops, 1024)
             runner = EmulatedRunner(plan, programs[rank].tensors, specs, known, known, network)
             for step in programs[rank].steps:
-                if step.message is None:
+                if step.message is None and step.action.role is not Role.STATE:
                     there = [7 + stretch * each for each in arrivals(plan, step)]
                     begun = max(pace.free, *there, 0)
                     inside += bool(step.part) and begun > pace.free
