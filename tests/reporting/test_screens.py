@@ -182,6 +182,8 @@ PLANS = {
     "chain": cache(lambda: chain_plan(4, 8, repetend=True, memory_bytes=4500)),
     "no limit": cache(lambda: chain_plan(4, 8, split=(10, 10))),
     "large": cache(lambda: wide_plan((64, 128, 64), memory_bytes=10**6)),
+    "64 devices": cache(lambda: chain_plan(64, 8, memory_bytes=10**6)),
+    "1,024 devices": cache(lambda: wide_plan((256, 256, 256, 256), memory_bytes=10**6)),
 }
 
 
@@ -193,6 +195,16 @@ def test_the_answer_has_ten_lines(name: str, width: int, monkeypatch: pytest.Mon
     assert len(lines) - 1 <= LINES + (2 if width < 80 else 0)
     names = [line.split()[0] for line in lines[1:-1] if re.match("[a-z]+  ", line)]
     assert names == ["plan", "speed", "bound", "memory", "idle", "next"]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("name", ["chain", "64 devices", "1,024 devices"])
+def test_the_first_screen_fits_on_a_screen(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4, 64 and 1,024 devices: ten lines, then at most eight rows of the timeline between two lines about it."""
+    simulation = simulate(PLANS[name]())
+    answered = answer(PLANS[name](), width, monkeypatch, timed_out=True)
+    timeline = lines_of(print_timeline, simulation, width=width, monkeypatch=monkeypatch)
+    assert len(answered) + len(timeline) <= 24
 
 
 def test_the_answer_says_what_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,11 +339,11 @@ def test_the_bound_says_which_sizes_it_is_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_run_cannot_train_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharded state and a recipe with master weights; a plan in float32 needs no word."""
+    """A recipe with master weights; a plan in float32 needs no word, nor does sharded state."""
     plan = replicated(2)
     divided = replicated(2, zero=1).model_copy(update={"recipe": Recipe(name="bf16-mixed")})
     request = request_of(chain_profile(1), "auto", Batch(4, 2), 2)
-    for each, lacks in ((plan, []), (divided, ["ZeRO 1", "bf16-mixed"])):
+    for each, lacks in ((plan, []), (replicated(2, zero=1), []), (divided, ["bf16-mixed"])):
         assert cannot_train(each) == lacks
         shown = lines_of(print_answer, request, result_of(each, 1), simulate(each), width=140, monkeypatch=monkeypatch)
         said = [line for line in shown if line.startswith("run ")]

@@ -11,7 +11,7 @@ from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan
 from pipeplan.interop import megatron
 from pipeplan.interop.layer_lists import device_map, layer_list, read_device_map, read_layer_list, read_names
-from pipeplan.interop.layers import Layers, again_of_layers, layers_of
+from pipeplan.interop.layers import PlanLayers, again_of_layers, layers_of
 from pipeplan.interop.settings import MEGATRON_FULL, MEGATRON_SELECTIVE, megatron_sizes, megatron_zero
 
 
@@ -51,7 +51,7 @@ def exported(plan: Plan, to: str, template: Sequence[str] = ()) -> Export:
     return Export(to, text, tuple(_notes(plan, layers, target, bool(template))))
 
 
-_Write = Callable[[Plan, Layers, ExportTarget, Sequence[str]], str]
+_Write = Callable[[Plan, PlanLayers, ExportTarget, Sequence[str]], str]
 
 
 def _writer(name: str, target: ExportTarget) -> _Write | None:
@@ -59,13 +59,13 @@ def _writer(name: str, target: ExportTarget) -> _Write | None:
     return _layer_list if target.layer_list is not None else _WRITERS.get(name)
 
 
-def _layer_list(plan: Plan, layers: Layers, target: ExportTarget, template: Sequence[str]) -> str:
+def _layer_list(plan: Plan, layers: PlanLayers, target: ExportTarget, template: Sequence[str]) -> str:
     text = layer_list(layers, target)
     _require_same(read_layer_list(text), [stage.count for stage in layers.stages])
     return text
 
 
-def _device_map(plan: Plan, layers: Layers, target: ExportTarget, template: Sequence[str]) -> str:
+def _device_map(plan: Plan, layers: PlanLayers, target: ExportTarget, template: Sequence[str]) -> str:
     modules = read_names(template)
     text = device_map(plan, layers, modules)
     placed = [
@@ -78,7 +78,7 @@ def _device_map(plan: Plan, layers: Layers, target: ExportTarget, template: Sequ
     return text
 
 
-def _megatron(plan: Plan, layers: Layers, target: ExportTarget, template: Sequence[str]) -> str:
+def _megatron(plan: Plan, layers: PlanLayers, target: ExportTarget, template: Sequence[str]) -> str:
     """The layout alone on the first line, then the arguments, one per line."""
     layout, positions = megatron.layout_of(layers), len(layers.groups)
     line = megatron.layout_text(layout)
@@ -133,7 +133,7 @@ def _require_same(read: object, written: object) -> None:
         raise AssertionError(f"an export reads as {read}, and was written for {written}")
 
 
-def _notes(plan: Plan, layers: Layers, target: ExportTarget, own_names: bool) -> Iterator[str]:
+def _notes(plan: Plan, layers: PlanLayers, target: ExportTarget, own_names: bool) -> Iterator[str]:
     """What of the plan the target does its own way, for a person."""
     stage = plan.stages[0]
     if target.names and not own_names:

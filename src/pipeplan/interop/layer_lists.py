@@ -1,4 +1,4 @@
-"""Layers per stage as one line, for servers that take such a list, and where each module is, as a ``device_map``."""
+"""PlanLayers per stage as one line, for servers that take such a list, and where each module is, as a ``device_map``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pipeplan.catalog import ExportTarget
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
-from pipeplan.interop.layers import Layers
+from pipeplan.interop.layers import PlanLayers
 
 
-def layer_list(layers: Layers, target: ExportTarget) -> str:
+def layer_list(layers: PlanLayers, target: ExportTarget) -> str:
     """The line, such as ``VLLM_PP_LAYER_PARTITION=6,6,6,6``."""
     assert target.layer_list is not None
     counts = target.separator.join(str(stage.count) for stage in layers.stages)
@@ -49,7 +49,7 @@ def read_names(template: Sequence[str]) -> Names:
     return tuple(template[:at]), (template[at],), tuple(template[at + 1 :])
 
 
-def device_map(plan: Plan, layers: Layers, names: Names) -> str:
+def device_map(plan: Plan, layers: PlanLayers, names: Names) -> str:
     """Module -> device, as JSON. Raises UsageError."""
     for number, stage in enumerate(plan.stages):
         if stage.shards * stage.context * stage.expert > 1:
@@ -60,7 +60,7 @@ def device_map(plan: Plan, layers: Layers, names: Names) -> str:
     return json.dumps(dict(_modules(layers, names)), indent=2) + "\n"
 
 
-def _modules(layers: Layers, names: Names) -> list[tuple[str, int]]:
+def _modules(layers: PlanLayers, names: Names) -> list[tuple[str, int]]:
     """Each module and the first device of its rank; what no block says is with the layer beside it."""
     beginning, (layer,), end = names
     devices = [layers.groups[rank][0] for rank in layers.ranks]

@@ -32,7 +32,7 @@ class StageLayers:
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class PlanLayers:
     """A model's layers by stage, [stage] the rank that runs it, and [rank] its devices."""
 
     stages: tuple[StageLayers, ...]
@@ -41,7 +41,7 @@ class Layers:
 
     @property
     def count(self) -> int:
-        """Layers of the model."""
+        """PlanLayers of the model."""
         return sum(stage.count for stage in self.stages)
 
     @property
@@ -50,7 +50,7 @@ class Layers:
         return len(self.stages) // len(self.groups)
 
 
-def layers_of(plan: Plan, target: ExportTarget) -> Layers:
+def layers_of(plan: Plan, target: ExportTarget) -> PlanLayers:
     """The layers of a plan that a target can place as the plan does.
 
     Raises:
@@ -59,7 +59,7 @@ def layers_of(plan: Plan, target: ExportTarget) -> Layers:
     _require_layers(plan, target.title)
     stages = tuple(_by_stage(plan, target.title))
     groups = tuple(dict.fromkeys(stage.devices for stage in plan.stages))
-    found = Layers(stages, tuple(groups.index(stage.devices) for stage in plan.stages), groups)
+    found = PlanLayers(stages, tuple(groups.index(stage.devices) for stage in plan.stages), groups)
     _require_apart(plan, found, target.title)
     if target.placements is not None:
         _require_placed(found.ranks, target)
@@ -136,7 +136,7 @@ def _require_blocks(number: int, stage: Stage, title: str) -> None:
         raise UsageError(f"{where}.configurations: {title} splits all blocks alike; search with --tp")
 
 
-def _require_apart(plan: Plan, layers: Layers, title: str) -> None:
+def _require_apart(plan: Plan, layers: PlanLayers, title: str) -> None:
     """Refuse ranks that share devices. Raises UsageError."""
     taken: dict[int, int] = {}
     for number, stage in enumerate(plan.stages):

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
-from pipeplan.interop.layers import Layers
+from pipeplan.interop.layers import PlanLayers
 from pipeplan.workload.action import Action, StateAction
 
 EMBEDDING, LAYER, PREDICTION, LOSS = "EtmL"
@@ -89,7 +89,7 @@ def _short(stage: str) -> str:
     return "".join(f"{letter}*{count}" if count > 2 else letter * count for letter, count in runs)
 
 
-def layout_of(layers: Layers) -> Layout:
+def layout_of(layers: PlanLayers) -> Layout:
     """The layout of a plan's layers; Megatron-LM always has an embedding and a loss."""
     stages = [LAYER * stage.count for stage in layers.stages]
     stages[0] = EMBEDDING + stages[0]
@@ -125,7 +125,7 @@ def order(positions: int, chunks: int, microbatches: int, group: int, rank: int)
     yield from backwards[len(steps) - ahead :]
 
 
-def group_size(plan: Plan, layers: Layers) -> int:
+def group_size(plan: Plan, layers: PlanLayers) -> int:
     """Micro-batches that go through a chunk one after another in the order that the plan has.
 
     Raises:

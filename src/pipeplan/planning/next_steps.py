@@ -211,9 +211,7 @@ _TRAINABLE = (None, "fp32", "bf16", "bf16-autocast")
 def cannot_train(plan: Plan) -> list[str]:
     """What of a plan ``pipeplan run`` can replay, but not train with yet, in words."""
     stages, recipe = plan.workload.stages, plan.recipe
-    level = max((stage.zero for stage in stages if stage.sharers > 1), default=0)
-    lacks = [f"ZeRO {level}"] if level else []
-    lacks += ["shared sequences"] if any(stage.context > 1 for stage in stages) else []
+    lacks = ["shared sequences"] if any(stage.context > 1 for stage in stages) else []
     lacks += ["shared experts"] if any(stage.expert > 1 for stage in stages) else []
     if recipe is not None and not recipe.is_custom and recipe.name not in _TRAINABLE:
         lacks.append(str(recipe.name))
@@ -223,10 +221,6 @@ def cannot_train(plan: Plan) -> list[str]:
 def _to_train(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
     """Without what only plans can do yet, where nobody asked for that and something may fit without."""
     stages, lacks = simulation.workload.stages, list[tuple[str, str]]()
-    if any(stage.sharers > 1 for stage in stages):
-        if request.zero is not None or not has_table(request):
-            return
-        lacks.append(("--zero 0", "divide state"))
     if any(stage.context > 1 for stage in stages):
         if request.context is not None or isinstance(request.placement, Placement):
             return

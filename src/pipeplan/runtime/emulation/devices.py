@@ -143,9 +143,10 @@ class EmulatedRunner:
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Rows, made at the end. Agreeing with the other devices on the start is part of an action's time."""
         needed = [_stamp(rows) for given in inputs.values() for _, rows in given]
-        exchanged = self.network.exchange(step.counter, step.action)
+        exchanged = 0 if step.part else self.network.exchange(step.counter, step.action)
         start_ns = self.group.latest(max([self.pace.free_ns(), *needed, exchanged]))
-        self.network.begin(step.action, start_ns)
+        # an action that waited inside is from then on as far as if it had begun that much later
+        self.network.begin(step.action, start_ns - self.pace.stretched(_begin_ns(self.plan, step)))
         end_ns = start_ns + self.pace.stretched(_duration_ns(self.plan, step))
         made = self._made(step, end_ns)
         self.pace.until(end_ns)
@@ -157,6 +158,11 @@ class EmulatedRunner:
             for name in self.tensors[message]:
                 found[own][name] = _stamped(self.specs[name].of(len(own)), at_ns)
         return found
+
+
+def _begin_ns(plan: Plan, step: ProgramStep) -> int:
+    """When a part begins, in ns since its action does without waiting inside."""
+    return plan.operation(step.action.operation).begin_ns(step.part) if step.part else 0
 
 
 def _duration_ns(plan: Plan, step: ProgramStep) -> int:

@@ -205,14 +205,6 @@ class TrainOptions(RunOptions):
         }
 
 
-_DIVIDED = {
-    1: "the optimizer's state",
-    2: "the optimizer's state and gradients",
-    3: "the optimizer's state, gradients and parameters",
-}
-"""{ZeRO level: what replicas divide}."""
-
-
 def settled(options: RunOptions, plan: Plan) -> RunOptions:
     """The options with what the plan says where they leave it open.
 
@@ -232,14 +224,6 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
             f"stages[{spread}] of the plan has expert {plan.stages[spread].expert}: so many devices share the experts "
             "of its blocks (expert parallelism), which run cannot do yet; search for a plan without, or replay this "
             "one with --emulate"
-        )
-    sharded = next((number for number, stage in enumerate(plan.stages) if stage.sharers > 1), None)
-    if sharded is not None and isinstance(options, TrainOptions):
-        stage = plan.stages[sharded]
-        raise UsageError(
-            f"stages[{sharded}] of the plan has zero {stage.zero}: {stage.sharers} replicas divide "
-            f"{_DIVIDED[stage.zero]}, which run cannot do yet; search with --zero 0 for a plan to train with, or "
-            "replay this one with --emulate"
         )
     return options.by_plan(plan) if isinstance(options, TrainOptions) else options
 
