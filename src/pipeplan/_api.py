@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from pipeplan.files import write_text as write_text
     from pipeplan.files.recipe import GradientDtype
     from pipeplan.interop.export import Export as Export
+    from pipeplan.interop.export import export_targets as export_targets
     from pipeplan.interop.settings import trainer_settings as trainer_settings
     from pipeplan.partition.strategies import STRATEGIES as STRATEGIES
     from pipeplan.planning.build_plan import Result as Result
@@ -76,7 +77,7 @@ _PARTS = {
         *("read_cluster", "read_placement", "read_plan", "read_profile", "require_writable"),
         *("to_json", "write_elsewhere", "write_file", "write_text"),
     ),
-    "pipeplan.interop.export": ("Export",),
+    "pipeplan.interop.export": ("Export", "export_targets"),
     "pipeplan.interop.settings": ("trainer_settings",),
     "pipeplan.partition.strategies": ("STRATEGIES",),
     "pipeplan.planning.build_plan": ("Result",),
@@ -419,14 +420,11 @@ def last_checkpoint(folder: str) -> int | None:
 
 
 def known_names(
-    kind: Literal[
-        "schedulers", "placements", "planners", "models", "examples", "devices", "rules", "recipes", "targets"
-    ],
+    kind: Literal["schedulers", "placements", "planners", "models", "examples", "devices", "rules", "recipes"],
 ) -> list[str]:
     """What the command line completes: names of one kind, from the catalog and the planner's tables, without torch."""
     from pipeplan.catalog import configurations, names, running_models
     from pipeplan.examples import SHAPES
-    from pipeplan.interop.export import export_targets
     from pipeplan.partition.strategies import STRATEGIES
     from pipeplan.planning.planners import EVERY_PLANNER, PLANNERS
     from pipeplan.schedule.classic import CLASSIC
@@ -436,7 +434,6 @@ def known_names(
         "placements": ["auto", "all", *STRATEGIES],
         "planners": ["auto", EVERY_PLANNER, *PLANNERS],
         "models": [*running_models(), *configurations()],
-        "targets": export_targets(),
         "examples": [*(f"shape-{name}" for name in SHAPES), *chain.from_iterable(example_names().values())],
     }
     return tables.get(kind) or list(names(kind))

@@ -1,4 +1,4 @@
-"""PlanLayers per stage as one line, for servers that take such a list, and where each module is, as a ``device_map``."""
+"""Layers per stage as one line, for servers that take such a list, and where each module is, as a ``device_map``."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class PlanLayers:
 
     @property
     def count(self) -> int:
-        """PlanLayers of the model."""
+        """Layers of the model."""
         return sum(stage.count for stage in self.stages)
 
     @property
