@@ -124,7 +124,7 @@ def megatron_zero(stage: Stage) -> list[str]:
 
 
 def _uniform(workload: Workload, target: str) -> tuple[Stage | None, str]:
-    """A stage that stands for all; or none, and why there is none."""
+    """A stage that represents all stages; or none, and the reason."""
     able = export_target(target)
     stages = workload.stages
     splits = {(each.shards, each.context, each.expert, each.replicas, each.zero, each.zero_group) for each in stages}
@@ -148,7 +148,7 @@ def _zero_group(stage: Stage) -> int:
 
 
 def _recomputation(workload: Workload, full: Sequence[str], selective: Sequence[str]) -> list[str]:
-    """The settings that all blocks have in common, or that there are none."""
+    """The settings that all blocks share, or a line that there are none."""
     found = set[object]()
     for stage in workload.stages:
         found.update(stage.recompute if isinstance(stage.recompute, tuple) else [stage.recompute])
