@@ -168,7 +168,7 @@ def main() -> None:
         for devices, name, found, seconds in rows_of(family, asked.limit, asked.kept):
             ours = found["Tessel"]
             cells = [
-                "out of memory" if each is None else f"{each.iteration_ns / 1e9:.2f} s ({each.layout})"
+                "none found" if each is None else f"{each.iteration_ns / 1e9:.2f} s ({each.layout})"
                 for each in found.values()
             ]
             ratios = [ratio(found[side], ours) for side in ("1F1B", "1F1B of stages", "1F1B+")]
