@@ -198,6 +198,8 @@ class Plan(File):
         for device in found.get("devices", ()):
             if not device.get("reserve_bytes"):
                 device.pop("reserve_bytes", None)
+            if not device.get("contention"):
+                device.pop("contention", None)
         for stage in found.get("stages", ()):
             for key in ("step_ns", "gather_ns", "zero", "zero_group", "buckets", *_EXCHANGE):
                 if not stage.get(key):

@@ -25,6 +25,7 @@ from pipeplan.partition.baselines import num_to_split
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.recomputation import choices_of
 from pipeplan.planning.alternatives import explained
+from pipeplan.planning.block_splits import OneStage, SplitFinalists
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
 from pipeplan.planning.candidates import (
     LARGE,
@@ -756,10 +757,12 @@ STEPS: tuple[SearchStep, ...] = (
     StageGraphs(),
     PublishedPlanners(),
     StageWays(),
+    OneStage(),
     FirstLook(),
     SearchCandidates(),
     BackwardWays(),
     *SCHEDULE_STEPS,
+    SplitFinalists(),
     EaseRecomputation(),
     EaseSharding(),
     SliceForwards(),

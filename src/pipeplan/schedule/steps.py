@@ -353,7 +353,7 @@ class LastWeightGradients(ScheduleStep):
     @staticmethod
     def _ends(graph: TaskGraph, candidate: ScheduleCandidate) -> tuple[int, int]:
         """Of the last device, and all devices' together, which says whether one that is not the last is better."""
-        _, tail = best_tail(graph.workload, graph.last_ends(candidate.starts), graph.busy(candidate.starts))
+        _, tail = best_tail(graph.workload, graph.last_ends(candidate.starts), graph.exchanged(candidate.starts))
         return tail.iteration_ns, sum(tail.ended_ns)
 
     def _orders(self, state: SearchState, order: Sequence[int]) -> Iterator[list[int]]:
