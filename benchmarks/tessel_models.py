@@ -96,6 +96,8 @@ def searched(name: str, devices: int, side: str, seconds: float) -> Found | None
         "slices": 0,
         **SIDES[side],
     }
+    if side == "1F1B+" and "mt5" in name:  # its encoder stands beside the decoder's embedding: in a line
+        flags["placement"] = "sequential"
     depths = [2**power for power in range(1, devices.bit_length())]
     asked = [{**flags, "pp": depth} for depth in depths] if flags.get("pp") == "each" else [flags]
     plans = []
