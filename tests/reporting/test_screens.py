@@ -183,6 +183,8 @@ PLANS = {
     "chain": cache(lambda: chain_plan(4, 8, repetend=True, memory_bytes=4500)),
     "no limit": cache(lambda: chain_plan(4, 8, split=(10, 10))),
     "large": cache(lambda: wide_plan((64, 128, 64), memory_bytes=10**6)),
+    "64 devices": cache(lambda: chain_plan(64, 8, memory_bytes=10**6)),
+    "1,024 devices": cache(lambda: wide_plan((256, 256, 256, 256), memory_bytes=10**6)),
 }
 
 
@@ -191,9 +193,20 @@ PLANS = {
 def test_the_answer_has_ten_lines(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = answer(PLANS[name](), width, monkeypatch, timed_out=True)
     assert lines[-1] == ""
-    assert len(lines) - 1 <= LINES + (2 if width < 80 else 0)
+    assert LINES == 10
+    assert len(lines) - 1 <= 10 + (2 if width < 80 else 0)
     names = [line.split()[0] for line in lines[1:-1] if re.match("[a-z]+  ", line)]
     assert names == ["plan", "speed", "bound", "memory", "idle", "next"]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("name", ["chain", "64 devices", "1,024 devices"])
+def test_the_first_screen_fits_on_a_screen(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4, 64 and 1,024 devices: ten lines, then at most eight rows of the timeline between two lines about it."""
+    simulation = simulate(PLANS[name]())
+    answered = answer(PLANS[name](), width, monkeypatch, timed_out=True)
+    timeline = lines_of(print_timeline, simulation, width=width, monkeypatch=monkeypatch)
+    assert len(answered) + len(timeline) <= 24
 
 
 def test_the_answer_says_what_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:

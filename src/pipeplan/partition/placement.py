@@ -239,7 +239,7 @@ def _limits(
 
 
 def _held_by(everywhere: Sequence[StageCost]) -> int:
-    """Bytes that blocks which stand on all devices take on each."""
+    """Bytes that blocks on all devices take on each of them."""
     together = reduce(add, everywhere, StageCost(0, 0))
     return together.static_bytes + together.activation_bytes
 
@@ -315,7 +315,7 @@ def _cut(chain: Chain, allowed: Allowed) -> tuple[int, ...]:
 def _too_big(
     chain: Chain, begins: Sequence[int], order: Sequence[str], device: int, num_routes: int, beside: int
 ) -> InfeasibleError:
-    """The error for the device that misses most; ``beside`` is what blocks that stand everywhere take."""
+    """The error for the device that lacks most; ``beside`` is what blocks on all devices take."""
     stages = [stage for stage, where in enumerate(chain.devices) if where == device]
     held = [
         f"stage {stage} ({order[begin]}{f' .. {order[end - 1]}' if end - begin > 1 else ''})"

@@ -69,7 +69,7 @@ def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> It
 
 
 def _costs(block: Block, size: int, split: tuple[int, int, int], recomputes: Sequence[Again]) -> Iterator[CostRow]:
-    """With so many samples, shards, parts of sequences, and devices that share experts, and each recomputation."""
+    """With these numbers of samples, shards, sequence parts and devices that share experts, for each recomputation."""
     shards, context, expert = split
     for recompute in dict.fromkeys(asked_again([block], each)[0] for each in recomputes):
         try:
@@ -129,7 +129,7 @@ def _longest_way(profile: Profile, alone: Mapping[str, int]) -> int:
 
 
 def _is_chain(profile: Profile) -> bool:
-    """Whether every block waits for the one before it, whatever else it waits for."""
+    """Whether every block waits for the one before it, possibly among others."""
     edges = {(edge.source, edge.target) for edge in profile.edges}
     ids = [block.id for block in profile.blocks]
     return all(pair in edges for pair in zip(ids, ids[1:], strict=False))

@@ -264,7 +264,7 @@ class Request:
 
     @property
     def stated_profile(self) -> Profile:
-        """The profile as it stands in its file, whose fingerprint plans have."""
+        """The profile as it is in its file, whose fingerprint plans carry."""
         return self.stated or self.profile
 
     @property
@@ -276,7 +276,7 @@ class Request:
         return (self, *(replace(self, auto_level=level) for level in range(self.auto_level + 1, most + 1)))
 
     def sharing(self, replicas: int) -> Zero | None:
-        """What so many replicas of a stage divide; None where there cannot be so many, as groups do not divide them."""
+        """What this many replicas of a stage share out; None if groups do not divide their number."""
         if replicas == 1 or self.zero in (None, 0):
             return WHOLE
         group = self.zero_group or replicas
@@ -434,7 +434,7 @@ class Request:
 
 
 class AskedSizes(NamedTuple):
-    """How many devices split each block, share each sequence, stand in turn, are copies; None where that is open."""
+    """How many devices split each block, share each sequence, follow each other, are copies; None if open."""
 
     shards: int | None = None
     context: int | None = None
@@ -494,7 +494,7 @@ def _require_context(
 def _require_shards(
     profile: Profile, placement: Placement | str, num_devices: int, asked: AskedSizes, spread: bool | None
 ) -> None:
-    """That every block can be split over so many devices. Raises UsageError, which says over how many it can."""
+    """Check that every block can be split over this many devices. Raises UsageError with the numbers that work."""
     shards, context = asked.shards or 1, asked.context or 1
     if shards == 1:
         return
@@ -531,7 +531,7 @@ def _require_experts(
     expert: int,
     others: Mapping[str, Any],
 ) -> None:
-    """That experts can be shared by so many devices. Raises UsageError, which says by how many they can."""
+    """Check that this many devices can share experts. Raises UsageError, which lists the numbers that work."""
     flag = f"--ep {expert}"
     if expert == 1:
         return
@@ -592,7 +592,7 @@ def _require_positions(profile: Profile, placement: Placement | str, num_devices
 
 
 def _other_shards(profile: Profile, common: Sequence[int], shards: int) -> str:
-    """What to do where blocks have no costs for so many shards."""
+    """What to do if blocks have no costs for that number of shards."""
     remedy = splitting_remedy(profile, [shards])
     if remedy is None:
         heads = math.gcd(*(block.dimensions["heads"] for block in profile.blocks if "heads" in block.dimensions))
@@ -776,10 +776,10 @@ def _count(profile: Profile, num_devices: int | None) -> int:
 
 
 ALL = "all"
-"""What asks for all strategies, whatever placement the profile has."""
+"""The name that requests all strategies, whatever placement the profile has."""
 
 SUBMODULES = "submodules"
-"""What stands for a strategy where the rules place each submodule by one of its own."""
+"""The name in place of a strategy if the rules place each submodule by its own."""
 
 
 def strategy_of(rules: Rules | None) -> str | None:

@@ -265,7 +265,7 @@ def _word(text: str) -> str:
 
 
 def _listed(value: object) -> object:
-    """What may stand without a list where it is alone."""
+    """A value that may be given without a list if it is alone."""
     return value if isinstance(value, list | tuple) else [value]
 
 
@@ -417,7 +417,7 @@ def naming(rules: Rules) -> Iterator[None]:
 
 
 def _require_different(key: str, named: Sequence[object]) -> None:
-    """Nothing is named twice, so that its settings are said in one place."""
+    """No name occurs twice, so that its settings are in one place."""
     for index, each in enumerate(named):
         if each in named[:index]:
             raise TableError(f"{key}: there are rules for {shown(each)} twice; put them into one table [[{key}]]")

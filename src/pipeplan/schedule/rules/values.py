@@ -53,7 +53,7 @@ class TableError(ValueError):
 
 @dataclass(config=BY_NAME, frozen=True)
 class Stated:
-    """Base of all; ``text_key`` is the key that a text in place of a table stands for."""
+    """Base class; ``text_key`` is the key that a plain text in place of a table sets."""
 
     text_key: ClassVar[str] = ""
 
@@ -98,7 +98,7 @@ def usage_errors(cls: _Class) -> _Class:
 
 
 def says(remedy: str) -> WrapValidator:
-    """What to write where a value is not of its type; what is wrong with a text itself is said as it is."""
+    """What to write if a value is not of its type; errors in a text itself are passed through."""
 
     def read(value: object, validate: Callable[[object], object]) -> object:
         try:
