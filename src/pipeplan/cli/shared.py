@@ -71,7 +71,7 @@ class OneOf(click.Choice[str]):
     """One of some names; of one that is not known it asks which is meant."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        """That it is none of them, with near matches or all names."""
+        """A message that it is none of them, with near matches or all names."""
         return f"{value!r} is not known; {choose_from(str(value), list(map(str, self.choices)))}"
 
 

@@ -574,7 +574,7 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
     }
     if strategy == SUBMODULES:
         assert request.rules is not None  # choose_placement
-        submodules = submodules_of(request.rules, request.num_devices // choice.replicas)
+        submodules = submodules_of(request.rules, request.num_devices // choice.replicas, batch.microbatch_size)
         placement = place_submodules(request.profile, submodules, request.num_devices, **how)
     elif batch.num_microbatches % 2 and STRATEGIES[strategy].two_ways:
         raise UsageError(

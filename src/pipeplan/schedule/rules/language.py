@@ -42,6 +42,7 @@ from pipeplan.schedule.rules.values import (
     CountFromOne,
     CountFromZero,
     Limit,
+    Samples,
     Stated,
     TableError,
     fields_of,
@@ -237,7 +238,8 @@ class SubmoduleRules(Settings):
     """Settings of the stages whose first block's name matches a pattern such as ``image.*`` (FlexPipe's modalities).
 
     ``placement``, ``chunks`` and ``devices`` (the first, and the one after the last) say where they stand, where the
-    rules place the model.
+    rules place the model, and ``microbatch_size`` how many samples each of their micro-batches has (FlexPipe's ``mbs``
+    of a modality, its replicas together); None is the plan's. What comes after several submodules has the plan's.
     """
 
     text_key: ClassVar[str] = "blocks"
@@ -246,11 +248,13 @@ class SubmoduleRules(Settings):
     placement: Name | None = None
     chunks: Chunks = None
     devices: Range | None = None
+    microbatch_size: Samples | None = None
 
     def __post_init__(self) -> None:
         _require_placement(self.chunks, self.placement)
-        if self.devices is not None and self.placement is None:
-            raise TableError("devices is for the placement of the submodule; give it one, or leave out devices")
+        for key in ("devices", "microbatch_size"):
+            if getattr(self, key) is not None and self.placement is None:
+                raise TableError(f"{key} is for the placement of the submodule; give it one, or leave out {key}")
 
 
 def _require_placement(chunks: int | None, placement: str | None) -> None:
