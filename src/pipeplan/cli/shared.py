@@ -183,6 +183,7 @@ DEVICE = KnownNames(lambda: _api.known_names("devices"))
 MEASURED_DEVICE = KnownNames(lambda: ["cpu", "cuda", *_api.known_names("devices")])
 PLANNER = KnownNames(lambda: _api.known_names("planners"))
 RULES = KnownNames(lambda: _api.known_names("rules"), files=True)
+TARGET = KnownNames(lambda: _api.export_targets())
 
 RULES_OPTION = partial(click.option, "--rules", "rules_path", type=RULES, metavar="FILE|NAME|pkg.mod:name")
 SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, help="Random seed.")
