@@ -219,6 +219,7 @@ def solve_pattern(
     last entry is a proved lower bound of it in ns. ``max_span`` bounds how many micro-batches the repetend reaches
     over (Tessel's N_R), each device having a window of its own.
     """
+    load_solver()
     from ortools.sat.python import cp_model
 
     if max(*problem.durations, unroll * max(problem.work)) > repetend or (max_span or unroll) < unroll:
