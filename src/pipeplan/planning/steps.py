@@ -25,7 +25,7 @@ from pipeplan.partition.baselines import num_to_split
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.recomputation import choices_of
 from pipeplan.planning.alternatives import explained
-from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
+from pipeplan.planning.build_plan import CandidateCounts, Result, planned, sharing_left_out, slices_left_out
 from pipeplan.planning.candidates import (
     LARGE,
     UNDIVIDED,
@@ -846,7 +846,11 @@ def search_plan(
         placement_lower_bound_ns=proved,
         candidates=counts,
         timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
-        notes=(*dict.fromkeys(notes), *slices_left_out(request, schedule.workload, "what was found does not fit so")),
+        notes=(
+            *dict.fromkeys(notes),
+            *slices_left_out(request, schedule.workload, "what was found does not fit so"),
+            *sharing_left_out(request, schedule.workload),
+        ),
         explanation=explained(search) if explain else None,
         sizes_left=_sizes_left(search) if counts.left else (),
         request=request,

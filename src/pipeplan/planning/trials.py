@@ -423,8 +423,8 @@ class PlanSearch:
     are not tried or were given up. ``sizes`` are the micro-batches per replica that were looked at. ``finalists`` are
     the trials with a schedule at the end, best first. ``notes`` say what went wrong, ``made`` is the plan that was made
     last, by which it is known how long that takes: that much time is reserved for it. ``making_seconds`` is what
-    making plans has taken; the first was ``given_up`` if there was no time. The ``spare`` trial is for want of any other: its replicas divide more than they do by
-    default.
+    making plans has taken; the first was ``given_up`` if there was no time. The ``spare`` trial is for want of any
+    other: its replicas divide more than they do by default.
     """
 
     request: Request

@@ -24,7 +24,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from pipeplan.graphs import longest_paths
-from pipeplan.schedule.cpsat.solver import Answer, Budget, solve
+from pipeplan.schedule.cpsat.solver import Answer, Budget, load_solver, solve
 from pipeplan.schedule.modulo import modulo_schedule
 from pipeplan.schedule.pattern import Pattern, one_after_another, sequential_time
 from pipeplan.time_limit import checked
