@@ -153,6 +153,13 @@ Form = dict[str, Any]
 SAID_ONLY = WRITTEN_WHERE_SAID
 """Marks a key that files and canonical texts leave out where it has its default: one that came within a version."""
 
+
+def said_only(default: object, description: str, **bounds: float) -> Any:
+    """The field of such a key, which pydantic leaves out by itself."""
+    extra: Any = {"json_schema_extra": {SAID_ONLY: True}, "exclude_if": lambda value: value == default}
+    return Field(description=description, **extra, **bounds)
+
+
 _Place = tuple[str | int, ...]
 
 _JSON_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
