@@ -109,7 +109,11 @@ class File(FileModel, Displayed):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy; with changes it is no longer what was read."""
         copied = super().model_copy(update=update, deep=deep)
-        return copied.read_as("") if update else copied
+        if not update:
+            return copied
+        for derived in copied.__dict__.keys() - type(copied).model_fields.keys() - {"where"}:
+            del copied.__dict__[derived]
+        return copied.read_as("")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -481,6 +482,19 @@ class Profile(File):
     def __repr__(self) -> str:
         sizes = ", ".join(map(str, self.microbatch_sizes)) or "none in common"
         return f"<Profile {self.name!r}: {len(self.blocks)} blocks, micro-batch sizes {sizes}>"
+
+    @cached_property
+    def by_id(self) -> dict[str, Block]:
+        """{id: block}"""
+        return {block.id: block for block in self.blocks}
+
+    @cached_property
+    def edges_into(self) -> dict[str, list[Edge]]:
+        """{block: the edges that lead to it}; blocks without any are left out."""
+        found: dict[str, list[Edge]] = {}
+        for edge in self.edges:
+            found.setdefault(edge.target, []).append(edge)
+        return found
 
     def topological_order(self) -> tuple[str, ...]:
         """Block ids such that every edge points forward, keeping the file's order where it can.
