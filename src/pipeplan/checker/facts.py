@@ -498,14 +498,12 @@ def _sums(facts: Facts, gradients: Sequence[int]) -> list[_Job]:
 
 def _on_networks(jobs: Sequence[_Job], num_devices: int) -> list[int]:
     """[device] when its network has ended what is given, each job after those before it that share a device."""
-    ends: list[int] = []
-    for number, (ready, takes, devices) in enumerate(jobs):
-        before = (end for end, other in zip(ends, jobs[:number], strict=True) if not devices.isdisjoint(other[2]))
-        ends.append(max([ready, *before]) + takes)
-    return [
-        max((end for end, job in zip(ends, jobs, strict=True) if device in job[2]), default=0)
-        for device in range(num_devices)
-    ]
+    ends = [0] * num_devices
+    for ready, takes, devices in jobs:
+        end = max(ready, *(ends[device] for device in devices)) + takes
+        for device in devices:
+            ends[device] = end
+    return ends
 
 
 def _bubble_rate_span(facts: Facts, busy: list[int]) -> float:
