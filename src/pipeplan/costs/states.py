@@ -16,6 +16,7 @@ from pipeplan.costs.communication import Exchange, price_of_groups
 from pipeplan.costs.recipes import expert_state_of, running_bytes, state_of
 from pipeplan.costs.zero import GATHERED, IN_ACTIONS, Exchanging, Experts, Zero, cuts
 from pipeplan.files import Block, Recipe
+from pipeplan.time_limit import checked
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS
 
 Bytes = NDArray[np.int64]
@@ -41,9 +42,9 @@ class States:
     def of(cls, blocks: Sequence[Block], recipe: Recipe) -> States:
         """Of these blocks. Raises UsageError if the catalog has no such recipe."""
         has = [bool(block.expert_parameters) for block in blocks]
-        whole = [state_of(block, recipe) for block in blocks]
-        own = [expert_state_of(block, recipe) * each for block, each in zip(blocks, has, strict=True)]
-        running = [running_bytes(block, recipe) for block in blocks]
+        whole = [state_of(block, recipe) for block in checked(blocks)]
+        own = [expert_state_of(block, recipe) * each for block, each in checked(zip(blocks, has, strict=True))]
+        running = [running_bytes(block, recipe) for block in checked(blocks)]
         cast = [
             total * block.expert_parameters // (block.parameters + block.frozen_parameters) if each else 0
             for block, total, each in zip(blocks, running, has, strict=True)
@@ -54,8 +55,8 @@ class States:
 
         return cls(
             recipe,
-            table([[state[kind] for kind in STATE_KINDS] for state in whole]),
-            table([[state[kind] for kind in STATE_KINDS] for state in own]),
+            table([[state[kind] for kind in STATE_KINDS] for state in checked(whole)]),
+            table([[state[kind] for kind in STATE_KINDS] for state in checked(own)]),
             np.array(running, dtype=np.int64),
             np.array(cast, dtype=np.int64),
         )
