@@ -58,7 +58,6 @@ if TYPE_CHECKING:
     from pipeplan.runtime.training.options import RunOutcome as RunOutcome
     from pipeplan.runtime.training.options import TrainOptions as TrainOptions
     from pipeplan.schedule.rules import Rules as Rules
-    from pipeplan.schedule.rules.language import read_rules as read_rules
     from pipeplan.schedule.rules.language import to_toml as to_toml
     from pipeplan.schedule.state import Progress as Progress
     from pipeplan.simulator.simulation import Simulation as Simulation
@@ -87,7 +86,7 @@ _PARTS = {
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
     "pipeplan.runtime.training.options": ("RunOutcome", "TrainOptions"),
     "pipeplan.schedule.rules": ("Rules",),
-    "pipeplan.schedule.rules.language": ("read_rules", "to_toml"),
+    "pipeplan.schedule.rules.language": ("to_toml",),
     "pipeplan.simulator.simulation": ("Simulation",),
     "pipeplan.time_limit": ("Limit",),
 }
@@ -432,6 +431,24 @@ def known_names(
         "examples": [*(f"shape-{name}" for name in SHAPES), *chain.from_iterable(example_names().values())],
     }
     return tables.get(kind) or list(names(kind))
+
+
+def named_rules(where: str) -> Rules:
+    """The rules that a user names: by ``pkg.mod:name``, which is imported, by their file, or as the catalog does.
+
+    ``name`` is a set of rules, or a function without arguments that returns one.
+
+    Raises:
+        UsageError: the module is not there or fails, or has no rules of that name; the file is not there or has none.
+    """
+    from pipeplan.runtime.models.given_names import instance_at
+    from pipeplan.schedule.rules import Rules
+    from pipeplan.schedule.rules.language import read_rules
+
+    if ":" not in where or os.path.exists(where) or where.endswith(".toml"):
+        return read_rules(where)
+    found = instance_at(where, "--rules", Rules, "such as Rules(checks=({name},))")
+    return found.but(name=where.partition(":")[2][:256]) if found.name == Rules.name else found
 
 
 def require_model(name: str) -> None:

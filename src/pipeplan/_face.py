@@ -283,7 +283,8 @@ def search(
         deterministic: ``time_limit`` counts work instead of seconds, so that the same seed gives the same plan on any
             machine; a busy one takes longer.
         scheduler: ``"auto"``, ``"repetend"``, ``"rules"`` or a classic schedule such as ``"1f1b"``.
-        rules: for the scheduler ``"rules"``: :class:`Rules`, the name of a built-in set, or the path of a TOML file.
+        rules: for the scheduler ``"rules"``: :class:`Rules`, the name of a built-in set, the path of a TOML file, or
+            ``pkg.mod:name``, which is imported.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
             (``scheduler="rules"`` without ``rules``). They import your main module, so guard what it runs with
             ``if __name__ == "__main__"``.
@@ -441,8 +442,8 @@ def compare(
 
     Args:
         profile: see :func:`search`, as for every argument not listed here.
-        rules: a schedule to add to the known ones: :class:`Rules`, the name of a built-in set, or the path of a TOML
-            file.
+        rules: a schedule to add to the known ones: :class:`Rules`, the name of a built-in set, the path of a TOML
+            file, or ``pkg.mod:name``.
 
     Returns:
         ``.rows``, best first, with those that do not fit in memory last; ``.missing`` schedules, with the reason for

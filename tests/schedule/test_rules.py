@@ -266,7 +266,9 @@ def test_a_stage_order_that_chooses_something_else_is_refused() -> None:
     def another(state: State, candidates: Sequence[ReadyAction]) -> ReadyAction:
         return ReadyAction(0, "F", 0, 7, 7)
 
-    with pytest.raises(UsageError, match=r"device 0 chose ReadyAction.* none of those it was given"):
+    with pytest.raises(
+        UsageError, match=r"another chose ReadyAction.* on device 0, which is none of those it was given"
+    ):
         texts(chain_workload(1, 2), Rules(forward=StageTraversal(another)))
 
 

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 @click.option(
     "--scheduler", type=SCHEDULER, default="auto", metavar="NAME", help="auto, repetend, rules, or a classic schedule."
 )
-@RULES_OPTION(help="Scheduling rules: a TOML file or the name of a built-in set.  [default: all built-in sets]")
+@RULES_OPTION(
+    help="Scheduling rules: a TOML file, the name of a built-in set, or Rules of a module that is imported, with "
+    "functions of yours.  [default: all built-in sets]"
+)
 @click.option(
     "--workers",
     type=click.IntRange(min=1),
@@ -179,7 +182,7 @@ def _print_result(
 
 @click.command("compare")
 @planning_options
-@RULES_OPTION(help="Rules to add to the comparison: a TOML file or the name of a built-in set.")
+@RULES_OPTION(help="Rules to add to the comparison: a TOML file, the name of a built-in set, or Rules of a module.")
 def compare_command(as_json: bool, **flags: Any) -> None:
     """Time every classic schedule that applies to PROFILE, search for a better one, and list them best first.
 

@@ -184,7 +184,7 @@ MEASURED_DEVICE = KnownNames(lambda: ["cpu", "cuda", *_api.known_names("devices"
 PLANNER = KnownNames(lambda: _api.known_names("planners"))
 RULES = KnownNames(lambda: _api.known_names("rules"), files=True)
 
-RULES_OPTION = partial(click.option, "--rules", "rules_path", type=RULES, metavar="FILE|NAME")
+RULES_OPTION = partial(click.option, "--rules", "rules_path", type=RULES, metavar="FILE|NAME|pkg.mod:name")
 SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, help="Random seed.")
 SEQUENCE = click.option(
     "--sequence", type=click.IntRange(min=1), help="Sequence length, for zoo models and configurations."
@@ -464,8 +464,8 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
 
 
 def given_rules(given: Any) -> Rules | None:
-    """Rules that are named, by their file too, or that Python has already. Raises UsageError."""
-    return _api.read_rules(given) if isinstance(given, str) else given
+    """Rules that are named, by their file or module too, or that Python has already. Raises UsageError."""
+    return _api.named_rules(given) if isinstance(given, str) else given
 
 
 def given_file(kind: Literal["profile", "cluster", "plan"], given: Any) -> Any:

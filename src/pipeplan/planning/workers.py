@@ -42,6 +42,10 @@ class Given(Generic[Item, Found]):
     suspect: bool = False
 
 
+_UNSENDABLE = (pickle.PicklingError, AttributeError, TypeError)
+"""What pickle raises, of a function that no module has under its name, say."""
+
+
 @dataclass(slots=True)
 class Ahead(Generic[Item, Found]):
     """What does ``work`` with items ahead: of so many at once, by an executor that ``renew`` makes, also anew.
@@ -65,8 +69,13 @@ class Ahead(Generic[Item, Found]):
     _closed: bool = False
 
     def __post_init__(self) -> None:
-        self._told = pickle.dumps(tuple(self.known))
-        self._renewed()
+        try:
+            self._told = pickle.dumps(tuple(self.known))
+        except _UNSENDABLE as error:
+            self.notes.append(f"workers cannot be sent all that is asked for ({error}): all was done without them")
+            self._closed = True
+        else:
+            self._renewed()
 
     def end(self) -> None:
         """Give nothing away any more, and end the workers that were made for this."""
@@ -141,7 +150,7 @@ class Ahead(Generic[Item, Found]):
     def _give(self, given: Given[Item, Found]) -> None:
         try:
             job = _dumps((self.work, given.item, self.left()), self.known)
-        except (pickle.PicklingError, AttributeError, TypeError):
+        except _UNSENDABLE:
             return  # a function of somebody's own, say, which cannot be sent
         try:
             given.future = self._submitted(job)

@@ -15,10 +15,12 @@ from dataclasses import replace
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, TypeVar
 
 from pipeplan.catalog import RUNNING_FAMILIES, configurations, model_sizes
 from pipeplan.errors import UsageError, did_you_mean
+
+_Kind = TypeVar("_Kind")
 
 _CONFIGURATION = re.compile(r"\w+Config\s*(\(.*\))?\s*", re.DOTALL)
 _WITH_ARGUMENTS = re.compile(r"([\w.-]+)\s*(\(.*\))\s*", re.DOTALL)
@@ -119,7 +121,7 @@ def found_at(path: str, what: str) -> object:
         sys.path.insert(0, os.getcwd())
     try:
         return resolve_name(path)
-    except Exception as error:  # whatever the module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever the module raises while it is imported
         hint = _hint(path)
         raise UsageError(
             f"{what} {path!r} cannot be imported: {type(error).__name__}: {error}{hint and f'; {hint}'}"
@@ -143,6 +145,23 @@ def made_by(path: str, what: str, *arguments: Any, **options: Any) -> Any:
         raise
     except Exception as error:
         raise UsageError(f"{what} {path!r}: the factory failed: {type(error).__name__}: {error}") from error
+
+
+def instance_at(path: str, what: str, kind: type[_Kind], remedy: str) -> _Kind:
+    """What ``path`` names, or what a function without arguments that it names returns.
+
+    Raises:
+        UsageError: as :func:`found_at`, and where it is not of this kind; ``remedy`` is for other functions and
+            classes, with {name} for theirs.
+    """
+    found = found_at(path, what)
+    if inspect.isfunction(found) and not inspect.signature(found).parameters:
+        found = made_by(path, what)
+    if isinstance(found, kind):
+        return found
+    own = "a function with arguments" if inspect.isroutine(found) else f"a {type(found).__name__}"
+    hint = f", {remedy.format(name=path.partition(':')[2])}" if callable(found) else ""
+    raise UsageError(f"{what} {path!r} is {own}, not {kind.__name__} nor a function that returns them; name some{hint}")
 
 
 def _hint(path: str) -> str:

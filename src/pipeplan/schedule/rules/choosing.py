@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from pipeplan.errors import UsageError
-from pipeplan.schedule.rules.language import ReadyAction, Rules, State
+from pipeplan.schedule.rules.language import ReadyAction, Rules, State, TypeOrder, answer_of, name_of
 from pipeplan.schedule.rules.settings import DeviceSettings, Resolved, Traversal
+from pipeplan.texts import shown
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role, role_of
 from pipeplan.workload.task_graph import TaskGraph
 
@@ -50,6 +51,10 @@ _FORWARD, _BACKWARD = _IN_TURN = "forward", "backward"
 
 _SHARED = "shared"
 """The lane of stages on several devices where they go first. No kind is written as any of these three."""
+
+
+_SERIES = (str, list, tuple)
+"""What a function may name kinds in; a text is one of letters."""
 
 
 def _lane_of(kind: str) -> str:
@@ -247,7 +252,7 @@ class Chooser:
         mine = self._devices[device]
         types = mine.settings.types
         if not isinstance(types.first, str):
-            return self._by_function(device, types.first(self._state, device))
+            return self._by_function(device, self._kinds(types.first, device))
         if len(mine.owed) > mine.settings.weights_late and self._obstacle(mine.owed[0]) is None:
             return mine.owed[0]
         for lane in mine.ordered():
@@ -266,6 +271,16 @@ class Chooser:
         if self._pressed or any(self._queues[x] for x in left):
             return False
         return any(self._obstacle(self._graph.offsets[x + 1] - self._left[x]) is None for x in left)
+
+    def _kinds(self, order: TypeOrder, device: int) -> Sequence[str]:
+        """The kinds that a user's function has a device try, first to last."""
+        kinds = answer_of("order of kinds", order, self._state, device)
+        if not isinstance(kinds, _SERIES) or not all(isinstance(kind, str) for kind in kinds):
+            raise UsageError(
+                f"the order of kinds {name_of(order)} returns {shown(kinds)}; let it return kinds such as 'BF' or "
+                "['B', 'F']"
+            )
+        return kinds
 
     def _by_function(self, device: int, kinds: Sequence[str]) -> int | None:
         mine = self._devices[device]
@@ -291,10 +306,11 @@ class Chooser:
         if not isinstance(direction, str):
             heads = [self._queues[x][0] for x in lane.operations if self._queues[x]]
             allowed = [self.candidate(device, task) for task in heads if self._obstacle(task) is None]
-            chosen = direction(self._state, allowed) if allowed else None
+            chosen = answer_of("order of stages", direction, self._state, allowed) if allowed else None
             if chosen is not None and chosen not in allowed:
                 raise UsageError(
-                    f"the stage order of device {device} chose {chosen}, which is none of those it was given"
+                    f"the order of stages {name_of(direction)} chose {shown(chosen)} on device {device}, which is none "
+                    "of those it was given; let it return one of them, or None"
                 )
             return None if chosen is None else chosen.task
         if lane.name == _SHARED:

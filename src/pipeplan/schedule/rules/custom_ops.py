@@ -15,7 +15,7 @@ from pipeplan.costs.communication import all_gather_time
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster
 from pipeplan.graphs import CycleError, find_cycle, in_circle, topological_order
-from pipeplan.schedule.rules.language import CustomOp, Ready
+from pipeplan.schedule.rules.language import CustomOp, Ready, answer_of
 from pipeplan.workload.action import operation_of
 from pipeplan.workload.elements import Dependency, Hop, Operation, Stage, slots_of
 from pipeplan.workload.kinds import Role, is_instruction
@@ -222,7 +222,10 @@ class _TiedOp:
     def _least(self, source: str, target: str, number: int, count: int, ready: Ready) -> int:
         stages = operation_of(source)[0], operation_of(target)[0]
         every = self.instruction.every
-        least = next((n for n in range(count + 1) if ready(stages[0], n, stages[1], number, every)), None)
+        asked = (
+            answer_of(f"{self._place}'s check", ready, stages[0], n, stages[1], number, every) for n in range(count + 1)
+        )
+        least = next((n for n, is_ready in enumerate(asked) if is_ready), None)
         if least is None:
             raise UsageError(
                 f"{self._place}: {target}{number} never becomes ready: its check refuses it even when all {count} "

@@ -22,7 +22,7 @@ from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.graphs import find_cycle, in_circle
 from pipeplan.schedule.rules.choosing import Chooser, Obstacle
 from pipeplan.schedule.rules.given_order import orders_of
-from pipeplan.schedule.rules.language import ReadyAction, Rules, naming
+from pipeplan.schedule.rules.language import ReadyAction, Rules, answer_of, name_of, naming
 from pipeplan.schedule.rules.separation import Joined, separate
 from pipeplan.schedule.rules.settings import Resolved
 from pipeplan.time_limit import checked, checkpoint
@@ -280,8 +280,11 @@ class RulesRun(Engine):
         if self._checks:
             candidate = self._chooser.candidate(self.graph.devices_of(task)[0], task)
             for check in self._checks:
-                if not check(self, candidate):
-                    return Obstacle("check", number=0, name=getattr(check, "__name__", repr(check)))
+                allows = answer_of("check", check, self, candidate)
+                if allows is None:
+                    raise UsageError(f"the check {name_of(check)} returns nothing; let it return True or False")
+                if not allows:
+                    return Obstacle("check", number=0, name=name_of(check))
         return None
 
     def _askers(self) -> dict[int, list[int]]:

@@ -12,12 +12,13 @@ import dataclasses
 import math
 import os
 import tomllib
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar
 
 import tomli_w
 from pydantic import (
@@ -107,6 +108,31 @@ StageOrder = Callable[[State, Sequence[ReadyAction]], "ReadyAction | None"]
 
 Ready = Callable[[int, int, int, int, int], bool]
 """Whether an action may run when a number of another operation are done: see :class:`CustomOp`."""
+
+_Answer = TypeVar("_Answer")
+
+
+def answer_of(what: str, function: Callable[..., _Answer], *arguments: object) -> _Answer:
+    """What a user's function says; ``what`` it is begins errors.
+
+    Raises:
+        UsageError: it raises; with where in its code.
+    """
+    try:
+        return function(*arguments)
+    except PipeplanError:
+        raise
+    except Exception as error:
+        ours = str(Path(__file__).parents[2])
+        frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(ours)]
+        where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+        raise UsageError(f"the {what} {name_of(function)} failed: {type(error).__name__}: {error}{where}") from error
+
+
+def name_of(function: Callable[..., object]) -> str:
+    """What a user's function is called."""
+    return getattr(function, "__name__", repr(function))
+
 
 First = Literal["bwd-first", "fwd-first", "interleaved"]
 Direction = Literal["breadth-first", "depth-first"]
