@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeplan.costs.communication import Exchange, price_of_groups
+from pipeplan.costs.communication import Combining, Exchange, price_of_groups
 from pipeplan.costs.recipes import expert_state_of, running_bytes, state_of
 from pipeplan.costs.zero import GATHERED, IN_ACTIONS, Exchanging, Experts, Zero, cuts
 from pipeplan.files import Block, Recipe
@@ -108,15 +108,17 @@ class AllExchanged:
         for groups, copies, gradients in sides:
             if groups:
                 price = price_of_groups(exchanging.cluster, groups)
-                gather += _each(copies, lambda size, price=price: price(Exchange("all_gather", size)))
-                reduce += _each(gradients, lambda size, price=price: price(Exchange("reduce_scatter", size)))
+                gather += _each(copies, "all_gather", price)
+                reduce += _each(gradients, "reduce_scatter", price)
         return gather, reduce
 
 
-def _each(sizes: Bytes, price: Callable[[int], float]) -> Bytes:
+def _each(sizes: Bytes, operation: Combining, price: Callable[[Exchange], float]) -> Bytes:
     """[block] ns of an exchange of so many bytes, asked once for each number of them."""
     different, where = np.unique(sizes, return_inverse=True)
-    found: Bytes = np.array([round(price(size)) for size in different.tolist()], dtype=np.int64)[where]
+    found: Bytes = np.array([round(price(Exchange(operation, size))) for size in different.tolist()], dtype=np.int64)[
+        where
+    ]
     return found
 
 

@@ -160,8 +160,8 @@ SAID_ONLY = WRITTEN_WHERE_SAID
 
 def said_only(default: object, description: str, **bounds: float) -> Any:
     """The field of such a key, which pydantic leaves out by itself."""
-    extra: Any = {"json_schema_extra": {SAID_ONLY: True}, "exclude_if": lambda value: value == default}
-    return Field(description=description, **extra, **bounds)
+    more: dict[str, Any] = {"json_schema_extra": {SAID_ONLY: True}, "exclude_if": lambda value: value == default}
+    return Field(description=description, **more, **bounds)  # type: ignore[call-overload]  # any of its arguments
 
 
 _Place = tuple[str | int, ...]
