@@ -1,20 +1,24 @@
 """FlexPipe's GPT models on its cluster: the best plan by rules beside even 1F1B, T-1F1B and the repetend alone.
 
-    python benchmarks/flexpipe.py [--size 5b] [--vocabulary 1m] [--workers 2] [--limit 300] [--cache FILE] [--scaling]
+    python benchmarks/flexpipe.py --kept rows.jsonl [--size 5b] [--vocabulary 1m] [--limit 40] [--scaling]
 
 Prints Markdown tables (FlexPipe, section 7.1, Fig. 12 to 15). Costs are estimated and iterations simulated: nothing is
 measured. Every schedule has the best of all depths, replicas and micro-batch sizes that are powers of two, the others
-with and without recomputation, the rules without. Fails where the rules are slower than even 1F1B or T-1F1B.
+with and without recomputation, the rules without. Those that search, Tessel and the rules, have the same seconds in all
+(``--limit``), then both twice as many, until a doubling shortens neither by a thousandth. Vocabularies that are done
+are kept in a file, and not done again. Fails where the rules are slower than even 1F1B or T-1F1B.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from tables import machine, markdown, note
@@ -59,14 +63,24 @@ class Fixed:
 class Rival:
     """A schedule and its placement: the vocabulary spread, or on the first and last stage of evenly many layers each.
 
-    ``seconds`` is what its search has for each placement.
+    ``searches``: what it finds depends on the time it has.
     """
 
     name: str
     scheduler: str
     spread: bool
     deepest: int = GPUS
-    seconds: float = 0.0
+    searches: bool = False
+
+
+RIVALS = (
+    Rival("Megatron-LM", "1f1b", spread=False),
+    Rival("T-1F1B", "1f1b+", spread=True),
+    Rival("Tessel", "repetend", spread=True, deepest=8, searches=True),
+)
+STILL = 0.001
+"""A side that a doubling of its time shortens by less has stopped improving."""
+MOST_SECONDS = 640.0
 
 
 @cache
@@ -125,18 +139,24 @@ def cell_of(request: Request, rival: Rival, layers: int, fixed: Fixed) -> Cell:
     return settled_cell(request, Cell(PlacementCandidate(placement, batch, fixed.recompute, rival.name)), lambda: False)
 
 
-def rival_plan(request: Request, rival: Rival, layers: int, fixed: Fixed | None = None) -> Plan | None:
-    """Its shortest iteration over all it may choose, or with what is fixed; None where nothing fits into the memory."""
+def rival_plan(request: Request, rival: Rival, layers: int, seconds: float, fixed: Fixed | None = None) -> Plan | None:
+    """Its shortest iteration over all it may choose, or with what is fixed; None where nothing fits into the memory.
+
+    A search has ``seconds`` for all choices together: each its equal share of what is left.
+    """
     choices = settings(request, rival, layers) if fixed is None else [fixed]
     cells = [cell_of(request, rival, layers, choice) for choice in choices]
-    best = None
-    for cell in sorted((cell for cell in cells if cell.candidate), key=lambda cell: cell.bound_ns):
+    waiting = sorted((cell for cell in cells if cell.candidate), key=lambda cell: cell.bound_ns)
+    best, end = None, time.monotonic() + seconds
+    for index, cell in enumerate(waiting):
         assert cell.candidate is not None
         if best is not None and cell.bound_ns >= iteration_of(best[1]):
             break
         workload = Trial.of(request, cell.candidate).ways[0]
+        promising = [each for each in waiting[index:] if best is None or each.bound_ns < iteration_of(best[1])]
+        budget = Budget(max(1.0, (end - time.monotonic()) / len(promising)), 0) if rival.searches else Budget(0.0, 0)
         try:
-            found = search_schedule(workload, Budget(rival.seconds, 0), scheduler=rival.scheduler)
+            found = search_schedule(workload, budget, scheduler=rival.scheduler)
         except (InfeasibleError, SearchTimeoutError):
             continue
         if best is None or iteration_of(found) < iteration_of(best[1]):
@@ -144,12 +164,46 @@ def rival_plan(request: Request, rival: Rival, layers: int, fixed: Fixed | None 
     return None if best is None else planned(request, *best, best[1].workload)
 
 
-def rules_plan(request: Request, workers: int, kept: str | None) -> Plan:
-    """The best of the auto-tuner."""
-    begun = time.monotonic()
-    found = tune(request, workers=workers, cache=kept)
-    note(f"  {found.said} ({time.monotonic() - begun:.0f} s)")
+def rules_plan(request: Request, kept: str | None) -> Plan:
+    """The best of the auto-tuner, with one process; of cells in the cache it takes what is known."""
+    found = tune(request, cache=kept)
+    note(f"  {found.said}")
     return found.result.plan
+
+
+def even_plans(profile: Profile, layers: int, limit: float, cells: str | None) -> tuple[dict[str, Plan | None], float]:
+    """[schedule] its best plan, and the seconds that each searching side had last, the same for all.
+
+    The rules keep what they looked at before, the repetend's search begins anew with all of its time.
+    """
+    whole = request_of(profile, GPUS, {"split_backward": False})
+    plans: dict[str, Plan | None] = {
+        rival.name: rival_plan(whole, rival, layers, 0.0) for rival in RIVALS if not rival.searches
+    }
+    seconds, improving = limit, True
+    while improving and seconds <= MOST_SECONDS:
+        more = seconds if seconds == limit else seconds / 2
+        asked = request_of(profile, GPUS, {"spread": True, "recompute": False, "time_limit": more})
+        found: dict[str, Plan | None] = {"rules": rules_plan(asked, cells)}
+        found |= {rival.name: rival_plan(whole, rival, layers, seconds) for rival in RIVALS if rival.searches}
+        improving = any(shortened(plans.get(name), plan) for name, plan in found.items())
+        plans |= {name: shorter(plans.get(name), plan) for name, plan in found.items()}
+        note(f"  {seconds:g} s: " + ", ".join(f"{name} {described(plan)}" for name, plan in plans.items()))
+        seconds *= 2
+    return plans, seconds / 2
+
+
+def shortened(before: Plan | None, after: Plan | None) -> bool:
+    """Whether a doubling brought a thousandth, or a first plan."""
+    if before is None or after is None:
+        return after is not None
+    return after.predicted.iteration_ns < (1 - STILL) * before.predicted.iteration_ns
+
+
+def shorter(one: Plan | None, other: Plan | None) -> Plan | None:
+    """The plan with the shorter iteration."""
+    there = [plan for plan in (one, other) if plan is not None]
+    return min(there, key=lambda plan: plan.predicted.iteration_ns, default=None)
 
 
 def described(plan: Plan | None) -> str:
@@ -181,18 +235,16 @@ def parted(plan: Plan) -> tuple[str, str]:
     return f"{busy / 1e6:,.0f}", f"{(plan.predicted.iteration_ns - busy) / 1e6:,.0f}"
 
 
-def scaled(
-    name: str, plans: dict[str, Plan | None], rivals: Sequence[Rival], workers: int, limit: float
-) -> list[list[str]]:
+def scaled(name: str, plans: dict[str, Plan | None], seconds: float) -> list[list[str]]:
     """Iterations on 16 to 64 devices, each schedule with the configuration that is best on 32 (Fig. 15)."""
     profile, layers = profile_of(name), LAYERS[name.split("-")[2]]
     rows = []
     for devices in (16, 32, 64):
         row = [str(devices)]
-        for rival in rivals:
+        for rival in RIVALS:
             plan = plans[rival.name]
             asked = request_of(profile, devices, {"split_backward": False})
-            found = None if plan is None else rival_plan(asked, rival, layers, Fixed.of(plan))
+            found = None if plan is None else rival_plan(asked, rival, layers, seconds, Fixed.of(plan))
             row.append(described(found))
         ours = plans["rules"]
         assert ours is not None
@@ -201,12 +253,46 @@ def scaled(
             "replicas": devices // fixed.depth,
             "recompute": fixed.recompute,
             "spread": True,
-            "time_limit": limit,
+            "time_limit": seconds,
         }
         asked = request_of(profile, devices, options, (fixed.size * devices // fixed.depth,))  # of all replicas
-        row.append(described(rules_plan(asked, workers, None)))
+        row.append(described(rules_plan(asked, None)))
         rows.append(row)
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A vocabulary, done: cells of its row, of Fig. 14 and of Fig. 15, and whether the rules lose to a line of 1F1B."""
+
+    cells: list[str]
+    parts: list[list[str]]
+    scaling: list[list[str]]
+    worse: bool
+
+
+def row_of(size: str, vocabulary: str, limit: float, cells: str | None, *, scaling: bool) -> Row:
+    """All of a vocabulary."""
+    name = f"flexpipe-gpt-{size}-{vocabulary}"
+    note(name)
+    plans, seconds = even_plans(profile_of(name), LAYERS[size], limit, cells)
+    ours, others = plans["rules"], [plans[rival.name] for rival in RIVALS]
+    assert ours is not None
+    line = [vocabulary, *map(described, (*others, ours)), *(speedup(ours, other) for other in others), chosen(ours)]
+    return Row(
+        [*line, f"{seconds:g} s"],
+        [[name, *parted(plan)] for name, plan in plans.items() if plan is not None],
+        scaled(name, plans, seconds) if scaling else [],
+        any(plan is not None and shortened(ours, plan) for plan in others[:2]),
+    )
+
+
+def kept_rows(path: Path | None) -> dict[str, Row]:
+    """[size, vocabulary] what a run before this one has done."""
+    if path is None or not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return {each.pop("key"): Row(**each) for each in lines}
 
 
 def main() -> int:
@@ -214,65 +300,37 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", choices=list(LAYERS), action="append")
     parser.add_argument("--vocabulary", action="append")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds of a tuning")
-    parser.add_argument("--tessel", type=float, default=3.0, help="seconds of a repetend's search")
-    parser.add_argument("--cache")
+    parser.add_argument("--limit", type=float, default=40.0, help="seconds that each searching side has at first")
+    parser.add_argument("--cache", help="file of the rules' cells")
+    parser.add_argument("--kept", type=Path, help="file of the vocabularies that are done")
     parser.add_argument("--scaling", action="store_true", help="16 to 64 devices, for the last vocabulary of a size")
     asked = parser.parse_args()
-    rivals = (
-        Rival("Megatron-LM", "1f1b", spread=False),
-        Rival("T-1F1B", "1f1b+", spread=True),
-        Rival("Tessel", "repetend", spread=True, deepest=8, seconds=asked.tessel),
-    )
-    worse = 0
+    done, worse = kept_rows(asked.kept), 0
     print(machine())
     for size in asked.size or list(LAYERS):
         rows = []
-        plans: dict[str, Plan | None] = {}
-        for vocabulary in asked.vocabulary or VOCABULARIES[size]:
-            name = f"flexpipe-gpt-{size}-{vocabulary}"
-            note(name)
-            profile = profile_of(name)
-            whole = request_of(profile, GPUS, {"split_backward": False})
-            plans = {rival.name: rival_plan(whole, rival, LAYERS[size]) for rival in rivals}
-            options = {"spread": True, "recompute": False, "time_limit": asked.limit}
-            ours = rules_plan(request_of(profile, GPUS, options), asked.workers, asked.cache)
-            plans["rules"] = ours
-            others = [plans[rival.name] for rival in rivals]
-            rows.append(
-                [
-                    vocabulary,
-                    *map(described, (*others, ours)),
-                    *(speedup(ours, other) for other in others),
-                    chosen(ours),
-                ]
-            )
-            note(" | ".join(rows[-1]))
-            worse += any(
-                other is not None and other.predicted.iteration_ns < ours.predicted.iteration_ns for other in others[:2]
-            )
-        names = [rival.name for rival in rivals]
+        vocabularies = asked.vocabulary or VOCABULARIES[size]
+        for vocabulary in vocabularies:
+            key, scaling = f"{size} {vocabulary}", asked.scaling and vocabulary == vocabularies[-1]
+            if key not in done or (scaling and not done[key].scaling):
+                done[key] = row_of(size, vocabulary, asked.limit, asked.cache, scaling=scaling)
+                if asked.kept is not None:
+                    with asked.kept.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps({"key": key, **asdict(done[key])}) + "\n")
+            rows.append(done[key])
+            worse += done[key].worse
+        names = [*(rival.name for rival in RIVALS), "rules"]
         print(f"\n{size}\n")
-        over = [f"over {rival} ({stated})" for rival, stated in zip(names, STATED[size], strict=True)]
-        print(markdown(["vocabulary", *names, "rules", *over, "chosen"], rows))
-        print(f"\n{size}, {rows[-1][0]}: computing and waiting\n")
-        there = {name: plan for name, plan in plans.items() if plan is not None}
-        print(
-            markdown(["schedule", "compute, ms", "wait, ms"], [[name, *parted(plan)] for name, plan in there.items()])
-        )
+        over = [f"over {rival} ({stated})" for rival, stated in zip(names[:3], STATED[size], strict=True)]
+        print(markdown(["vocabulary", *names, *over, "chosen", "each had"], [row.cells for row in rows]))
+        print(f"\n{size}, {vocabularies[-1]}: computing and waiting\n")
+        print(markdown(["schedule", "compute, ms", "wait, ms"], rows[-1].parts))
         if asked.scaling:
-            print(f"\n{size}, {rows[-1][0]}: 16 to 64 devices\n")
-            table = scaled(name_of(size, rows[-1][0]), plans, rivals, asked.workers, asked.limit)
-            print(markdown(["devices", *names, "rules"], table))
+            print(f"\n{size}, {vocabularies[-1]}: 16 to 64 devices\n")
+            print(markdown(["devices", *names], rows[-1].scaling))
     if worse:
         print(f"the rules are slower than even 1F1B or T-1F1B in {worse} cases", file=sys.stderr)
     return 1 if worse else 0
-
-
-def name_of(size: str, vocabulary: str) -> str:
-    """The model's name."""
-    return f"flexpipe-gpt-{size}-{vocabulary}"
 
 
 if __name__ == "__main__":

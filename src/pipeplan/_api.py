@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
     from pipeplan.runtime.launch.job import StepResult as StepResult
     from pipeplan.runtime.models.load import advice_on as advice_on
-    from pipeplan.runtime.models.load import load_model as load_model
+    from pipeplan.runtime.models.load import load_where_even as load_where_even
     from pipeplan.runtime.models.load import takes_sequence as takes_sequence
     from pipeplan.runtime.models.spec import Model as Model
     from pipeplan.runtime.profiling.links import Keep, OnPoint
@@ -80,7 +80,7 @@ _PARTS = {
     "pipeplan.planning.tuning": ("Tuning",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
-    "pipeplan.runtime.models.load": ("advice_on", "load_model", "takes_sequence"),
+    "pipeplan.runtime.models.load": ("advice_on", "load_where_even", "takes_sequence"),
     "pipeplan.runtime.models.spec": ("Model",),
     "pipeplan.runtime.launch.job": ("RunOptions",),
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
@@ -374,13 +374,16 @@ def run(
     from dataclasses import replace
 
     from pipeplan.runtime.launch.local import run_local
+    from pipeplan.runtime.launch.machine import OthersUse
     from pipeplan.runtime.training.options import RunOutcome, settled
 
     check(plan).require(where)
     options = settled(options, plan)
     if "OMP_NUM_THREADS" not in os.environ:
         options = replace(options, num_threads=max(1, (os.cpu_count() or 1) // len(plan.devices)))
-    return RunOutcome(plan, options, run_local(options.job, plan, options, on_step, on_look))
+    others = OthersUse()
+    result = run_local(options.job, plan, options, on_step, on_look)
+    return RunOutcome(plan, options, result, others.cores())
 
 
 def run_as_rank(

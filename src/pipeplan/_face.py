@@ -477,6 +477,7 @@ def frontier(
     optimizer: Optimizer | None = None,
     mode: Literal["all", "min-time", "min-devices", "profile"] = "all",
     plans: bool = False,
+    uniform: bool = False,
     mini_batch: int | None = None,
     zero: ZeroLevel | None = None,
     zero_group: int | None = None,
@@ -511,6 +512,7 @@ def frontier(
         mode: which points that fit: all; all, with the fastest chosen; those on the fewest devices; or the fastest for
             each number of devices.
         plans: consider pipelines as well, and make every point a plan, instead of one stage on all devices.
+        uniform: with ``plans``: only layouts that trainers take as settings, with the same sizes for every stage.
         mini_batch: samples per iteration, on any number of devices.
         zero: with ``plans``: sharded state, as in :func:`search`; by default none.
         zero_group: shard within groups of this many neighbouring replicas; by default over all.

@@ -110,6 +110,8 @@ def test_plans_are_written_and_prices_shown(profile_path: Path, tmp_path: Path) 
     assert all(point["price_per_hour"] == 2.5 * point["num_devices"] for point in points)
     shown = run(profile_path, "--cluster", cluster_path, "--mode", "profile").output
     assert "1000 iter." in shown
+    assert " |" not in shown  # a point for each of two numbers of devices, which a table says better
+    shown = run(profile_path, "--cluster", cluster_path).output
     plot = [line for line in shown.splitlines() if " |" in line]
     assert len(plot) == 16
     assert max(map(len, plot)) <= 100

@@ -133,6 +133,15 @@ def test_a_run_that_is_off_says_why_and_what_shows_more(cores: int, why: str, mo
     assert not trained(plan, RunResult((), ())).is_off
 
 
+@pytest.mark.parametrize(("others", "said"), [(None, False), (0.1, False), (1.31, True)])
+def test_a_run_that_is_off_says_that_others_use_the_machine(others: float | None, said: bool) -> None:
+    plan = chain_plan(2, 2)
+    step = StepResult(0, 1.0, 2 * plan.predicted.makespan_ns, 0)
+    outcome = replace(trained(plan, RunResult((step,), ())), others_cores=others)
+    words = f"other processes use this machine (1.3 of {os.cpu_count()} cores during the run); "
+    assert (words in reason_line(outcome, "p.json", None, local=True)) is said
+
+
 def test_predicted_beside_the_median_without_the_first_step() -> None:
     plan = chain_plan(2, 2)
     predicted = plan.predicted.makespan_ns

@@ -1,31 +1,41 @@
-"""AutoPipe's tables and figures, as far as the text gives their numbers, on GPT-2 345M with recomputation.
+"""AutoPipe's tables and figures, as far as the text gives their numbers, on GPT-2 345M with recomputed layers.
 
-The paper's partitions hang on what the head (logits and loss) takes beside a layer, which the paper does not say. Our
-estimate has it at four and a half layers; its partitions are those of a head of one and a half to two. So what follows
-from the load alone is tested with a head of that size (``PAPER_HEAD``), the rest with the estimate too.
+The paper's partitions hang on what the head (logits and loss) takes beside a layer, which the paper does not say. Costs
+are those of ``benchmarks/autopipe_plans.py``, whose ``FITTED_HEAD`` is fitted to where the text has two stages cut, and
+to nothing else: a test says so, and what else follows from it is a prediction that can fail.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from itertools import accumulate, combinations, pairwise
 from statistics import pstdev
 
 import pytest
 
-from pipeplan.costs import StageCost, group_costs
+from pipeplan.costs import StageCost
 from pipeplan.costs.devices import device_preset
 from pipeplan.examples import model
-from pipeplan.files import PlacedStage, Profile
+from pipeplan.files import PlacedStage
 from pipeplan.partition.baselines import dapple, num_to_split, sliced
 from pipeplan.partition.chain.autopipe import Cuts, Step, autopipe, plan_chain, timeline
 from pipeplan.partition.chain.costs import ChainCosts, Fitting, StageTimes
 from pipeplan.partition.problem import PartitionProblem
 from support.marks import slow_but
+from support.paths import ROOT
 
-DEVICE = "rtx3090-24gb"
+sys.path.append(str(ROOT / "benchmarks"))
+from autopipe_plans import (
+    DEVICE,
+    FITTED_HEAD,
+    Case,
+    estimated,
+    estimated_head,
+    problem_of,
+)
+
 LAYERS = 24
-PAPER_HEAD = 1.75
 TABLE_2 = {
     1: (5, 7, 6, 6),
     2: (6, 6.5, 6.5, 5),
@@ -39,26 +49,10 @@ TABLE_2 = {
 
 
 @cache
-def costs_of(microbatch_size: int, name: str = "gpt2-345m") -> list[StageCost]:
-    """[block] embedding, 24 times attention and FFN, head."""
-    profile = model(name, device=DEVICE, microbatch_sizes=(microbatch_size,))
-    order = [(block,) for block in profile.topological_order()]
-    return group_costs(profile, order, microbatch_size, recompute=(True,))  # as the paper: embedding and head, too
-
-
-def all_again(profile: Profile) -> Profile:
-    """With blocks at its ends that are recomputed like others, as the paper's are."""
-    blocks = tuple(block.model_copy(update={"operator": f"{block.operator} again"}) for block in profile.blocks)
-    return profile.model_copy(update={"blocks": blocks})
-
-
-def loads_of(microbatch_size: int, head: float | None = None) -> ChainCosts:
-    """With ``head`` the last block takes as long as so many layers, else as estimated."""
-    costs = costs_of(microbatch_size)
-    forwards, backwards = [each.forward_ns for each in costs], [each.backward_ns for each in costs]
-    if head is not None:
-        forwards[-1], backwards[-1] = int(head * sum(forwards[1:3])), int(head * sum(backwards[1:3]))
-    return ChainCosts.of([StageCost(*times) for times in zip(forwards, backwards, strict=True)])
+def loads_of(microbatch_size: int, head: float | None = None, name: str = "gpt2-345m") -> ChainCosts:
+    """Times alone: embedding, attention and FFN of every layer, head; the head's of so many layers, or as estimated."""
+    costs = Case(name, microbatch_size, 4, head).costs(microbatch_size)
+    return ChainCosts.of([StageCost(each.forward_ns, each.backward_ns) for each in costs])
 
 
 def cut_into(layers: tuple[float, ...]) -> Cuts:
@@ -87,14 +81,19 @@ def test_rows_of_table_2_have_all_layers() -> None:
 
 
 @pytest.mark.parametrize("microbatch_size", [4, 32])
-def test_planner_finds_the_papers_partitions(microbatch_size: int) -> None:
-    """Two stages of 13 and 11 layers (IV-E1), and row 4 of Table II, if the head is worth 1.75 layers."""
-    loads = loads_of(microbatch_size, PAPER_HEAD)
-    assert layers_of(plan_chain(loads, 2, 16).begins) == (13, 11)
-    assert layers_of(plan_chain(loads, 4, 8).begins) == TABLE_2[4]
+def test_head_is_fitted_to_where_two_stages_are_cut(microbatch_size: int) -> None:
+    """IV-E1 has 13 and 11 layers, and the head is the middle of those that have the planner cut there."""
+    for off, here in ((-0.45, True), (0.0, True), (0.45, True), (-0.55, False), (0.55, False)):
+        found = plan_chain(loads_of(microbatch_size, FITTED_HEAD + off), 2, 16).begins
+        assert (layers_of(found) == (13, 11)) is here, off
 
 
-@pytest.mark.parametrize("head", [1.5, PAPER_HEAD, 2.0, None])
+@pytest.mark.parametrize("microbatch_size", [4, 32])
+def test_fitted_head_predicts_row_4_of_table_2(microbatch_size: int) -> None:
+    assert layers_of(plan_chain(loads_of(microbatch_size, FITTED_HEAD), 4, 8).begins) == TABLE_2[4]
+
+
+@pytest.mark.parametrize("head", [FITTED_HEAD, None])
 def test_row_4_of_table_2_is_fastest_and_row_1_slowest(head: float | None) -> None:
     loads = loads_of(4, head)
     times = {row: timeline(loads.stages(cut_into(layers)), 8).iteration_ns for row, layers in TABLE_2.items()}
@@ -104,14 +103,12 @@ def test_row_4_of_table_2_is_fastest_and_row_1_slowest(head: float | None) -> No
 
 
 def test_estimated_head_asks_for_fewer_layers_beside_it() -> None:
-    """The difference to the paper: with our estimate the last stage gets 2.5 layers, not 4.5."""
-    loads = loads_of(32)
-    totals = loads.stages((0, 1, 3, 2 * LAYERS + 1)).totals
-    assert 4 < totals[3] / totals[1] < 5
-    assert layers_of(plan_chain(loads, 4, 8).begins) == (7.5, 7, 7, 2.5)
+    """The difference to the paper: with our estimate the last stage gets 4 layers, not 4.5."""
+    assert 2.5 < estimated_head("gpt2-345m", 32) < 2.7
+    assert layers_of(plan_chain(loads_of(32), 4, 8).begins) == (7, 6.5, 6.5, 4)
 
 
-@slow_but("head", [PAPER_HEAD, None], lambda head: head is not None)
+@slow_but("head", [FITTED_HEAD, None], lambda head: head is not None)
 def test_nothing_is_faster_than_what_is_found(head: float | None) -> None:
     """All 18,424 cuts into four stages."""
     loads = loads_of(4, head)
@@ -127,18 +124,16 @@ def deviation(head: float | None, begins: Cuts, replicas: tuple[int, ...], share
     return pstdev(total / each for total, each in zip(totals, turns, strict=True))
 
 
-@pytest.mark.parametrize("head", [PAPER_HEAD, None])
-def test_balance_against_dapples_partition(head: float | None) -> None:
+def test_balance_against_dapples_partition() -> None:
     """Fig. 13: 7 layers on one device and 17 on three, which share the micro-batches; at least 2.73 times as good."""
-    ours = deviation(head, plan_chain(loads_of(32, head), 2, 16).begins, (2, 2), (32, 32))
-    assert 2.73 <= deviation(head, cut_into((7, 17)), (1, 3), (32, 11)) / ours <= 6.89
+    ours = deviation(FITTED_HEAD, plan_chain(loads_of(32, FITTED_HEAD), 2, 16).begins, (2, 2), (32, 32))
+    assert deviation(FITTED_HEAD, cut_into((7, 17)), (1, 3), (32, 11)) >= 2.73 * ours
 
 
-@pytest.mark.parametrize("head", [PAPER_HEAD, None])
-def test_balance_against_four_stages_of_whole_layers(head: float | None) -> None:
-    """Fig. 13: Piper's four stages on four devices, with the least slowest one; 5.35 to 12.7 times as good."""
-    ours = deviation(head, plan_chain(loads_of(32, head), 2, 16).begins, (2, 2), (32, 32))
-    assert 5.35 <= deviation(head, four_stages(head), (1,) * 4, (32,) * 4) / ours <= 12.7
+def test_balance_against_four_stages_of_whole_layers() -> None:
+    """Fig. 13: Piper's four stages on four devices, with the least slowest one; at least 5.35 times as good."""
+    ours = deviation(FITTED_HEAD, plan_chain(loads_of(32, FITTED_HEAD), 2, 16).begins, (2, 2), (32, 32))
+    assert deviation(FITTED_HEAD, four_stages(FITTED_HEAD), (1,) * 4, (32,) * 4) >= 5.35 * ours
 
 
 def four_stages(head: float | None) -> Cuts:
@@ -156,10 +151,9 @@ def test_few_schemes_are_looked_at() -> None:
 # Fig. 10, 14 -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("microbatch_size", [4, 32])
-def test_speedups_over_even_layers_are_those_of_figure_10(microbatch_size: int) -> None:
-    """1.02 to 1.30 for planner and slicer together, more for more stages; here the head is worth 1.5 layers."""
-    loads, planner, both = loads_of(microbatch_size, 1.5), [], []
+def test_speedups_over_even_layers_are_those_of_figure_10() -> None:
+    """BERT-large: up to 1.25 for the planner on 12 stages, 1.02 to 1.30 for both, more for more stages."""
+    loads, planner, both = loads_of(16, FITTED_HEAD, "bert-large"), [], []
     for num_stages in (2, 4, 8, 12):
         even = timeline(loads.stages(evenly(num_stages)), 2 * num_stages).iteration_ns
         found = plan_chain(loads, num_stages, 2 * num_stages)
@@ -169,7 +163,8 @@ def test_speedups_over_even_layers_are_those_of_figure_10(microbatch_size: int) 
     assert planner == sorted(planner)
     assert both == sorted(both)
     assert planner[0] > 1.02
-    assert 1.2 < both[-1] < 1.32
+    assert planner[-1] == pytest.approx(1.25, abs=0.015)
+    assert both[-1] == pytest.approx(1.30, abs=0.015)
 
 
 @pytest.mark.parametrize("num_stages", [2, 4, 8, 12])
@@ -228,7 +223,7 @@ def test_advantage_over_dapples_partition_grows_with_the_mini_batch_as_in_table_
     """4 devices, micro-batches of 32: DAPPLE's 7 layers on one and 17 on three, which share every micro-batch, against
     two pipelines of 13 and 11 with half of the micro-batches each: the published ratio of times, within 1.5 %.
     """
-    loads = loads_of(32, PAPER_HEAD)
+    loads = loads_of(32, FITTED_HEAD)
     theirs = loads.stages(cut_into((7, 17)))
     shared = StageTimes((theirs.forwards[0], theirs.forwards[1] // 3), (theirs.backwards[0], theirs.backwards[1] // 3))
     ours = plan_chain(loads, 2, mini_batch // 64)
@@ -239,8 +234,8 @@ def test_advantage_over_dapples_partition_grows_with_the_mini_batch_as_in_table_
 @pytest.mark.parametrize(("mini_batch", "stated"), [(512, 1.121), (1024, 1.107), (2048, 1.097)])
 def test_advantage_over_four_stages_shrinks_with_the_mini_batch_as_in_table_4(mini_batch: int, stated: float) -> None:
     """4 devices, micro-batches of 32: Piper's four stages against two pipelines of 13 and 11 layers."""
-    loads = loads_of(32, PAPER_HEAD)
-    theirs = timeline(loads.stages(four_stages(PAPER_HEAD)), mini_batch // 32).iteration_ns
+    loads = loads_of(32, FITTED_HEAD)
+    theirs = timeline(loads.stages(four_stages(FITTED_HEAD)), mini_batch // 32).iteration_ns
     ratio = theirs / plan_chain(loads, 2, mini_batch // 64).iteration_ns
     assert ratio == pytest.approx(stated, abs=0.015)
 
@@ -248,8 +243,7 @@ def test_advantage_over_four_stages_shrinks_with_the_mini_batch_as_in_table_4(mi
 @pytest.mark.parametrize(("name", "microbatch_size"), [("gpt2-345m", 32), ("gpt2-762m", 24), ("gpt2-1.3b", 16)])
 def test_with_much_memory_in_use_the_whole_model_fits_no_device(name: str, microbatch_size: int) -> None:
     """Table IV: all planners use pipelines; the smallest number of devices is two."""
-    costs, memory = costs_of(microbatch_size, name), device_preset(DEVICE).memory_bytes
-    chain = ChainCosts.of(costs)
+    memory, chain = device_preset(DEVICE).memory_bytes, ChainCosts.of(estimated(name, microbatch_size))
     assert not Fitting(chain, memory, 32 // 8).any_cut(1)
     assert Fitting(chain, memory, 32 // 4).any_cut(2)
     assert len(best_depth(name, 8, 32 * microbatch_size, microbatch_size, memory)) > 1
@@ -265,9 +259,5 @@ def test_dapple_gives_no_stage_more_replicas_than_samples() -> None:
 @pytest.mark.parametrize("num_devices", [4, 8])
 def test_dapple_plans_two_stages(num_devices: int) -> None:
     """Table IV: its planner tends to two stages, whatever the number of devices."""
-    profile = all_again(model("gpt2-345m", device=DEVICE, microbatch_sizes=(4, 8, 16, 32)))
-    memory = device_preset(DEVICE).memory_bytes
-    problem = PartitionProblem.of(
-        profile, num_devices, 512, microbatch_sizes=[32], memory_bytes=memory, recompute=(True,)
-    )
+    problem = problem_of(Case("gpt2-345m", 32, num_devices, FITTED_HEAD), 512, shared=True)
     assert len(next(dapple(problem)).placement.stages) == 2

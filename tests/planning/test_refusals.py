@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, zip_longest
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from builders.chains import chain_profile
 from builders.clusters import cluster_of
 from pipeplan.cli.main import cli
 from pipeplan.errors import InfeasibleError, UsageError
-from pipeplan.files import CostRow, read_profile, write_file
+from pipeplan.files import CostRow, Profile, read_profile, write_file
 from pipeplan.partition.baselines import dapple, pipedream, piper
 from pipeplan.partition.chain.autopipe import autopipe
 from pipeplan.partition.graph.search import graphpipe
@@ -45,10 +46,9 @@ def profile_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def split_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Two blocks alike of 100 MB of parameters, which one to four devices can split and share sequences of."""
-    chain = chain_profile(2, placed=False, parameter_bytes=100_000_000)
+def split_chain(num_blocks: int) -> Profile:
+    """Blocks alike of 100 MB of parameters, which one to four devices can split and share sequences of."""
+    chain = chain_profile(num_blocks, placed=False, parameter_bytes=100_000_000)
     rows = [
         CostRow(
             microbatch_size=1,
@@ -62,8 +62,14 @@ def split_path(tmp_path_factory: pytest.TempPathFactory) -> str:
         for context in (1, 2, 4)
     ]
     blocks = tuple(block.model_copy(update={"costs": tuple(rows)}) for block in chain.blocks)
+    return chain.model_copy(update={"blocks": blocks})
+
+
+@pytest.fixture(scope="module")
+def split_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two blocks alike."""
     path = tmp_path_factory.mktemp("split") / "profile.json"
-    write_file(chain.model_copy(update={"blocks": blocks}), str(path))
+    write_file(split_chain(2), str(path))
     return str(path)
 
 
@@ -168,6 +174,17 @@ def test_what_is_advised_does(profile_path: str, asked: str, says: str) -> None:
 def test_sizes_that_are_fixed_are_advised_to_be_opened(split_path: str, asked: str, says: Sequence[str]) -> None:
     more = "--mini-batch", "8", "--time-limit", "1s"  # the last limit counts
     require_advice_to_do("search", split_path, (*QUICK, *asked.split(), *more), says)
+
+
+def test_a_schedule_for_shared_stages_names_the_flag_that_makes_them(tmp_path: Path) -> None:
+    profile = split_chain(3)
+    first, *others = profile.blocks
+    path = str(tmp_path / "shared.json")
+    write_file(profile.model_copy(update={"blocks": (first.model_copy(update={"shared": True}), *others)}), path)
+    asked = (*QUICK[:-2], "--devices", "2", "--scheduler", "1f1b+", "--placement", "one-to-one", "--mini-batch", "8")
+    with pytest.raises(UsageError, match=r"it needs a stage on all devices \(--shard-shared yes, .* 2 shards\)"):
+        raise refused("search", path, *asked, "--shard-shared", "no") or AssertionError
+    assert refused("search", path, *asked, "--shard-shared", "yes") is None
 
 
 def test_a_clusters_limit_is_refused_as_one_that_is_given(profile_path: str) -> None:

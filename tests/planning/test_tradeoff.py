@@ -117,6 +117,23 @@ def test_what_promises_least_time_comes_first() -> None:
     assert found[0].promised_ns == min(asked.promised_ns for asked in same) < same[0].promised_ns
 
 
+def test_uniform_frontiers_have_the_same_sizes_for_every_stage() -> None:
+    """What a trainer takes as settings: of the same profile other plans split their stages each in its own way."""
+    request, every = frontier_of(SHORT)
+    found = plan_frontier(replace(request, uniform=True))
+
+    def ways(frontier: PlanFrontier) -> list[int]:
+        stages = [point.plan.stages for point in frontier.points]
+        return [
+            len({(each.shards, each.context, len(each.devices), each.configurations) for each in all_})
+            for all_ in stages
+        ]
+
+    assert {point.num_devices for point in found.points} == set(DEVICES)
+    assert set(ways(found)) == {1}
+    assert max(ways(every)) > 1
+
+
 def test_stages_of_plans_run_profiled_sizes_alone() -> None:
     """As in search: 16 samples on 4 devices are 4 each, or more where some of them do the same."""
     for most, names in ((4, {"samples4"}), (2, None)):

@@ -182,6 +182,8 @@ PLANS = {
     "chain": cache(lambda: chain_plan(4, 8, repetend=True, memory_bytes=4500)),
     "no limit": cache(lambda: chain_plan(4, 8, split=(10, 10))),
     "large": cache(lambda: wide_plan((64, 128, 64), memory_bytes=10**6)),
+    "64 devices": cache(lambda: chain_plan(64, 8, memory_bytes=10**6)),
+    "1,024 devices": cache(lambda: wide_plan((256, 256, 256, 256), memory_bytes=10**6)),
 }
 
 
@@ -193,6 +195,16 @@ def test_the_answer_has_ten_lines(name: str, width: int, monkeypatch: pytest.Mon
     assert len(lines) - 1 <= LINES + (2 if width < 80 else 0)
     names = [line.split()[0] for line in lines[1:-1] if re.match("[a-z]+  ", line)]
     assert names == ["plan", "speed", "bound", "memory", "idle", "next"]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+@pytest.mark.parametrize("name", ["chain", "64 devices", "1,024 devices"])
+def test_the_first_screen_fits_on_a_screen(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4, 64 and 1,024 devices: ten lines, then at most eight rows of the timeline between two lines about it."""
+    simulation = simulate(PLANS[name]())
+    answered = answer(PLANS[name](), width, monkeypatch, timed_out=True)
+    timeline = lines_of(print_timeline, simulation, width=width, monkeypatch=monkeypatch)
+    assert len(answered) + len(timeline) <= 24
 
 
 def test_the_answer_says_what_is_asked_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,11 +339,11 @@ def test_the_bound_says_which_sizes_it_is_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_run_cannot_train_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharded state and a recipe with master weights; a plan in float32 needs no word."""
+    """A recipe with master weights; a plan in float32 needs no word, nor does sharded state."""
     plan = replicated(2)
     divided = replicated(2, zero=1).model_copy(update={"recipe": Recipe(name="bf16-mixed")})
     request = request_of(chain_profile(1), "auto", Batch(4, 2), 2)
-    for each, lacks in ((plan, []), (divided, ["ZeRO 1", "bf16-mixed"])):
+    for each, lacks in ((plan, []), (replicated(2, zero=1), []), (divided, ["bf16-mixed"])):
         assert cannot_train(each) == lacks
         shown = lines_of(print_answer, request, result_of(each, 1), simulate(each), width=140, monkeypatch=monkeypatch)
         said = [line for line in shown if line.startswith("run ")]
@@ -481,8 +493,18 @@ def test_logs_have_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().err
     assert not CONTROLS.search(said)
     assert said.splitlines() == [
-        f"pipeplan: after {seconds}s: best 2ms, bound 1ms, gap 100.0%; horizon" for seconds in (10, 20, 40, 80)
+        f"pipeplan: after {seconds}s: best 2ms, bound 1ms, gap 100.0%; horizon" for seconds in (5, 10, 20, 40, 80)
     ]
+
+
+def test_logs_have_a_line_for_a_better_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    """One that is 1 % better is said once 5 seconds have passed since the last line, and no other."""
+    with Status() as progress:
+        for tenth in range(500):
+            best = 2_000_000 if tenth < 120 else 1_900_000 if tenth < 350 else 1_890_000
+            progress("windows", best, 1_000_000, tenth / 10)
+    said = re.findall(r"after (\d+)s: best ([\d.]+ms)", capsys.readouterr().err)
+    assert said == [("5", "2ms"), ("10", "2ms"), ("15", "1.9ms"), ("30", "1.9ms")]
 
 
 def test_settings_of_other_trainers_are_sizes_of_the_plan() -> None:

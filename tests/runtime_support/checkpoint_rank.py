@@ -55,7 +55,9 @@ def run_leg(leg: Mapping[str, Any], unsplit: Unsplit, context: RankContext) -> d
         distance = max(distance, abs(result.loss - expected), abs((result.grad_norm or 0) - unsplit.norm))
     for name, share, parameter in _held(trainer):
         own = trainer.model.part_of(share, name).within(unsplit.parameters()[f"{share.block}.{name}"])
-        distance = max(distance, _distance(parameter, own))
+        if (rows := trainer.sharded.rows.get(id(parameter))) is not None:
+            own = own[rows.begin : rows.begin + len(rows.own)]
+        distance = max(distance, _distance(trainer.sharded.own(parameter), own))
     trainer.save()
     trainer.close()
     dist.barrier()

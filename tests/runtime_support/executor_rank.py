@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -76,6 +76,7 @@ def train_both(
     """Largest distances over steps; what is compared on this rank is its own part of the model."""
     trainer = Trainer(plan, model, options, context.progress)
     unsplit = _unsplit_steps(whole or model, options, plan.mini_batch)
+    gradients = _watched(trainer)
     losses, norms, distances = [], [], {"loss": 0.0, "norm": 0.0, "gradient": 0.0, "parameter": 0.0}
     for step in range(options.num_steps):
         result, _ = trainer.step(step)
@@ -87,14 +88,21 @@ def train_both(
         for name, share, parameter in _held(trainer):
             part, wholes = model.part_of(share, name), expected.parameters[f"{share.block}.{name}"]
             own, gradient = (None if each is None else part.within(each) for each in wholes)
-            distances["gradient"] = max(distances["gradient"], _distance(parameter.grad, gradient))
-            distances["parameter"] = max(distances["parameter"], _distance(parameter, own))
+            kept, found = trainer.sharded.own(parameter), trainer.sharded.rows.get(id(parameter))
+            if found is None or parameter.untyped_storage().nbytes():
+                distances["parameter"] = max(distances["parameter"], _distance(parameter, own))
+            if found is not None:
+                rows = slice(found.begin, found.begin + len(kept))
+                own, gradient = (None if each is None else each[rows] for each in (own, gradient))
+            distances["gradient"] = max(distances["gradient"], _distance(kept.grad, gradient))
+            distances["parameter"] = max(distances["parameter"], _distance(kept, own))
     shapes: dict[str, list[list[int]]] = {}
     for name, share, parameter in _held(trainer):
         shapes.setdefault(f"{share.block}.{name}", []).append(list(parameter.shape))
     counted = sum(each.numel() for each in trainer.shared.counted(trainer.unique_parameters()))
     held_parameters = trainer.unique_parameters()
     num_buffers = trainer.executor.channels.buffers.num_made
+    state = _state_of(trainer, gradients)
     trainer.close()
     return {
         "losses": losses,
@@ -105,7 +113,37 @@ def train_both(
         "counted": counted,
         "bytes": sum(each.nbytes for each in held_parameters),
         "num_buffers": num_buffers,
+        "held": state,
     }
+
+
+def _watched(trainer: Trainer) -> list[int]:
+    """Gets the bytes of gradients as they are when the programs have ended, once for each step."""
+    found, reduce = list[int](), trainer.sharded.reduce
+
+    def watched() -> None:
+        found.append(_bytes([each.grad for each in trainer.parameters().values()]))
+        reduce()
+
+    trainer.sharded.reduce = watched  # type: ignore[method-assign]
+    return found
+
+
+def _state_of(trainer: Trainer, gradients: Sequence[int]) -> dict[str, int]:
+    """Bytes of what is kept between steps; of gradients also before they are reduced."""
+    own, optimizer = trainer.unique_parameters(), trainer.updater.optimizer
+    kept = [] if optimizer is None else [each for state in optimizer.state.values() for each in state.values()]
+    return {
+        "parameter_bytes": _bytes([*trainer.parameters().values(), *own]),
+        "gradient_bytes": max([*gradients, _bytes([each.grad for each in own])]),
+        "optimizer_bytes": _bytes([each for each in kept if each.dim()]),
+    }
+
+
+def _bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Of their storages, each once."""
+    storages = (each.untyped_storage() for each in tensors if each is not None)
+    return sum({each.data_ptr(): each.nbytes() for each in storages if each.nbytes()}.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +182,7 @@ def _held(trainer: Trainer) -> list[tuple[str, Share, torch.nn.Parameter]]:
 def _distance(a: torch.Tensor | None, b: torch.Tensor | None) -> float:
     if a is None or b is None:
         return 0.0 if a is b else float("inf")
-    return float((a.detach().cpu() - b.detach().cpu()).abs().max())
+    return float((a.detach().cpu() - b.detach().cpu()).abs().max()) if a.numel() else 0.0
 
 
 if __name__ == "__main__":

@@ -142,6 +142,23 @@ def chain() -> Model:
     return Model("chain", (*blocks, loss), vectors, lambda batch: batch["targets"].numel(), tied=tied)
 
 
+def untied(model: Callable[[], Model]) -> Model:
+    """The same, in which blocks share nothing."""
+    made = model()
+    return replace(made, name=f"untied {made.name}", tied=())
+
+
+def untied_chain() -> Model:
+    """All of whose parameters get gradients."""
+    made = untied(chain)
+    blocks = (replace(block, build=partial(Mix, 1)) if block.operator == "mix" else block for block in made.blocks)
+    return replace(made, blocks=tuple(blocks))
+
+
+def untied_branches() -> Model:
+    return untied(branches)
+
+
 def gated() -> Model:
     """The chain; from the third step on samples come when the working folder has a file ``go-STEP``."""
 

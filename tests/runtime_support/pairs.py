@@ -10,7 +10,9 @@ from runtime_support.plans import PLACEMENTS, model_plan, placed_plan, split_sta
 
 OPERATORS = "gpt2-tiny-operators"
 TINY, ALL = "gpt2-tiny", (0, 1, 2, 3)
-CHAIN, BRANCHES, WORDED = (f"runtime_support.models:{name}" for name in ("chain", "branches", "worded"))
+CHAIN, UNTIED, BRANCHES, WORDED = (
+    f"runtime_support.models:{name}" for name in ("chain", "untied_chain", "branches", "worded")
+)
 
 
 def chain_of(*groups: tuple[int, ...]) -> Plan:
@@ -23,9 +25,21 @@ def chain_of(*groups: tuple[int, ...]) -> Plan:
     return placed_plan(load_model(CHAIN), stages, num_microbatches=3, microbatch_size=4)
 
 
-def worded_on(*groups: tuple[str, tuple[int, ...], int]) -> Plan:
-    """Blocks of the model of words, on devices of which so many split each block."""
-    stages = [split_stage(*group, microbatch_size=2) for group in groups]
+def untied_on(zero: int, replicas: int, group: int | None = None) -> Plan:
+    """A chain in two stages, or on all devices in one, whose replicas divide what they keep."""
+    groups = ("b0 b1", "b2 b3 b4 end") if replicas == 2 else ("b0 b1 b2 b3 b4 end",)
+    stages = [
+        split_stage(
+            blocks, ALL[replicas * number : replicas * (number + 1)], 1, microbatch_size=4, zero=zero, zero_group=group
+        )
+        for number, blocks in enumerate(groups)
+    ]
+    return placed_plan(load_model(UNTIED), stages, num_microbatches=3, microbatch_size=4)
+
+
+def worded_on(*groups: tuple[str, tuple[int, ...], int], zero: int = 0) -> Plan:
+    """Blocks of the model of words, on devices of which so many split each block; replicas divide what they keep."""
+    stages = [split_stage(*group, microbatch_size=2, zero=zero) for group in groups]
     return placed_plan(load_model(WORDED), stages, num_microbatches=4, microbatch_size=2)
 
 
@@ -79,6 +93,18 @@ def pairs() -> dict[str, tuple[str, list[Plan]]]:
                 operators_as("rows2-columns2", "columns4", "rows4"),
                 operators_as("columns2-places2", "copies2-rows2", "samples4"),
                 model_plan(load_model(OPERATORS), [0, 1], num_microbatches=3, microbatch_size=4),
+            ],
+        ),
+        "parameters divided, then optimizers, then whole": (
+            UNTIED,
+            [untied_on(3, 2), untied_on(1, 4, group=2), untied_on(0, 1)],
+        ),
+        "shares divided, then stages, then whole": (
+            WORDED,
+            [
+                worded_on(("shift words b0 b1 b2 b3 head", (2, 1, 0, 3), 2), zero=1),
+                worded_on(("shift words b0 b1", (1, 2), 1), ("b2 b3 head", (0, 3), 1), zero=1),
+                worded_on(("shift words b0 b1 b2 b3 head", (1,), 1)),
             ],
         ),
         "branches": (BRANCHES, [model_plan(branches, [0, 1, 2, 3]), model_plan(branches, [2, 0], split=True)]),

@@ -232,7 +232,11 @@ class TestEveryClassic:
                 "circular",
                 "it needs a chain with stages down and up, an even number per device (--placement v-shape)",
             ),
-            ("1f1b+", "v", "it needs a stage on all devices"),
+            (
+                "1f1b+",
+                "v",
+                "it needs a stage on all devices (--shard-shared yes, for shared blocks with costs for 4 shards)",
+            ),
             ("1f1b+", "k", "it needs stages that follow each other (--placement sequential puts them in line)"),
             ("chimera", "v", "it needs two chains over the same devices both ways (--placement bidirectional)"),
         ],

@@ -193,7 +193,7 @@ _STRETCHED = re.compile(r"^pipeplan: \d+ processes on .*\n| \(the plan's \S+ str
 """What an emulated run says of a machine that is too slow for its plan; a rank says it, whom nobody hears here."""
 
 _OF_A_BUSY_ONE = re.compile(
-    r"^(?:\d+ processes on .*|(?:--trace FILE, then )?pipeplan simulate .*) shows? where time went$"
+    r"^(?:.*; )?(?:--trace FILE, then )?pipeplan simulate .* shows? where time went$"
     r"|^verdict .*(?:\n {9,}\S.*)*$"
     r"|(?<=^profile written to )(\S+)\n[\s\S]*",
     re.MULTILINE,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from builders.orders import random_orders
-from builders.sharded import assembled, chain_of, exchanging, pairs, placed, random_sharded, sharded_plan
+from builders.sharded import chain_of, exchanging, pairs, placed, random_plan, sharded_plan
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
+from pipeplan.costs.late_inputs import with_late_inputs
 from pipeplan.errors import FileError, InvalidPlanError
-from pipeplan.files import Plan, Profile, parse, to_json
+from pipeplan.files import Plan, parse, to_json
 from pipeplan.planning.build_plan import assemble
+from pipeplan.planning.request import Request
+from pipeplan.planning.steps import search_plan
 from pipeplan.reporting.terminal import zero_words
 from pipeplan.reporting.timeline import trace_text
 from pipeplan.schedule.search import plain_look
@@ -27,27 +28,8 @@ from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.action import Action, StateAction
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import ONCE
-from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import REDUCE_GRAD, RESHARD, UNSHARD, Role
 from pipeplan.workload.task_graph import earliest_starts, task_graph
-
-
-def random_plan(seed: int, contention: float = 0.0) -> tuple[Plan, Profile]:
-    """A plan of some random stages, and orders that cannot block each other."""
-    draw = random.Random(seed)
-    profile, placement = random_sharded(draw)
-    split = profile.blocks[0].costs[0].input_grad_ns is not None
-    workload = build_workload(
-        profile,
-        placement,
-        num_microbatches=draw.randint(1, 5),
-        microbatch_size=2,
-        split_backward=split,
-        cluster=pairs(placement.num_devices, contention),
-    )
-    graph = task_graph(workload)
-    orders = with_links(graph, random_orders(graph, draw)[: len(workload.devices)])
-    return assembled(graph, orders, profile), profile
 
 
 def replayed(plan: Plan) -> tuple[dict[str, int], list[tuple[int, int, int, str, int]], int]:
@@ -64,8 +46,10 @@ def replayed(plan: Plan) -> tuple[dict[str, int], list[tuple[int, int, int, str,
         follow(plan, device, program, least, spans, ends)
     for dependency in plan.dependencies:
         for number in range(plan.num_microbatches):
-            duration = plan.operation(dependency.source).duration_ns
-            least.append((f"{dependency.source}{number}", f"{dependency.target}{number}", duration + dependency.lag_ns))
+            source, target = plan.operation(dependency.source), plan.operation(dependency.target)
+            between = source.duration_ns - source.left_ns(dependency.source_part) + dependency.lag_ns
+            between -= target.begin_ns(dependency.target_part)
+            least.append((f"{dependency.source}{number}", f"{dependency.target}{number}", between))
     moved = True
     while moved:
         moved = False
@@ -162,10 +146,13 @@ def held_at_most(plan: Plan, spans: list[tuple[int, int, int, str, int]], device
     return state + max(sum(size for begin, end, size in taken if begin <= each < end) for each in moments)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_plans_exchange_when_their_programs_say_and_hold_what_that_takes(seed: int) -> None:
-    """Starts, the end of the last exchange and peaks of memory by programs alone; check finds them right, too."""
-    plan, profile = random_plan(seed, contention=0.5 * (seed % 2))
+@pytest.mark.parametrize(("seed", "late"), [*((seed, False) for seed in range(40)), *((n, True) for n in range(25))])
+def test_plans_exchange_when_their_programs_say_and_hold_what_that_takes(seed: int, late: bool) -> None:
+    """Starts, the end of the last exchange and peaks of memory by programs alone; check finds them right, too.
+
+    Also where actions wait inside for late inputs.
+    """
+    plan, profile = random_plan(seed, 0.5 * (seed % 2), late=late)
     cluster = pairs(len(plan.devices), 0.5 * (seed % 2))
     report = check(plan, profile, cluster)
     assert report.valid, report.problems[:3]
@@ -332,33 +319,46 @@ def test_simulations_and_traces_show_exchanges() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "split"),
+    ("first", "second", "split", "late"),
     [
-        ((1, 1), (1, 1), False),
-        ((2, 2), (1, 1), False),
-        ((4, 1), (2, 4), False),
-        ((ONCE, ONCE), (2, 1), False),
-        ((None, 2), (ONCE, ONCE), False),
-        ((1, 1), (2, 2), True),
+        ((1, 1), (1, 1), False, False),
+        ((2, 2), (1, 1), False, False),
+        ((4, 1), (2, 4), False, False),
+        ((ONCE, ONCE), (2, 1), False, False),
+        ((None, 2), (ONCE, ONCE), False, False),
+        ((1, 1), (2, 2), True, False),
+        ((2, 1), (1, 2), False, True),
+        ((1, 2), (4, 1), True, True),
     ],
 )
-def test_long_runs_repeat_a_round_with_its_exchanges(first: Any, second: Any, split: bool) -> None:
-    """1F1B of 480 micro-batches as a loop is what it is written out: starts, programs, iteration, memory, checks."""
-    profile = chain_of([100, 100, 50, 20], split=split)
-    placement = placed(exchanging([0, 1], first, (0, 1)), exchanging([2, 3], second, (2, 3)))
-    workload = build_workload(
-        profile, placement, num_microbatches=480, microbatch_size=2, split_backward=split, cluster=pairs(4)
+def test_long_runs_repeat_a_round_with_its_exchanges(first: Any, second: Any, split: bool, late: bool) -> None:
+    """1F1B of 480 micro-batches as a loop is what it is written out: starts, programs, iteration, memory, checks.
+
+    Also where the last of three stages has a block that takes the second's output, and before it one that does not.
+    """
+    profile = chain_of([100, 100, 50, 20], split=split, edges=[(0, 1), (0, 2), (1, 3), (2, 3)] if late else None)
+    ends = (
+        [exchanging([0], first, (4, 5)), exchanging([1], first, (0, 1))]
+        if late
+        else [exchanging([0, 1], first, (0, 1))]
     )
+    placement, cluster = placed(*ends, exchanging([2, 3], second, (2, 3))), pairs(6 if late else 4)
+    workload = build_workload(
+        profile, placement, num_microbatches=480, microbatch_size=2, split_backward=split, cluster=cluster
+    )
+    if late:
+        workload = with_late_inputs(profile, workload, cluster)
+        assert workload.has_parts
     found = plain_look(workload, 1000)
     assert found is not None
     assert found.loop is not None
     bound = weak_iteration_bound(workload)
     plan = assemble(found.graph, found.orders, bound, Fraction(0), "1f1b", loop=found.loop, recipe=profile.recipe)
-    report = check(plan, profile, pairs(4))
+    report = check(plan, profile, cluster)
     assert report.valid, report.problems[:3]
     assert len(plan.programs[0]) < 0.4 * len(plan.whole_programs[0])
     whole = plan.unrolled()
-    report = check(whole, profile, pairs(4))
+    report = check(whole, profile, cluster)
     assert report.valid, report.problems[:3]
     again = simulate(whole)
     assert again.iteration_ns == plan.predicted.iteration_ns == simulate(plan).iteration_ns
@@ -370,6 +370,22 @@ def test_long_runs_repeat_a_round_with_its_exchanges(first: Any, second: Any, sp
     longer = simulate(plan, 480 + 8 * plan.loop.microbatches) if plan.loop is not None else again
     assert longer.loop is not None
     assert longer.iteration_ns > plan.predicted.iteration_ns
+
+
+def test_searches_have_late_inputs_beside_exchanges() -> None:
+    """The last stage waits inside for the second's output: shorter, and chosen where both ways are open."""
+    profile = chain_of([20] * 4, edges=[(0, 1), (0, 2), (1, 3), (2, 3)])
+    stages = [exchanging([0], (1, 1), (0, 1)), exchanging([1], (2, 1), (2, 3)), exchanging([2, 3], (1, 2), (4, 5))]
+    asked: dict[str, Any] = {"placement": placed(*stages), "cluster": pairs(6), "deterministic": True}
+    asked |= {"num_microbatches": 4, "microbatch_size": 2, "time_limit": 0.2}
+    found = {late: search_plan(Request.of(profile, late_inputs=late, **asked)).plan for late in (True, False, None)}
+    for late, plan in found.items():
+        assert check(plan, profile, pairs(6)).valid
+        assert plan.workload.has_parts == (late is not False)
+        assert "2UNSHARD.1" in plan.programs[4]
+    whole, either = found[False].predicted.iteration_ns, found[None].predicted.iteration_ns
+    assert found[True].predicted.iteration_ns < whole
+    assert either < whole
 
 
 def test_check_refuses_a_round_after_which_exchanges_stand_otherwise() -> None:

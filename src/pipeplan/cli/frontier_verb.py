@@ -52,6 +52,7 @@ _ONLY_PLANS = {
     "expert": "--ep",
     "chunks": "--vp",
     "recompute": "--recompute",
+    "uniform": "--uniform",
 }
 _DEVICES = (
     "Numbers of devices to consider; with --mode min-devices a single number is the maximum.  [default: the cluster's; "
@@ -91,6 +92,12 @@ _MODES = ("all", "min-time", "min-devices", "profile")
     "--plans",
     is_flag=True,
     help="Consider pipelines as well, and make every point a plan, instead of one stage on all devices.",
+)
+@click.option(
+    "--uniform",
+    is_flag=True,
+    help="With --plans: only layouts that trainers take as settings, with the same tensor, context, expert and data "
+    "parallel sizes for every stage.",
 )
 @click.option(*("--mini-batch", "--global-batch-size", "mini_batch"), type=click.IntRange(min=1), help=_MINI_BATCH)
 @click.option(
@@ -229,7 +236,7 @@ def frontier_request(ctx: click.Context) -> Request:
         time_limit=None if flags["time_limit"] is None else flags["time_limit"] / 1e9,
         mode=flags["mode"],
         splitting=None if flags["plans"] else splitting,
-        **(asked_sizes(flags) if flags["plans"] else {}),
+        **(asked_sizes(flags) | {"uniform": flags["uniform"]} if flags["plans"] else {}),
     )
 
 

@@ -447,10 +447,11 @@ def measured(
 ) -> Profile:
     """The profile of the model that the parameters name; ``tell`` gets what a reader must know of it."""
     remarks = _Remarks(tell, progress)
+    model, shards = _model(given, remarks.keep)
     profile = _api.profile(
-        _model(given, remarks.keep),
+        model,
         given["microbatch"],
-        **{name: given[name] for name in (*_MEASURING, *_RECIPE, "dtype")},
+        **{name: given[name] for name in (*_MEASURING, *_RECIPE, "dtype")} | {"shards": shards},
         cluster=given_file("cluster", given["cluster"]),
         progress=remarks.update,
         **({"on_mean": tell} | how),
@@ -470,13 +471,15 @@ def estimated(
     runs = calibration if isinstance(calibration, _api.RunsFit) else None
     if runs is not None:
         remarks.keep(runs.notes)
+    model, shards = _model(given, remarks.keep, meta=True)
     profile = _api.estimate(
-        _model(given, remarks.keep, meta=True),
+        model,
         given["microbatch"],
         device=given["device"],
+        shards=shards,
         **{
             name: given[name]
-            for name in ("dtype", *_RECIPE, "shards", "context", "expert", "load_factor", "recompute", "kernels")
+            for name in ("dtype", *_RECIPE, "context", "expert", "load_factor", "recompute", "kernels")
         },
         calibration=None if runs is not None else given_file("profile", calibration),
         runs=runs,
@@ -488,10 +491,14 @@ def estimated(
     return profile
 
 
-def _model(given: Mapping[str, Any], tell: Callable[[str], None], *, meta: bool = False) -> Model:
-    """The model that is named."""
+def _model(
+    given: Mapping[str, Any], tell: Callable[[str], None], *, meta: bool = False
+) -> tuple[Model, tuple[int, ...]]:
+    """The model that is named, and those of ``--shards`` that can share it evenly."""
     how = {name: given[name] for name in ("sequence", "grain", "shared", "shards")}
-    model = _api.load_model(given["name"], **how, meta=meta)
+    model, uneven = _api.load_where_even(given["name"], **how, meta=meta)
+    for reason in uneven.values():
+        tell(f"left out: {reason}")
     if advice := _api.advice_on(model):
         tell(advice)
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
@@ -499,7 +506,7 @@ def _model(given: Mapping[str, Any], tell: Callable[[str], None], *, meta: bool 
             f"pipeplan run cannot split blocks of {model.name} yet: the rows of --shards are for planning only; "
             "for a plan that runs, search with --tp 1 --shard-shared no"
         )
-    return model
+    return model, tuple(count for count in given["shards"] if count not in uneven)
 
 
 def _tell(remark: str) -> None:

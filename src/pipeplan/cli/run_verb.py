@@ -353,6 +353,8 @@ def reason_line(outcome: RunOutcome, plan_path: str, trace_path: str | None, *, 
     cores = os.cpu_count() or 1
     crowded = processes > cores and outcome.options.device == "cpu"
     shared = f"{processes} processes on {cores} cores; " if crowded else ""
+    if (others := outcome.others_cores or 0.0) >= _BUSY_CORES and outcome.options.device == "cpu":
+        shared += f"other processes use this machine ({others:.1f} of {cores} cores during the run); "
     command = shlex.join(["pipeplan", "simulate", plan_path, "--measured", trace_path or "FILE"])
     late, action = outcome.warm_ns - outcome.predicted_ns, _mean_action_ns(outcome.plan)
     if outcome.result.stretch == 1 and late > _LATE * outcome.predicted_ns and action < _SHORT_NS:
@@ -362,6 +364,9 @@ def reason_line(outcome: RunOutcome, plan_path: str, trace_path: str | None, *, 
         )
     return f"{shared}{command if trace_path is not None else f'--trace FILE, then {command},'} shows where time went"
 
+
+_BUSY_CORES = 0.2
+"""Cores from which others are said to use the machine."""
 
 _LATE = 0.2
 """A run is late by more than this part of what was predicted."""

@@ -533,12 +533,13 @@ def limited(seconds: float, what: Planning) -> Iterator[Limit]:
 class Status:
     """A line on stderr with the clock, the best value, the bound and the gap, and what is being done.
 
-    Where stderr is no terminal such a line is printed after 10 seconds, and then whenever twice as many have passed;
-    that there is no plan yet is said at once.
+    Where stderr is no terminal such a line is printed after 5 seconds, and then whenever twice as many have passed, or
+    5 more with a best value that is 1 % better; that there is no plan yet is said at once.
     """
 
     def __init__(self) -> None:
-        self._next = 10.0
+        self._next = _PAUSE
+        self._last, self._said_ns = 0.0, 0
 
     def __enter__(self) -> Progress:
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -556,9 +557,9 @@ class Status:
     def _say(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
         if not best_ns and not bound_ns:
             say(f"pipeplan: {what}", err=True)
-        elif seconds >= self._next:
+        elif seconds >= self._next or (best_ns < _BETTER * self._said_ns and seconds >= self._last + _PAUSE):
             say(f"pipeplan: after {seconds:.0f}s: {_state(what, best_ns, bound_ns)}", err=True)
-            self._next = 2 * seconds
+            self._next, self._last, self._said_ns = 2 * seconds, seconds, best_ns
 
     def _update(self, what: str, best_ns: int, bound_ns: int, seconds: float) -> None:
         self._line.update(self._task, description=_state(what, best_ns, bound_ns))
@@ -567,6 +568,12 @@ class Status:
         if self._line.live.is_started:
             self._line.stop()
 
+
+_PAUSE = 5.0
+"""Seconds between lines in a log, at least."""
+
+_BETTER = 0.99
+"""The best over the one last said, from which another line is worth while."""
 
 _LOOSEST = 100
 """The best over a bound beyond which that says nothing yet."""

@@ -30,10 +30,8 @@ def with_late_inputs(
     """The workload whose actions have as many parts as there are moments at which they take or give something.
 
     Or as many as ``cuts`` say. The same workload where all take everything at once. Stages with configurations, and
-    those with forwards of halves of micro-batches, stay whole, and so does all where programs exchange state.
+    those with forwards of halves of micro-batches, stay whole.
     """
-    if workload.exchanges:
-        return workload
     places = _crossings(profile, workload)
     known = [
         _StageParts.of(profile, workload, number, places, cluster, None if cuts is None else cuts[number])

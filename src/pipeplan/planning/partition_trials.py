@@ -70,8 +70,8 @@ class PartitionTrial:
 
 
 def says_sizes(request: Request) -> bool:
-    """Whether a request says how many devices split, share or run something: only uniform layouts are as it says."""
-    asked = request.shards, request.context, request.expert, request.positions, request.replicas
+    """Whether only uniform layouts are as a request says: it fixes how many devices split or run something, or asks."""
+    asked = request.uniform, request.shards, request.context, request.expert, request.positions, request.replicas
     return any(asked) or request.chunks not in (None, 1)
 
 

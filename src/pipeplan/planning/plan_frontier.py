@@ -176,7 +176,11 @@ def _searched(request: Request, limit: Limit, quickest: bool, progress: Progress
         for asked in free:
             search.own_placement(asked)
         search.try_all(partitions, share[0])
-        others = [stage_graphs(each, search.memories(each.num_devices)) for each in levels if any_stages(each)]
+        others = [
+            stage_graphs(each, search.memories(each.num_devices))
+            for each in levels
+            if any_stages(each) and not each.uniform
+        ]
         joined = search.try_all(in_turn(others), share[1])
         again = search.by_devices(requests) if free else []
         split = search.try_all(in_turn([_split(splits, points) for points in again]))

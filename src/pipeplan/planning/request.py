@@ -151,7 +151,8 @@ class Request:
     ``late_inputs`` says whether actions may wait inside for messages (:mod:`pipeplan.costs.late_inputs`); None: where
     that is shorter. ``time_limit`` is in seconds: by the clock, or ``deterministic`` by work that takes about as long.
 
-    A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage.
+    A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage,
+    ``uniform`` one of layouts with the same sizes for every stage alone.
     ``samples_assumed``: nobody said how many samples an iteration has.
 
     Raises:
@@ -193,6 +194,7 @@ class Request:
     deterministic: bool = False
     device_counts: tuple[int, ...] = ()
     splitting: Splitting | None = None
+    uniform: bool = False
     samples_assumed: bool = False
 
     def __post_init__(self) -> None:

@@ -16,6 +16,8 @@ from pipeplan.units import format_bytes, format_ns, named_devices
 
 _MOST_ROWS, _FEW_ROWS = 24, 8
 _COLUMNS, _LEAST_COLUMNS, _LINES = 72, 24, 16
+_LEAST_PLOTTED = 4
+"""Points below which the table says as much as a plot."""
 _LEAST_WORDS = 16
 _DOT, _KNEE, _SIGNS = "o", "X", "123456789abcdefghijklmn"
 
@@ -23,7 +25,7 @@ _DOT, _KNEE, _SIGNS = "o", "X", "123456789abcdefghijklmn"
 def print_frontier(
     report: FrontierResult, file: TextIO | None = None, *, written: str | None = None, details: bool = False
 ) -> None:
-    """Print the answer, the plot if there is more than one point, a table, and notes.
+    """Print the answer, the plot unless there are only a few points, a table, and notes.
 
     Args:
         report: what was found.
@@ -33,7 +35,7 @@ def print_frontier(
     """
     console = console_for(file)
     print_frontier_answer(report, written, file)
-    if len(report.points) > 1:
+    if len(report.points) >= _LEAST_PLOTTED:
         console.print("\n".join(_plot(report.points, console.width)), markup=False)
     print_points(report, file, details=details)
 

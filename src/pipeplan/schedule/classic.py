@@ -442,7 +442,8 @@ def needs_shared(problem: OneMicrobatch) -> str | None:
     everywhere = tuple(range(problem.num_devices))
     chain = [stage.devices for stage in problem.workload.stages if stage.devices != everywhere]
     if problem.num_devices == 1 or len(chain) == len(problem.workload.stages):
-        return "it needs a stage on all devices"
+        shards = problem.num_devices
+        return f"it needs a stage on all devices (--shard-shared yes, for shared blocks with costs for {shards} shards)"
     if chain != [(device,) for device in everywhere]:
         return "beside the stages on all devices it needs one on each device, in order"
     if sorted(problem.workload.stage_depths) != list(range(len(problem.workload.stages))):

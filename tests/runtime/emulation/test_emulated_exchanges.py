@@ -1,37 +1,86 @@
-"""A network that follows a program, as a rank that emulates has it: every action starts when the plan has it start."""
+"""A rank that emulates follows a program's exchanges: every action starts, or goes on inside, when the plan has it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
-from builders.sharded import sharded_plan
-from pipeplan.runtime.executor.rank_program import planned_programs
+from builders.sharded import random_plan
+from pipeplan.files import Plan
+from pipeplan.runtime.emulation.devices import EmulatedRunner, _stamped, specs_of
+from pipeplan.runtime.emulation.emulate import _NO_SAMPLES
+from pipeplan.runtime.executor.message_graph import hops_of
+from pipeplan.runtime.executor.rank_program import ProgramStep, planned_programs
+from pipeplan.workload.kinds import Role
 from pipeplan.workload.program_network import ProgramNetwork
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@dataclass
+class Exact:
+    """The time of a device, and of others that agree with it, which is never late."""
+
+    stretch: int
+    free: int = 7
+
+    def free_ns(self) -> int:
+        return self.free
+
+    def until(self, end_ns: int) -> None:
+        self.free = end_ns
+
+    def stretched(self, ns: int) -> int:
+        return self.stretch * ns
+
+    def latest(self, ns: int) -> int:
+        return ns
+
+
+def arrivals(plan: Plan, step: ProgramStep) -> list[int]:
+    """When the plan has what a step waits for."""
+    return [
+        plan.starts_ns[each.source][step.action.microbatch]
+        + source.duration_ns
+        - source.left_ns(each.source_part)
+        + each.lag_ns
+        for each in plan.dependencies
+        if each.target == step.action.operation and each.target_part == (step.part or 0)
+        for source in [plan.operation(each.source)]
+    ]
+
+
 @pytest.mark.parametrize("stretch", [1, 10])
-def test_networks_let_actions_start_when_the_plan_does(rank: int, stretch: int) -> None:
-    """In a time in which the rank is never late, from a step's beginning at 7 ns on."""
-    plan = sharded_plan()
-    network = ProgramNetwork(plan.stages, plan.programs[rank], lambda ns: stretch * ns)
-    network.restart(7)
-    free = 0
-    steps = [step for step in planned_programs(plan)[rank].steps if step.message is None]
-    waited = 0
-    for step in steps:
-        operation, number = plan.operation(step.action.operation), step.action.microbatch
-        inputs = [
-            plan.starts_ns[each.source][number] + plan.operation(each.source).duration_ns + each.lag_ns
-            for each in plan.dependencies
-            if each.target == operation.id
-        ]
-        ready, exchanged = max([free, *inputs]), network.exchange(step.counter, step.action)
-        start = plan.starts_ns[operation.id][number]
-        assert 7 + stretch * start == max(7 + stretch * ready, exchanged)
-        waited += exchanged > 7 + stretch * ready
-        network.begin(step.action, 7 + stretch * start)
-        free = start + operation.duration_ns
-    assert waited, "some action waits for the network"
-    assert len(steps) == 6
-    assert len(plan.programs[rank]) > 18
+@pytest.mark.parametrize("late", [False, True])
+def test_actions_start_and_end_when_the_plan_has_it(late: bool, stretch: int) -> None:
+    """Of random plans, in a time in which no rank is ever late, from a step's beginning at 7 ns on."""
+    waited = inside = 0
+    for seed in range(12):
+        plan = random_plan(seed, late=late)[0]
+        programs, hops = planned_programs(plan), hops_of(plan)
+        for rank in range(len(plan.devices)):
+            pace = Exact(stretch)
+            known: Any = pace
+            network = ProgramNetwork(plan.stages, plan.programs[rank], pace.stretched)
+            network.restart(7)
+            specs = specs_of(programs, hops, 1024)
+            runner = EmulatedRunner(plan, programs[rank].tensors, specs, known, known, network)
+            for step in programs[rank].steps:
+                if step.message is None and step.action.role is not Role.STATE:
+                    there = [7 + stretch * each for each in arrivals(plan, step)]
+                    begun = max(pace.free, *there, 0)
+                    inside += bool(step.part) and begun > pace.free
+                    runner.run(step, {(0,): [("rows", _stamped((1, 2), each)) for each in there]}, _NO_SAMPLES)
+                    waited += assert_in_time(plan, step, begun, pace)
+    assert waited > 50, "for the network"
+    assert (inside > 10) == late
+
+
+def assert_in_time(plan: Plan, step: ProgramStep, begun: int, pace: Exact) -> bool:
+    """Each part ends no later than planned, the last one not sooner; says whether it waited for an exchange."""
+    operation, part = plan.operation(step.action.operation), step.part or 0
+    took = operation.parts_ns[part] if operation.parts_ns else operation.duration_ns
+    start = plan.starts_ns[operation.id][step.action.microbatch]
+    end = 7 + pace.stretch * (start + operation.begin_ns(part) + took)
+    assert pace.free == end if step.part is None or step.is_last else pace.free <= end
+    return pace.free > begun + pace.stretch * took

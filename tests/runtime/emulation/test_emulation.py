@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from builders.chains import chain_workload
 from builders.plans import plan_of
 from builders.shapes import shape_workload
+from builders.sharded import chain_of, exchanging, plan_on
+from builders.sharded import placed as placed_stages
 from pipeplan._api import run
 from pipeplan.checker import check
 from pipeplan.cli.run_verb import comparison_line
@@ -21,12 +26,14 @@ from pipeplan.examples import ShapeCosts
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.emulation import devices
 from pipeplan.runtime.emulation import emulate as emulation
+from pipeplan.runtime.executor.channels import Channels
 from pipeplan.runtime.executor.message_graph import hops_of
 from pipeplan.runtime.executor.process_groups import extent, iteration_of
-from pipeplan.runtime.executor.rank_program import planned_programs
+from pipeplan.runtime.executor.rank_program import ProgramStep, planned_programs
 from pipeplan.runtime.launch.job import RunOptions, RunResult
 from pipeplan.runtime.models.load import load_model
 from pipeplan.simulator.simulation import Simulation, simulate
+from pipeplan.workload.action import StateAction
 from pipeplan.workload.elements import Dependency, Hop
 from runtime_support.plans import Case, four_devices, greedy_orders, placed_plan, reports_of
 from runtime_support.warm import warm_ranks
@@ -41,6 +48,7 @@ BLOCKING = ("v", "k", "parts", "shards and replicas", "messages wait for their l
 PLANS = (
     *SHAPES,
     *("one device", "sizes", "replicas", "parts", "shards and replicas"),
+    *("experts are exchanged", "late inputs beside exchanges"),
     *("messages wait for their link", "gradients are summed"),
 )
 
@@ -54,6 +62,7 @@ def plans() -> dict[str, Plan]:
     found["replicas"] = groups([((0, 1), 4, 0), ((1, 2), 2, 0), ((2, 3), 4, 0), ((3, 0), 2, 0)])
     found["parts"] = groups([((0, 1), 4, 2), ((1, 2), 4, 1), ((2,), 4, 2), ((3, 0), 4, 0)])
     found["shards and replicas"] = shards_and_replicas()
+    found |= {"experts are exchanged": experts_exchanged(), "late inputs beside exchanges": late_and_exchanged()}
     for name, plan in found.items():
         check(plan).require(name)
     found["messages wait for their link"] = with_busy_links(chain(3))
@@ -82,6 +91,21 @@ def groups(stages: list[tuple[tuple[int, ...], int, int]]) -> Plan:
         for blocks, (devices, size, parted) in zip(BLOCKS, stages, strict=True)
     ]
     return placed_plan(load_model("runtime_support.models:chain"), placed, num_microbatches=4, microbatch_size=4)
+
+
+def experts_exchanged() -> Plan:
+    """ZeRO 3 over four replicas, of which every second has the same experts: they exchange these with it alone."""
+    profile = chain_of([10**6] * 3, unit_ns=MS, experts=8 * 10**5)
+    plan = plan_on(profile, placed_stages(exchanging([0, 1, 2], (2, 2), (0, 1, 2, 3), expert=2)))
+    assert {(stage.zero, stage.expert) for stage in plan.stages} == {(3, 2)}
+    return plan
+
+
+def late_and_exchanged() -> Plan:
+    """The last stage has a block that takes the second's output, and before it one that does not; all exchange."""
+    profile = chain_of([3 * 10**6] * 4, unit_ns=MS // 2, edges=[(0, 1), (0, 2), (1, 3), (2, 3)])
+    both = [exchanging([0], (1, 1), (0, 1)), exchanging([1], (2, 1), (0, 1)), exchanging([2, 3], (1, 2), (2, 3))]
+    return plan_on(profile, placed_stages(*both), late=True)
 
 
 def with_busy_links(plan: Plan) -> Plan:
@@ -157,7 +181,8 @@ def test_nothing_begins_before_the_plan_allows_it(name: str, transfers: str, res
         assert math.isnan(step.loss)
         assert step.iteration_ns >= simulation.iteration_ns
         for rank, actions in enumerate(ranks):
-            assert sorted(counter for counter, _, _ in actions) == list(range(len(plan.programs[rank])))
+            shown = [n for n, text in enumerate(plan.programs[rank]) if StateAction.read(text) is None]
+            assert sorted({counter for counter, _, _ in actions}) == shown
             computed = [entry for entry in actions if "_" not in plan.programs[rank][entry[0]]]
             assert computed == sorted(computed), "in the order of the program"
             assert all(before[2] <= after[1] for before, after in zip(computed, computed[1:], strict=False))
@@ -239,6 +264,49 @@ def test_a_device_is_free_when_its_action_ends(monkeypatch: pytest.MonkeyPatch) 
     assert pace.free_ns() == pace.now() - 20
     pace.stretch = 2.5
     assert pace.stretched(3) == 8
+
+
+def test_waits_for_a_core_are_not_the_message_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What threads of the receiver waited for one of the cores is left out, but not what they waited before."""
+    time, pace = LateSleeper(), devices.Pace(0)
+    monkeypatch.setattr(devices, "time", time)
+    monkeypatch.setattr(devices, "_blocks", lambda: time.ns)
+    rows = torch.tensor([[1000, 3]])
+    channels = devices.EmulatedChannels.__new__(devices.EmulatedChannels)
+    channels._pace, channels._blocking = pace, False
+    channels._queued = SimpleNamespace(ns=lambda: [50, time.ns // 10, 0 if time.ns else 9])  # type: ignore[assignment]
+
+    def take(self: Channels, step: ProgramStep) -> list[torch.Tensor]:
+        time.ns += 1200
+        return [rows]
+
+    monkeypatch.setattr(Channels, "take", take)
+    pace.until(0)
+    assert channels.take(None) == [rows]  # type: ignore[arg-type]
+    assert pace.free_ns() == 1200 - 3 - 120
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts what threads wait for a core")
+def test_it_is_known_how_long_threads_wait_for_a_core() -> None:
+    cores = os.sched_getaffinity(0)
+    core = min(cores)
+    queued = devices.Queued()
+    begin = queued.ns()
+    spin = f"import os\nos.sched_setaffinity(0, {{{core}}})\nprint(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", spin], stdout=subprocess.PIPE) as other:
+        try:
+            assert other.stdout is not None
+            other.stdout.readline()
+            os.sched_setaffinity(0, {core})
+            for _ in range(10_000_000):
+                if sum(queued.ns()) > sum(begin):
+                    break
+            assert sum(queued.ns()) > sum(begin)
+        finally:
+            os.sched_setaffinity(0, cores)
+            other.kill()
+    queued.close()
+    assert queued.ns() == []
 
 
 class Steps:

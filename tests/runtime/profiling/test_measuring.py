@@ -18,7 +18,7 @@ from pipeplan.cli.main import cli
 from pipeplan.costs.communication import Exchange, prices_in
 from pipeplan.costs.stages import stage_costs
 from pipeplan.errors import ExecutionError, UsageError
-from pipeplan.files import Block, Cluster, CostRow, Profile, Source
+from pipeplan.files import Block, Cluster, CostRow, Profile, Source, read_profile
 from pipeplan.files.cluster import DeviceKind, LinkLevel
 from pipeplan.runtime.models.huggingface import build
 from pipeplan.runtime.models.load import load_model
@@ -449,6 +449,31 @@ def test_shards_that_cannot_be_are_refused_before_any_work(
     assert found is not None, refused
     for count in ("1" + found[1]).split(", ")[-2:]:
         assert "cannot be split so" not in str(CliRunner().invoke(cli, [*asked, count]).exception)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept", "what"),
+    [
+        ("gpt2-tiny", [1, 2], r"2 heads, which {} devices"),
+        (
+            f"{LLAMA}, num_attention_heads=12, num_key_value_heads=4, hidden_size=48)",
+            [1, 2],
+            "12 heads in .*, which {}",
+        ),
+    ],
+)
+def test_shards_that_cannot_be_are_left_out_where_others_can(
+    tmp_path: Path, name: str, kept: list[int], what: str
+) -> None:
+    path = tmp_path / "p.json"
+    how = ["--microbatch", "1", "--sequence", "8", "--estimate", "--device", "v100-16gb", "-o", str(path), "--shards"]
+    done = CliRunner().invoke(cli, ["profile", name, *how, "1,2,5,8"])
+    assert done.exit_code == 0, done.exception
+    for count in (5, 8):
+        assert re.search(rf"left out: --shards {count}: model .* it has {what.format(count)}", done.stderr), done.stderr
+    assert {row.shards for block in read_profile(str(path)).blocks for row in block.costs} == set(kept)
+    alone = CliRunner().invoke(cli, ["profile", name, *how, "1,5"])
+    assert str(alone.exception).startswith("--shards 5: model ")
 
 
 def test_a_module_that_does_not_say_how_it_is_split_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import os
 import resource
 import sys
 import time
@@ -37,6 +39,8 @@ _AT, _LATE = 0, 1
 """Words of a row: when it was made or has arrived, and how late its sender was when it was sent."""
 
 _PR_SET_TIMERSLACK = 29
+_COUNTS_BYTES = 64
+"""Three numbers of a thread: ns that it ran, ns that it waited for a core, and how often it ran."""
 
 
 class Pace:
@@ -44,7 +48,8 @@ class Pace:
 
     As an accelerator's host does, its process interprets and posts messages while the device works, and is late only
     where that takes longer than the action. Sleeps that end late, and waits for one of too few cores, are this
-    machine's doing. Other ranks that are late for messages count. ``offset_ns`` is how far the host's clock is ahead;
+    machine's doing: its own, its senders', and those of the threads that bring it messages. Other ranks that are late
+    for messages count. ``offset_ns`` is how far the host's clock is ahead;
     times of the plan are ``stretch`` times as long.
     """
 
@@ -93,6 +98,31 @@ class Pace:
         self._free_ns = end_ns
 
 
+class Queued:
+    """How long the threads that a process has now wait for one of the cores while they could run; Linux counts it."""
+
+    def __init__(self) -> None:
+        self._counts: list[int] = []
+        if sys.platform == "linux":
+            for thread in os.listdir("/proc/self/task"):
+                with contextlib.suppress(OSError):  # it has ended, or this kernel does not count
+                    self._counts.append(os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY))
+
+    def ns(self) -> list[int]:
+        """Of each thread until now, in ns; 0 of one that has ended."""
+        return [self._waited_ns(count) for count in self._counts]
+
+    def close(self) -> None:
+        """Close the system's counts."""
+        while self._counts:
+            os.close(self._counts.pop())
+
+    def _waited_ns(self, count: int) -> int:
+        with contextlib.suppress(OSError):
+            return int(os.pread(count, _COUNTS_BYTES, 0).split()[1])
+        return 0
+
+
 def _blocks() -> int:
     """How often this thread has waited for something; where the system does not count, as if always."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw if sys.platform == "linux" else time.monotonic_ns()
@@ -113,9 +143,10 @@ class EmulatedRunner:
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Rows, made at the end. Agreeing with the other devices on the start is part of an action's time."""
         needed = [_stamp(rows) for given in inputs.values() for _, rows in given]
-        exchanged = self.network.exchange(step.counter, step.action)
+        exchanged = 0 if step.part else self.network.exchange(step.counter, step.action)
         start_ns = self.group.latest(max([self.pace.free_ns(), *needed, exchanged]))
-        self.network.begin(step.action, start_ns)
+        # an action that waited inside is from then on as far as if it had begun that much later
+        self.network.begin(step.action, start_ns - self.pace.stretched(_begin_ns(self.plan, step)))
         end_ns = start_ns + self.pace.stretched(_duration_ns(self.plan, step))
         made = self._made(step, end_ns)
         self.pace.until(end_ns)
@@ -127,6 +158,11 @@ class EmulatedRunner:
             for name in self.tensors[message]:
                 found[own][name] = _stamped(self.specs[name].of(len(own)), at_ns)
         return found
+
+
+def _begin_ns(plan: Plan, step: ProgramStep) -> int:
+    """When a part begins, in ns since its action does without waiting inside."""
+    return plan.operation(step.action.operation).begin_ns(step.part) if step.part else 0
 
 
 def _duration_ns(plan: Plan, step: ProgramStep) -> int:
@@ -157,6 +193,7 @@ class EmulatedChannels(Channels):
         super().__init__(program, specs, _CPU, "gloo", timeout)
         self._hops, self._pace, self._blocking = hops, pace, blocking
         self._link_free_ns: defaultdict[int, int] = defaultdict(int)
+        self._queued = Queued()
 
     def send(self, step: ProgramStep, tensors: Sequence[Tensor], made: torch.cuda.Event | None) -> None:
         """Send rows that say when they arrive."""
@@ -172,10 +209,11 @@ class EmulatedChannels(Channels):
 
     def take(self, step: ProgramStep) -> list[Tensor]:
         """Rows, not before they would have arrived."""
-        begin, blocked = self._pace.now(), _blocks()
+        begin, blocked, queued = self._pace.now(), _blocks(), self._queued.ns()
         (rows,) = super().take(step)
         if _blocks() > blocked:  # else it was there
-            self._pace.waited(begin, int(rows.numpy()[:, _LATE].max()))
+            more = sum(max(0, now - then) for now, then in zip(self._queued.ns(), queued, strict=True))
+            self._pace.waited(begin, int(rows.numpy()[:, _LATE].max()) + more)
         arrival = self._carried(step) if self._blocking else _stamp(rows)
         if arrival > self._pace.now():
             self._pace.until(arrival)
@@ -187,6 +225,11 @@ class EmulatedChannels(Channels):
         super().deliver(step)
         self._pace.waited(begin)
         self._pace.until(self._carried(step))
+
+    def close(self) -> None:
+        """Let go of the system's counts, too."""
+        super().close()
+        self._queued.close()
 
     def _carried(self, step: ProgramStep) -> int:
         """When a message arrives whose two ends have both reached it now."""

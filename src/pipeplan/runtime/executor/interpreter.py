@@ -22,6 +22,7 @@ from pipeplan.runtime.executor.stage import MiniBatch, StageError
 from pipeplan.runtime.executor.tensors import Made, Produced, Received, Taking, TensorSlots, TensorSpec
 from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError
 from pipeplan.runtime.parallel.device import Clock, Mark, Span
+from pipeplan.workload.kinds import Role
 
 _Taken = tuple[Numbers, tuple[str, ...], Taking]
 """Samples, blocks, and where their tensors are."""
@@ -65,7 +66,7 @@ class Executor:
 
     ``specs`` are shape and format of the block outputs that leave their stage. If ``blocking``, every SEND and RECV
     waits until its message is there, as without transfers beside computing (Tessel IV-D, Fig. 7a): for comparison.
-    What is not ``traced`` keeps no time for every action.
+    What is not ``traced`` keeps no time for every action. ``exchange`` runs what exchanges the state of stages.
     """
 
     program: Program
@@ -76,6 +77,7 @@ class Executor:
     clock: Clock
     blocking: bool = False
     traced: bool = True
+    exchange: Callable[[ProgramStep], None] | None = None
     _steps: list[_Prepared] = field(init=False)
     _actions: list[Callable[[MiniBatch], None]] = field(init=False)
     _slots_per_copy: list[int] = field(init=False, default_factory=list)
@@ -138,6 +140,8 @@ class Executor:
     def _action(self, prepared: _Prepared) -> Callable[[MiniBatch], None]:
         """What a step does, put together before it runs."""
         step, takes, gives = prepared.step, prepared.takes, prepared.gives
+        if step.action.role is Role.STATE:
+            return lambda _: self._exchange(step)
         if step.message is None:
             return lambda samples: self._compute(step, takes, gives, samples)
         if step.action.sends:
@@ -154,6 +158,12 @@ class Executor:
         made = self.runners[step.action.stage].run(step, inputs, samples)
         self._note_action(step, start)
         self._keep(gives, made)
+
+    def _exchange(self, step: ProgramStep) -> None:
+        """Begin to gather or to reduce a stage's state; what needs that waits for it."""
+        self.progress.begin(Phase.RUNNING, step.counter)
+        if self.exchange is not None:
+            self.exchange(step)
 
     def _receive(self, step: ProgramStep, slot: int) -> None:
         """Post a RECV; it waits for its message only if it is blocking."""

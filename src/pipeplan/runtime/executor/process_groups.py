@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +58,20 @@ class ProcessGroups:
         """Drop the groups, which must not outlive the process group."""
         for made in self._made.values():
             made.group = None
+
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""Of one tensor, by torch 2.13's names, for which older ones warn, or by those of torch before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A collective under way: what is sent must live as long."""
+
+    work: dist.Work
+    sent: Tensor
+    found: Tensor
 
 
 class RankGroup:
@@ -108,6 +123,26 @@ class RankGroup:
             dist.all_to_all_single(found, own, group=self.group)
         return [found[place] for place in self._order]
 
+    def start_scatter(self, parts: Tensor) -> Pending:
+        """Begin to sum ``parts`` [rank, size], of which each rank, in ascending order, gets its own."""
+        carried = self._carried(parts)
+        found = torch.empty_like(carried[0])
+        with transfer_errors(-1):
+            return Pending(_reduce_scatter(found, carried.view(-1), group=self.group, async_op=True), carried, found)
+
+    def start_gather(self, own: Tensor) -> Pending:
+        """Begin to gather a flat tensor of each rank, one after another in ascending order."""
+        carried = self._carried(own)
+        found = carried.new_empty(len(self._ranks) * carried.numel())
+        with transfer_errors(-1):
+            return Pending(_all_gather(found, carried, group=self.group, async_op=True), carried, found)
+
+    def finish(self, pending: Pending, device: torch.device) -> Tensor:
+        """Wait for what was begun."""
+        with self._waiting():
+            pending.work.wait()
+        return pending.found.to(device)
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The tensor of rank ``source``, on every rank; the others give one of its shape."""
         if len(self._ranks) == 1:
@@ -142,7 +177,7 @@ class RankGroup:
         self._progress.begin(Phase.WAITING, before.counter, self._next if peer is None else peer)
         with transfer_errors(-1):
             yield
-        self._progress.begin(Phase.RUNNING, before.counter)
+        self._progress.begin(before.phase, before.counter)
 
 
 TimedAction = tuple[int, int, int]

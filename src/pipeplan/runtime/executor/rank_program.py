@@ -132,6 +132,14 @@ class ProgramLoop:
             yield from (Turn(index, times if self.own[index] <= number else 0, run) for index in rest)
 
 
+class Division(NamedTuple):
+    """Ranks, in ascending order, that divide what they keep of some blocks, by a ZeRO level."""
+
+    blocks: tuple[str, ...]
+    ranks: tuple[int, ...]
+    level: int
+
+
 @dataclass(frozen=True, slots=True)
 class StagePart:
     """A stage as its rank sees it.
@@ -143,7 +151,8 @@ class StagePart:
     ``again`` says for each of them what backward computes again, and ``cores`` are those of which the plan knows an
     attention core.
     ``parameter_bytes`` the plan expects on each device, and ``waiting_bytes`` held for a micro-batch's W; 0 if it says
-    nothing of them. ``cuts`` are how many blocks run before each part of its forward but the first.
+    nothing of them. ``cuts`` are how many blocks run before each part of its forward but the first. Where actions
+    exchange its state, ``block_groups`` are how many blocks they are of.
     """
 
     index: int
@@ -162,6 +171,7 @@ class StagePart:
     waiting_bytes: int = 0
     cores: frozenset[str] = frozenset()
     cuts: tuple[int, ...] = ()
+    block_groups: tuple[int, ...] = ()
 
     @property
     def counts_loss(self) -> bool:
@@ -192,7 +202,8 @@ class Program:
     the blocks whose outputs, or gradients of outputs, a message carries, in order. ``lines`` are sets of ranks, of all
     the plan, that exchange something while they run an action together, ``edges`` its pairs of source and target ranks
     of messages. ``stages`` and ``custom_ops`` are those that run here, by the plan's index. With a ``loop``, ``steps``
-    are what it is made of, while ``texts`` and ``mini_batch`` are of everything that it runs.
+    are what it is made of, while ``texts`` and ``mini_batch`` are of everything that it runs. ``divisions`` are all of
+    the plan's, in the same order on every rank.
     """
 
     rank: int
@@ -207,6 +218,7 @@ class Program:
     lines: frozenset[tuple[int, ...]] = frozenset()
     edges: tuple[tuple[int, int], ...] = ()
     loop: ProgramLoop | None = None
+    divisions: tuple[Division, ...] = ()
 
     @property
     def remote(self) -> tuple[tuple[Message, int, int], ...]:
@@ -257,7 +269,8 @@ def _copies_apart(plan: Plan) -> int:
     for operation in plan.operations:
         device, slots = plan.devices_of(operation.id)[0], plan.slots(operation.id)
         texts = (plan.programs[device][each.begins[device] : each.ends[device]] for each in loop.rounds)
-        here = map(Action.parse, itertools.chain.from_iterable(texts))
+        every = itertools.chain.from_iterable(texts)
+        here = (Action.parse(text) for text in every if StateAction.read(text) is None)
         microbatch = min(action.microbatch for action in here if action.operation == operation.id)
         before.append(slots.offset + microbatch * slots.stride)
     apart = -(-(max(before) - min(before)) // (loop.microbatches * plan.microbatch_size))
@@ -283,7 +296,7 @@ def _looped(plan: Plan, loop: Loop, program: Program, copies: int) -> Program:
         loop.copies - copies,
         loop.microbatches * plan.microbatch_size,
         tuple(plan.per_round(stage) for stage in range(len(plan.stages))),
-        tuple(own[name] for name in named),
+        tuple(own.get(name, 0) for name in named),  # what exchanges state once an iteration is the same in any copy
         tuple(entries),
     )
     texts = plan.whole_programs[program.rank]
@@ -352,6 +365,7 @@ class _Lowering:
             custom_ops=self._custom_ops,
             lines=lines,
             edges=tuple(sorted({(source, target) for _, source, target in self._hops})),
+            divisions=tuple(_divisions(plan)),
         )
 
     def _stage(self, index: int) -> StagePart:
@@ -367,6 +381,7 @@ class _Lowering:
             again=stage.again,
             cores=_cores_of(stage),
             cuts=stage.cuts,
+            block_groups=tuple(each.blocks for each in stage.block_groups),
             split=any(each.role is Role.INPUT_GRAD for each in operations),
             inputs={source: names for (source, target), names in crossings.items() if target == index},
             outputs={target: names for (source, target), names in crossings.items() if source == index},
@@ -399,7 +414,10 @@ class _Lowering:
         """
         running: list[ProgramStep] = []
         for counter, text in enumerate(texts):
-            if StateAction.read(text) is not None:
+            if (state := StateAction.read(text)) is not None:
+                running.append(ProgramStep(counter, Action(state.stage, state.kind, 0, part=state.group), ()))
+                if len(running) == 1:  # else after the parts of the action before it, which wait for what comes later
+                    yield running.pop()
                 continue
             step = self._step(counter, Action.parse(text))
             if step.message is None:
@@ -537,6 +555,16 @@ def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
             group = stage.devices[first : first + stage.shards]
             found |= {tuple(group[n] for n in axis.of(place)) for axis in inner for place in range(stage.shards)}
     return frozenset(found)
+
+
+def _divisions(plan: Plan) -> Iterator[Division]:
+    """Of every stage those of its replicas, or of groups of them, that have the same shares."""
+    for stage in plan.stages:
+        size = stage.sharers * stage.shards
+        for begin in range(0, len(stage.devices) if stage.sharers > 1 else 0, size):
+            for place in range(begin, begin + stage.shards):
+                ranks = stage.devices[place : begin + size : stage.shards]
+                yield Division(stage.blocks, tuple(sorted(ranks)), stage.zero)
 
 
 def _holders(plan: Plan) -> tuple[tuple[Share, int], ...]:

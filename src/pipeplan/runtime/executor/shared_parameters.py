@@ -12,8 +12,9 @@ gradients that wait for W do not call.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import zip_longest
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.channels import Ranks, groups_of
+from pipeplan.runtime.executor.rank_program import Division
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.sharding import ParameterPart
@@ -36,13 +38,14 @@ Copy = tuple[str, str]
 """A parameter as ``block.name``, and what is the same of all its copies."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _SharedParameter:
     """All there is of one parameter: blocks that have it, its whole shape, and who has which part of it."""
 
     holders: tuple[Holder, ...]
     shape: tuple[int, ...]
     ranks_of: Mapping[ParameterPart, Ranks]
+    blocks_of: Mapping[int, tuple[str, ...]]
 
     @property
     def name(self) -> str:
@@ -66,10 +69,46 @@ class _SharedParameter:
             found[self.number(part)].update(ranks)
         return {number: tuple(sorted(found[number])) for number in sorted(found)}
 
-    def stores(self, part: ParameterPart, rank: int) -> bool:
-        """Whether the part is this rank's to count: it is of the first kind, and this the first rank that has it."""
-        first = next(iter(self.ranks_of))
-        return part.kind == first.kind and part.adds and rank == min(self.ranks_of[part])
+    def stores(self, part: ParameterPart, rank: int, divided: Mapping[int, Division]) -> bool:
+        """Whether the part is this rank's to count: it is of the first kind, and this the first rank that has it.
+
+        Where ranks divide it, the first that has these rows.
+        """
+        first, lowest = next(iter(self.ranks_of)), min(self.ranks_of[part])
+        mine = rank in divided[lowest].ranks if lowest in divided else rank == lowest
+        return part.kind == first.kind and part.adds and mine
+
+    def divided(self, divisions: Sequence[Division]) -> tuple[dict[int, Division], bool]:
+        """With whom ranks divide it, and whether all do so alike, so that each sums its rows alone.
+
+        Where they do not, whole gradients are summed, and nothing but what an optimizer keeps is divided.
+        """
+        found: dict[int, list[Division | None]] = {
+            rank: list(
+                {next((d for d in divisions if rank in d.ranks and block in d.blocks), None) for block in blocks}
+            )
+            for rank, blocks in self.blocks_of.items()
+        }
+        each = {rank: own[0] for rank, own in found.items() if len(own) == 1 and own[0] is not None}
+        whole = {d for d in each.values() if all(self.blocks_of[r] == self.blocks_of[d.ranks[0]] for r in d.ranks)}
+        whole = {d for d in whole if all(each.get(rank) == d for rank in d.ranks)}
+        each = {rank: division for rank, division in each.items() if division in whole and self.shape}
+        ways = {(division.level, len(division.ranks)) for division in each.values()}
+        alike = self.alike and len(each) == len(found) and len(ways) == 1
+        return each if alike else {rank: d._replace(level=1) for rank, d in each.items()}, alike
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """A parameter that this rank divides with others, and its ``blocks`` that have it.
+
+    Where others have it divided in another way, whole gradients are summed first, and it is not ``scattered``.
+    """
+
+    whole: nn.Parameter
+    blocks: tuple[str, ...]
+    division: Division
+    scattered: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +116,7 @@ class _GradientSum:
     """A parameter whose gradients are summed: what this rank has of it; the whole's shape where parts are unlike."""
 
     name: str
-    held: Mapping[ParameterPart, nn.Parameter]
+    held: dict[ParameterPart, nn.Parameter]
     shape: tuple[int, ...] | None
 
     @property
@@ -109,7 +148,8 @@ class SharedParameters:
     """The parameters of one rank that others have copies or shares of, or that blocks share.
 
     ``holders`` say who has which share of every block, in the same order on every rank. Tied parameters of ``modules``,
-    this rank's blocks, are made one. Construction makes groups of ranks, which is a collective of all.
+    this rank's blocks, are made one. Construction makes groups of ranks, which is a collective of all. ``divided`` are
+    those of which ranks keep rows each, by ``divisions``: of their rows gradients are summed after :meth:`divide`.
     """
 
     def __init__(
@@ -120,24 +160,32 @@ class SharedParameters:
         rank: int,
         transport: str,
         timeout: timedelta,
+        divisions: Sequence[Division] = (),
     ) -> None:
-        families = _families(model, holders)
-        sets = {ranks for family in families for ranks in family.groups.values() if len(ranks) > 1}
-        self._groups = groups_of(sets, transport, timeout)
+        families = {family: family.divided(divisions) for family in _families(model, holders)}
+        self._groups = groups_of(set(_summed_over(families)), transport, timeout)
         self._sums: dict[Ranks, list[_GradientSum]] = defaultdict(list)
+        self._copies: dict[Ranks, list[_GradientSum]] = defaultdict(list)
         self._elsewhere: set[int] = set()
-        for family in families:
+        self.divided: list[Divided] = []
+        for family, (shared, alike) in families.items():
             held = _made_one(family, model, modules)
-            self._elsewhere |= {id(each) for part, each in held.items() if not family.stores(part, rank)}
+            self._elsewhere |= {id(each) for part, each in held.items() if not family.stores(part, rank, shared)}
+            if held and rank in shared:
+                blocks, division = family.blocks_of[rank], shared[rank]
+                self.divided += (Divided(each, blocks, division, alike) for each in dict.fromkeys(held.values()))
             for number, ranks in family.groups.items() if held else ():
                 own = {part: each for part, each in held.items() if family.number(part) == number}
                 if own and len(ranks) > 1:
-                    self._sums[ranks].append(_GradientSum(family.name, own, None if family.alike else family.shape))
+                    found = _GradientSum(family.name, own, None if family.alike else family.shape)
+                    self._copies[ranks].append(found)
+                    if len(across := _with_same_rows(ranks, shared, rank) if alike else ranks) > 1:
+                        self._sums[across].append(found)
 
     @property
     def across_ranks(self) -> bool:
         """Whether this rank shares a parameter with another."""
-        return bool(self._sums)
+        return bool(self._copies)
 
     def counted(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Those that are this rank's to count or to store: of copies, the first rank's; of shares, every one."""
@@ -145,7 +193,14 @@ class SharedParameters:
 
     def copies(self) -> dict[Ranks, list[Copy]]:
         """What this rank's copies are like, for :func:`require_equal_copies`, by the ranks that have some, too."""
-        return {ranks: [(each.name, each.likeness) for each in sums] for ranks, sums in self._sums.items()}
+        return {ranks: [(each.name, each.likeness) for each in sums] for ranks, sums in self._copies.items()}
+
+    def divide(self, own: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        """From now on sum what each rank keeps of a gradient, where all divide it alike."""
+        alike = {id(each.whole) for each in self.divided if each.scattered}
+        for one in itertools.chain.from_iterable(self._sums.values()):
+            one.held.update({part: own(each) for part, each in one.held.items() if id(each) in alike})
+        self._elsewhere |= {id(own(each.whole)) for each in self.divided if id(each.whole) in self._elsewhere}
 
     def sum_gradients(self) -> None:
         """Sum the gradients of each shared parameter over its copies. Raises RuntimeError as the transport does.
@@ -158,6 +213,7 @@ class SharedParameters:
     def close(self) -> None:
         """Drop the groups, which must not outlive the process group."""
         self._sums.clear()
+        self._copies.clear()
         self._groups.clear()
 
 
@@ -190,10 +246,12 @@ def _fingerprint(parameter: nn.Parameter) -> str:
 def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_SharedParameter]:
     """All parameters of the model, each once, in the same order on every rank."""
     ranks_of: dict[str, dict[Share, set[int]]] = defaultdict(lambda: defaultdict(set))
+    blocks_of: dict[int, set[str]] = defaultdict(set)
     for share, rank in holders:
         partners = tuple(range(share.count)) if share.partners else ()  # whoever they are
         alike = replace(share, partners=partners, places=())
         ranks_of[share.block][alike].add(rank)
+        blocks_of[rank].add(share.block)
     shapes = model.parameter_shapes()
     tied = {holder for group in model.tied for holder in group}
     found = []
@@ -202,10 +260,29 @@ def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Share
         for block, name in group:
             for share, ranks in ranks_of[block].items():
                 parts[model.part_of(share, name)] |= ranks
-        found.append(
-            _SharedParameter(group, shapes[group[0]], {part: tuple(sorted(each)) for part, each in parts.items()})
-        )
+        here = {
+            rank: tuple(block for block, _ in group if block in blocks_of[rank])
+            for rank in set().union(*parts.values())
+        }
+        sets = {part: tuple(sorted(each)) for part, each in parts.items()}
+        found.append(_SharedParameter(group, shapes[group[0]], sets, here))
     return found
+
+
+def _with_same_rows(ranks: Ranks, divided: Mapping[int, Division], rank: int) -> Ranks:
+    """Of ranks with a part that all divide alike those that keep the same rows as this one."""
+    number = divided[rank].ranks.index(rank)
+    return tuple(each for each in ranks if divided[each].ranks.index(each) == number)
+
+
+def _summed_over(families: Mapping[_SharedParameter, tuple[dict[int, Division], bool]]) -> Iterator[Ranks]:
+    """All sets of ranks that sum something."""
+    for family, (divided, alike) in families.items():
+        for ranks in family.groups.values():
+            for rank in ranks if alike else ranks[:1]:
+                across = _with_same_rows(ranks, divided, rank) if alike else ranks
+                if len(across) > 1:
+                    yield across
 
 
 def _made_one(

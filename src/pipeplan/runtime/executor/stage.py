@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -155,12 +156,32 @@ class _Values:
         return self._found[block, layout]
 
 
+class ExchangedState(Protocol):
+    """What a stage asks of the state that it divides with replicas, as its actions come to its blocks, by number."""
+
+    def enter(self, number: int) -> None:
+        """A forward comes to a block, which needs its parameters."""
+
+    def leave(self, number: int) -> None:
+        """It is done with it."""
+
+    def watch(self, number: int, made: Tensor) -> None:
+        """See to it that a backward has what it needs when it comes to a block's output."""
+
+    def begin_backward(self) -> None:
+        """B, I or W begins."""
+
+    def end_backward(self) -> None:
+        """It ends."""
+
+
 @dataclass(slots=True)
 class StageRunner:
     """One stage: its blocks, and the graphs of its forwards that await their backward.
 
     ``part`` is what the plan says of it, ``specs`` what the model says of each block. Blocks run under ``autocast``, if
-    there is one; losses are added up outside of it. ``lack``: what waits for W, and should, where less does.
+    there is one; losses are added up outside of it. ``lack``: what waits for W, and should, where less does. ``state``
+    is what it exchanges during the program.
     """
 
     part: StagePart
@@ -168,6 +189,7 @@ class StageRunner:
     specs: Mapping[str, BlockSpec]
     autocast: Autocast | None = None
     layouts: StageLayouts = field(default_factory=StageLayouts)
+    state: ExchangedState | None = None
     loss: Tensor | None = None
     _held: dict[Numbers, _ForwardGraphs] = field(default_factory=dict)
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
@@ -211,8 +233,8 @@ class StageRunner:
             held.inputs |= leaves
             values.receive(leaves, entering)
         begin, end = self._blocks_of(part)
-        for block, again in zip(self.part.blocks[begin:end], self.part.again[begin:end], strict=True):
-            values.put(block, self._call(block, again, values, own, samples))
+        for number in range(begin, end):
+            self._run_block(number, values, own, samples)
         here = set(self.part.blocks[begin:end])
         names = dict.fromkeys(itertools.chain.from_iterable(self.part.outputs.values()))
         outputs = {name: values.whole(name) for name in names if name in here}
@@ -226,6 +248,18 @@ class StageRunner:
         if last:
             held.values, held.outputs = None, {}
         return found
+
+    def _run_block(self, number: int, values: _Values, own: Numbers, samples: MiniBatch) -> None:
+        """Run a block, with its parameters there."""
+        block, again = self.part.blocks[number], self.part.again[number]
+        if self.state is None:
+            values.put(block, self._call(block, again, values, own, samples))
+            return
+        self.state.enter(number)
+        made = self._call(block, again, values, own, samples)
+        self.state.watch(number, made)
+        values.put(block, made)
+        self.state.leave(number)
 
     def _blocks_of(self, part: int) -> tuple[int, int]:
         """The first of its blocks, and the one after its last, by their places."""
@@ -286,8 +320,17 @@ class StageRunner:
 
     def weight_gradients(self, microbatch: int) -> None:
         """Work through what I left: the weight gradients of one micro-batch. Raises StageError."""
-        with stage_errors(f"weight gradients of its blocks {_range(self.part.blocks)}"):
+        with stage_errors(f"weight gradients of its blocks {_range(self.part.blocks)}"), self._exchanging():
             self._queues.pop(microbatch).run()
+
+    @contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        """An action that goes back through blocks."""
+        if self.state is not None:
+            self.state.begin_backward()
+        yield
+        if self.state is not None:
+            self.state.end_backward()
 
     def _add_loss(self, loss: Tensor | None) -> None:
         if loss is not None:
@@ -336,10 +379,11 @@ class StageRunner:
 
     def _differentiate(self, microbatch: int, roots: Sequence[_Root], *, last: bool) -> None:
         if not self.part.split:
-            _backward(roots)
+            with self._exchanging():
+                _backward(roots)
             return
         queue = self._queues.setdefault(microbatch, WeightGradQueue())
-        with queue:
+        with queue, self._exchanging():
             _backward(roots)
         if last and not self._compared:
             self._compared = True

@@ -15,8 +15,9 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Profile
 from pipeplan.runtime.models.given_names import configuration_text, is_configuration, require_model, value_of
 from pipeplan.runtime.models.sequential import is_plain, sequential_model
-from pipeplan.runtime.models.spec import Grain, Model, unsplittable
+from pipeplan.runtime.models.spec import Grain, Model, shards_named, unsplittable
 from pipeplan.runtime.models.zoo import ZOO, zoo_model
+from pipeplan.runtime.parallel.sharding import UnevenError
 
 
 def load_model(
@@ -71,6 +72,44 @@ def load_model(
     if sequence is not None:
         raise UsageError(f"--sequence is for models of the zoo and configurations; {name} makes its own")
     return _with_shared(_made_by(name, grain, seed, max(shards, default=1)), shared)
+
+
+def load_where_even(name: object, *, shards: Sequence[int], **how: Any) -> tuple[Model, dict[int, str]]:
+    """The model that a name means, and why some of the numbers of devices cannot share it.
+
+    One list of numbers can thus be given for models with different numbers of heads: those that do not divide a model
+    are left out, as long as one above 1 remains.
+
+    Returns:
+        What :func:`load_model` makes for the numbers that remain, and the reason for each number left out.
+
+    Raises:
+        UsageError: as :func:`load_model`, or no number above 1 remains; the text is about the first one.
+    """
+    uneven: dict[int, UnevenError] = {}
+    while True:
+        left = [count for count in shards if count not in uneven]
+        try:
+            if uneven and max(left, default=1) == 1:
+                raise next(iter(uneven.values()))
+            model = load_model(name, shards=left, **how)
+            _require_shares(model, name, left)
+            return model, {count: str(error) for count, error in sorted(uneven.items())}
+        except UnevenError as error:
+            if error.count in uneven:
+                raise
+            uneven[error.count] = error
+
+
+def _require_shares(model: Model, name: object, shards: Sequence[int]) -> None:
+    """Refuse shares that are not even, of models that say so only when they are split: all but configurations."""
+    if model.sharded is None or (isinstance(name, str) and is_configuration(name)):
+        return
+    for count in shards:
+        if count > 1:
+            with shards_named(count, model.name):
+                model.sharded(count)
+                model.require_shares(count)
 
 
 def _parted(name: str, model: Model, how: Mapping[str, Any], count: int) -> Model:

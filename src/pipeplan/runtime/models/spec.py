@@ -17,7 +17,16 @@ from torch import Generator, Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.parallel import Share
-from pipeplan.runtime.parallel.sharding import WHOLE, ParameterPart, Shards, Slice, Split, require_even, share_of
+from pipeplan.runtime.parallel.sharding import (
+    WHOLE,
+    ParameterPart,
+    Shards,
+    Slice,
+    Split,
+    UnevenError,
+    require_even,
+    share_of,
+)
 from pipeplan.runtime.parallel.weight_grads import defer_weight_gradients
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh
 
@@ -347,7 +356,8 @@ def shards_named(count: int, name: str) -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        raise UsageError(f"--shards {count}: model {name!r} cannot be split so: {error}") from None
+        text = f"--shards {count}: model {name!r} cannot be split so: {error}"
+        raise (UnevenError(text, count) if isinstance(error, UnevenError) else UsageError(text)) from None
 
 
 def _seeded(block: BlockSpec, seed: int) -> nn.Module:

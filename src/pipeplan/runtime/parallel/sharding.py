@@ -31,15 +31,24 @@ def range_of(total: int, count: int, index: int) -> tuple[int, int]:
     return begin, begin + each + (index < more)
 
 
+class UnevenError(UsageError):
+    """A number of devices, ``count``, that cannot share a model evenly."""
+
+    def __init__(self, message: str, count: int) -> None:
+        self.count = count
+        super().__init__(message)
+
+
 def require_even(counts: Mapping[str, int], num_devices: int) -> None:
-    """Check that devices can share each of some numbers, by what they are of, evenly. Raises UsageError."""
+    """Check that devices can share each of some numbers, by what they are of, evenly. Raises UnevenError."""
     for what, count in counts.items():
         if count % num_devices:
             common = math.gcd(*counts.values())
             fitting = ", ".join(str(each) for each in range(1, common + 1) if common % each == 0)
-            raise UsageError(
+            raise UnevenError(
                 f"it has {count} {what}, which {num_devices} devices cannot share evenly; these numbers of devices "
-                f"can: {fitting}"
+                f"can: {fitting}",
+                num_devices,
             )
 
 

@@ -147,8 +147,8 @@ class Checkpoints:
             if owned.stored or all_held:
                 named = {f"{_OPTIMIZER}{owned.name}/{key}": value for key, value in state.items()}
                 for name, value in {_PARAMETERS + owned.name: owned.parameter.detach(), **named}.items():
-                    if isinstance(value, Tensor):
-                        pieces.setdefault(name, []).extend(owned.pieces(value))
+                    if isinstance(value, Tensor) and (found := owned.pieces(value)):
+                        pieces.setdefault(name, []).extend(found)
         return pieces
 
     def _numbers(self, states: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -290,7 +290,8 @@ def whole_chunk(tensor: Tensor) -> ParameterChunk:
 class OwnedParameter:
     """A rank's part of a parameter of shape ``whole``; ``stored`` if this rank is the one to store it.
 
-    ``holder`` is the first block that has it, and its name there.
+    ``holder`` is the first block that has it, and its name there. Where replicas divide the part, ``rows`` are the
+    first of this rank's, and the part's shape.
     """
 
     holder: tuple[str, str]
@@ -298,6 +299,7 @@ class OwnedParameter:
     whole: torch.Size
     part: ParameterPart
     stored: bool
+    rows: tuple[int, torch.Size] | None = None
 
     @property
     def name(self) -> str:
@@ -308,12 +310,30 @@ class OwnedParameter:
         """Where the parameter, or an optimizer's state for it, lies; anything else is whole."""
         if tensor.shape != self.parameter.shape:
             return [whole_chunk(tensor)]
-        places = self.part.places(tensor, self.whole)
+        if self.rows is None:
+            places = self.part.places(tensor, self.whole)
+        else:
+            begin, shape = self.rows
+            places = list(_rows_of(tensor, begin, self.part.places(torch.empty(shape, device="meta"), self.whole)))
         return [ParameterChunk(self.whole, torch.Size(offsets), each) for offsets, each in places]
 
     def room(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
         """A tensor for this rank's part of what an optimizer kept of the parameter."""
         return torch.empty(self.parameter.shape if size == self.whole else size, dtype=dtype)
+
+
+def _rows_of(
+    rows: Tensor, begin: int, places: Sequence[tuple[list[int], Tensor]]
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Views of a part's ``rows``, from ``begin`` on, with their offsets in the whole; ``places`` are of all rows."""
+    for offsets, view in places:
+        width = rows.stride(0)
+        row, inner = divmod(int(view.storage_offset()), width)
+        first, end = max(begin, row), min(begin + len(rows), row + len(view))
+        if first < end:
+            at = (first - begin) * width + inner + rows.storage_offset()
+            piece = rows.as_strided((end - first, *view.shape[1:]), view.stride(), at)
+            yield [offsets[0] + first - row, *offsets[1:]], piece
 
 
 Pieces = Mapping[str, Sequence[ParameterChunk]]

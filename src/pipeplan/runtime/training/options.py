@@ -205,14 +205,6 @@ class TrainOptions(RunOptions):
         }
 
 
-_DIVIDED = {
-    1: "the optimizer's state",
-    2: "the optimizer's state and gradients",
-    3: "the optimizer's state, gradients and parameters",
-}
-"""{ZeRO level: what replicas divide}."""
-
-
 def settled(options: RunOptions, plan: Plan) -> RunOptions:
     """The options with what the plan says where they leave it open.
 
@@ -233,14 +225,6 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
             "of its blocks (expert parallelism), which run cannot do yet; search for a plan without, or replay this "
             "one with --emulate"
         )
-    sharded = next((number for number, stage in enumerate(plan.stages) if stage.sharers > 1), None)
-    if sharded is not None and isinstance(options, TrainOptions):
-        stage = plan.stages[sharded]
-        raise UsageError(
-            f"stages[{sharded}] of the plan has zero {stage.zero}: {stage.sharers} replicas divide "
-            f"{_DIVIDED[stage.zero]}, which run cannot do yet; search with --zero 0 for a plan to train with, or "
-            "replay this one with --emulate"
-        )
     return options.by_plan(plan) if isinstance(options, TrainOptions) else options
 
 
@@ -254,11 +238,12 @@ def _require_known(flag: str, name: str, known: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What was run, how, and what came of it."""
+    """What was run, how, and what came of it; ``others_cores`` of this machine's other processes had on average."""
 
     plan: Plan
     options: RunOptions
     result: RunResult
+    others_cores: float | None = None
 
     def __repr__(self) -> str:
         times = f"iteration {format_ns(self.warm_ns)}, predicted {format_ns(self.predicted_ns)}"

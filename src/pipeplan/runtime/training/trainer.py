@@ -35,7 +35,7 @@ from pipeplan.runtime.executor.process_groups import (
     extent,
     iteration_of,
 )
-from pipeplan.runtime.executor.rank_program import Program, programs_of
+from pipeplan.runtime.executor.rank_program import Program, ProgramStep, programs_of
 from pipeplan.runtime.executor.shared_parameters import SharedParameters, require_equal_copies
 from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
@@ -66,6 +66,7 @@ from pipeplan.runtime.training.compatibility import (
 )
 from pipeplan.runtime.training.data import with_data
 from pipeplan.runtime.training.options import IS_RANK, LR_SCHEDULES, MOMENTUM, OPTIMIZERS, TrainOptions
+from pipeplan.runtime.training.sharded_state import ShardedStage, ShardedState
 from pipeplan.runtime.training.weights import Holder, WeightNames, read_weights, write_weights
 
 
@@ -180,6 +181,7 @@ class Trainer:
         self.autocast = autocast_of(options)
         specs = travelling(self.program, model, dtype, self.autocast)
         lines = self.program.lines.union(part.devices for part in self.program.custom_ops.values())
+        lines = lines.union(division.ranks for division in self.program.divisions)
         self.groups = ProcessGroups(lines, progress)
         self.modules = self._build()
         progress.begin(Phase.CONNECTING)
@@ -195,11 +197,15 @@ class Trainer:
                 self.tokens_per_sample = tokens_per_sample(model, dtype)
             self.all_ranks = AllRanks(self.device, progress, timeout)
             self.groups.connect(options.transport, timeout)
+            divisions = self.program.divisions
             self.shared = SharedParameters(
-                model, self.program.holders, self.modules, self.rank, options.transport, timeout
+                model, self.program.holders, self.modules, self.rank, options.transport, timeout, divisions
             )
             require_equal_copies(self.all_ranks.gather(self.shared.copies()))
+            self.sharded = ShardedState(self.shared.divided, self.groups, self.rank)
+            self.shared.divide(self.sharded.own)
             channels = Channels(self.program, specs, self.device, options.transport, timeout)
+        self.exchanged: dict[int, ShardedStage | None] = {}
         self.stages = {index: self._stage(index) for index in self.program.stages}
         custom_runners = {
             index: CustomOpRunner(
@@ -216,6 +222,7 @@ class Trainer:
             self.all_ranks.clock,
             options.blocking,
             traced=options.trace,
+            exchange=self._exchange,
         )
         self.updater = Updater(self.unique_parameters(), options)
         self.checkpoints = self._checkpoints()
@@ -229,7 +236,7 @@ class Trainer:
         self.progress.step = step
         self.progress.begin(Phase.SAMPLING)
         samples = self._samples(step)
-        for parameter in self.parameters().values():
+        for parameter in (*self.parameters().values(), *self.unique_parameters()):
             parameter.grad = None
         self.all_ranks.begin()
         spans = self.executor.run(samples)
@@ -239,6 +246,7 @@ class Trainer:
         self.progress.begin(Phase.UPDATING)
         if update:
             self.updater.step()
+            self._gather()
         actions = self.all_ranks.resolve(spans)
         ends = self.all_ranks.at(summed), self.all_ranks.passed_ns()
         return self._report(step, actions, ends, norm), actions
@@ -248,6 +256,7 @@ class Trainer:
         if self.checkpoints is None:
             return 0
         done = self.checkpoints.begin(self.options.resume)
+        self._gather()
         if done >= self.options.num_steps:
             raise UsageError(
                 f"--steps {self.options.num_steps}: {self.options.checkpoint} holds {done} steps, and --steps is the "
@@ -265,6 +274,7 @@ class Trainer:
         self.progress.begin(Phase.RESUMING)
         names = WeightNames.of(self.model, self.dtype)
         read_weights(path, names, self.model.name, self._weights(names, stored=False))
+        self._gather()
 
     def write_weights(self, path: str) -> str:
         """Write all ranks' parameters into one file; why it is not there, if it is not. Collective."""
@@ -282,8 +292,8 @@ class Trainer:
         }
 
     def unique_parameters(self) -> list[nn.Parameter]:
-        """This rank's parameters, each once."""
-        return list(dict.fromkeys(self.parameters().values()))
+        """This rank's parameters, each once; of those that ranks divide, its rows, which an optimizer steps."""
+        return list(dict.fromkeys(map(self.sharded.own, self.parameters().values())))
 
     def peak_memory_bytes(self) -> int:
         """What the allocator held at most (CUDA), or the most resident memory of this process (CPU)."""
@@ -330,8 +340,10 @@ class Trainer:
         for share, module in self.modules.items():
             for name, parameter in module.named_parameters():
                 holder = first.get((share.block, name), (share.block, name))
-                part, kept = self.model.part_of(share, name), id(parameter) in stored
-                owned = OwnedParameter(holder, parameter, torch.Size(shapes[holder]), part, kept)
+                part, own, rows = self.model.part_of(share, name), self.sharded.own(parameter), None
+                if own is not parameter:
+                    rows = self.sharded.rows[id(parameter)].place
+                owned = OwnedParameter(holder, own, torch.Size(shapes[holder]), part, id(own) in stored, rows)
                 found.setdefault(id(parameter), owned)
         return list(found.values())
 
@@ -361,7 +373,19 @@ class Trainer:
         specs = {block: self.model.block(block) for block in part.blocks}
         modules = {share.block: self.modules[share] for share in part.shares}
         layouts = StageLayouts.of(part, self.model, self.groups.along)
-        return StageRunner(part, modules, specs, self.autocast, layouts=layouts)
+        state = self.exchanged[index] = self.sharded.stage(part)
+        return StageRunner(part, modules, specs, self.autocast, layouts=layouts, state=state)
+
+    def _exchange(self, step: ProgramStep) -> None:
+        """Run what exchanges the state of a stage."""
+        if (state := self.exchanged[step.action.stage]) is not None:
+            state.run(step)
+
+    def _gather(self) -> None:
+        """Make parameters whole again of which ranks have changed rows."""
+        if self.sharded.rows:
+            with lost_others(self.progress):
+                self.sharded.gather()
 
     def _samples(self, step: int) -> MiniBatch:
         """The mini-batch, if a block of this rank takes samples or computes the loss."""
@@ -379,7 +403,9 @@ class Trainer:
         if self.shared.across_ranks:
             self.progress.begin(Phase.REDUCING)
             with lost_others(self.progress):
+                self.sharded.reduce()
                 self.shared.sum_gradients()
+                self.sharded.take_sums()
 
     def _clip(self) -> float | None:
         """The norm of all gradients, if they are clipped."""

@@ -1,0 +1,45 @@
+"""What other processes of this machine use of its cores while something runs here."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_BUSY = (0, 1, 2, 5, 6)
+"""Fields of /proc/stat's first line in which cores work: user, nice, system, interrupts and soft interrupts."""
+
+
+@dataclass(frozen=True, slots=True)
+class OthersUse:
+    """Counts from when it is made. Whoever is to be left out has ended by the end: children that were waited for."""
+
+    _busy: float | None = field(default_factory=lambda: _busy_seconds())
+    _own: float = field(default_factory=lambda: _own_seconds())
+    _since: float = field(default_factory=lambda: time.monotonic())
+
+    def cores(self) -> float | None:
+        """Cores that others kept busy on average; None where the system does not say, or too little time is over."""
+        busy, seconds = _busy_seconds(), time.monotonic() - self._since
+        if busy is None or self._busy is None or seconds < _LEAST_SECONDS:
+            return None
+        return max(0.0, (busy - self._busy - (_own_seconds() - self._own)) / seconds)
+
+
+_LEAST_SECONDS = 0.2
+"""The system counts in hundredths of a second."""
+
+
+def _busy_seconds() -> float | None:
+    """Of all cores, since the machine started."""
+    try:
+        first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+    except OSError:  # not Linux
+        return None
+    return sum(float(first[1 + each]) for each in _BUSY) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    """Of this process and of its children that have ended."""
+    return sum(os.times()[:4])

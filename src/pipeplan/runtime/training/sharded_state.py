@@ -1,0 +1,307 @@
+"""State that replicas of a stage divide (ZeRO): a rank updates some rows of each parameter, and gets the others.
+
+What blocks of a rank hold together is exchanged together, in a :class:`StateUnit`. By level 1 a unit's gradients are
+reduced and scattered after the programs, and updated rows gathered after the step; by level 2 gradients are reduced
+during the programs; by level 3 parameters have no memory either, but from when they are gathered until they are given
+up. Programs say when, in UNSHARD, RESHARD and REDUCE_GRAD; where they do not, blocks are gathered and reduced one by
+one inside of actions, the next one's parameters while one computes.
+
+torch's ``fully_shard`` keeps its own rows beside whole parameters, which levels 1 and 2 have no memory for, cannot
+share a parameter between blocks that it wraps one by one, and reduces in a hook that weight gradients waiting for W
+come after. ``ZeroRedundancyOptimizer`` gives ranks whole parameters, of uneven sizes, and sums whole gradients.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from pipeplan.runtime.executor.process_groups import Pending, ProcessGroups, RankGroup
+from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
+from pipeplan.runtime.executor.shared_parameters import Divided
+from pipeplan.runtime.parallel.sharding import range_of
+from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
+from pipeplan.workload.kinds import RESHARD, UNSHARD
+
+GATHERED = 3
+"""The level from which on parameters are gathered for each use."""
+
+
+class _Rows:
+    """The rows of a parameter that each rank of a division updates; ``own`` are this one's, which optimizers step."""
+
+    def __init__(self, whole: nn.Parameter, count: int, index: int, *, apart: bool) -> None:
+        if apart or not whole.is_contiguous():  # memory of its own, which can be given up, and rows one after another
+            whole.data = whole.data.clone(memory_format=torch.contiguous_format)
+        self.whole, self.shape = whole, whole.shape
+        self.ranges = [range_of(whole.shape[0], count, number) for number in range(count)]
+        self.width = whole[:1].numel()
+        self.size = -(-whole.shape[0] // count) * self.width  # of the largest share
+        begin, end = self.ranges[index]
+        rows = whole.data[begin:end]
+        self.own = nn.Parameter(rows.clone() if apart else rows, requires_grad=whole.requires_grad)
+        self.begin = begin
+
+    @property
+    def place(self) -> tuple[int, torch.Size]:
+        """The first of this rank's rows, and the shape of the parameter that they are of."""
+        return self.begin, self.shape
+
+    def put(self, gradient: Tensor, parts: Tensor) -> None:
+        """Fill ``parts`` [rank, size] with each rank's rows."""
+        for (begin, end), part in zip(self.ranges, parts, strict=True):
+            part[: (end - begin) * self.width] = gradient[begin:end].reshape(-1)
+
+    def take(self, parts: Tensor) -> None:
+        """Fill the whole parameter from such parts."""
+        whole = self.whole.data
+        for (begin, end), part in zip(self.ranges, parts, strict=True):
+            whole[begin:end] = part[: (end - begin) * self.width].view(whole[begin:end].shape)
+
+
+class StateUnit:
+    """Parameters that are exchanged together by the ranks of a division."""
+
+    def __init__(self, divided: Sequence[Divided], group: RankGroup, index: int) -> None:
+        first = divided[0]
+        self.level, self.scattered = first.division.level, first.scattered
+        self._count, self._group = len(first.division.ranks), group
+        self._apart = self.level >= GATHERED
+        self.rows = [_Rows(each.whole, self._count, index, apart=self._apart) for each in divided]
+        self._size = sum(each.size for each in self.rows)
+        self._uses = 0
+        self._gathering: Pending | None = None
+        self._reducing: Pending | None = None
+        if self._apart:
+            self._free()
+
+    def unshard(self) -> None:
+        """Begin to gather parameters, unless they are there, or are coming, already."""
+        if self._apart and self._uses == 0:
+            for each in self.rows:
+                each.whole.untyped_storage().resize_(each.whole.nbytes)
+            self.gather()
+        self._uses += 1
+
+    def reshard(self) -> None:
+        """Give the gathered parameters up, when nobody needs them any more."""
+        self._uses -= 1
+        if self._apart and self._uses == 0:
+            self.ready()
+            self._free()
+
+    def gather(self) -> None:
+        """Begin to gather what ranks have of whole parameters."""
+        flat = self.rows[0].own.new_zeros(self._size)
+        for each, at in self._places():
+            flat[at : at + each.own.numel()] = each.own.data.reshape(-1)
+        self._gathering = self._group.start_gather(flat)
+
+    def ready(self) -> None:
+        """Wait until parameters are whole; no graph takes notice, to which they are what they were."""
+        if self._gathering is not None:
+            parts = self._group.finish(self._gathering, self.rows[0].own.device).view(self._count, self._size)
+            for each, at in self._places():
+                each.take(parts[:, at : at + each.size])
+            self._gathering = None
+
+    def reduce(self) -> None:
+        """Begin to sum gradients, of which each rank keeps its rows: those of parameters that have one on some rank."""
+        self.reduced()
+        trained = [each for each, _ in self._places() if each.whole.requires_grad]
+        if not trained:
+            return
+        flat = trained[0].own.new_zeros(self._count, self._size + len(self.rows))
+        for number, (each, at) in enumerate(self._places()):
+            gradient = each.whole.grad
+            if gradient is not None:
+                each.put(gradient, flat[:, at : at + each.size])
+                flat[:, self._size + number] = 1
+            each.whole.grad = None
+        self._reducing = self._group.start_scatter(flat)
+
+    def reduced(self) -> None:
+        """Wait until that is done; sums add up."""
+        if self._reducing is None:
+            return
+        part = self._group.finish(self._reducing, self.rows[0].own.device)
+        self._reducing = None
+        there = part[self._size :].tolist()
+        for number, (each, at) in enumerate(self._places()):
+            if there[number]:
+                own = part[at : at + each.own.numel()].view(each.own.shape)
+                each.own.grad = own if each.own.grad is None else each.own.grad + own
+
+    def _places(self) -> list[tuple[_Rows, int]]:
+        """Where each parameter's rows begin in what is exchanged."""
+        found, at = [], 0
+        for each in self.rows:
+            found.append((each, at))
+            at += each.size
+        return found
+
+    def _free(self) -> None:
+        for each in self.rows:
+            each.whole.untyped_storage().resize_(0)
+
+
+class ShardedState:
+    """All that this rank divides with others; parameters of level 3 lose their memory here."""
+
+    def __init__(self, divided: Iterable[Divided], groups: ProcessGroups, rank: int) -> None:
+        together: dict[object, list[Divided]] = defaultdict(list)
+        for each in divided:
+            together[each.blocks, each.division, each.scattered, each.whole.dtype].append(each)
+        self._units: list[StateUnit] = []
+        self._units_of: dict[str, list[StateUnit]] = defaultdict(list)
+        for found in together.values():
+            ranks = found[0].division.ranks
+            unit = StateUnit(found, groups.of(ranks), ranks.index(rank))
+            self._units.append(unit)
+            for block in found[0].blocks:
+                self._units_of[block].append(unit)
+        self.rows = {id(each.whole): each for unit in self._units for each in unit.rows}
+
+    def own(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What this rank updates of a parameter."""
+        found = self.rows.get(id(parameter))
+        return parameter if found is None else found.own
+
+    def reduce(self) -> None:
+        """Reduce what was not during the programs, and wait for all that was."""
+        for unit in self._units:
+            if unit.scattered and unit.level == 1:
+                unit.reduce()
+        for unit in self._units:
+            unit.reduced()
+            left = unit.scattered and any(each.whole.grad is not None for each in unit.rows)
+            assert not left, "all that adds to gradients is followed by their reduction"
+
+    def take_sums(self) -> None:
+        """Of gradients that were summed whole keep this rank's rows."""
+        for unit in self._units:
+            for each in unit.rows if not unit.scattered else ():
+                if each.whole.grad is not None:
+                    each.own.grad = each.whole.grad[each.begin : each.begin + len(each.own)].clone()
+                    each.whole.grad = None
+
+    def gather(self) -> None:
+        """Make parameters whole after their rows have changed, where they are kept whole."""
+        units = [unit for unit in self._units if unit.level < GATHERED]
+        for unit in units:
+            unit.gather()
+        for unit in units:
+            unit.ready()
+
+    def stage(self, part: StagePart) -> ShardedStage | None:
+        """What a stage exchanges during the programs."""
+        units = [self._units_of[block] for block in part.blocks]
+        return ShardedStage(part, units) if any(unit.level > 1 for own in units for unit in own) else None
+
+
+@dataclass(slots=True)
+class ShardedStage:
+    """What a stage exchanges during the programs; ``units`` [block] are those that have its parameters.
+
+    Where actions of the program exchange, blocks only wait. Autograd runs all of a block, which was made later, before
+    all of the blocks before it, so that when it comes to a block, the one that it was at before is done with.
+    """
+
+    part: StagePart
+    units: Sequence[Sequence[StateUnit]]
+    _open: set[int] = field(default_factory=set)
+    _at: int | None = None
+    _owed: list[StateUnit] = field(default_factory=list)
+
+    def run(self, step: ProgramStep) -> None:
+        """UNSHARD, RESHARD or REDUCE_GRAD of a group of blocks."""
+        group = step.action.part or 0
+        begin = sum(self.part.block_groups[:group])
+        for unit in _once(self.units[begin : begin + self.part.block_groups[group]]):
+            if step.action.kind == UNSHARD:
+                unit.unshard()
+            elif step.action.kind == RESHARD:
+                unit.reshard()
+            elif unit.scattered:
+                unit.reduce()
+
+    def enter(self, number: int) -> None:
+        """A forward comes to a block."""
+        self._inside(number, number + 1)
+        for unit in self.units[number]:
+            unit.ready()
+
+    def leave(self, number: int) -> None:
+        """It is done with it."""
+        if not self.part.block_groups:
+            self._close({number + 1})
+
+    def watch(self, number: int, made: Tensor) -> None:
+        """Let a backward that comes to a block's output see to what it needs, and to what it has done."""
+        if not self.part.block_groups and made.requires_grad and self.units[number]:
+            hook: Callable[[Tensor], None] = partial(self._enter_backward, number)
+            made.register_hook(hook)  # type: ignore[no-untyped-call]  # torch has it without types
+
+    def begin_backward(self) -> None:
+        """Gradients are added to, and have to be reduced before; parameters that were gathered must be there."""
+        for unit in _once(self.units):
+            unit.ready()
+            if self.part.block_groups:
+                unit.reduced()
+
+    def end_backward(self) -> None:
+        """A backward is done with its last block."""
+        if not self.part.block_groups:
+            self._done()
+            self._close(set())
+
+    def _enter_backward(self, number: int, _: Tensor) -> None:
+        if self._at != number:
+            self._done()
+            self._at = number
+        self._close({number, number - 1})
+        self._inside(number, number - 1)
+        for unit in self.units[number]:
+            unit.ready()
+
+    def _inside(self, *numbers: int) -> None:
+        """Have blocks gathered, the one after this one meanwhile."""
+        for number in numbers:
+            if not self.part.block_groups and 0 <= number < len(self.units) and number not in self._open:
+                self._open.add(number)
+                for unit in self.units[number]:
+                    unit.unshard()
+
+    def _close(self, keep: set[int]) -> None:
+        for number in sorted(self._open - keep):
+            self._open.remove(number)
+            for unit in self.units[number]:
+                unit.reshard()
+
+    def _done(self) -> None:
+        """Reduce what the last block's backward made, or when its W has made it."""
+        if self._at is None:
+            return
+        reduce, self._at = partial(self._reduce, self._at), None
+        queue = WeightGradQueue.active()
+        if queue is None:
+            reduce()
+        else:
+            queue.put(reduce, ())
+
+    def _reduce(self, number: int) -> None:
+        for unit in self._owed:
+            unit.reduced()
+        self._owed = [unit for unit in self.units[number] if unit.level > 1 and unit.scattered]
+        for unit in self._owed:
+            unit.reduce()
+
+
+def _once(units: Iterable[Iterable[StateUnit]]) -> list[StateUnit]:
+    """Those of level 2 and 3, each once."""
+    return list(dict.fromkeys(unit for own in units for unit in own if unit.level > 1))

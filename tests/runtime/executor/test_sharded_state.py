@@ -1,0 +1,159 @@
+"""State that replicas divide (ZeRO 1 to 3): equal to an unsplit run, and as many bytes as the plan says."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from builders.orders import random_orders
+from builders.sharded import assembled, pairs
+from pipeplan.checker import check
+from pipeplan.costs import build_workload
+from pipeplan.files import PlacedStage, Placement, Plan, Profile, Recipe
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.profiling.build_profile import block_graph_of
+from pipeplan.workload.engine import with_links
+from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
+from pipeplan.workload.task_graph import task_graph
+from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, profile_of, reports_of
+
+TIED, TINY = "runtime_support.models:chain", "gpt2-tiny"
+CHAIN, BRANCHES = "runtime_support.models:untied_chain", "runtime_support.models:untied_branches"
+TOWERS = "runtime_support.models:pairing"
+
+ACTIONS: dict[int, dict[str, Any]] = {2: {"reduce_every": 2}, 3: {"reduce_every": 3, "unshard_every": 2}}
+"""[level] how often actions exchange: not as often as there are micro-batches, nor evenly."""
+
+
+@functools.cache
+def profile(model: str) -> Profile:
+    """Made-up times, and the bytes of parameters in float32 with AdamW."""
+    loaded = load_model(model)
+    sized = block_graph_of(loaded, torch.float32)
+    known = {block.spec.id: block.trainable for block in sized.blocks}
+    made = profile_of(loaded)
+    blocks = tuple(block.model_copy(update={"parameters": known[block.id]}) for block in made.blocks)
+    return made.model_copy(update={"recipe": Recipe(name="fp32"), "blocks": blocks, "tied": sized.tied})
+
+
+def plan_of(model: str, stages: list[PlacedStage], *, split: bool = False, recompute: bool = False) -> Plan:
+    """Actions in an order taken at random, so that replicas' blocks are gathered and reduced in between."""
+    count = 1 + max(device for stage in stages for device in stage.devices)
+    workload = build_workload(
+        profile(model),
+        Placement(strategy="by hand", num_devices=count, stages=tuple(stages)),
+        num_microbatches=5,
+        microbatch_size=4,
+        split_backward=split,
+        recompute=recompute,
+        cluster=pairs(count),
+    )
+    graph = task_graph(workload)
+    orders = with_links(graph, random_orders(graph, Random(1))[:count])
+    return assembled(graph, orders, profile(model))
+
+
+def halves(model: str, level: int, **more: Any) -> list[PlacedStage]:
+    """A pipeline of two stages with two replicas each."""
+    ids = [block.id for block in load_model(model).blocks]
+    return [
+        PlacedStage(blocks=tuple(own), devices=on, replicas=2, zero=level, **more)
+        for own, on in ((ids[: len(ids) // 2], (0, 1)), (ids[len(ids) // 2 :], (2, 3)))
+    ]
+
+
+def one_stage(model: str, level: int, devices: tuple[int, ...] = (2, 0, 1, 3), **more: Any) -> list[PlacedStage]:
+    """Replicas of all of a model."""
+    blocks = tuple(block.id for block in load_model(model).blocks)
+    replicas = len(devices) // more.get("shards", 1)
+    return [PlacedStage(blocks=blocks, devices=devices, replicas=replicas, zero=level, **more)]
+
+
+def _two_stages_on_all() -> list[PlacedStage]:
+    """Both stages on the same devices, in turn."""
+    return [
+        stage.model_copy(update={"devices": (1, 0, 3, 2), "replicas": 4}) for stage in halves(CHAIN, 3, **ACTIONS[3])
+    ]
+
+
+def _unlike() -> list[PlacedStage]:
+    """What is tied is divided by only one of the stages that have it."""
+    first, second = halves(TINY, 1)
+    return [first, second.model_copy(update={"zero": 0})]
+
+
+Asked = tuple[str, list[PlacedStage], bool, bool]
+"""Model, stages, and whether backward is split, and blocks are recomputed."""
+
+
+def _asked() -> dict[str, Asked]:
+    """Each level, with exchanges inside of actions and by them, full and split backward."""
+    found: dict[str, Asked] = {}
+    for level in (1, 2, 3):
+        for split in (False, True):
+            how = " split" * split
+            found[f"zero {level}{how}"] = CHAIN, halves(CHAIN, level), split, False
+            if level > 1:
+                found[f"zero {level} by actions{how}"] = CHAIN, halves(CHAIN, level, **ACTIONS[level]), split, False
+        found[f"zero {level} groups"] = CHAIN, one_stage(CHAIN, level, zero_group=2), level == 2, False
+        found[f"zero {level} shards"] = TOWERS, one_stage(TOWERS, level, shards=2), level == 2, False
+    return found | {
+        "zero 1 tied": (TINY, halves(TINY, 1), True, False),
+        "zero 1 tied once": (TIED, one_stage(TIED, 1), False, False),
+        "zero 1 tied unlike": (TINY, _unlike(), True, False),
+        "zero 3 branches": (BRANCHES, halves(BRANCHES, 3), True, True),
+        "zero 3 branches by actions": (BRANCHES, one_stage(BRANCHES, 3, **ACTIONS[3]), False, True),
+        "zero 3 two stages by actions": (CHAIN, _two_stages_on_all(), False, False),
+    }
+
+
+@functools.cache
+def cases() -> dict[str, Case]:
+    """Plans, and how they train."""
+    return {
+        name: (plan_of(model, own, split=split, recompute=recompute), replace(TRAINING, model=model))
+        for name, (model, own, split, recompute) in _asked().items()
+    }
+
+
+NAMES = list(_asked())
+
+
+@pytest.fixture(scope="module")
+def reports() -> Reports:
+    """[case][rank] what 4 real processes report, started once for all cases."""
+    return reports_of(cases())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
+    _, options = cases()[name]
+    assert_as_unsplit(load_model(options.model), options, reports[name])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "shards" not in name and "once" not in name])
+def test_ranks_hold_what_the_plan_says(name: str, reports: Reports) -> None:
+    """To the byte, in float64, where the plan is of float32: twice as many.
+
+    But where a parameter gets no gradient, or the made-up profile says nothing of shares of blocks.
+    """
+    plan, _ = cases()[name]
+    for rank, report in reports[name].items():
+        own = [stage for stage in plan.stages if rank in stage.devices]
+        for kind in (PARAMETERS, GRADIENTS, OPTIMIZER):
+            planned = sum(stage.state[kind] for stage in own)
+            planned -= sum(each.state[kind] * (sum(rank in on for on in each.devices) - 1) for each in plan.tied if own)
+            assert report["held"][kind.key] == 2 * planned, (rank, kind.key)
+
+
+def test_check_accepts_them_and_exchanges_are_in_their_programs() -> None:
+    for name, (plan, _) in cases().items():
+        check(plan).require(name)
+        found = {text.lstrip("0123456789") for program in plan.programs for text in program}
+        by_actions = {"REDUCE_GRAD"} if "zero 2" in name else {"UNSHARD", "RESHARD", "REDUCE_GRAD"}
+        assert (by_actions <= {text.split(".")[0] for text in found}) == ("by actions" in name)

@@ -1,0 +1,38 @@
+"""Whether others use the machine while something runs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeplan.runtime.launch import machine
+from pipeplan.runtime.launch.machine import OthersUse
+
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.parametrize(
+    ("own", "seconds", "cores"),
+    [((0.5, 0.25, 1.0, 0.0), 2.0, 1.375), ((9.0, 0.0, 0.0, 0.0), 2.0, 0.0), ((0.0, 0.0, 0.0, 0.0), 0.1, None)],
+    ids=["others", "all its own", "too short"],
+)
+def test_what_others_use_is_what_is_left(
+    own: tuple[float, ...], seconds: float, cores: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4.5 s of work on all cores, none of which is idling or waiting for a disk."""
+    lines = iter([[0] * 7, [3 * TICKS, TICKS // 2, TICKS // 2, 77 * TICKS, 99 * TICKS, TICKS // 4, TICKS // 4]])
+    text = "cpu {}\ncpu0 1 2 3 4 5 6 7\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text.format(" ".join(map(str, next(lines)))))
+    times = iter([(0.0,) * 4, own])
+    monkeypatch.setattr(os, "times", lambda: next(times))
+    clock = iter([5.0, 5.0 + seconds])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    assert OthersUse().cores() == cores
+
+
+def test_a_system_that_does_not_say_is_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "Path", lambda _: Path("/nowhere/at/all"))
+    assert OthersUse().cores() is None
