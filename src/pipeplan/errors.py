@@ -19,7 +19,7 @@ The texts say what, where, the numbers, and which flag to move which way. The co
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 
@@ -124,10 +124,14 @@ class InfeasibleError(PipeplanError):
     """The question is valid and has no answer, for instance too little memory.
 
     ``enough_bytes`` per device is memory with which there was found to be one; None where that is not known.
+    ``would_do`` are changes with which one was found, as figures: ``num_devices``, ``memory_bytes`` of each, ``what``.
     """
 
-    def __init__(self, message: str, enough_bytes: int | None = None) -> None:
+    def __init__(
+        self, message: str, enough_bytes: int | None = None, would_do: Sequence[Mapping[str, int | str]] = ()
+    ) -> None:
         self.enough_bytes = enough_bytes
+        self.would_do = tuple(would_do)
         super().__init__(message)
 
 

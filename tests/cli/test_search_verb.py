@@ -136,6 +136,14 @@ def test_placement_file(chain: Path, tmp_path: Path) -> None:
     assert read_plan(str(tmp_path / "plan.json")).stages[0].devices == (1,)
 
 
+def test_what_would_do_is_figures_too(v: Path) -> None:
+    done = pipeplan("search", v, "--memory", "0.5GB", "--json")
+    assert done.returncode == 1
+    said = json.loads(done.stdout)
+    assert "4 devices of 1GB would do" in said["error"]
+    assert said["would_do"] == [{"num_devices": 4, "memory_bytes": 10**9, "what": "tp 1 dp 1 pp 4, all recomputed"}]
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [

@@ -15,11 +15,12 @@ from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.examples import model, shape
 from pipeplan.files import PlacedStage, Placement, Profile
 from pipeplan.partition.per_block_sharding import GroupSplits
+from pipeplan.planning.block_splits import split_stages
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.frontier import _plan_notes
 from pipeplan.planning.plan_frontier import PlanFrontier, chains, plan_frontier
 from pipeplan.planning.request import Batch, Request, Splitting
-from pipeplan.planning.sharding_frontier import split_frontier, split_stages
+from pipeplan.planning.sharding_frontier import split_frontier
 from pipeplan.planning.trials import Trial
 from pipeplan.simulator.simulation import simulate
 from pipeplan.units import parse_bytes

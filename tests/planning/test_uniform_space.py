@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from builders import clusters
@@ -41,7 +41,10 @@ from pipeplan.simulator.simulation import simulate
 
 QUICK: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
 SIZES, SHARDS, MINI_BATCH = (1, 2), (1, 2), 8
-UNIFORM = without({"every width", "stage ways", "stage graphs", "published planners", "slice forwards"}, STEPS)
+NO_END = 3600.0
+UNIFORM = without(
+    {"every width", "stage ways", "one stage", "stage graphs", "published planners", "slice forwards"}, STEPS
+)
 
 
 @st.composite
@@ -519,3 +522,20 @@ def test_what_does_not_fit_is_explained_with_split_blocks() -> None:
         search_plan(request)
     assert caught.value.enough_bytes is not None
     assert caught.value.enough_bytes <= 60, "a quarter of the block's state, not all of it"
+
+
+@settings(max_examples=3, suppress_health_check=list(HealthCheck), deadline=None)
+@given(chains(3), st.integers(2, 3), st.booleans())
+def test_what_would_do_is_the_least_of_all_layouts(profile: Profile, num_devices: int, recompute: bool) -> None:
+    """So much memory fits, and in a little less no uniform layout does, by brute force; so many devices fit, too."""
+    again, limit = None if recompute else False, 5
+    assume(not list(iterations(profile, num_devices, limit, recompute)))
+    tight = asked(profile, num_devices, limit, recompute=again, zero=0, time_limit=NO_END)
+    with pytest.raises(InfeasibleError) as told:
+        search_plan(tight, steps=UNIFORM)
+    said = {int(each["num_devices"]): int(each["memory_bytes"]) for each in told.value.would_do}
+    assert num_devices in said
+    for count, memory in said.items():
+        assert search_plan(replace(tight, num_devices=count, memory_bytes=memory, time_limit=1.0)).plan.stages
+    less = int(0.97 * said[num_devices])
+    assert not list(iterations(profile, num_devices, less, recompute))

@@ -15,7 +15,7 @@ from pipeplan.costs import build_workload
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.partition.placement import place
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning.alternatives import _is_fsdp, _why, _words
+from pipeplan.planning.alternatives import _is_fsdp, _why, choice_words
 from pipeplan.planning.candidates import uniform_choices
 from pipeplan.planning.request import Request
 from pipeplan.planning.steps import search_plan
@@ -140,7 +140,7 @@ def test_devices_that_run_nothing_are_at_no_position() -> None:
 def test_reasons_do_not_refute_themselves_and_fsdp_is_a_common_layout() -> None:
     request = Request.of(chain(8, (1, 2)), devices=4, mini_batch=8, memory_bytes=2000)
     table = uniform_choices(request)
-    named = {_words(each.choice).rpartition(", ")[2] for each in table if _is_fsdp(each.choice)}
+    named = {choice_words(each.choice).rpartition(", ")[2] for each in table if _is_fsdp(each.choice)}
     assert named == {"FSDP"}
     each = next(each for each in table if each.choice.levels)
     tight = replace(each, least_ns=50, usual_ns=99.0, usual_bytes=3000.0)

@@ -124,5 +124,5 @@ def test_stages_of_different_widths_are_shorter() -> None:
     assert best.what.startswith("tp 2 dp 1, then tp 1 dp 1 pp 2, ")
     assert [len(stage.devices) for stage in found.stages] == [2, 1]
     assert found.predicted.iteration_ns == one_f_one_b([15, 15], [30, 30], 8)
-    planners = {"every width", "stage ways", "stage graphs", "published planners"}
+    planners = {"every width", "stage ways", "one stage", "stage graphs", "published planners"}
     assert search_plan(request, steps=without(planners)).plan.predicted.iteration_ns > found.predicted.iteration_ns

@@ -152,6 +152,10 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
         text = f"are {len(plan.devices)}, the cluster has {cluster.num_devices}"
         findings.add("cluster", "devices", text)
         return
+    for device, own in enumerate(plan.devices):
+        if own.contention not in (0, cluster.contention):  # plans from before it counted beside sums say nothing
+            text = f"is {own.contention}, the cluster's is {cluster.contention}"
+            findings.add("cluster", f"devices[{device}].contention", text)
     for device, (peak, memory) in enumerate(zip(peaks, cluster.usable_bytes, strict=False)):
         if memory is not None and peak > memory:
             beside = f" beside its reserve of {reserve}" if (reserve := cluster.reserve_bytes[device]) else ""
@@ -569,7 +573,7 @@ def _sharded_ns(
 
 
 def _groups_in(stage: Stage, size: int) -> dict[tuple[int, int], list[int]]:
-    """{(shard, number of a group of so many replicas): its devices}"""
+    """{(shard, number of a group of replicas): its devices}"""
     found: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, device in enumerate(stage.devices):
         found[place % stage.shards, place // stage.shards // size].append(device)

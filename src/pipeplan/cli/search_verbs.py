@@ -21,7 +21,7 @@ from pipeplan.cli.shared import (
     planning_options,
     read_request,
 )
-from pipeplan.errors import UsageError
+from pipeplan.errors import InfeasibleError, UsageError
 
 if TYPE_CHECKING:
     from pipeplan._api import Request, Result, Tuning
@@ -105,7 +105,12 @@ def search_command(
                 result = tuning.result
             else:
                 how: Any = {"progress": progress, "within": limit, "explain": explain, "workers": workers or 1}
-                result = _api.search(request, executor=executor, **how)
+                try:
+                    result = _api.search(request, executor=executor, **how)
+                except InfeasibleError as error:
+                    if as_json:  # and it is said on stderr
+                        say(json.dumps({"error": str(error), "would_do": error.would_do}))
+                    raise
         if output is not None:
             outputs.write_plan(result.plan, output)
         if rules_output is not None and tuning is not None:

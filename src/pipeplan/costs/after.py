@@ -22,7 +22,7 @@ from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 class AfterActions:
     """Ns of summing gradients over replicas, of the optimizer's step, and of gathering parameters.
 
-    A replica is ``shards`` devices, neighbours of each other; so many replicas divide what they keep by ``sharing``.
+    A replica is ``shards`` devices, neighbours of each other; ``sharing`` says how many replicas shard what they keep.
     The profile's blocks keep ``kept`` together, of which a step has ``moved`` so many bytes on a device.
     """
 

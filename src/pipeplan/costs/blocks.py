@@ -188,7 +188,7 @@ def _core_recomputed(row: CostRow) -> CostRow:
 
 
 def _again(row: CostRow, time_ns: int, held: int, made: int) -> CostRow:
-    """The row where backward first runs something again for so long, which makes so many bytes."""
+    """The row if backward first recomputes something, which takes this long and produces this many bytes."""
     longer = {
         field: getattr(row, field) + time_ns
         for field in ("backward_ns", "input_grad_ns")

@@ -303,7 +303,12 @@ def build_workload(
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
         devices=tuple(
-            Device(name=names[index] if names else "device", memory_bytes=memory[index], reserve_bytes=reserve[index])
+            Device(
+                name=names[index] if names else "device",
+                memory_bytes=memory[index],
+                reserve_bytes=reserve[index],
+                contention=0.0 if cluster is None else cluster.contention,
+            )
             for index in range(placement.num_devices)
         ),
         stages=tuple(stages),

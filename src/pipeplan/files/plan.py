@@ -198,6 +198,8 @@ class Plan(File):
         for device in found.get("devices", ()):
             if not device.get("reserve_bytes"):
                 device.pop("reserve_bytes", None)
+            if not device.get("contention"):
+                device.pop("contention", None)
         for stage in found.get("stages", ()):
             for key in ("step_ns", "gather_ns", "zero", "zero_group", "buckets", *_EXCHANGE):
                 if not stage.get(key):
@@ -641,7 +643,7 @@ class _LoopedProgram(Sequence[str]):
         return self._later(number, self._copies - 1 if number >= end else 0)
 
     def _later(self, number: int, copies: int) -> str:
-        """What is written there, so many copies of its round later."""
+        """The entry written there, some copies of its round later."""
         text = self._written[number]
         if not copies or StateAction.read(text) is not None:
             return text

@@ -94,7 +94,7 @@ class LinkTime:
 def link_time(
     devices: Sequence[Sequence[int]], traffic: Traffic, cluster: Cluster, *, sync: Sequence[int] = ()
 ) -> LinkTime:
-    """How long links are busy when each group stands on its ``devices``, ascending; the rest as for :func:`mapped`."""
+    """How long links are busy if each group is on its ``devices``, ascending; the rest as for :func:`mapped`."""
     links = GroupLinks.of([len(each) for each in devices], traffic, cluster, sync)
     return LinkTime.of([links.time(tie, devices[tie.first], devices[tie.second]) for tie in links.ties])
 

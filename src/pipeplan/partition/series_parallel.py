@@ -295,7 +295,7 @@ def _joined(reduction: _GraphReduction) -> int | _Join:
 
 @dataclass(frozen=True, slots=True)
 class _Cutting:
-    """Nodes in topological order, what each stands for, and everything after each, as bits."""
+    """Nodes in topological order, what each represents, and all successors of each, as bits."""
 
     parts: list[int | _Join]
     weights: list[int]

@@ -80,7 +80,7 @@ class ChainCut:
 
     @property
     def placement(self) -> Placement:
-        """The stages as they stand."""
+        """The stages as they are."""
         devices = sum(len(each.stage.devices) for each in self.stages)
         return Placement(strategy="stage graph", num_devices=devices, stages=tuple(each.stage for each in self.stages))
 
@@ -127,7 +127,7 @@ class StageFrontiers:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """The chain; a graph's blocks stand in topological order."""
+        """The chain; a graph's blocks are in topological order."""
         return self.profile.topological_order()
 
     @cached_property

@@ -5,7 +5,7 @@ From what a search knows at its end: schedules it has found, and the table of un
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 
@@ -95,9 +95,14 @@ def explained(search: PlanSearch) -> Explanation:
 
 
 def _layout(trial: Trial) -> str:
-    """Splits of a placement in words; of stages that differ, those of all: in their order, where that is short."""
-    workload, batch = trial.ways[0], trial.candidate.batch
-    stages = trial.candidate.placement.stages
+    """A trial's layout in words."""
+    placement, batch = trial.candidate.placement, trial.candidate.batch
+    words = layout_words(placement.stages, trial.ways[0])
+    return f"{words}, {placement.strategy}, {counted(batch.num_microbatches, 'micro-batch', 'es')}"
+
+
+def layout_words(stages: Sequence[PlacedStage], workload: Workload) -> str:
+    """Splits of stages in words; of stages that differ, those of all: in their order, where that is short."""
     splits = [
         (key, len(list(alike))) for key, alike in groupby((_split(each), each.replicas, each.zero) for each in stages)
     ]
@@ -112,7 +117,6 @@ def _layout(trial: Trial) -> str:
         )
         + f" pp {positions}"
         + (f" x {of_each}" if of_each > 1 else "")
-        + f", {trial.candidate.placement.strategy}, {counted(batch.num_microbatches, 'micro-batch', 'es')}"
     )
 
 
@@ -169,7 +173,7 @@ def _common(search: PlanSearch, best_ns: int) -> Iterator[Common]:
             continue
         if (choice.shards, choice.context, choice.expert, name) not in seen:
             seen.add((choice.shards, choice.context, choice.expert, name))
-            yield Common(_words(choice), _why(each, best_ns, limit))
+            yield Common(choice_words(choice), _why(each, best_ns, limit))
 
 
 def _is_fsdp(choice: Choice) -> bool:
@@ -190,7 +194,8 @@ def _split(of: Choice | PlacedStage) -> str:
     return f"tp {of.shards}" + "".join(more)
 
 
-def _words(choice: Choice) -> str:
+def choice_words(choice: Choice) -> str:
+    """A layout of the table in words."""
     zero = f" ZeRO {choice.zero.level}" if choice.zero.level else ""
     name = _name(choice)
     turns = f" x {choice.per_position}" if choice.per_position > 1 else ""

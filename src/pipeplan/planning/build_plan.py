@@ -319,7 +319,7 @@ class Result(Displayed):
 
     @property
     def not_tried(self) -> str:
-        """What there was no time for, as ``6 placements not tried, nor micro-batches of 2 or 4``; empty if nothing."""
+        """What was not tried for lack of time, as ``6 placements not tried, nor micro-batches of 2 or 4``; or empty."""
         left = self.candidates.left
         sizes = f", nor micro-batches of {_any_of(self.sizes_left)}" if self.sizes_left else ""
         return f"{counted(left, 'placement')} not tried{sizes}" if left else ""

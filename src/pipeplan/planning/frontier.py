@@ -569,7 +569,7 @@ def _plan_notes(found: PlanFrontier) -> Iterator[str]:
 
 
 def _words(point: PlanPoint) -> str:
-    """A plan in a few words: stages and on what each stands, runs of equal ones together, schedule, size."""
+    """A plan in a few words: stages and what each runs on, equal neighbours together, schedule, size."""
     ways = [_stage_words(stage) for stage in point.workload.stages]
     runs = [(way, len(list(same))) for way, same in groupby(ways)]
     number = f"{len(ways)} stage{'s' if len(ways) > 1 else ''}"
@@ -582,7 +582,7 @@ def _words(point: PlanPoint) -> str:
 
 
 def _stage_words(stage: Stage) -> str:
-    """On what a stage stands: a device, replicas, shards; or that every block is split in a way of its own."""
+    """What a stage runs on: a device, replicas, shards; or that every block is split in its own way."""
     each, number = set(stage.configurations), len(stage.devices)
     if each:
         found = f"{named_devices(number)}, blocks split: {most_frequent(stage.configurations)}"

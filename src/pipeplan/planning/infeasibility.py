@@ -20,20 +20,23 @@ from pipeplan.errors import (
 )
 from pipeplan.files import Placement
 from pipeplan.partition.chain.rebalance import least_short
+from pipeplan.planning.alternatives import choice_words, layout_words
 from pipeplan.planning.candidates import (
     CandidateOrError,
     PlacementCandidate,
     StageGraphs,
     grid,
+    is_large,
     placed,
     uniform_choices,
 )
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.trials import PlanSearch, PlanStep, Trial
-from pipeplan.planning.uniform_space import Choice
+from pipeplan.planning.uniform_space import BoundedChoice, Choice
 from pipeplan.schedule.cpsat.solver import SECONDS_PER_LOOK, SECONDS_PER_QUESTION, Budget
 from pipeplan.schedule.search import SEARCHING
 from pipeplan.schedule.state import Schedule
+from pipeplan.texts import counted
 from pipeplan.time_limit import TimeUpError
 from pipeplan.units import MAX_BYTES, format_bytes, rounded_up
 from pipeplan.workload.memory import peak_memory
@@ -43,12 +46,18 @@ from pipeplan.workload.memory import peak_memory
 class ExplainShortage(PlanStep):
     """What would do where nothing fits, looked for in at least ``seconds``; memory is found to ``precision``.
 
-    One schedule of a scheduler that was asked for and is not among those that are known at once may take
-    ``seconds_per_schedule``.
+    Of layouts of the table their closed forms say how much memory they need at least: those that need least are cut and
+    scheduled in as much, and then so many times as much (``above``), until they fit. Memory is looked for until the
+    process has worked for a part ``working`` of the limit, at most ``most_working`` seconds, whatever the clock says:
+    where a search had no time left there would be nothing else to say. One schedule of a scheduler that was asked for
+    and is not among those that are known at once may take ``seconds_per_schedule``.
     """
 
     seconds: float = 0.5
     precision: float = 1.01
+    above: tuple[float, ...] = (1.0, 1.02, 1.05, 1.1, 1.2)
+    working: float = 0.02
+    most_working: float = 0.5
     seconds_per_schedule: float = 1.0
     name = "explain what does not fit"
     when = "nothing fits into memory"
@@ -68,11 +77,12 @@ class ExplainShortage(PlanStep):
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """A schedule that fits, and the device that holds most in it."""
+    """A schedule that fits, and the device that holds most in it; ``what`` is its layout in words."""
 
     schedule: Schedule
     device: int
     peak_bytes: int
+    what: str
 
     @property
     def place(self) -> str:
@@ -105,11 +115,23 @@ def shortage(request: Request, error: InfeasibleError, seconds: float, step: Exp
         return error
     # with its limit, since without one nothing would recompute
     asked = replace(request.within(limit), cluster=None, time_limit=max(1.0, seconds / 4))
-    least = _Least(asked, limit, step)
+    least = _Least(asked, limit, step, request.time_limit)
     least.find(seconds)
+    if least.memory is None and least.about is not None:
+        needs, what = rounded_up(int(least.about.least_bytes)), choice_words(least.about.choice)
+        untried: dict[str, int | str] = {
+            "num_devices": request.num_devices,
+            "memory_bytes": needs,
+            "what": f"{what}, by closed form, not tried",
+        }
+        return InfeasibleError(
+            f"{error}; by closed form {what} needs about {format_bytes(needs)} with all recomputed that may be, the "
+            "least of all layouts alike in all stages: there was no time to try it",
+            would_do=[untried],
+        )
     if least.memory is None or least.enough <= rounded_up(limit):
         return error
-    return InfeasibleError(_text(request, limit, least), least.enough)
+    return InfeasibleError(_text(request, limit, least), least.enough, tuple(_remedies(request, limit, least)))
 
 
 _FitOf = Callable[[Request], _Fit | None]
@@ -121,12 +143,15 @@ class _Least:
     Strategies for chains come first, which are quick to ask; then stages as a graph, with less than those need.
     """
 
-    def __init__(self, request: Request, limit: int, step: ExplainShortage) -> None:
+    def __init__(self, request: Request, limit: int, step: ExplainShortage, whole_limit: float) -> None:
         self._request, self._limit, self._step = request, limit, step
+        self._working = min(step.most_working, step.working * whole_limit)
         self._time = Budget(deterministic=request.deterministic)
         self.memory: _Fit | None = None
         self.enough = 0
+        self.about: BoundedChoice | None = None
         self.devices: int | None = None
+        self.on_devices: _Fit | None = None
         self.others: list[str] = []
         self.in_time = True
 
@@ -139,6 +164,8 @@ class _Least:
         parts.append(self._find_others)
         for number, part in enumerate(parts, 1):
             with whole.share(number * seconds / len(parts) - whole.used) as self._time:
+                if part == self._find_memory:
+                    self._time.wait(0.0, self._working)
                 try:
                     with self._time.enforced():
                         part()
@@ -150,13 +177,31 @@ class _Least:
     def _go_on(self, worked: float = 0.0) -> None:
         """While there is time, of which as much has gone where it is work that counts."""
         self._time.charge(worked)
-        if self._time.expired:
+        if self._time.expired and (self._request.deterministic or self._time.over):
             raise TimeUpError(self._time)
 
     def _find_memory(self) -> None:
         for point in _points(self._request):
-            self._lower(partial(self._point, point))
+            fit = partial(self._point, point)
+            if isinstance(point, BoundedChoice):
+                self.about = self.about or point
+                self._from_closed_form(point, fit)
+            else:
+                self._lower(fit)
         self._lower(self._graph)
+
+    def _from_closed_form(self, point: BoundedChoice, fit: _FitOf) -> None:
+        """The least memory of a layout of the table, from what its closed form says, a little more each time.
+
+        Where the form says no less than is known there is no question.
+        """
+        about = max(point.least_bytes, float(self._limit))
+        for more in self._step.above:
+            memory = int(more * about)
+            if self.memory is not None and memory * self._step.precision >= self.enough:
+                return
+            if self._less_memory(fit, memory):
+                return
 
     def _find_devices(self) -> None:
         for fit in (self._chain, self._graph):
@@ -215,28 +260,38 @@ class _Least:
 
     def _fewer_devices(self, fit: _FitOf, count: int) -> bool:
         self._go_on()
-        if fit(replace(self._request.within(self._limit), num_devices=count)) is None:
+        found = fit(replace(self._request.within(self._limit), num_devices=count))
+        if found is None:
             return False
-        self.devices = count
+        self.devices, self.on_devices = count, found
         return True
 
     def _chain(self, request: Request) -> _Fit | None:
-        return self._first_fit(request, (placed(request, point, least_short) for point in _points(request)))
+        limit = request.least_memory or math.inf
+        able = (
+            point for point in _points(request) if not isinstance(point, BoundedChoice) or point.least_bytes <= limit
+        )
+        return self._first_fit(request, (_placed(request, point) for point in able))
 
     def _graph(self, request: Request) -> _Fit | None:
+        """Not of large requests, where one graph takes all the time, and the table has what needs least."""
+        if is_large(request):
+            return None
         return self._first_fit(request, (propose() for propose in StageGraphs().candidates(request)))
 
-    def _point(self, point: Choice | PlacementCandidate, request: Request) -> _Fit | None:
-        return self._first_fit(request, [placed(request, point, least_short)])
+    def _point(self, point: _Point, request: Request) -> _Fit | None:
+        return self._first_fit(request, [_placed(request, point)])
 
     def _first_fit(self, request: Request, found: Iterable[CandidateOrError | None]) -> _Fit | None:
         """The first candidate's schedule that fits, if there is one."""
         for each in found:
             self._go_on(SECONDS_PER_QUESTION + len(request.profile.blocks) * request.num_devices * SECONDS_PER_LOOK)
-            schedule = self._schedule(request, each) if isinstance(each, PlacementCandidate) else None
+            if not isinstance(each, PlacementCandidate):
+                continue
+            schedule = self._schedule(request, each)
             if schedule is not None:
                 peaks = [memory.peak_bytes for memory in peak_memory(schedule.graph, schedule.orders, schedule.loop)]
-                return _Fit(schedule, peaks.index(max(peaks)), max(peaks))
+                return _Fit(schedule, peaks.index(max(peaks)), max(peaks), _layout_words(each, schedule))
         return None
 
     def _schedule(self, request: Request, candidate: PlacementCandidate) -> Schedule | None:
@@ -284,24 +339,45 @@ def _changed(request: Request) -> Iterator[tuple[str, Request]]:
             yield f"give --microbatch-size {smallest}", replace(request, batch=batch)
 
 
-def _points(request: Request) -> list[Choice | PlacementCandidate]:
+_Point = BoundedChoice | Choice | PlacementCandidate
+
+
+def _points(request: Request) -> list[_Point]:
     """What there is without stages as a graph, to be placed so that little memory does: what should need least first.
 
     There may not be time for all, and what needs more than is known to do is refuted by one question.
     """
-    uniform = sorted(uniform_choices(request.within(MAX_BYTES)), key=lambda each: each.usual_bytes)
+    uniform = sorted(uniform_choices(request.within(MAX_BYTES)), key=lambda each: (each.least_bytes, each.usual_ns))
+    if uniform:
+        return [*uniform]
     points = [point for point in grid(request) if not isinstance(point, UsageError)]
     points.sort(key=lambda point: (not point.recompute, point.batch.microbatch_size))
-    return [*(each.choice for each in uniform), *points]
+    return [*points]
+
+
+def _placed(request: Request, point: _Point) -> CandidateOrError:
+    """A point cut so that little memory does: where blocks are recomputed as they must be that is part of its cut."""
+    if isinstance(point, BoundedChoice):
+        return placed(request, point.choice, None if point.choice.levels else least_short)
+    return placed(request, point, least_short)
+
+
+def _layout_words(candidate: PlacementCandidate, schedule: Schedule) -> str:
+    """How devices are shared out, and what is recomputed."""
+    stages = schedule.workload.stages
+    again = sum(stage.recomputes for stage in stages)
+    whole = all(stage.recompute is True for stage in stages)
+    recomputed = "all recomputed" if whole else f"{counted(again, 'stage')} recomputed" if again else ""
+    return ", ".join(filter(None, (layout_words(candidate.placement.stages, schedule.workload), recomputed)))
 
 
 def _text(request: Request, limit: int, least: _Least) -> str:
     assert least.memory is not None
     count, memory = request.num_devices, format_bytes(least.enough)
-    enough, remedies = f"{count} devices of {memory} would do", [f"raise --memory to {memory}"]
-    if least.devices is not None:
+    enough, remedies = f"{count} devices of {memory} would do", [f"raise --memory to {memory} ({least.memory.what})"]
+    if least.on_devices is not None:
         enough = f"{least.devices} devices of this size would do, or {count} of {memory}"
-        remedies.append(f"raise --devices to {least.devices}")
+        remedies.append(f"raise --devices to {least.devices} ({least.on_devices.what})")
     elif least.in_time and not isinstance(request.placement, Placement):
         enough += f", and with {format_bytes(limit)} each no number of devices was found that does"
     remedies += least.others
@@ -310,6 +386,16 @@ def _text(request: Request, limit: int, least: _Least) -> str:
         f"{least.memory.place} needs {memory}, {format_bytes(least.enough - limit)} too much; {enough}; "
         f"{unproved(in_time=least.in_time)}; " + ", or ".join(remedies)
     )
+
+
+def _remedies(request: Request, limit: int, least: _Least) -> Iterator[dict[str, int | str]]:
+    """The same as figures: devices, bytes that a plan may use of each, and the layout that was found to fit."""
+    if least.devices is not None and least.on_devices is not None:
+        yield {"num_devices": least.devices, "memory_bytes": limit, "what": least.on_devices.what}
+    if least.memory is not None:
+        yield {"num_devices": request.num_devices, "memory_bytes": least.enough, "what": least.memory.what}
+    for other in least.others:
+        yield {"num_devices": request.num_devices, "memory_bytes": limit, "what": other}
 
 
 def unproved(*, in_time: bool) -> str:

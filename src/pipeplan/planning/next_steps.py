@@ -85,7 +85,7 @@ def _more_time(request: Request, result: Result, simulation: Simulation) -> Iter
 
 
 def _other_schedules(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    """A named schedule leaves neither slices nor the way of backward open, as ``auto`` does."""
+    """Unlike ``auto``, a named schedule fixes slices and whether backward is split."""
     if request.scheduler == "auto":
         return
     plan = result.plan

@@ -21,6 +21,7 @@ from itertools import chain, islice, zip_longest
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Plan
 from pipeplan.partition.per_block_sharding import GroupSplits
+from pipeplan.planning.block_splits import split_stages
 from pipeplan.planning.build_plan import planned
 from pipeplan.planning.candidates import PlacementCandidate, any_stages
 from pipeplan.planning.infeasibility import unproved
@@ -35,7 +36,7 @@ from pipeplan.planning.partition_trials import (
     uniform,
 )
 from pipeplan.planning.request import Batch, Request, Splitting
-from pipeplan.planning.sharding_frontier import Splits, split_frontier, split_stages
+from pipeplan.planning.sharding_frontier import Splits, split_frontier
 from pipeplan.planning.trials import FIRST_SECONDS, Trial, on_cluster
 from pipeplan.schedule.state import Progress, Schedule
 from pipeplan.sharding.details import split_blocks
@@ -387,7 +388,8 @@ def _runs(splits: Splits, index: int) -> bool:
 def _split(splits: GroupSplits, best: Sequence[PlanPoint]) -> Iterator[PartitionTrial]:
     """The points again with every stage on several devices split as its own frontier says, under the same limits."""
     for tried in best:
-        found = tried.candidate and split_stages(splits, tried.candidate, tried.request.least_memory)
+        asked = tried.request
+        found = tried.candidate and split_stages(splits, tried.candidate, asked.least_memory, asked.recomputes)
         if found is not None:
             yield PartitionTrial(tried.request, found)
 

@@ -6,23 +6,20 @@ the stage's: times of forward and backward with all that is exchanged in them, s
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
 
 from pipeplan.checker import check
-from pipeplan.costs import StageCost, build_workload
+from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile
-from pipeplan.partition.per_block_sharding import BlockSplits, GroupSplits, RunPoint
 from pipeplan.planning.build_plan import assemble, provenance_of
-from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Request, Splitting
 from pipeplan.sharding.baselines import IMPOSSIBLE, ONLY, fastest_strategy
 from pipeplan.sharding.cost_model import CostModel, CostOptions, Unprofiled, cost_model
@@ -151,7 +148,7 @@ def split_frontier(request: Request, splitting: Splitting, *, seconds: float = 0
 
 
 def _only(name: str, model: CostModel, rounds: _Rounds) -> tuple[Tracked, tuple[SplitPoint, ...], bool]:
-    """The points of a planner that looks at less than all; and whether none of its own was left out."""
+    """The points of a restricted planner, and whether all of its own strategies were covered."""
     only = ONLY[name]
     points: list[SplitPoint] = []
     last, settled, why = None, True, ""
@@ -330,36 +327,3 @@ def _order(graph: TaskGraph, in_flight: int) -> list[int]:
     for microbatch, task in enumerate(backwards):
         order += [*forwards[ahead + microbatch : ahead + microbatch + 1], task]
     return order
-
-
-def split_stages(
-    known: GroupSplits, candidate: PlacementCandidate, memory_bytes: int | None
-) -> PlacementCandidate | None:
-    """The candidate with every stage on several devices at the quickest point of its frontier that memory allows.
-
-    The k-th stage from the end holds k micro-batches in flight. None where no stage has such a point.
-    """
-    stages = list(candidate.placement.stages)
-    given: dict[int, StageCost] = {}
-    limit = math.inf if memory_bytes is None else memory_bytes
-    for place, stage in enumerate(stages):
-        if len(stage.devices) == 1:
-            continue
-        in_flight = min(len(stages) - place, candidate.batch.num_microbatches)
-        size = stage.microbatch_size or candidate.batch.microbatch_size
-        splits = known.of(len(stage.devices), size, candidate.batch.mini_batch // size, (False, True))
-        point = _quickest(splits, set(stage.blocks), in_flight, limit)
-        if point is not None:
-            stages[place] = point.placed(stage.devices).model_copy(update={"microbatch_size": stage.microbatch_size})
-            given[place] = point.split.costs
-    if not given:
-        return None
-    placement = candidate.placement.model_copy(update={"stages": tuple(stages)})
-    return replace(candidate, placement=placement, source=f"{candidate.source}, split", given=given)
-
-
-def _quickest(splits: Sequence[BlockSplits], blocks: Collection[str], in_flight: int, limit: float) -> RunPoint | None:
-    points = [
-        each.holding(in_flight).quickest([name for name in each.order if name in blocks], limit) for each in splits
-    ]
-    return min((each for each in points if each is not None), key=lambda each: each.time_ns, default=None)

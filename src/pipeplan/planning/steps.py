@@ -25,6 +25,7 @@ from pipeplan.partition.baselines import num_to_split
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.recomputation import choices_of
 from pipeplan.planning.alternatives import explained
+from pipeplan.planning.block_splits import OneStage, SplitFinalists
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, sharing_left_out, slices_left_out
 from pipeplan.planning.candidates import (
     LARGE,
@@ -611,7 +612,7 @@ def _but_for_size(candidate: PlacementCandidate) -> Hashable:
 
 @dataclass(slots=True, eq=False)
 class _Telling(Limit):
-    """Ends nothing, but when its time is up that is told at the next checkpoint, once."""
+    """Ends nothing; when its time is up, ``tell`` is called once, at the next checkpoint."""
 
     tell: Callable[[], None] = field(kw_only=True)
     told: bool = field(default=False, init=False)
@@ -631,7 +632,7 @@ def _is_named(request: Request) -> bool:
 
 
 _MORE = 4
-"""Larger groups have so many times as many entries."""
+"""By what factor the number of entries grows from one size of groups to the next."""
 
 
 @dataclass(frozen=True)
@@ -756,10 +757,12 @@ STEPS: tuple[SearchStep, ...] = (
     StageGraphs(),
     PublishedPlanners(),
     StageWays(),
+    OneStage(),
     FirstLook(),
     SearchCandidates(),
     BackwardWays(),
     *SCHEDULE_STEPS,
+    SplitFinalists(),
     EaseRecomputation(),
     EaseSharding(),
     SliceForwards(),

@@ -90,13 +90,15 @@ class Choice:
 class BoundedChoice:
     """A choice, ns that no iteration of it is below, and what its usual schedule takes on an even cut: ns, bytes.
 
-    With bytes those of the fullest device where nothing is recomputed that need not be by the choice.
+    With bytes those of the fullest device where nothing is recomputed that need not be by the choice; ``least_bytes``
+    where all is that may be.
     """
 
     choice: Choice
     least_ns: int
     usual_ns: float
     usual_bytes: float
+    least_bytes: float
 
 
 def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> list[BoundedChoice]:
@@ -143,7 +145,7 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
             if id(choice) in seen:
                 continue  # as it is with the better schedule
             seen.add(id(choice))
-        figures = int(table.least[row]), float(table.usual[row]), float(table.needs[row])
+        figures = int(table.least[row]), float(table.usual[row]), float(table.needs[row]), float(table.smallest[row])
         found.append(BoundedChoice(replace(choice, usual=own_usual), *figures))
     return found
 
@@ -455,6 +457,7 @@ class _BoundTable:
     least: FloatArray
     usual: FloatArray
     needs: FloatArray
+    smallest: FloatArray
     fits: NDArray[np.bool_]
     again: NDArray[np.bool_]
     possible: NDArray[np.bool_]
@@ -507,7 +510,9 @@ class _BoundTable:
         room = p * limit - static
         least = np.maximum(least, m * summed("area") / np.maximum(room, 1.0))
 
-        held, again = _fitted(request, choices, schedules, p, m, rows, [each for _, each in alike.values()], limit)
+        held, smallest, again = _fitted(
+            request, choices, schedules, p, m, rows, [each for _, each in alike.values()], limit
+        )
         forward, inputs, weights = (summed(name) / p for name in ("forward_ns", "input_ns", "weight_ns"))
         ramps = np.zeros(len(choices))
         for known_schedule, own in schedules:
@@ -528,6 +533,7 @@ class _BoundTable:
             least=np.maximum(1.0, np.floor(least * _SLACK)),
             usual=np.where(np.isfinite(again), usual_ns, m * busiest.clip(max=1e18)),
             needs=held,
+            smallest=smallest,
             fits=np.isfinite(again) & ((held <= limit) | (again > 0)),
             again=again > 0,
             possible=(static + summed("least_bytes") <= p * limit) & (summed("alone_bytes") <= limit),
@@ -557,13 +563,15 @@ def _fitted(
     rows: NDArray[np.int64],
     sums: Sequence[_Sums],
     limit: float,
-) -> tuple[FloatArray, FloatArray]:
-    """[choice] bytes of the fullest position of an even cut, and ns that all recompute together where that must fit.
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """[choice] bytes of the fullest position of an even cut, the same where all is recomputed that may be, and ns that
+    all recompute together where that must fit.
 
     ``inf`` where nothing fits. ``rows`` [choice] are the places of their sums. Of more than :data:`_MOST_LOOKED_AT`
-    positions only so many are looked at, evenly from the first to the last, which stand for the others.
+    positions only this many are looked at, evenly spaced from first to last, to represent the others.
     """
-    needs, again = np.zeros(len(choices)), np.zeros(len(choices))
+    needs, smallest, again = np.zeros(len(choices)), np.zeros(len(choices)), np.zeros(len(choices))
+    spared = np.array([each.saved_bytes[-1] for each in sums], dtype=np.float64)[rows][:, None]
     static, held, owed_bytes, workspace = (
         np.array([getattr(each, name) for each in sums], dtype=np.float64)[rows][:, None]
         for name in ("static_bytes", "activation_bytes", "weight_grad_bytes", "workspace_bytes")
@@ -582,6 +590,7 @@ def _fitted(
         beside = (routes * static[own] + owed * owed_bytes[own]) / places + workspace[own]
         need = np.where(there, beside + flight * held[own] / places, 0.0)
         needs[own] = need.max(axis=1)
+        smallest[own] = np.where(there, need - flight * spared[own] / places, 0.0).max(axis=1)
         left = _of_each(usual.ending, where)
         ends = np.where(there, (routes * static[own] + left * owed_bytes[own]) / places, 0.0).max(axis=1) <= limit
         short = np.where(there, (need - limit) * places / np.maximum(flight, 1e-9), 0.0)  # of all blocks
@@ -591,7 +600,7 @@ def _fitted(
             taken = np.interp(short[alike].clip(min=0.0), saved, longer, right=math.inf)
             taken = np.where(there[alike], taken, 0.0).sum(axis=1) / looked[alike, 0]
             again[own[alike]] = np.where(ends[alike], taken, math.inf)
-    return needs, again
+    return needs, smallest, again
 
 
 def _paced(choices: Sequence[Choice], lines: Sequence[Array]) -> Iterator[float]:

@@ -135,7 +135,7 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int], loop: LoopCut
         last_end_ns=last,
         bubble_rate=_share_idle(sum(busy), len(busy) * makespan),
         bubble_rate_span=_share_idle(busy[longest], spans[longest]),
-        tail=tail_of(graph.workload, graph.last_ends(starts, later), busy_ns=graph.busy(starts, later)),
+        tail=tail_of(graph.workload, graph.last_ends(starts, later), exchanged=graph.exchanged(starts, later)),
     )
 
 

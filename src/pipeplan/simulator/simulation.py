@@ -40,7 +40,7 @@ from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, tas
 from pipeplan.workload.workload import Workload
 
 _Name = tuple[str, str]
-"""What stands before and after the micro-batch in a SEND."""
+"""The text before and after the micro-batch in a SEND."""
 
 
 def orders_of(plan: Plan, graph: TaskGraph) -> list[list[int]]:

@@ -25,7 +25,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Numbers that stand beside a device's own figures; each has its reason in the file."""
+    """Numbers in addition to a device's own figures; each has its reason in the file."""
 
     tiles: tuple[tuple[int, int, float], ...]
     tiles_source: str

@@ -77,7 +77,7 @@ def moved(samples: Numbers, by: int) -> Numbers:
 
 
 class Turn(NamedTuple):
-    """A step of a loop, by its number ``step``, or one after it: so many copies of its own round later.
+    """A step of a loop, by its number ``step``, or one after it: the same step some copies of its round later.
 
     ``run`` [round] is how many copies of each have run beside those that are in the steps, its own one included.
     """
@@ -87,7 +87,7 @@ class Turn(NamedTuple):
     run: tuple[int, ...]
 
     def more(self, each: Sequence[int]) -> int:
-        """What all those copies come to, with so much in ``each`` [round]."""
+        """The total over all those copies, with ``each`` [round] for one of them."""
         return sum(copies * own for copies, own in zip(self.run, each, strict=True))
 
 
@@ -118,7 +118,7 @@ class ProgramLoop:
         return self.rounds[0][1]
 
     def turns(self, repeats: int | None = None) -> Iterator[Turn]:
-        """What runs after these, with rounds only so often more, if that is said."""
+        """What runs after these, with the remaining number of rounds, if it is given."""
         times = self.repeats if repeats is None else repeats
         for number, (begin, end) in enumerate(self.rounds):
             before, after = (times,) * number, (0,) * (len(self.rounds) - number - 1)

@@ -127,7 +127,7 @@ def _tiled(layer: nn.Linear, rest: Sequence[nn.Module], shards: Shards) -> nn.Mo
 
 
 def _named(children: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
-    """Children by name, also one that stands there twice."""
+    """Children by name, including one that is registered twice."""
     for name, module in children.named_modules(remove_duplicate=False):
         if name and "." not in name:
             yield name, module

@@ -85,7 +85,7 @@ class BlockSpec:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The keys of its profile that say what it is, whatever it costs."""
+        """The keys of its profile that describe it, apart from costs."""
         return {"operator": self.operator, "dimensions": dict(self.dimensions), "shared": self.shared}
 
     @property

@@ -73,7 +73,7 @@ class CountedBench(Bench):
     """A block that runs as seldom as can be: what F and I hold is noted while allocations are counted.
 
     ``core_bytes`` are less held where its attention core is computed again; None where it has no core.
-    ``shared_bytes`` are those of keys and values, of so many ``heads``.
+    ``shared_bytes`` are those of keys and values, which have ``heads`` heads.
     """
 
     core_bytes: int | None = None

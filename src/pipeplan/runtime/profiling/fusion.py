@@ -23,7 +23,7 @@ from pipeplan.runtime.profiling.instruments import Usage
 from pipeplan.workload.kinds import Role, role_of
 
 _SMALL = 16
-"""Results of which an operator reads so many times their bytes are statistics of it."""
+"""An operator's results are statistics of its inputs if these have at least this many times their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
