@@ -220,7 +220,7 @@ class Blocks:
         gather, reduce = exchanged.times(exchanging)
         return int(np.dot(2 * gather + reduce, np.bincount(self.kinds)))
 
-    def kept(self, shards: int, zero: Zero, experts: Experts) -> Kept:
+    def kept(self, shards: int, zero: Zero, experts: Experts) -> KeptBytes:
         """[block] what each keeps alone. Raises UsageError where one shares what it would gather."""
         if zero.level >= IN_ACTIONS:
             require_apart(self.profile, zero.level, set(self.each))
@@ -229,7 +229,7 @@ class Blocks:
         again = [state_of(each, self.profile.recipe) // cut * (len(each.blocks) - 1) for each in self.profile.tied]
         shared = sum(again, MemoryBytes())
         whole = self.states.exchanged(shards, zero, experts).workspace_bytes
-        return Kept(
+        return KeptBytes(
             kept.sum(axis=1),
             int(kept.sum()) - shared.total,
             int(kept[:, STATE_KINDS.index(GRADIENTS)].sum()) - shared[GRADIENTS],
@@ -237,7 +237,7 @@ class Blocks:
         )
 
 
-class Kept(NamedTuple):
+class KeptBytes(NamedTuple):
     """Bytes [block] of state, of all, of all gradients; and of what is there whole while a block runs, at most."""
 
     each: NDArray[np.int64]
@@ -335,7 +335,7 @@ class _Sums:
             eased=_eased(costs, blocks.costs(pricing._replace(recompute=request.recompute or False))),
         )
 
-    def shared(self, kept: Kept) -> _Sums:
+    def shared(self, kept: KeptBytes) -> _Sums:
         """The same where replicas divide what they keep."""
         return replace(
             self,
