@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from pipeplan.files import write_file as write_file
     from pipeplan.files import write_text as write_text
     from pipeplan.files.recipe import GradientDtype
+    from pipeplan.interop.export import Export as Export
+    from pipeplan.interop.export import export_targets as export_targets
+    from pipeplan.interop.settings import trainer_settings as trainer_settings
     from pipeplan.partition.strategies import STRATEGIES as STRATEGIES
     from pipeplan.planning.build_plan import Result as Result
     from pipeplan.planning.comparison import Comparison as Comparison
@@ -73,6 +76,8 @@ _PARTS = {
         *("read_cluster", "read_placement", "read_plan", "read_profile", "require_writable"),
         *("to_json", "write_elsewhere", "write_file", "write_text"),
     ),
+    "pipeplan.interop.export": ("Export", "export_targets"),
+    "pipeplan.interop.settings": ("trainer_settings",),
     "pipeplan.partition.strategies": ("STRATEGIES",),
     "pipeplan.planning.build_plan": ("Result",),
     "pipeplan.planning.comparison": ("Comparison",),
@@ -235,6 +240,13 @@ def with_measured(simulation: Simulation, paths: Sequence[str]) -> Simulation:
     run = read_run(paths, len(simulation.plan.devices))
     measured = compared_with_log(simulation, run) if isinstance(run, RunLog) else compared(simulation, run)
     return replace(simulation, measured=measured)
+
+
+def export(plan: Plan, to: str, names: Sequence[str] = ()) -> Export:
+    """A plan in another tool's words; see :func:`pipeplan.interop.export.exported`. Raises UsageError."""
+    from pipeplan.interop.export import exported
+
+    return exported(plan, to, names)
 
 
 # Profiles ---------------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from pipeplan.costs.throughput import one_device_ns
 from pipeplan.errors import UsageError
 from pipeplan.examples.shapes import ShapeCosts, shape
 from pipeplan.files import Plan, Profile, Recipe, Source, read_cluster, read_profile, write_file
+from pipeplan.interop.settings import megatron_settings, torchtitan_settings
 from pipeplan.planning.build_plan import CandidateCounts, Result, provenance_of
 from pipeplan.planning.next_steps import cannot_train, next_steps
 from pipeplan.planning.request import Batch, Request, input_notes
@@ -37,7 +38,6 @@ from pipeplan.reporting.terminal import (
     print_stages,
     print_timeline,
 )
-from pipeplan.reporting.trainers import megatron_settings, torchtitan_settings
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.simulation import Simulation, simulate

@@ -82,7 +82,7 @@ def _named(line: Sequence[tuple[int, Entry | StateAction]]) -> list[Entry | Stat
 
 @dataclass(slots=True)
 class _Followed:
-    """Of a stage's group of blocks: since when it is gathered, or adds gradients (None: not), when the last ended."""
+    """A stage's group of blocks: since when it is gathered, or adds gradients (None: not), when the last ended."""
 
     gathered: int | None = None
     arrives: int = 0

@@ -240,7 +240,7 @@ def overlap(plan: Plan, dependency: Dependency) -> tuple[int, int]:
 
 
 def _waits(plan: Plan, position: dict[str, int]) -> list[list[Wait]]:
-    """Of duplicate dependencies (which are refused) only the slower counts."""
+    """All dependencies; of duplicates (which are refused) only the slower counts."""
     slowest: dict[tuple[int, int], Wait] = {}
     for number, dependency in enumerate(plan.dependencies):
         pair = position[dependency.target], position[dependency.source]
@@ -438,7 +438,7 @@ def figures_of(
 
 
 def _last_end(facts: Facts, operation: int) -> int:
-    """Of all its actions, of which the last is in a loop or after it."""
+    """The end of its last action, which is in a loop or after it."""
     return facts.skipped_ns + max(
         facts.end(operation, number) for number in checked(range(facts.counts[operation]), 1024)
     )

@@ -121,7 +121,7 @@ class _Known(NamedTuple):
 
     @staticmethod
     def of(profile: Profile, *, apart: bool) -> _Known:
-        """Of a profile, which is looked through once; plans of version 1 count master copies as optimizer's bytes."""
+        """What a profile says, in one pass; plans of version 1 count master copies as the optimizer's bytes."""
 
         def kept(part: Block | TiedParameter) -> MemoryBytes:
             state = state_of(part, profile.recipe)
@@ -1017,7 +1017,7 @@ def _times(hop: Hop, edges: Sequence[Edge], samples: int, parts: int, cluster: C
 
 
 def _tensor_bytes(edge: Edge, samples: int, parts: int = 1) -> int:
-    """Of one of equal parts of each sample, rounded up; what is one for all samples is whole everywhere."""
+    """Bytes of one of equal parts of each sample, rounded up; a tensor for all samples is whole everywhere."""
     return edge.bytes_per_sample if edge.broadcast else -(-edge.bytes_per_sample * samples // parts)
 
 

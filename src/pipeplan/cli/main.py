@@ -28,6 +28,7 @@ VERBS = {
     "run": ("run_verb", "Run a plan on torch.distributed, or emulate it."),
     "profile": ("profile_verb", "Measure or estimate a model block by block."),
     "check": ("plan_verbs", "Verify a plan independently of what made it."),
+    "export": ("export_verb", "Write a plan in the words of another tool."),
     "example": ("example_verb", "Write a ready input: a literature shape or a paper's model."),
 }
 """Verb -> the module that has its ``VERB_command``, and one line of help."""

@@ -166,7 +166,7 @@ def _print_result(
     print_answer(request, result, simulation, written, file=sys.stdout)
     if result.explanation is not None:
         print_explanation(result.explanation, file=sys.stdout)
-        print_settings(simulation, file=sys.stdout)
+        print_settings(_api.trainer_settings(simulation), file=sys.stdout)
     if tuning is not None:
         print_ranking(tuning.rows, file=sys.stdout)
         say(f"{tuning.said}\n")

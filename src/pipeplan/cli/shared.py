@@ -72,7 +72,7 @@ class OneOf(click.Choice[str]):
     """One of some names; of one that is not known it asks which is meant."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        """That it is none of them, with near matches or all names."""
+        """A message that it is none of them, with near matches or all names."""
         return f"{value!r} is not known; {choose_from(str(value), list(map(str, self.choices)))}"
 
 
@@ -184,6 +184,7 @@ DEVICE = KnownNames(lambda: _api.known_names("devices"))
 MEASURED_DEVICE = KnownNames(lambda: ["cpu", "cuda", *_api.known_names("devices")])
 PLANNER = KnownNames(lambda: _api.known_names("planners"))
 RULES = KnownNames(lambda: _api.known_names("rules"), files=True)
+TARGET = KnownNames(lambda: _api.export_targets())
 
 RULES_OPTION = partial(click.option, "--rules", "rules_path", type=RULES, metavar="FILE|NAME|pkg.mod:name")
 SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, help="Random seed.")

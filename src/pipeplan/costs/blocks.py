@@ -48,7 +48,7 @@ def block_costs(
 
 
 def running_on(block: Block, recipe: Recipe, shards: int, expert: int = 1) -> int:
-    """Of :func:`running_bytes` those on one device: experts of one of ``expert``, of all else one of ``shards``."""
+    """The part of :func:`running_bytes` on one device: experts of one of ``expert``, the rest of one of ``shards``."""
     whole = running_bytes(block, recipe)
     if expert == 1 or not whole or not block.expert_parameters:
         return -(-whole // shards)

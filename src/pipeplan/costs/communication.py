@@ -278,7 +278,7 @@ def dispatch_ns(sent_bytes: float, experts_each: int, devices: int, links: LinkP
 
 
 def places_reached(places: Any, experts_each: Any) -> Any:
-    """Of numbers, or arrays of them: how many other places than its own one of a word's experts are in, on average."""
+    """For one number, or arrays: how many places other than its own a token's experts are in, on average."""
     return places * (1 - (1 - 1 / places) ** experts_each) * (1 - 1 / places)
 
 
@@ -290,7 +290,7 @@ def send_time(cluster: Cluster | None, pairs: Sequence[tuple[int, int]], size: i
 
 @dataclass(frozen=True, slots=True)
 class BusiestPair:
-    """Of pairs of devices that all send at once: the slowest one, and how many share a link like its."""
+    """The slowest of pairs of devices that all send at once, and how many share a link like its."""
 
     source: int
     target: int

@@ -802,5 +802,5 @@ def _hop(sender: int, receiver: int, edges: Sequence[Edge], samples: int, parts:
 
 
 def _edge_bytes(edge: Edge, microbatch_size: int, parts: int = 1) -> int:
-    """Of an edge's tensor, or of one of its slices; what is one for all samples is not cut."""
+    """Bytes of an edge's tensor, or of one of its slices; a tensor for all samples is not sliced."""
     return edge.bytes_per_sample if edge.broadcast else -(-edge.bytes_per_sample * microbatch_size // parts)

@@ -44,7 +44,7 @@ class Zero(NamedTuple):
 
     @classmethod
     def of(cls, stage: Stage | PlacedStage) -> Zero:
-        """That of a stage; nothing is divided by one."""
+        """The level and group of a stage; a group of one shards nothing."""
         group = stage.zero_group or stage.copies
         return cls(stage.zero, group) if stage.zero and group > 1 else WHOLE
 

@@ -81,7 +81,7 @@ class Predicted(FileModel):
 
     @property
     def whole_ns(self) -> int:
-        """Of the iteration, sums of gradients included; older plans say when the last action ends, and no more."""
+        """The iteration, gradient sums included; older plans only say when the last action ends."""
         return self.iteration_ns or self.makespan_ns
 
 
@@ -529,7 +529,7 @@ class Plan(File):
         return self.model_copy(update={"loop": None, "starts_ns": starts, "programs": programs})
 
     def _round_of(self, id_: str, loop: Loop) -> tuple[int, int, Action]:
-        """Of the round that an operation is in: how much later than written it is, its time, the operation's first."""
+        """The round of an operation: how much later than written it is, its time, the operation's first."""
         device, before = self.devices_of(id_)[0], 0
         for each in loop.rounds:
             here = (text for text in self.programs[device][each.begins[device] : each.ends[device]])

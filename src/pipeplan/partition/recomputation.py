@@ -446,7 +446,7 @@ class FittingChain:
         return None
 
     def _table(self, most: int) -> _FittingTable | None:
-        """Of stages that take no more than ``most`` ns with nothing recomputed; None where they are too many."""
+        """A table of stages that take no more than ``most`` ns with nothing recomputed; None if they are too many."""
         like, times = list(dict.fromkeys(each[2:] for each in self.holdings)), self.sums.compute[0]
         last = np.searchsorted(times, times[:-1] + min(most, int(times[-1])), side="right") - 1
         counts = last - np.arange(self.num_blocks)

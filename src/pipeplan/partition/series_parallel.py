@@ -161,7 +161,7 @@ def _reduced(successors: Sequence[Sequence[int]], below: Sequence[int]) -> list[
 
 
 def _heads(nodes: Iterable[int], weights: Sequence[int], successors: Sequence[Iterable[int]]) -> dict[int, int]:
-    """Of nodes in topological order, the longest sum of weights on a path among them that ends with each."""
+    """For each node in topological order, the largest sum of weights on a path that ends with it."""
     heads = dict.fromkeys(nodes, 0)
     for node in heads:
         heads[node] += weights[node]

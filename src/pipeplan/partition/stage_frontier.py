@@ -86,7 +86,7 @@ class ChainCut:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the device that needs most."""
+        """Memory of the device that needs most."""
         return max(each.memory_bytes for each in self.stages)
 
     @property
@@ -160,7 +160,7 @@ class _Draft:
     stages: tuple[tuple[int, int, int], ...]
 
     def promised_ns(self, num_microbatches: int) -> int:
-        """Of an iteration without transfers, were all stages as slow as the slowest."""
+        """The iteration without transfers, if all stages were as slow as the slowest."""
         return self.slowest_ns * (num_microbatches + len(self.stages) - 1)
 
 

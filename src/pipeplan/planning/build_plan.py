@@ -221,7 +221,7 @@ def number(value: Fraction) -> float:
 
 
 def slices_left_out(request: Request, workload: Workload, why: str) -> tuple[str, ...]:
-    """That fewer micro-batches are sliced than were asked for, which is warned of; ``why`` where none is."""
+    """A warning that fewer micro-batches are sliced than requested; ``why`` if none is."""
     count = num_sliced(workload)
     least = int(len(workload.stages) > 1)  # by AutoPipe's formula; of one stage there is nothing to halve
     wanted = least if request.num_parted == "autopipe" else request.num_parted or 0
@@ -326,7 +326,7 @@ class Result(Displayed):
 
     @property
     def throughput(self) -> Throughput:
-        """Of the predicted iteration."""
+        """The throughput of the predicted iteration."""
         plan = self.plan
         measure = Yardstick.of_plan(plan)
         return measure.throughput(plan.mini_batch, plan.predicted.iteration_ns, len(plan.devices))

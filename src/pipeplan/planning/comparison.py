@@ -151,7 +151,7 @@ class Comparison(Displayed):
         return found.pop() if len(found) == 1 else None
 
     def throughput(self, row: ComparisonRow) -> Throughput:
-        """Of a row's iteration."""
+        """The throughput of a row's iteration."""
         return self.yardstick.throughput(self.mini_batch, row.iteration_ns, self.num_devices)
 
     def figures(self) -> dict[str, object]:

@@ -175,7 +175,7 @@ def _after_ns(workload: Workload) -> int:
 
 
 def _no_splits(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    """That an estimate has no costs of split blocks, without which tensor parallelism is not searched."""
+    """A hint that an estimate has no costs of split blocks, without which tensor parallelism is not searched."""
     source = request.profile.source
     if source.method != "estimated" or device_meant(source.device) is None or request.num_devices < 2:
         return

@@ -451,7 +451,7 @@ _SIZE_FLAGS = {"shards": "--tp", "context": "--cp", "positions": "--pp", "replic
 
 
 def require_sizes(profile: Profile, placement: Placement | str, num_devices: int, said: Mapping[str, Any]) -> None:
-    """That devices can be shared out as is ``said``, by the names of a request's fields. Raises UsageError."""
+    """Check that devices can be shared out as ``said``, by the names of a request's fields. Raises UsageError."""
     asked = AskedSizes(*(said.get(name) for name in AskedSizes._fields))
     if asked.context is not None:
         _require_context(profile, placement, num_devices, asked, said.get("spread"))
@@ -466,7 +466,7 @@ def require_sizes(profile: Profile, placement: Placement | str, num_devices: int
 def _require_context(
     profile: Profile, placement: Placement | str, num_devices: int, asked: AskedSizes, spread: bool | None
 ) -> None:
-    """That every block has costs for parts of sequences. Raises UsageError, which says for which it has."""
+    """Check that every block has costs for parts of sequences. Raises UsageError with the numbers it has costs for."""
     context, flag = asked.context or 1, f"--cp {asked.context}"
     if context == 1:
         return
@@ -570,7 +570,7 @@ def _require_strategy(profile: Profile, placement: Placement | str, flag: str, w
 
 
 def _require_positions(profile: Profile, placement: Placement | str, num_devices: int, asked: AskedSizes) -> None:
-    """That a pipeline can be so long. Raises UsageError, which says how long it can be."""
+    """Check that a pipeline can be that long. Raises UsageError with the lengths that it can have."""
     positions, flag = asked.positions or 1, f"--pp {asked.positions}"
     _require_strategy(profile, placement, flag, "which devices run each stage")
     others, _ = asked.beside("shards", "context", "replicas")

@@ -46,7 +46,7 @@ class SplitPoint:
 
     @property
     def time_ns(self) -> int:
-        """Of one iteration."""
+        """The time of one iteration."""
         return self.strategy.time_ns
 
 
@@ -73,7 +73,7 @@ class Splits:
         return self.settled and self.tracked.exact and self.factor == 1 and not self.model.counted_again
 
     def plan(self, request: Request, index: int) -> Plan:
-        """That of a point, or why no plan can run it, as :func:`plan_of_strategy` says."""
+        """The plan of a point, or why no plan can run it, as :func:`plan_of_strategy` says."""
         return plan_of_strategy(
             request.profile,
             self.model_of(self.points[index]),

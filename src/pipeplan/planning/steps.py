@@ -41,6 +41,7 @@ from pipeplan.planning.candidates import (
     is_large,
     strategy_choices,
 )
+from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_choose, quickest_every
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
@@ -222,6 +223,42 @@ def _stage_ns(workload: Workload, index: int) -> int:
     actions = workload.mini_batch // (stage.microbatch_size * workload.num_routes)
     exchanged = exchange_work(workload, index)
     return actions * workload.work_of_stages[index] + exchanged + stage.sync_ns + stage.gather_ns
+
+
+@dataclass(frozen=True)
+class ExchangeByActions(PlanStep):
+    """Sharded state of the best ``finalists`` is exchanged by actions of programs, where orders fit and are quicker.
+
+    Of small requests each candidate is tried so from the beginning (:mod:`.exchanging`).
+    """
+
+    finalists: int = 3
+    name = "exchanges by actions"
+    when = f"more than {LARGE} blocks x devices; the best {{finalists}} plans whose replicas divide gradients"
+
+    def applies(self, search: PlanSearch) -> bool:
+        return is_large(search.request)
+
+    def run(self, search: PlanSearch) -> None:
+        best = [] if search.best is None else [search.best]
+        for trial in search.finalists[: self.finalists] or best:
+            if trial.best is not None and may_choose(search.request, trial.candidate, trial.best.workload):
+                self._try(search, trial)
+
+    def _try(self, search: PlanSearch, trial: Trial) -> None:
+        placement, base = trial.candidate.placement, trial.best
+        assert base is not None
+
+        def tried(every: Every) -> Tried[Schedule] | None:
+            found = _retimed(search.request, trial, exchanged_placement(placement, every), "")
+            return None if found is None else (iteration_of(found), found.most_bytes, every, found)
+
+        found = quickest_every(base.workload, tried)
+        if found is not None and found[0] < iteration_of(base):
+            trial.candidate = replace(trial.candidate, placement=exchanged_placement(placement, found[2]))
+            trial.best, trial.bounds = found[3], [found[3].bound_ns]
+            trial.begin_again(search.request)
+            search.report(trial)
 
 
 @dataclass(frozen=True)
@@ -765,6 +802,7 @@ STEPS: tuple[SearchStep, ...] = (
     SplitFinalists(),
     EaseRecomputation(),
     EaseSharding(),
+    ExchangeByActions(),
     SliceForwards(),
     LateInputs(),
     LessMemoryOfBest(),

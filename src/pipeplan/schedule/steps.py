@@ -352,7 +352,7 @@ class LastWeightGradients(ScheduleStep):
 
     @staticmethod
     def _ends(graph: TaskGraph, candidate: ScheduleCandidate) -> tuple[int, int]:
-        """Of the last device, and all devices' together, which says whether one that is not the last is better."""
+        """The end of the last device, and the sum over all, which tells whether one that is not the last improves."""
         _, tail = best_tail(graph.workload, graph.last_ends(candidate.starts), graph.exchanged(candidate.starts))
         return tail.iteration_ns, sum(tail.ended_ns)
 

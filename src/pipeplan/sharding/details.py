@@ -216,7 +216,7 @@ class StageModels:
 
     @classmethod
     def of(cls, model: CostModel) -> StageModels:
-        """Of a model of whole blocks."""
+        """The stages of a model of whole blocks."""
         nodes, inner = list(model.operators.nodes), model.operators.links
         before: dict[Link, Link] = {}
         after: dict[str, Link] = {}

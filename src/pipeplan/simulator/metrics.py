@@ -74,7 +74,7 @@ class IdleShares:
 
     @classmethod
     def of(cls, rates: Rates, steady_ns: float | None, unused: Collection[int]) -> IdleShares:
-        """Of an iteration whose micro-batches take ``steady_ns`` at the pace of the steady state."""
+        """Shares of an iteration whose micro-batches take ``steady_ns`` at the pace of the steady state."""
         count, makespan, most = len(rates.busy_ns), rates.makespan_ns, max(rates.busy_ns)
         used = count - len(unused)
         steady = most if steady_ns is None else min(max(most, steady_ns), makespan)

@@ -257,7 +257,7 @@ class Simulation(Displayed):
 
     @property
     def throughput(self) -> Throughput:
-        """Of the iteration."""
+        """The throughput of the iteration."""
         return self.yardstick.throughput(self.workload.mini_batch, self.iteration_ns, len(self.workload.devices))
 
     @property

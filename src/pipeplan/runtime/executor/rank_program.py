@@ -403,7 +403,7 @@ class _Lowering:
         )
 
     def _takers(self, message: Message) -> tuple[int, ...]:
-        """Of a custom op's devices, those that need what a message carries: for its target there, or to send it."""
+        """The devices of a custom op that need what a message carries: for its target there, or to send it."""
         senders = {source for carried, source, _ in self._hops if carried == message}
         needing = senders.union(self._plan.stages[message.target].devices)
         return tuple(device for device in self._plan.stages[message.source].devices if device in needing)
@@ -558,7 +558,7 @@ def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
 
 
 def _divisions(plan: Plan) -> Iterator[Division]:
-    """Of every stage those of its replicas, or of groups of them, that have the same shares."""
+    """For every stage its replicas, or groups of them, with the same shares."""
     for stage in plan.stages:
         size = stage.sharers * stage.shards
         for begin in range(0, len(stage.devices) if stage.sharers > 1 else 0, size):

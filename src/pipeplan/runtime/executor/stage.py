@@ -267,7 +267,7 @@ class StageRunner:
         return bounds[part], bounds[part + 1]
 
     def _taken_later(self, begin: int, end: int) -> list[str]:
-        """Of these blocks those whose outputs later parts take."""
+        """Those of the blocks whose outputs later parts take."""
         taken = {source for block in self.part.blocks[end:] for source, _ in self.specs[block].inputs}
         return [block for block in self.part.blocks[begin:end] if block in taken]
 

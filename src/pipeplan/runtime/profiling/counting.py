@@ -392,7 +392,7 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
         return View(number, (tensor.storage_offset(), tensor.shape, tensor.stride()), tensor.nbytes)
 
     def _number(self, key: int, size: int) -> int:
-        """Of a storage, by its identity."""
+        """The number of a storage, by its identity."""
         assert self.trace is not None
         if key not in self._numbers:
             self._numbers[key] = len(self.trace.sizes)

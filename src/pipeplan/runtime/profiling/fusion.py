@@ -130,7 +130,7 @@ class FusedTrace:
 
     @property
     def core(self) -> list[Kernel]:
-        """Of the attention cores of the last forward."""
+        """Kernels of the attention cores of the last forward."""
         return list(self._kernels(self._trace.last(self._forward), core=True))
 
     @property
@@ -325,7 +325,7 @@ class FusedTrace:
         )
 
     def _bytes(self, views: Iterable[View]) -> int:
-        """Of parts of storages, of none more than all of it."""
+        """Bytes of parts of storages, of none more than all of it."""
         sums: dict[int, int] = defaultdict(int)
         for view in views:
             sums[view.storage] += view.size

@@ -170,7 +170,7 @@ class TrainOptions(RunOptions):
 
     @property
     def number_format(self) -> str:
-        """Of parameters."""
+        """The number format of parameters."""
         return self.dtype or "float32"
 
     @property
@@ -251,7 +251,7 @@ class RunOutcome:
 
     @property
     def predicted_ns(self) -> int:
-        """Of the iteration as it was run, sums of gradients included, and stretched where times were."""
+        """The prediction for the iteration as it was run, with gradient sums, and stretched if times were."""
         return round(self.plan.predicted.whole_ns * self.result.stretch)
 
     @property

@@ -194,12 +194,12 @@ class OpNode:
 
     @property
     def path(self) -> str:
-        """Of the innermost module that runs it."""
+        """The path of the innermost module that runs it."""
         return self.turns[-1][0] if self.turns else ""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the output; empty if it is not one tensor."""
+        """The shape of the output; empty if it is not one tensor."""
         return tuple(self.value.shape) if isinstance(self.value, Tensor) else ()
 
 

@@ -305,7 +305,7 @@ def _is_differentiable(value: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _names_of(func: Any) -> tuple[str, ...]:
-    """Of an operator's arguments."""
+    """The names of an operator's arguments."""
     return tuple(argument.name for argument in func._schema.arguments)
 
 
