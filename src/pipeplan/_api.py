@@ -8,12 +8,11 @@ from __future__ import annotations
 import importlib
 import os
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Executor
-    from typing import Any, Literal
 
     from pipeplan.checker import Report as Report
     from pipeplan.costs.communication import LinkResult as LinkResult
@@ -108,6 +107,16 @@ def __getattr__(name: str) -> object:
 
 
 # Planning ---------------------------------------------------------------------------------------------------------
+
+Planning = Literal["search", "tune", "compare", "frontier"]
+"""The functions here that search."""
+
+_MODULE_OF: dict[Planning, str] = {"search": "steps", "tune": "tuning", "compare": "comparison", "frontier": "frontier"}
+
+
+def load(what: Planning) -> None:
+    """Import what a function needs, which takes half a second; the solver comes when it is needed."""
+    importlib.import_module(f"pipeplan.planning.{_MODULE_OF[what]}")
 
 
 def search(
