@@ -30,7 +30,7 @@ from pipeplan.planning.next_steps import cannot_train, next_steps
 from pipeplan.planning.request import Batch, Request, input_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.reporting.answer import LINES, print_answer
-from pipeplan.reporting.layout import groups_of_equal, number_ranges, shared_rows, shown_rows
+from pipeplan.reporting.layout import groups_of_equal, shared_rows, shown_rows
 from pipeplan.reporting.terminal import (
     _memory_columns,
     _time_columns,
@@ -41,6 +41,7 @@ from pipeplan.reporting.terminal import (
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.simulation import Simulation, simulate
+from pipeplan.texts import number_ranges
 from pipeplan.units import format_bytes, format_ns
 from support.commands import pipeplan
 from support.paths import ROOT
