@@ -34,6 +34,13 @@ def test_the_repetend_reaches_no_further(span: int, period_ms: int) -> None:
     assert plan.provenance.options["max_span"] == span
 
 
+@pytest.mark.parametrize(("name", "span"), [("m", 2), ("nn", 2), ("nn", 4)])
+def test_each_device_begins_it_at_a_moment_of_its_own(name: str, span: int) -> None:
+    plan = planned(name, max_span=span)
+    assert plan.repetend is not None
+    assert plan.repetend.span <= span
+
+
 def test_every_whole_repetition_is_kept() -> None:
     """Warmup and cooldown are of the micro-batches a repetend reaches over: with one, all run in turn."""
     assert planned("v", max_span=1).predicted.makespan_ns == 12 * 16_000_000

@@ -14,6 +14,7 @@ from pipeplan.checker import check
 from pipeplan.errors import UsageError
 from pipeplan.files import CostRow, Plan, Profile
 from pipeplan.partition.placement import Submodule, place_submodules
+from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.request import SUBMODULES, Batch, choose_placement
 from pipeplan.planning.steps import search_plan
 from pipeplan.schedule.rules import CustomOp, Rules, SubmoduleRules
@@ -137,6 +138,16 @@ def test_a_larger_size_is_not_above_the_bound_of_the_plans() -> None:
     one = planned(rules_of(1, 1), Batch(4, 1), num_devices=2).predicted
     four = planned(rules_of(4, 4), Batch(4, 1), num_devices=2).predicted
     assert four.iteration_ns < one.lower_bound_ns
+
+
+def test_the_bound_of_a_request_counts_their_sizes() -> None:
+    """Eight samples, two towers of four blocks and a loss, 30 ns each way: 16 micro-batches for a tower of 4 are 2."""
+    profile = sized(dict.fromkeys((1, 2, 4), 10))
+    bounds = []
+    for size in (1, 4):
+        how = {"scheduler": "rules", "rules": rules_of(size, size), "split_backward": False}
+        bounds.append(request_bound(request_of(profile, SUBMODULES, Batch(8, 1), num_devices=2, **how)))
+    assert bounds == [(8 * 8 + 8) * 30 // 2, (2 * 8 + 8) * 30 // 2]
 
 
 @pytest.mark.parametrize("devices", ["before", ()])
