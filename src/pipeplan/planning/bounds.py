@@ -1,7 +1,7 @@
-"""Lower bounds on the iteration of any plan of a request, whatever it leaves open.
+"""Lower bounds on the iteration of any plan of a request, whatever it leaves open, and on what it keeps.
 
-Here: bounds by work and by the longest way through the model. Not here: bounds of one placement (`workload/bounds.py`),
-which know its stages, its memory and its messages.
+Here: bounds by work and by the longest way through the model, and the bytes of its state. Not here: bounds of one
+placement (`workload/bounds.py`), which know its stages, its memory and its messages.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from fractions import Fraction
 from pipeplan.costs import can_split
 from pipeplan.costs.after import least_steps_ns
 from pipeplan.costs.blocks import asked_again, block_costs
+from pipeplan.costs.stages import state_costs
+from pipeplan.costs.zero import WHOLE, Experts
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.graphs import longest_paths, topological_order
 from pipeplan.planning.candidates import shards_of, strategy_choices
 from pipeplan.planning.request import Request
-from pipeplan.planning.uniform_space import Choice
+from pipeplan.planning.uniform_space import Choice, static_bytes
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again
 
@@ -34,6 +36,16 @@ def request_bound(request: Request) -> int:
         return _any_plan(request)
     bounds = [_of_choice(request, choice) for choice in strategy_choices(request)]
     return min((bound for bound in bounds if bound is not None), default=1)
+
+
+def least_state_bytes(request: Request) -> int:
+    """Bytes of parameters, gradients and optimizer state that all devices together keep in any plan: each there once.
+
+    Whoever shares them out, by splits of blocks, of experts or of replicas, keeps no less.
+    """
+    profile = request.profile
+    blocks = [block.id for block in profile.blocks]
+    return static_bytes(state_costs(profile, blocks, 1, WHOLE, Experts()))[0]
 
 
 def _any_plan(request: Request) -> int:

@@ -282,7 +282,7 @@ class _Sums:
                 halves = blocks.costs(pricing._replace(samples=pricing.samples // 2))
                 work = [min(ns, 2 * _work_ns(half, splits)) for ns, half in checked(zip(work, halves, strict=True))]
                 way = [min(ns, _way_ns(half, splits)) for ns, half in checked(zip(way, halves, strict=True))]
-        static, gradients = _static_bytes(costs)
+        static, gradients = static_bytes(costs)
         apart = not blocks.shares_tensors
         each_way = list(zip(*(own for _, own in ways), strict=True)) or [(cost,) for cost in costs]
         least = [min(own, key=lambda cost: cost.activation_bytes) for own in each_way]
@@ -320,7 +320,7 @@ class _Sums:
 
     def shared(self, kept: Sequence[StageCost], whole_bytes: int) -> _Sums:
         """The same where replicas divide what they keep: the blocks' states, and what is whole while a block runs."""
-        static, gradients = _static_bytes(kept)
+        static, gradients = static_bytes(kept)
         alone = max(cost.static_bytes + beside for cost, beside in zip(kept, self.beside_bytes, strict=True))
         return replace(
             self,
@@ -331,7 +331,7 @@ class _Sums:
         )
 
 
-def _static_bytes(costs: Sequence[StageCost]) -> tuple[int, int]:
+def static_bytes(costs: Sequence[StageCost]) -> tuple[int, int]:
     """Bytes of all state of blocks, and of their gradients; what they share is there once."""
     tied = Counter(chain.from_iterable(cost.tied for cost in costs))
     again = sum((each.state * (count - 1) for each, count in tied.items()), MemoryBytes())
