@@ -38,8 +38,7 @@ STATED = {"4.7b": "1.26", "8.2b": "1.29", "9.7b": "1.18"}
 
 def schedules() -> dict[str, Rules]:
     """What is compared; the last is the paper's own."""
-    synchronous, background, mixed = map(named_rules, ("distmm-pipe", "distmm-async", "clip-mixed"))
-    mixed = mixed.but(name="mixed, in the background", instructions=background.instructions)
+    synchronous, background, mixed = map(named_rules, ("distmm-pipe", "distmm-async", "clip-mixed-async"))
     return {
         "DistMM-Pipe": synchronous,
         "in the background": background,
@@ -55,7 +54,7 @@ def candidates(request: Request, rules: Rules) -> Iterator[PlacementCandidate]:
         try:
             placement = place_submodules(
                 request.profile,
-                submodules_of(rules, GPUS // replicas),
+                submodules_of(rules, GPUS // replicas, batch.microbatch_size),
                 GPUS,
                 microbatch_size=batch.microbatch_size,
                 memory_bytes=request.memory,

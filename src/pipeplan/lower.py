@@ -48,7 +48,7 @@ def _with_exchanges(
 ) -> tuple[tuple[tuple[str, ...], ...], list[list[int]]]:
     """The programs of devices' events, with what exchanges state right before and after the actions it is for.
 
-    And where the entries of each event begin in its program; the last place is behind all of them.
+    And where the entries of each event begin in its program; the last position is after all of them.
     """
     before, after = texts_around(graph, starts)
     found, places = [], list[list[int]]()
@@ -154,7 +154,7 @@ class _PeerNames:
                 self._source_devices[target, payload, hop.target_device, source] += 1
 
     def messages(self, dependency: Dependency, hop: Hop) -> tuple[_Words, _Words]:
-        """What stands before and after the micro-batch in the SENDs and the RECVs of a hop."""
+        """The text before and after the micro-batch in the SENDs and RECVs of a hop."""
         source, payload, target = _ends(dependency)
         send = Action(
             source,

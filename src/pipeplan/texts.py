@@ -105,7 +105,7 @@ def shortened(text: str, most: int = _LONGEST_SHOWN) -> str:
 
 
 def with_short_lines(text: str) -> str:
-    """A message none of whose lines is endless, whatever it quotes; what it says behind that stays."""
+    """A message without overlong lines, whatever it quotes; the text after a quotation is kept."""
     if len(text) <= _LONGEST_LINE:
         return text
     return "\n".join(

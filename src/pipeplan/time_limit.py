@@ -85,7 +85,7 @@ class Limit:
         return self._interrupted or (self.whole is not None and self.whole.interrupted)
 
     def interrupt(self) -> None:
-        """Leave no time, nor the whole any."""
+        """End this limit and the whole that it is part of."""
         self._interrupted = True
         if self.whole is not None:
             self.whole.interrupt()
@@ -106,7 +106,7 @@ class Limit:
         return self.left(self.patience) <= 0.0 and time.process_time() >= self.patient_until
 
     def wait(self, late: float, working: float) -> None:
-        """For what must be there wait so many seconds more, and until the process has worked some from now on.
+        """For a required result wait ``late`` seconds more, and until the process has worked for ``working`` seconds.
 
         The latter are not the clock's: on a busy machine they take longer, and without them there would be nothing.
         """
@@ -144,7 +144,7 @@ class Limit:
 
     @contextmanager
     def finishing(self, seconds: float) -> Iterator[None]:
-        """What runs inside ends as ever when time is up, but so many seconds after an interruption, not at once.
+        """Work inside ends as usual when time is up, but only ``seconds`` after an interruption rather than at once.
 
         No other limit ends it.
         """

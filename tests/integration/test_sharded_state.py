@@ -51,6 +51,7 @@ from pipeplan.reporting.terminal import zero_words
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.workload.elements import ONCE
 from pipeplan.workload.kinds import GRADIENTS, MASTER, OPTIMIZER, PARAMETERS, MemoryBytes
+from pipeplan.workload.tail import tail_at
 
 MIXED = Recipe(name="bf16-mixed")
 ROWS = tuple(
@@ -338,6 +339,26 @@ def test_compute_is_slower_beside_the_network_by_the_clusters_contention() -> No
             assert (workload.stages[0].gather_ns, workload.stages[0].sync_ns) == (111, 201)
             plan = plan_of(workload, gpipe_orders(workload)).model_copy(update={"recipe": MIXED})
             check(plan, profile, cluster).require()
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_sums_of_a_stage_slow_the_others_of_its_devices(level: int) -> None:
+    """Those of the last stage run beside the backward of the first, of which half of that time is made up behind it."""
+    profile, found = profile_of([0, 60]), list[Plan]()
+    placement = placed(([0], range(4), {"zero": level}), ([1], range(4), {"zero": level}))
+    for slower in (0.0, 0.5):
+        cluster = cluster_of(4).model_copy(update={"contention": slower})
+        plan = planned(profile, placement, cluster)
+        check(plan, profile, cluster).require()
+        assert recosted(plan, profile, cluster) == plan.workload
+        assert [device.contention for device in plan.devices] == [slower] * 4
+        found.append(plan)
+    whole, slowed = (tail_at(plan.workload, plan.starts_ns, None) for plan in found)
+    ((begin, end),), acted = whole.sums, whole.acted_ns[0]
+    assert begin < acted
+    assert slowed.summed_ns == (acted + round(0.5 * (min(end, acted) - begin)),) * 4
+    assert max(slowed.summed_ns) > max(end, acted)
+    assert any("contention" in problem.place for problem in check(found[1], profile, cluster_of(4)).problems)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,10 @@ def _sums(workload: Workload, last_ends: Mapping[str, int]) -> list[Job]:
 
 def _ended(workload: Workload, acted: Sequence[int], sums: Sequence[Job]) -> int:
     free = _run(sums, [0] * len(acted))
+    acted = [
+        end + round(own.contention * sum(end > ns for ns in _summing(sums, device, len(acted))))
+        for device, (end, own) in enumerate(zip(acted, workload.devices, strict=True))
+    ]
     steps = [sum(stage.step_ns for stage in workload.stages if d in stage.devices) for d in range(len(acted))]
     stepped = [max(end, over) + step for end, over, step in zip(acted, free, steps, strict=True)]
     gathers = [
@@ -84,6 +88,16 @@ def _ended(workload: Workload, acted: Sequence[int], sums: Sequence[Job]) -> int
         if stage.gather_ns
     ]
     return max(*stepped, *_run(sorted(gathers, key=lambda each: each[0]), free))
+
+
+def _summing(sums: Sequence[Job], device: int, count: int) -> list[int]:
+    """The ns in which a device's network sums, one by one."""
+    found: list[int] = []
+    for number, (_, takes, devices) in enumerate(sums):
+        if device in devices:
+            end = _run(sums[: number + 1], [0] * count)[device]
+            found += range(end - takes, end)
+    return found
 
 
 def _run(jobs: Sequence[Job], free: Sequence[int]) -> list[int]:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from builders.orders import Orders
 from pipeplan.files import PlacedStage, Plan
+from pipeplan.planning.request import SUBMODULES, Batch, Request
+from pipeplan.planning.steps import search_plan
 from pipeplan.runtime.executor.custom_ops import Context, register
 from pipeplan.runtime.models.spec import BlockSpec, Model
 from pipeplan.schedule.rules import CustomOp, Rules
@@ -17,7 +19,7 @@ from pipeplan.schedule.rules.engine import schedule_by_rules
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
 from runtime_support.models import WIDTH, Mix, loss_block, mix_block, vectors
-from runtime_support.plans import placed_plan
+from runtime_support.plans import placed_plan, profile_of
 
 GROUP = 4
 """Samples that are compared with each other: two micro-batches."""
@@ -98,6 +100,18 @@ def plan_by_rules(model: Model, rules: Rules) -> Plan:
         return [[(ids[task], numbers[task]) for task in order] for order in schedule_by_rules(graph, rules)]
 
     return towers_plan(model, rules.instructions, num_devices=2, orders=orders)
+
+
+def searched_plan(model: Model, rules: Rules) -> Plan:
+    """What a search with these rules, which place the towers on four devices, finds for losses of a group."""
+    profile = profile_of(model)
+    blocks = (
+        each.model_copy(update={"costs": tuple(row for row in each.costs if row.shards == 1)})
+        for each in profile.blocks
+    )
+    whole = profile.model_copy(update={"blocks": tuple(blocks)})  # the loss cannot be split
+    request = Request(whole, 4, Batch(3, GROUP), SUBMODULES, scheduler="rules", rules=rules, split_backward=False)
+    return search_plan(request).plan
 
 
 def towers_plan(

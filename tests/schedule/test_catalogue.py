@@ -280,6 +280,7 @@ def test_vchimera_has_fewer_bubbles_than_what_it_joins(num_devices: int, count: 
 
 TOWERS = {
     "clip-mixed": "circular + one-to-one",
+    "clip-mixed-async": "circular + one-to-one",
     "distmm-pipe": "one-to-one + one-to-one",
     "distmm-async": "one-to-one + one-to-one",
 }
@@ -329,9 +330,9 @@ def test_two_towers_pass_check(name: str, num_devices: int) -> None:
 def test_synchronisation_is_every_four_micro_batches_or_each() -> None:
     """DistMM-Pipe's on the last devices of both towers; its improvement where the loss is, which gets messages."""
     runs = {}
-    for name in ("distmm-pipe", "distmm-async"):
+    for name in ("distmm-pipe", "distmm-async", "clip-mixed-async"):
         rules = named_rules(name)
-        submodules = submodules_of(rules, 4)
+        submodules = submodules_of(rules, 4, 1)
         placement = place_submodules(towers((2,) * 8, (2,) * 8), submodules, 4, microbatch_size=1)
         bare = build_workload(towers((2,) * 8, (2,) * 8), placement, num_microbatches=8, microbatch_size=1)
         workload = with_instructions(bare, rules.instructions)
@@ -340,6 +341,7 @@ def test_synchronisation_is_every_four_micro_batches_or_each() -> None:
         runs[name] = [[text for text in map(graph.label, order) if "GATHER" in text] for order in orders]
     assert runs["distmm-pipe"] == [[], ["5ALLGATHER0", "5ALLGATHER1"], [], ["5ALLGATHER0", "5ALLGATHER1"]]
     assert runs["distmm-async"] == [[], [], [], [f"5GATHER{m}" for m in range(8)]]
+    assert runs["clip-mixed-async"] == [[], [], [], [f"7GATHER{m}" for m in range(8)]]
 
 
 def test_a_tower_is_placed_with_all_others() -> None:

@@ -51,6 +51,7 @@ blocks = "image.*"
 placement = "v-shape"
 chunks = 2
 devices = [0, "D // 2"]
+microbatch_size = "2 * b"
 in_flight = 1
 """
 
@@ -85,7 +86,14 @@ def test_every_key() -> None:
         weights_fill=True,
         devices=(DeviceRules(devices=(0, 2), types=TypeTraversal("fwd-first")),),
         submodules=(
-            SubmoduleRules(blocks="image.*", placement="v-shape", chunks=2, devices=(0, "D // 2"), in_flight=1),
+            SubmoduleRules(
+                blocks="image.*",
+                placement="v-shape",
+                chunks=2,
+                devices=(0, "D // 2"),
+                microbatch_size="2 * b",
+                in_flight=1,
+            ),
         ),
     )
 
@@ -157,6 +165,16 @@ def test_an_empty_file_has_the_rules_that_hold_without(tmp_path: Path) -> None:
         ("[[instruction]]\nkind = 'AAA'\nafter = 'x'\nattributes = 3", "instruction[0].attributes is 3; write a table"),
         ("checks = []", "checks is not known; did you mean chunks"),
         ("devices = []", "devices is not known; did you mean device"),
+        ("[[submodule]]\nblocks = 'x'\nmicrobatch_size = 2", "microbatch_size is for the placement of the submodule"),
+        (
+            "[[submodule]]\nblocks = 'x'\nplacement = 'circular'\nmicrobatch_size = '2 * D'",
+            "microbatch_size is '2 * D'; it cannot be evaluated: 'D' is not known; choose from b",
+        ),
+        (
+            "[[submodule]]\nblocks = 'x'\nplacement = 'circular'\nmicrobatch_size = 0.5",
+            "microbatch_size is 0.5; write an integer, or a text such as '2 * b'",
+        ),
+        ("in_flight = 'b'", "'b' is not known"),
         ("x = [", "not readable as TOML"),
         ("\x00", "not readable as TOML"),
     ],

@@ -242,7 +242,7 @@ class TestPlacementChoice:
         """Two towers and what joins them, on the devices that the rules would take or on others."""
         profile = towers((2,) * 8, (2,) * 8)
         rules = named_rules("distmm-pipe")
-        placement = place_submodules(profile, submodules_of(rules, 4), 4, microbatch_size=1)
+        placement = place_submodules(profile, submodules_of(rules, 4, 1), 4, microbatch_size=1)
         own = profile.model_copy(update={"placement": placement})
         assert choose_placement(own, "auto", None, rules)[0] is own.placement
         with pytest.raises(UsageError, match=r"each submodule on devices of its own.*take the placement out"):

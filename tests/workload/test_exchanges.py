@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from builders.sharded import chain_of, exchanging, pairs, placed, random_plan, sharded_plan
+from builders.sharded import assembled, chain_of, exchanging, pairs, placed, random_plan, sharded_plan
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
 from pipeplan.costs.late_inputs import with_late_inputs
@@ -370,6 +370,29 @@ def test_long_runs_repeat_a_round_with_its_exchanges(first: Any, second: Any, sp
     longer = simulate(plan, 480 + 8 * plan.loop.microbatches) if plan.loop is not None else again
     assert longer.loop is not None
     assert longer.iteration_ns > plan.predicted.iteration_ns
+
+
+@pytest.mark.parametrize("contention", [0.0, 0.5])
+def test_what_is_reduced_once_an_iteration_slows_what_is_computed_beside_it(contention: float) -> None:
+    """The last stage's gradients are reduced while its devices run the first stage's backward."""
+    profile = chain_of([1, 100])
+    stages = [exchanging([0], (None, ONCE), (0, 1)), exchanging([1], (None, ONCE), (0, 1))]
+    cluster = pairs(2, contention)
+    workload = build_workload(profile, placed(*stages), num_microbatches=2, microbatch_size=2, cluster=cluster)
+    workload = replace(workload, stages=tuple(replace(stage, gather_ns=0) for stage in workload.stages))
+    graph = task_graph(workload)
+    order = sorted(
+        range(graph.num_actions), key=lambda task: "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1".index(graph.label(task))
+    )
+    plan = assembled(graph, [order, order], profile)
+    simulation = simulate(plan)
+    reduced = [(begin, begin + took) for _, devices, begin, took, _ in simulation.exchanges if 0 in devices]
+    acted = plan.predicted.makespan_ns
+    beside = sum(max(0, min(end, acted) - begin) for begin, end in reduced)
+    assert acted + round(0.5 * beside) > max(end for _, end in reduced)
+    assert plan.predicted.iteration_ns == max(acted + round(contention * beside), *(end for _, end in reduced))
+    assert check(plan).problems == ()
+    assert simulation.iteration_ns == plan.predicted.iteration_ns
 
 
 def test_searches_have_late_inputs_beside_exchanges() -> None:

@@ -46,6 +46,25 @@ def test_a_sum_begins_when_its_stage_is_done() -> None:
     assert found.idle.summing == pytest.approx(15 / 116)
 
 
+def test_sums_slow_what_a_device_computes_beside_them() -> None:
+    """The second stage's sum runs from 40 to 70 ns, actions until 60: they have half of 20 ns to make up for."""
+    workload = two_on_one()
+    devices = tuple(replace(device, contention=0.5) for device in workload.devices)
+    for step, ends in ((0, 75), (8, 83)):
+        stages = tuple(replace(stage, step_ns=step // 2) for stage in workload.stages)
+        assert simulate(plan_of(replace(workload, stages=stages, devices=devices), ALONE)).iteration_ns == ends
+    stages = (replace(workload.stages[0], sync_ns=0), workload.stages[1])
+    plan = plan_of(replace(workload, stages=stages, devices=devices), ALONE)
+    found = simulate(plan)
+    assert (found.rates.makespan_ns, found.iteration_ns) == (60, 70)
+    assert check(plan).problems == ()
+    longer = tuple(replace(device, contention=1.0) for device in devices)
+    problems = check(plan.model_copy(update={"devices": longer})).problems
+    assert {problem.place for problem in problems} == {"predicted.iteration_ns", "predicted.gap"}
+    assert "contention" not in to_json(plan_of(workload, ALONE))
+    assert parse(to_json(plan), Plan) == plan
+
+
 ALONE = [[("0F", 0), ("1F", 0), ("1B", 0), ("0B", 0)]]
 
 
@@ -63,9 +82,10 @@ def test_on_a_network_one_sum_waits_for_another() -> None:
 
 
 @SETTINGS
-@given(with_tails(max_stages=3), st.randoms(use_true_random=False))
-def test_tails_are_as_the_reference_says(problem: OneMicrobatch, rng: random.Random) -> None:
-    workload = problem.workload
+@given(with_tails(max_stages=3), st.randoms(use_true_random=False), st.sampled_from([0.0, 0.4]))
+def test_tails_are_as_the_reference_says(problem: OneMicrobatch, rng: random.Random, contention: float) -> None:
+    devices = tuple(replace(device, contention=contention) for device in problem.workload.devices)
+    workload = replace(problem.workload, devices=devices)
     ends = [rng.randrange(60) for _ in workload.operations]
     named = {each.id: end for each, end in zip(workload.operations, ends, strict=True)}
     assert tail_of(workload, ends).iteration_ns == iteration_by_hand(workload, named)

@@ -106,7 +106,7 @@ def running_models() -> list[str]:
 
 
 def _tables(files: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The tables of some files by name. What stands before the first in a file holds for all of them."""
+    """The tables of some files by name. Keys before a file's first table apply to all of its tables."""
     found: dict[str, dict[str, Any]] = {}
     for file in files:
         common = {key: value for key, value in file.items() if not isinstance(value, dict)}
@@ -134,7 +134,7 @@ class NamedConfiguration:
 
     @property
     def text(self) -> str:
-        """As it stands on a command line."""
+        """The text of the command line."""
         return f"{self.config}({', '.join(f'{key}={value!r}' for key, value in self.arguments.items())})"
 
 

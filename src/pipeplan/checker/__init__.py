@@ -42,19 +42,20 @@ def check(plan: Plan, profile: Profile | None = None, cluster: Cluster | None = 
     check_inputs(facts, findings)
     peaks: tuple[int, ...] = ()
     busy: list[int] = []
+    sums: list[list[tuple[int, int]]] = []
     rate: Fraction | None = None
     if not findings.has("actions"):
         exchanges = check_exchanges(facts, programs, findings)
         check_timeline(facts, programs, links, exchanges.least, findings)
         if findings.has("transfer-order", "inputs", "order") and not findings.has("deadlock"):
             check_waits(facts, programs, findings)
-        peaks, busy = check_memory(facts, programs, findings, exchanges.spans), exchanges.busy
+        peaks, busy, sums = check_memory(facts, programs, findings, exchanges.spans), exchanges.busy, exchanges.sums
         if plan.repetend is not None and not findings.has("inputs", "links", "order", "exclusive"):
             rate = check_repetend(facts, programs, links, findings)
     timed = {problem.rule for problem in findings.problems} <= {"memory", "figures"}
     if plan.loop is not None and messages is not None and links is not None and timed:
         check_loop(facts, messages, programs, links, findings)
-    figures = figures_of(facts, rate, peaks, busy)
+    figures = figures_of(facts, rate, peaks, busy, sums)
     check_figures(facts, figures, findings)
     if profile is not None:
         check_profile(plan, profile, cluster, findings)

@@ -32,17 +32,21 @@ Span = tuple[int, int, MemoryKind, int]
 class StateExchanges:
     """When exchanges let actions start, what devices have whole meanwhile, until when their networks are busy.
 
-    ``least`` has for actions that wait for exchanges when they may start, in ns. ``spans`` and ``busy`` are [device].
+    ``least`` has for actions that wait for exchanges when they may start, in ns. ``spans`` and ``busy`` are [device],
+    and so are ``sums``: from when to when gradients are reduced that are so once an iteration.
     """
 
     least: dict[Entry, int]
     spans: list[list[Span]]
     busy: list[int]
+    sums: list[list[tuple[int, int]]]
 
 
 def check_exchanges(facts: Facts, programs: Programs, findings: Findings) -> StateExchanges:
     """Follow the exchanges of all devices. Call it with complete programs only."""
-    found = StateExchanges({}, [[] for _ in facts.plan.devices], [0] * len(facts.plan.devices))
+    found = StateExchanges(
+        {}, [[] for _ in facts.plan.devices], [0] * len(facts.plan.devices), [[] for _ in facts.plan.devices]
+    )
     seen = set[frozenset[int]]()
     for stage in facts.plan.stages:
         devices = frozenset(stage.devices)
@@ -62,6 +66,7 @@ def check_exchanges(facts: Facts, programs: Programs, findings: Findings) -> Sta
         found.least.update(follower.least)
         for device in stage.devices:
             found.spans[device], found.busy[device] = follower.spans, follower.free + facts.skipped_ns
+            found.sums[device] = [(begin + facts.skipped_ns, end + facts.skipped_ns) for begin, end in follower.sums]
     return found
 
 
@@ -77,7 +82,7 @@ def _named(line: Sequence[tuple[int, Entry | StateAction]]) -> list[Entry | Stat
 
 @dataclass(slots=True)
 class _Followed:
-    """Of a stage's group of blocks: since when it is gathered, or adds gradients (None: not), when the last ended."""
+    """A stage's group of blocks: since when it is gathered, or adds gradients (None: not), when the last ended."""
 
     gathered: int | None = None
     arrives: int = 0
@@ -96,6 +101,7 @@ class _Follower:
     findings: Findings
     least: dict[Entry, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+    sums: list[tuple[int, int]] = field(default_factory=list)
     free: int = 0
     _begun: int = 0
     _last: Entry | None = None
@@ -168,6 +174,8 @@ class _Follower:
             else:
                 begin = max(self.free, self._begun, group.ready)
                 self.free = group.reduced = begin + size.reduce_ns
+                if stage.reduce_every == ONCE:
+                    self.sums.append((begin, self.free))
                 self.spans.append((group.adding, group.reduced, GRADIENTS, size.reduced_bytes))
                 group.adding = None
         elif stage.unshard_every is None:
@@ -183,7 +191,7 @@ class _Follower:
             self._give_up(place, action.stage, stage, number)
 
     def _give_up(self, place: str, number: int, stage: Stage, which: int) -> None:
-        """A RESHARD stands right after the last action that its group was gathered for."""
+        """A RESHARD follows directly after the last action that its group was gathered for."""
         group, uses = self._groups[number][which], self._uses.get(number, 0)
         wanted = min(stage.unshard_every or 0, uses + self._left[number, False])
         if group.gathered is None:

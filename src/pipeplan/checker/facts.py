@@ -240,7 +240,7 @@ def overlap(plan: Plan, dependency: Dependency) -> tuple[int, int]:
 
 
 def _waits(plan: Plan, position: dict[str, int]) -> list[list[Wait]]:
-    """Of dependencies that stand there twice (which is refused) only the slower counts."""
+    """All dependencies; of duplicates (which are refused) only the slower counts."""
     slowest: dict[tuple[int, int], Wait] = {}
     for number, dependency in enumerate(plan.dependencies):
         pair = position[dependency.target], position[dependency.source]
@@ -395,16 +395,23 @@ TOLERANCE = 1e-9
 """Relative and absolute: a float of a file against the exact figure."""
 
 
-def figures_of(facts: Facts, copy_ns: Fraction | None, peaks: tuple[int, ...], busy_ns: Sequence[int] = ()) -> Figures:
+def figures_of(
+    facts: Facts,
+    copy_ns: Fraction | None,
+    peaks: tuple[int, ...],
+    busy_ns: Sequence[int] = (),
+    sums: Sequence[Sequence[tuple[int, int]]] = (),
+) -> Figures:
     """The figures of the plan's start times; ``copy_ns`` is the time from one repetend to the next.
 
-    ``busy_ns`` [device] is until when networks exchange state for actions; none: none does.
+    ``busy_ns`` [device] is until when networks exchange state for actions, and ``sums`` when they reduce once an
+    iteration; none: none does.
     """
     plan = facts.plan
     makespan = max(_last_end(facts, operation) for operation in range(len(facts.ids)))
     busy = facts.busy()
     unroll = plan.repetend.unroll if plan.repetend is not None else 1
-    phases = _phases(facts, busy_ns)
+    phases = _phases(facts, busy_ns, sums or [()] * len(busy))
     steady = None
     if copy_ns is not None:
         per_copy = Fraction(sum(facts.busy_whole()) * unroll, facts.num_microbatches)
@@ -431,13 +438,15 @@ def figures_of(facts: Facts, copy_ns: Fraction | None, peaks: tuple[int, ...], b
 
 
 def _last_end(facts: Facts, operation: int) -> int:
-    """Of all its actions, of which the last is in a loop or after it."""
+    """The end of its last action, which is in a loop or after it."""
     return facts.skipped_ns + max(
         facts.end(operation, number) for number in checked(range(facts.counts[operation]), 1024)
     )
 
 
-def _phases(facts: Facts, busy_ns: Sequence[int]) -> tuple[int, int, int, int]:
+def _phases(
+    facts: Facts, busy_ns: Sequence[int], reduced: Sequence[Sequence[tuple[int, int]]]
+) -> tuple[int, int, int, int]:
     """When all devices have ended actions, then sums of gradients, steps, gathers, in ns, as docs/check.md says."""
     plan, ends, gradients = facts.plan, [0] * len(facts.plan.devices), [0] * len(facts.plan.stages)
     for operation, devices in enumerate(facts.devices):
@@ -450,8 +459,15 @@ def _phases(facts: Facts, busy_ns: Sequence[int]) -> tuple[int, int, int, int]:
     sums = _sums(facts, gradients)
     order = plan.sum_order or sorted(range(len(sums)), key=lambda number: (sums[number][0], number))
     before = [(0, busy, frozenset((device,))) for device, busy in enumerate(busy_ns) if busy]
-    network = _on_networks([*before, *(sums[number] for number in order)], len(ends))
-    acted, summed = max(ends), max(*ends, *network)
+    jobs = [*before, *(sums[number] for number in order)]
+    network, acted = _on_networks(jobs, len(ends)), max(ends)
+    times = [(end - takes, end, devices) for end, (_, takes, devices) in zip(_job_ends(jobs), jobs, strict=True)]
+    for device, own in enumerate(plan.devices):
+        if own.contention:
+            summing = [(begun, ended) for begun, ended, devices in times[len(before) :] if device in devices]
+            beside = sum(max(0, min(ended, ends[device]) - begun) for begun, ended in [*reduced[device], *summing])
+            ends[device] += round(own.contention * beside)
+    summed = max(*ends, *network)
     ends = [max(end, free) + step for end, free, step in zip(ends, network, steps, strict=True)]
     gathers = [
         (max(ends[device] for device in stage.devices), stage.gather_ns, frozenset(stage.devices))
@@ -498,14 +514,19 @@ def _sums(facts: Facts, gradients: Sequence[int]) -> list[_Job]:
 
 def _on_networks(jobs: Sequence[_Job], num_devices: int) -> list[int]:
     """[device] when its network has ended what is given, each job after those before it that share a device."""
-    ends: list[int] = []
-    for number, (ready, takes, devices) in enumerate(jobs):
-        before = (end for end, other in zip(ends, jobs[:number], strict=True) if not devices.isdisjoint(other[2]))
-        ends.append(max([ready, *before]) + takes)
+    ends = _job_ends(jobs)
     return [
         max((end for end, job in zip(ends, jobs, strict=True) if device in job[2]), default=0)
         for device in range(num_devices)
     ]
+
+
+def _job_ends(jobs: Sequence[_Job]) -> list[int]:
+    ends: list[int] = []
+    for number, (ready, takes, devices) in enumerate(jobs):
+        before = (end for end, other in zip(ends, jobs[:number], strict=True) if not devices.isdisjoint(other[2]))
+        ends.append(max([ready, *before]) + takes)
+    return ends
 
 
 def _bubble_rate_span(facts: Facts, busy: list[int]) -> float:

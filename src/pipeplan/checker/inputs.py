@@ -121,7 +121,7 @@ class _Known(NamedTuple):
 
     @staticmethod
     def of(profile: Profile, *, apart: bool) -> _Known:
-        """Of a profile, which is looked through once; plans of version 1 count master copies as optimizer's bytes."""
+        """What a profile says, in one pass; plans of version 1 count master copies as the optimizer's bytes."""
 
         def kept(part: Block | TiedParameter) -> MemoryBytes:
             state = state_of(part, profile.recipe)
@@ -152,6 +152,10 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
         text = f"are {len(plan.devices)}, the cluster has {cluster.num_devices}"
         findings.add("cluster", "devices", text)
         return
+    for device, own in enumerate(plan.devices):
+        if own.contention not in (0, cluster.contention):  # plans from before it counted beside sums say nothing
+            text = f"is {own.contention}, the cluster's is {cluster.contention}"
+            findings.add("cluster", f"devices[{device}].contention", text)
     for device, (peak, memory) in enumerate(zip(peaks, cluster.usable_bytes, strict=False)):
         if memory is not None and peak > memory:
             beside = f" beside its reserve of {reserve}" if (reserve := cluster.reserve_bytes[device]) else ""
@@ -569,7 +573,7 @@ def _sharded_ns(
 
 
 def _groups_in(stage: Stage, size: int) -> dict[tuple[int, int], list[int]]:
-    """{(shard, number of a group of so many replicas): its devices}"""
+    """{(shard, number of a group of replicas): its devices}"""
     found: dict[tuple[int, int], list[int]] = defaultdict(list)
     for place, device in enumerate(stage.devices):
         found[place % stage.shards, place // stage.shards // size].append(device)
@@ -1013,7 +1017,7 @@ def _times(hop: Hop, edges: Sequence[Edge], samples: int, parts: int, cluster: C
 
 
 def _tensor_bytes(edge: Edge, samples: int, parts: int = 1) -> int:
-    """Of one of equal parts of each sample, rounded up; what is one for all samples is whole everywhere."""
+    """Bytes of one of equal parts of each sample, rounded up; a tensor for all samples is whole everywhere."""
     return edge.bytes_per_sample if edge.broadcast else -(-edge.bytes_per_sample * samples // parts)
 
 

@@ -20,7 +20,7 @@ Entry = tuple[int, int]
 _AMBIGUOUS = -1
 
 _ENTRY = re.compile("([0-9]+[A-Z_]+)([0-9]+)(?:[.]([01]))?(.*)")
-"""What stands before the micro-batch, the micro-batch, its part, and what stands after, of an action's text."""
+"""The text before the micro-batch, the micro-batch, its part, and the text after, of an action's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Messages:
         return str(Action(target, f"RECV_{payload}", microbatch, source, hop.source_device, part))
 
     def place(self, number: int) -> str:
-        """Where the hop stands in the file."""
+        """The path of the hop in the file."""
         dependency, index, _, _ = self.hops[number]
         return f"dependencies[{dependency}].hops[{index}]"
 

@@ -82,7 +82,7 @@ class Links:
                 yield number, message
 
     def last_arrival(self, facts: Facts, target: int, action: int) -> int:
-        """When an action may start, so that all that comes over these links is in time, in ns; 0: nothing does."""
+        """The earliest start of an action, in ns, given what arrives over these links; 0 if nothing does."""
         return max((self.allows(facts, *sent) for sent in self.incoming(facts, target, action)), default=0)
 
     def allows(self, facts: Facts, number: int, message: int) -> int:

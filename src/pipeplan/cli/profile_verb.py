@@ -151,7 +151,7 @@ def _curve_line(curve: dict[str, Any]) -> str:
 
 
 def _read_text(path: str) -> str:
-    """A file's text, whatever bytes a program's output has; - is stdin."""
+    """A file's text, decoding any bytes; - is stdin."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     except OSError as error:

@@ -376,7 +376,7 @@ _SHORT_NS = 20_000_000
 
 
 def _mean_action_ns(plan: Plan) -> float:
-    """Of what devices compute."""
+    """The mean time of what devices compute."""
     workload = plan.workload
     counts = [len(slots) for slots in workload.slots[: len(workload.operations)]]
     work = sum(count * each.duration_ns for count, each in zip(counts, workload.operations, strict=True))

@@ -71,7 +71,7 @@ class OneOf(click.Choice[str]):
     """One of some names; of one that is not known it asks which is meant."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:
-        """That it is none of them, and which is near or what there is."""
+        """A message that it is none of them, with near matches or all names."""
         return f"{value!r} is not known; {choose_from(str(value), list(map(str, self.choices)))}"
 
 
@@ -128,7 +128,7 @@ class AutoOr(click.ParamType[str | int]):
 
 
 class FiniteRange(click.FloatRange):
-    """Numbers from ``min`` on: never ``nan``, which no bound of click's refuses, and ``inf`` only if that is said."""
+    """Numbers from ``min`` on: never ``nan``, which no bound of click's refuses, and ``inf`` only if allowed."""
 
     def __init__(self, min: float, *, min_open: bool = False, infinite: bool = False) -> None:
         super().__init__(min=min, min_open=min_open)

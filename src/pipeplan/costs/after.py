@@ -22,7 +22,7 @@ from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 class AfterActions:
     """Ns of summing gradients over replicas, of the optimizer's step, and of gathering parameters.
 
-    A replica is ``shards`` devices, neighbours of each other; so many replicas divide what they keep by ``sharing``.
+    A replica is ``shards`` devices, neighbours of each other; ``sharing`` says how many replicas shard what they keep.
     The profile's blocks keep ``kept`` together, of which a step has ``moved`` so many bytes on a device.
     """
 
@@ -41,7 +41,7 @@ class AfterActions:
         shards: int = 1,
         sharing: Callable[[int], Zero | None] = lambda replicas: WHOLE,
     ) -> AfterActions:
-        """Of stages of a profile on a cluster."""
+        """For the stages of a profile on a cluster."""
         kept = sum((state_of(block, profile.recipe) for block in profile.blocks), MemoryBytes())
         return cls(profile, cluster, kept, shards, sharing)
 
@@ -57,7 +57,7 @@ class AfterActions:
         return self.profile.step_bytes_per_s is not None
 
     def __call__(self, size: int, replicas: int) -> int:
-        """Of a stage with ``size`` bytes of gradients on each device, and so many replicas."""
+        """The time for a stage with ``size`` bytes of gradients on each device, and this many replicas."""
         zero = self.sharing(replicas) or WHOLE
         return self._step_ns(size, zero) + (self._exchanged_ns(size, replicas, zero) if replicas > 1 else 0)
 

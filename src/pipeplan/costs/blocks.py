@@ -48,7 +48,7 @@ def block_costs(
 
 
 def running_on(block: Block, recipe: Recipe, shards: int, expert: int = 1) -> int:
-    """Of :func:`running_bytes` those on one device: experts of one of ``expert``, of all else one of ``shards``."""
+    """The part of :func:`running_bytes` on one device: experts of one of ``expert``, the rest of one of ``shards``."""
     whole = running_bytes(block, recipe)
     if expert == 1 or not whole or not block.expert_parameters:
         return -(-whole // shards)
@@ -188,7 +188,7 @@ def _core_recomputed(row: CostRow) -> CostRow:
 
 
 def _again(row: CostRow, time_ns: int, held: int, made: int) -> CostRow:
-    """The row where backward first runs something again for so long, which makes so many bytes."""
+    """The row if backward first recomputes something, which takes this long and produces this many bytes."""
     longer = {
         field: getattr(row, field) + time_ns
         for field in ("backward_ns", "input_grad_ns")

@@ -167,7 +167,7 @@ def all_reduce_time(cluster: Cluster | None, devices: Sequence[int], size: int) 
 
 
 def all_reduce_in_shards(cluster: Cluster | None, devices: Sequence[int], shards: int, size: int) -> int:
-    """Time in ns in which devices that each have one of so many shards, in turn, sum ``size`` bytes with their likes.
+    """Time in ns for devices that hold shards, dealt round-robin, to sum ``size`` bytes with their counterparts.
 
     All shards are summed at once, over links that their groups may share.
     """
@@ -263,7 +263,7 @@ def dispatch_ns(sent_bytes: float, experts_each: int, devices: int, links: LinkP
 
 
 def places_reached(places: Any, experts_each: Any) -> Any:
-    """Of numbers, or arrays of them: how many other places than its own one of a word's experts are in, on average."""
+    """For one number, or arrays: how many places other than its own a token's experts are in, on average."""
     return places * (1 - (1 - 1 / places) ** experts_each) * (1 - 1 / places)
 
 
@@ -275,7 +275,7 @@ def send_time(cluster: Cluster | None, pairs: Sequence[tuple[int, int]], size: i
 
 @dataclass(frozen=True, slots=True)
 class BusiestPair:
-    """Of pairs of devices that all send at once: one that takes longest, and how many share a link like its own."""
+    """The slowest of pairs of devices that all send at once, and how many share a link like its."""
 
     source: int
     target: int
@@ -287,7 +287,7 @@ class BusiestPair:
 
 
 def busiest_pair(cluster: Cluster | None, pairs: Sequence[tuple[int, int]]) -> BusiestPair | None:
-    """The pair that all are waited for; None where nothing takes time."""
+    """The slowest pair; None if nothing takes time."""
     moved = [pair for pair in pairs if pair[0] != pair[1]]
     if cluster is None or not moved:
         return None

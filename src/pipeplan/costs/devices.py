@@ -269,7 +269,7 @@ class DeviceRates:
     kernel_ns: float
 
     def time_ns(self, kernels: Iterable[Kernel]) -> float:
-        """Of kernels one after another."""
+        """The time of kernels that run one after another."""
         flops, moved, count = _features(kernels)
         return flops * self.flop_ns + moved * self.byte_ns + count * self.kernel_ns
 

@@ -35,7 +35,7 @@ class ExpertState:
 
     @classmethod
     def of(cls, stage: Stage, blocks: Mapping[str, Block], recipe: Recipe) -> ExpertState | None:
-        """That of a stage whose experts are shared; None of others."""
+        """The shared experts of a stage; None if it has none."""
         if stage.expert == 1:
             return None
         experts = Experts.of(stage)

@@ -38,7 +38,7 @@ from pipeplan.costs.communication import BusiestPair, Combining, Exchange, busie
 from pipeplan.files import Cluster
 
 ANY = 0
-"""Size of a dimension of which is not known what divides it: whoever takes it says so."""
+"""Size of a dimension for which it is not known what divides it; its consumer says so."""
 
 DIMENSIONS = ("samples", "places", "features")
 
@@ -98,7 +98,7 @@ def all_layouts(devices: int) -> tuple[Layout, ...]:
 
 
 def _combinations(runs: Sequence[MeshSplit], devices: int) -> list[tuple[MeshSplit | None, ...]]:
-    """Choices for the four entries of a layout, built entry by entry so that few are looked at in vain."""
+    """Choices for the four entries of a layout, built entry by entry so that few dead ends are visited."""
     found: list[tuple[MeshSplit | None, ...]] = [()]
     for _ in Layout._fields:
         found = [
@@ -340,7 +340,7 @@ class Resharding:
         return time_of_groups(self.cluster, exchange, groups_along([move.along], self.devices))
 
     def _busiest(self, key: object, move: Move) -> BusiestPair | None:
-        """Who is waited for in a send, whatever its size."""
+        """The device that determines how long a send takes, whatever its size."""
         if key not in self._sends:
             self._sends[key] = busiest_pair(self.cluster, senders(move.source, move.target, self.devices))
         return self._sends[key]

@@ -48,7 +48,7 @@ class Operator:
 
     @property
     def flops(self) -> int:
-        """Of a forward."""
+        """Floating-point operations of a forward."""
         return sum(kernel.flops for kernel in self.forward)
 
     @property

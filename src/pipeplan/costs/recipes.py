@@ -163,7 +163,7 @@ def state_of(part: Block | TiedParameter, recipe: Recipe) -> MemoryBytes:
 
 
 def expert_state_of(block: Block, recipe: Recipe) -> MemoryBytes:
-    """Of :func:`state_of` a block what is of its experts: as much as they are of its parameters. Raises as that."""
+    """The experts' share of a block's :func:`state_of`, in proportion to their parameters. Raises as that does."""
     total = block.parameters + block.frozen_parameters
     return state_of(block, recipe) * block.expert_parameters // max(1, total)
 
@@ -238,14 +238,14 @@ def measurable(recipe: Recipe) -> Recipe:
 
 
 def running_bytes(block: Block, recipe: Recipe) -> int:
-    """Of the copy of a block's parameters that is there only while it runs, unsplit. Raises as :func:`state_of`."""
+    """Bytes of the copy of a block's parameters that exists only while it runs, unsplit. Raises as :func:`state_of`."""
     if recipe.is_custom:
         return 0
     return _per_parameter(recipe).running * (block.parameters + block.frozen_parameters)
 
 
 def optimizer_bytes(recipe: Recipe) -> int:
-    """Of the optimizer's state for one parameter. Raises as :func:`state_of`."""
+    """Bytes of the optimizer's state for one parameter. Raises as :func:`state_of`."""
     return _per_parameter(recipe).trained[OPTIMIZER]
 
 

@@ -328,7 +328,12 @@ def build_workload(
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
         devices=tuple(
-            Device(name=names[index] if names else "device", memory_bytes=memory[index], reserve_bytes=reserve[index])
+            Device(
+                name=names[index] if names else "device",
+                memory_bytes=memory[index],
+                reserve_bytes=reserve[index],
+                contention=0.0 if cluster is None else cluster.contention,
+            )
             for index in range(placement.num_devices)
         ),
         stages=tuple(stages),
@@ -822,5 +827,5 @@ def _hop(sender: int, receiver: int, edges: Sequence[Edge], samples: int, parts:
 
 
 def _edge_bytes(edge: Edge, microbatch_size: int, parts: int = 1) -> int:
-    """Of an edge's tensor, or of one of its slices; what is one for all samples is not cut."""
+    """Bytes of an edge's tensor, or of one of its slices; a tensor for all samples is not sliced."""
     return edge.bytes_per_sample if edge.broadcast else -(-edge.bytes_per_sample * microbatch_size // parts)

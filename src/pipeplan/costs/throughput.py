@@ -64,7 +64,7 @@ class Yardstick:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Yardstick:
-        """That of the profile which a plan was made from."""
+        """The yardstick of the profile that a plan was made from."""
         made = plan.provenance
         flops = made.forward_flops_per_sample
         return cls(made.device, made.dtype, made.tokens_per_sample, flops, made.method == "estimated")
@@ -74,7 +74,7 @@ class Yardstick:
         return replace(self, device=device, dtype=dtype, estimated=estimated)
 
     def throughput(self, samples: int, iteration_ns: float, num_devices: int) -> Throughput:
-        """Of an iteration over ``samples`` on all of ``num_devices``, idle ones included."""
+        """The throughput of an iteration over ``samples`` on all of ``num_devices``, idle ones included."""
         rate = 1e9 * samples / iteration_ns if iteration_ns else None
         if rate is None:
             return Throughput(None, None, None)

@@ -59,7 +59,7 @@ def fully_sharded(shapes: Iterable[Shape], ranks: int) -> TorchParts:
 
 
 def owned_whole(shapes: Iterable[Shape], ranks: int) -> TorchParts:
-    """Of ``ZeroRedundancyOptimizer``, with one group of parameters: of these every rank stores all."""
+    """The parts of ``ZeroRedundancyOptimizer``, with one group of parameters; every rank stores all parameters."""
     sizes = sorted((math.prod(shape) for shape in shapes), reverse=True)
     owned = [0] * ranks
     for size in sizes:

@@ -44,19 +44,19 @@ class Zero(NamedTuple):
 
     @classmethod
     def of(cls, stage: Stage | PlacedStage) -> Zero:
-        """That of a stage; nothing is divided by one."""
+        """The level and group of a stage; a group of one shards nothing."""
         group = stage.zero_group or stage.copies
         return cls(stage.zero, group) if stage.zero and group > 1 else WHOLE
 
     def keys(self, replicas: int) -> dict[str, Any]:
-        """What a stage with so many replicas says of it: nothing where it is not divided."""
+        """What a stage with this many replicas says of it: nothing if state is not sharded."""
         if self == WHOLE or replicas == 1:
             return {}
         return {"zero": self.level} | ({"zero_group": self.group} if self.group < replicas else {})
 
 
 AUTO: Literal["auto"] = "auto"
-"""Asks for whatever level is better."""
+"""Requests whichever level is better."""
 
 WHOLE = Zero()
 """Every replica keeps all of its state."""
@@ -170,7 +170,7 @@ class Exchanging(NamedTuple):
     def on_first(
         cls, cluster: Cluster | None, shards: int, copies: int, zero: Zero, experts: Experts = TOGETHER
     ) -> Exchanging:
-        """Those of so many copies on a cluster's first devices, where their groups are as near as any."""
+        """Those of some copies on a cluster's first devices, where their groups are as close together as anywhere."""
         if cluster is None:
             return cls()
         devices = range(shards * copies)

@@ -76,7 +76,7 @@ class Stack:
 
     @property
     def sample_bytes(self) -> int:
-        """Of the tensor between two blocks, for one sample."""
+        """Bytes of the tensor between two blocks, for one sample."""
         return self.sequence * self.hidden * WIDTH
 
     @property

@@ -81,7 +81,7 @@ class Predicted(FileModel):
 
     @property
     def whole_ns(self) -> int:
-        """Of the iteration, sums of gradients included; older plans say when the last action ends, and no more."""
+        """The iteration, gradient sums included; older plans only say when the last action ends."""
         return self.iteration_ns or self.makespan_ns
 
 
@@ -198,6 +198,8 @@ class Plan(File):
         for device in found.get("devices", ()):
             if not device.get("reserve_bytes"):
                 device.pop("reserve_bytes", None)
+            if not device.get("contention"):
+                device.pop("contention", None)
         for stage in found.get("stages", ()):
             for key in ("step_ns", "gather_ns", "zero", "zero_group", "buckets", *_EXCHANGE):
                 if not stage.get(key):
@@ -527,7 +529,7 @@ class Plan(File):
         return self.model_copy(update={"loop": None, "starts_ns": starts, "programs": programs})
 
     def _round_of(self, id_: str, loop: Loop) -> tuple[int, int, Action]:
-        """Of the round that an operation is in: how much later than written it is, its time, the operation's first."""
+        """The round of an operation: how much later than written it is, its time, the operation's first."""
         device, before = self.devices_of(id_)[0], 0
         for each in loop.rounds:
             here = (text for text in self.programs[device][each.begins[device] : each.ends[device]])
@@ -641,7 +643,7 @@ class _LoopedProgram(Sequence[str]):
         return self._later(number, self._copies - 1 if number >= end else 0)
 
     def _later(self, number: int, copies: int) -> str:
-        """What is written there, so many copies of its round later."""
+        """The entry written there, some copies of its round later."""
         text = self._written[number]
         if not copies or StateAction.read(text) is not None:
             return text

@@ -200,7 +200,7 @@ class Block(Parts):
     costs: Annotated[Items[CostRow], Field(min_length=1)]
 
     def rows(self, context: int = 1, expert: int = 1) -> list[CostRow]:
-        """Its costs where each sequence is in so many parts, and so many devices share experts; by default none do.
+        """Its costs with each sequence in ``context`` parts and ``expert`` devices sharing experts; by default neither.
 
         A block that has no experts costs the same however many share those of others.
         """

@@ -48,7 +48,7 @@ def to_json(model: FileModel) -> str:
 
 
 def layout(value: object) -> str:
-    """JSON for readers: what fits on one line stands on one, and a newline at the end."""
+    """Human-readable JSON: whatever fits on one line is on one, with a newline at the end."""
     return _layout(value, 0) + "\n"
 
 
@@ -104,7 +104,7 @@ def require_writable(path: str, option: str = "-o") -> None:
 
 
 def _may_be_replaced(target: Path) -> bool:
-    """Whether its name may be given to another file: in folders such as /tmp only by whoever owns one of the two."""
+    """Whether its name may be given to another file: in folders such as /tmp only by the owner of either."""
     folder = target.parent.stat()
     return not folder.st_mode & stat.S_ISVTX or os.geteuid() in (0, folder.st_uid, target.stat().st_uid)
 
@@ -356,7 +356,7 @@ def _problem(detail: ErrorDetails, form: Form) -> str:
 
 
 def _allowed(detail: ErrorDetails) -> list[str]:
-    """The values of which one should stand there, where it is about one of some names."""
+    """The allowed values, if the error is about one of some names."""
     if detail["type"] == "literal_error":
         return re.findall("'([^']*)'", detail["ctx"]["expected"])
     pattern = detail["ctx"]["pattern"] if detail["type"] == "string_pattern_mismatch" else ""

@@ -253,7 +253,7 @@ class _NestedCosts(ChainCosts):
 
     @classmethod
     def over(cls, chain: ChainCosts, members: Mask) -> _NestedCosts:
-        """Of the blocks of a chain."""
+        """The costs of the blocks of a chain."""
         sums: Array = np.diff(chain.sums) @ members.T.astype(np.int64)
         tied = tuple((each, members.astype(np.int64) @ np.diff(before)) for each, before in chain.tied)
         return cls(sums, chain.widest, tied=tied, members=members, workspaces=chain.widest[:, 0])

@@ -87,14 +87,14 @@ class LinkTime:
 
     @staticmethod
     def of(times: Sequence[tuple[int, int]]) -> LinkTime:
-        """Of all links, from the total and busiest times of some each."""
+        """The time of all links, from the total and busiest times of subsets."""
         return LinkTime(sum([total for total, _ in times]), max([busiest for _, busiest in times], default=0))
 
 
 def link_time(
     devices: Sequence[Sequence[int]], traffic: Traffic, cluster: Cluster, *, sync: Sequence[int] = ()
 ) -> LinkTime:
-    """How long links are busy when each group stands on its ``devices``, ascending; the rest as for :func:`mapped`."""
+    """How long links are busy if each group is on its ``devices``, ascending; the rest as for :func:`mapped`."""
     links = GroupLinks.of([len(each) for each in devices], traffic, cluster, sync)
     return LinkTime.of([links.time(tie, devices[tie.first], devices[tie.second]) for tie in links.ties])
 
@@ -557,7 +557,7 @@ class LayoutSearch:
         return layout
 
     def _best_change(self, layout: GroupLayout, group: int) -> Change | None:
-        """Of the exchanges that a group looks at the best, None where none helps."""
+        """The best of the exchanges that a group considers; None if none helps."""
         best, time, seen = None, layout.time, set[tuple[int, int, int]]()
         for exchange in checked(exchanges(layout, group), 16):
             if exchange in seen:

@@ -42,7 +42,7 @@ class RunPoint:
 
     @property
     def time_ns(self) -> int:
-        """Of one micro-batch, with its share of the sums of gradients."""
+        """The time of one micro-batch, with its share of the gradient sums."""
         return self.strategy.time_ns
 
     @property
@@ -139,7 +139,7 @@ class RunFrontiers:
 
     @classmethod
     def of(cls, order: tuple[str, ...], models: StageModels) -> RunFrontiers:
-        """Of a model's stages."""
+        """The frontiers of a model's stages."""
         ways = models.whole.configurations
         workspaces = {name: np.array([way.workspace_bytes for way in ways[name]], np.int64) for name in order}
         useful = undominated(models.whole.graph, workspaces)
@@ -253,7 +253,7 @@ class _Tied:
 
 
 def _least(costs: tuple[IntArray, IntArray], weights: Weights) -> float:
-    """Of all configurations."""
+    """The minimum over all configurations."""
     return float((weights[0] * costs[0] + weights[1] * costs[1]).min())
 
 

@@ -8,6 +8,7 @@ where the last of their stages do.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -239,7 +240,7 @@ def _limits(
 
 
 def _held_by(everywhere: Sequence[StageCost]) -> int:
-    """Bytes that blocks which stand on all devices take on each."""
+    """Bytes that blocks on all devices take on each of them."""
     together = reduce(add, everywhere, StageCost(0, 0))
     return together.static_bytes + together.activation_bytes
 
@@ -315,7 +316,7 @@ def _cut(chain: Chain, allowed: Allowed) -> tuple[int, ...]:
 def _too_big(
     chain: Chain, begins: Sequence[int], order: Sequence[str], device: int, num_routes: int, beside: int
 ) -> InfeasibleError:
-    """The error for the device that misses most; ``beside`` is what blocks that stand everywhere take."""
+    """The error for the device that lacks most; ``beside`` is what blocks on all devices take."""
     stages = [stage for stage, where in enumerate(chain.devices) if where == device]
     held = [
         f"stage {stage} ({order[begin]}{f' .. {order[end - 1]}' if end - begin > 1 else ''})"
@@ -339,12 +340,14 @@ class Submodule:
     """The blocks whose names match ``blocks`` (a pattern such as ``image.*``), placed by a strategy of their own.
 
     ``positions`` are the first of its positions, and the one after the last; None is as many as its work asks for.
+    ``microbatch_size`` are the samples of each of its micro-batches, over all replicas; None is the plan's.
     """
 
     blocks: str
     strategy: str = "one-to-one"
     chunks: int | None = None
     positions: tuple[int, int] | None = None
+    microbatch_size: int | None = None
 
 
 def place_submodules(
@@ -363,18 +366,26 @@ def place_submodules(
 
     A *position* is a device, or ``replicas`` neighbouring ones that share every micro-batch. Blocks of no submodule
     come after all of them, as one stage split over the positions that feed it if the profile has costs for that (and
-    there are no replicas), else on the last of them alone. ``cut`` cuts each chain otherwise.
+    there are no replicas), else on the last of them alone; their micro-batches have the plan's ``microbatch_size``, and
+    wait for those of every submodule that have their samples. ``cut`` cuts each chain otherwise.
 
     Raises:
         UsageError: a pattern matches no block or one that another has, devices that are not there or not enough, a
-            strategy with two routes, or a block of no submodule before one of theirs.
+            strategy with two routes, a block of no submodule before one of theirs, or a size that replicas cannot
+            share.
         InfeasibleError: some device cannot hold what it must.
     """
     if num_devices % replicas:
         raise undivided(num_devices, replicas)
+    for submodule in submodules:
+        if (submodule.microbatch_size or microbatch_size) % replicas:
+            raise UsageError(
+                f"submodule {submodule.blocks!r}: micro-batches of {submodule.microbatch_size} samples cannot be "
+                f"shared by {replicas} replicas; choose a microbatch_size of a multiple, or other --replicas"
+            )
     parts = _parts(profile, submodules)
     rest = _rest(profile, parts)
-    ranges = _ranges(profile, submodules, parts, num_devices // replicas, microbatch_size // replicas)
+    ranges = _ranges(profile, submodules, parts, num_devices // replicas, microbatch_size // replicas, replicas)
     memory = list(memory_bytes or [None] * num_devices)
     stages: list[PlacedStage] = []
     for submodule, part, (first, end) in zip(submodules, parts, ranges, strict=True):
@@ -384,7 +395,7 @@ def place_submodules(
                 submodule.strategy,
                 (end - first) * replicas,
                 chunks=submodule.chunks,
-                microbatch_size=microbatch_size,
+                microbatch_size=submodule.microbatch_size or microbatch_size,
                 memory_bytes=memory[first * replicas : end * replicas],
                 recompute=recompute,
                 replicas=replicas,
@@ -396,7 +407,7 @@ def place_submodules(
             raise type(error)(f"{error} ({where})") from None
         for stage in placed.stages:
             devices = tuple(first * replicas + device for device in stage.devices)
-            stages.append(stage.model_copy(update={"devices": devices}))
+            stages.append(stage.model_copy(update={"devices": devices, "microbatch_size": submodule.microbatch_size}))
     if rest:
         stages.append(_after_all(profile, rest, stages, replicas, zero))
     return Placement(
@@ -442,12 +453,17 @@ def _rest(profile: Profile, parts: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _ranges(
-    profile: Profile, submodules: Sequence[Submodule], parts: Sequence[Sequence[str]], positions: int, size: int
+    profile: Profile,
+    submodules: Sequence[Submodule],
+    parts: Sequence[Sequence[str]],
+    positions: int,
+    size: int,
+    replicas: int,
 ) -> list[tuple[int, int]]:
     """[submodule] its first position and the one after its last.
 
-    Where none says, each gets one, and the others go one by one to whoever then has most work per position; that makes
-    the most work per position the least.
+    Where none says, each gets one, and the others go one by one to whoever then has most work per position, for as many
+    samples; that makes the most work per position the least. ``size`` is that of each replica, by default.
     """
     given = [submodule.positions for submodule in submodules]
     known = [each for each in given if each is not None]
@@ -463,8 +479,11 @@ def _ranges(
         raise UsageError("either all submodules say their devices or none does")
     if positions < len(parts):
         raise UsageError(f"{len(parts)} submodules need as many devices (times replicas), not {positions}")
-    costs = group_costs(profile, parts, size)
-    work = [cost.forward_ns + cost.backward_ns for cost in costs]
+    sizes = [own if (own := submodule.microbatch_size) is not None else size * replicas for submodule in submodules]
+    whole, work = math.lcm(*sizes), []
+    for part, own in zip(parts, sizes, strict=True):
+        cost = group_costs(profile, [part], own // replicas)[0]
+        work.append((cost.forward_ns + cost.backward_ns) * (whole // own))
     counts = [1] * len(parts)
     for _ in range(positions - len(parts)):
         counts[max(range(len(parts)), key=lambda part: work[part] / counts[part])] += 1

@@ -55,7 +55,7 @@ class Option(NamedTuple):
 
 
 Kind = tuple[Option, ...]
-"""The ways of a block, none of them for nothing: less memory takes more time."""
+"""The undominated ways to run a block: less memory takes more time."""
 
 Counts = tuple[int, ...]
 """[kind] how many blocks of it there are."""
@@ -252,7 +252,7 @@ class ChoosingBlocks:
         limit: int,
         beside: Array | int = 0,
     ) -> Array:
-        """[in flight, stage] least ns of compute of ranges with so many micro-batches ``in_flight``.
+        """[in flight, stage] least compute time in ns of ranges with that many micro-batches ``in_flight``.
 
         ``sums`` are of the same blocks, and in its ``row`` nothing is computed again. ``beside`` [in flight, stage] are
         bytes beside state, activations and workspace. ``UNLIMITED`` where nothing fits.
@@ -294,7 +294,7 @@ def choices_of(
     context: int = 1,
     experts: Experts = TOGETHER,
 ) -> ChoosingBlocks:
-    """The blocks of one stage. Raises UsageError where one has no costs for so many samples and shards."""
+    """The blocks of one stage. Raises UsageError if one has no costs for this number of samples and shards."""
     plain = Pricing(samples, shards=shards, context=context, experts=experts)
     ways = [(again, plain._replace(recompute=again).costs(profile, blocks)) for again in levels_of(profile)]
     kept = kept_whole(profile)
@@ -446,7 +446,7 @@ class FittingChain:
         return None
 
     def _table(self, most: int) -> _FittingTable | None:
-        """Of stages that take no more than ``most`` ns with nothing recomputed; None where they are too many."""
+        """A table of stages that take no more than ``most`` ns with nothing recomputed; None if they are too many."""
         like, times = list(dict.fromkeys(each[2:] for each in self.holdings)), self.sums.compute[0]
         last = np.searchsorted(times, times[:-1] + min(most, int(times[-1])), side="right") - 1
         counts = last - np.arange(self.num_blocks)
@@ -558,7 +558,7 @@ class FittingChain:
 
 
 _MOST_TIMES = 2**24
-"""Of a chain's ranges of blocks, times kinds of stages: so many take some hundreds of megabytes."""
+"""Most ranges of blocks of a chain times kinds of stages, which take some hundreds of megabytes."""
 
 
 @dataclass(frozen=True, slots=True)

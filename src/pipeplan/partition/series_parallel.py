@@ -161,7 +161,7 @@ def _reduced(successors: Sequence[Sequence[int]], below: Sequence[int]) -> list[
 
 
 def _heads(nodes: Iterable[int], weights: Sequence[int], successors: Sequence[Iterable[int]]) -> dict[int, int]:
-    """Of nodes in topological order, the longest sum of weights on a path among them that ends with each."""
+    """For each node in topological order, the largest sum of weights on a path that ends with it."""
     heads = dict.fromkeys(nodes, 0)
     for node in heads:
         heads[node] += weights[node]
@@ -295,7 +295,7 @@ def _joined(reduction: _GraphReduction) -> int | _Join:
 
 @dataclass(frozen=True, slots=True)
 class _Cutting:
-    """Nodes in topological order, what each stands for, and everything after each, as bits."""
+    """Nodes in topological order, what each represents, and all successors of each, as bits."""
 
     parts: list[int | _Join]
     weights: list[int]

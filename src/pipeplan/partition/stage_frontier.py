@@ -80,13 +80,13 @@ class ChainCut:
 
     @property
     def placement(self) -> Placement:
-        """The stages as they stand."""
+        """The stages as they are."""
         devices = sum(len(each.stage.devices) for each in self.stages)
         return Placement(strategy="stage graph", num_devices=devices, stages=tuple(each.stage for each in self.stages))
 
     @property
     def memory_bytes(self) -> int:
-        """Of the device that needs most."""
+        """Memory of the device that needs most."""
         return max(each.memory_bytes for each in self.stages)
 
     @property
@@ -127,7 +127,7 @@ class StageFrontiers:
 
     @cached_property
     def order(self) -> tuple[str, ...]:
-        """The chain; a graph's blocks stand in topological order."""
+        """The chain; a graph's blocks are in topological order."""
         return self.profile.topological_order()
 
     @cached_property
@@ -160,7 +160,7 @@ class _Draft:
     stages: tuple[tuple[int, int, int], ...]
 
     def promised_ns(self, num_microbatches: int) -> int:
-        """Of an iteration without transfers, were all stages as slow as the slowest."""
+        """The iteration without transfers, if all stages were as slow as the slowest."""
         return self.slowest_ns * (num_microbatches + len(self.stages) - 1)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from fractions import Fraction
 
 from pipeplan.costs import can_split
@@ -19,7 +20,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.graphs import longest_paths, topological_order
 from pipeplan.planning.candidates import shards_of, strategy_choices
-from pipeplan.planning.request import Request
+from pipeplan.planning.request import SUBMODULES, Request, size_of
 from pipeplan.planning.uniform_space import Choice, static_bytes
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again
@@ -81,7 +82,7 @@ def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> It
 
 
 def _costs(block: Block, size: int, split: tuple[int, int, int], recomputes: Sequence[Again]) -> Iterator[CostRow]:
-    """With so many samples, shards, parts of sequences, and devices that share experts, and each recomputation."""
+    """With these numbers of samples, shards, sequence parts and devices that share experts, for each recomputation."""
     shards, context, expert = split
     for recompute in dict.fromkeys(asked_again([block], each)[0] for each in recomputes):
         try:
@@ -94,28 +95,47 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
     """Least iteration in ns of a strategy's plans with some replicas, size and recomputation; None: there are none."""
     profile, size = request.profile, choice.batch.microbatch_size // choice.replicas
     positions, count = request.num_devices // (choice.replicas * choice.width), choice.batch.num_microbatches
+    own = _own_sizes(request, choice)
     splits = _may_split(request)
     parts = (1, 2) if request.num_parted != 0 and size % 2 == 0 else (1,)  # forwards may run in halves
     if positions < 1:
         return None
-    work, alone = 0, {}
+    work: int | Fraction = 0
+    alone = {}
     for block in checked(profile.blocks, 64):
+        samples = own.get(block.id, size)
         shards = shards_of(request, choice.replicas, choice.spread, block)
         split = shards, choice.context, choice.expert
-        costs = {part: cost for part in parts for cost in _costs(block, size // part, split, (choice.recompute,))}
+        costs = {part: cost for part in parts for cost in _costs(block, samples // part, split, (choice.recompute,))}
         times = {part: _compute_ns(splits, cost) for part, cost in costs.items()}
         if 1 not in times:
             return None
         alone[block.id] = min(times.values())
-        work += min(part * ns for part, ns in times.items()) * shards // choice.shards
+        least = min(part * ns for part, ns in times.items()) * shards // choice.shards
+        work += least if samples == size else Fraction(least * size, samples)
     way = _longest_way(profile, alone)
     steps = least_steps_ns(profile) // (choice.replicas * choice.width)  # one copy, over all devices of each position
-    bound = max(way, -(-(work * count + steps) // positions))
+    bound = max(way, math.ceil(Fraction(work * count + steps, positions)))
     if choice.strategy == "one-to-one" and not choice.spread and request.num_parted == 0:
         bound = max(bound, count * max(alone.values()))  # each block runs all micro-batches of a copy on one device
         if _is_chain(profile) and not splits:  # the last device waits for the others, and they for it
             bound = max(bound, way + (count - 1) * alone[profile.blocks[-1].id])
     return bound
+
+
+def _own_sizes(request: Request, choice: Choice) -> dict[str, int]:
+    """{block: samples of a micro-batch of each replica}, where rules give its submodule a size of its own.
+
+    Raises:
+        UsageError: a size comes to less than one sample.
+    """
+    found: dict[str, int] = {}
+    for submodule in request.rules.submodules if choice.strategy == SUBMODULES and request.rules is not None else ():
+        size = size_of(submodule, choice.batch.microbatch_size)
+        if size is not None:
+            blocks = (block.id for block in request.profile.blocks if fnmatchcase(block.id, submodule.blocks))
+            found |= dict.fromkeys(blocks, max(1, size // choice.replicas))
+    return found
 
 
 def _compute_ns(splits: bool, cost: CostRow) -> int:
@@ -141,7 +161,7 @@ def _longest_way(profile: Profile, alone: Mapping[str, int]) -> int:
 
 
 def _is_chain(profile: Profile) -> bool:
-    """Whether every block waits for the one before it, whatever else it waits for."""
+    """Whether every block waits for the one before it, possibly among others."""
     edges = {(edge.source, edge.target) for edge in profile.edges}
     ids = [block.id for block in profile.blocks]
     return all(pair in edges for pair in zip(ids, ids[1:], strict=False))

@@ -220,7 +220,7 @@ def number(value: Fraction) -> float:
 
 
 def slices_left_out(request: Request, workload: Workload, why: str) -> tuple[str, ...]:
-    """That fewer micro-batches are sliced than were asked for, which is warned of; ``why`` where none is."""
+    """A warning that fewer micro-batches are sliced than requested; ``why`` if none is."""
     count = num_sliced(workload)
     least = int(len(workload.stages) > 1)  # by AutoPipe's formula; of one stage there is nothing to halve
     wanted = least if request.num_parted == "autopipe" else request.num_parted or 0
@@ -302,14 +302,14 @@ class Result(Displayed):
 
     @property
     def not_tried(self) -> str:
-        """What there was no time for, as ``6 placements not tried, nor micro-batches of 2 or 4``; empty if nothing."""
+        """What was not tried for lack of time, as ``6 placements not tried, nor micro-batches of 2 or 4``; or empty."""
         left = self.candidates.left
         sizes = f", nor micro-batches of {_any_of(self.sizes_left)}" if self.sizes_left else ""
         return f"{counted(left, 'placement')} not tried{sizes}" if left else ""
 
     @property
     def throughput(self) -> Throughput:
-        """Of the predicted iteration."""
+        """The throughput of the predicted iteration."""
         plan = self.plan
         measure = Yardstick.of_plan(plan)
         return measure.throughput(plan.mini_batch, plan.predicted.iteration_ns, len(plan.devices))

@@ -181,7 +181,7 @@ class BoundedProposal:
 
 
 class SplitSizes(NamedTuple):
-    """How many devices split each block, and in how many parts each sequence is, each of which has so many devices.
+    """How many devices split each block, and into how many parts each sequence is divided, each with that many devices.
 
     Of these and of their replicas each ``expert`` share experts.
     """
@@ -272,8 +272,8 @@ def _uniform_of(
 
 
 def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Choice]:
-    """With so many shards and parts of sequences: every number of replicas and of positions, strategy, size and what is
-    recomputed.
+    """With these numbers of shards and sequence parts: every number of replicas and positions, every strategy and size,
+    and what is recomputed.
 
     Where that is open, and memory is limited, each block is recomputed as far as it must be. Only the ``longest``
     pipelines of one strategy are few even for many devices, and what fits anywhere mostly fits in one of them.
@@ -574,7 +574,7 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
     }
     if strategy == SUBMODULES:
         assert request.rules is not None  # choose_placement
-        submodules = submodules_of(request.rules, request.num_devices // choice.replicas)
+        submodules = submodules_of(request.rules, request.num_devices // choice.replicas, batch.microbatch_size)
         placement = place_submodules(request.profile, submodules, request.num_devices, **how)
     elif batch.num_microbatches % 2 and STRATEGIES[strategy].two_ways:
         raise UsageError(
@@ -747,7 +747,7 @@ def _replicas(request: Request) -> Sequence[int]:
 
 
 def _width(request: Request) -> int:
-    """Devices of a replica at each position, as far as that is said."""
+    """Devices of a replica at each position, as far as given."""
     return (request.shards or 1) * (request.context or 1)
 
 
@@ -812,7 +812,7 @@ def _other_sizes(request: Request, replicas: int, low: int, high: int, spread: b
 
 
 def _profiled(request: Request, replicas: int, spread: bool, split: SplitSizes | None = None) -> tuple[int, int]:
-    """The least and most samples on a device that every block has costs for, as it stands; none: (1, 0)."""
+    """The least and most samples per device for which every block has costs as placed; none: (1, 0)."""
     blocks, own = request.profile.blocks, split or SplitSizes(1, request.context or 1, request.expert or 1)
     ways = [split.shards if split else shards_of(request, replicas, spread, block) for block in blocks]
     sizes = [
@@ -832,7 +832,7 @@ def _or(remedy: str | None) -> str:
 
 
 def _no_costs(request: Request, replicas: int, spread: bool) -> UsageError:
-    """Some block has no costs for the way in which strategies would have it stand; or blocks have none in common."""
+    """Some block has no costs for how strategies would place it, or blocks have no costs in common."""
     for block in request.profile.blocks:
         known = sorted({row.shards for row in block.rows(request.context or 1, request.expert or 1)})
         shards = shards_of(request, replicas, spread, block)

@@ -151,7 +151,7 @@ class Comparison(Displayed):
         return found.pop() if len(found) == 1 else None
 
     def throughput(self, row: ComparisonRow) -> Throughput:
-        """Of a row's iteration."""
+        """The throughput of a row's iteration."""
         return self.yardstick.throughput(self.mini_batch, row.iteration_ns, self.num_devices)
 
     def figures(self) -> dict[str, object]:
@@ -348,7 +348,7 @@ class _RowsSoFar:
         self._rows.append(replace(row, schedule="1f1b", placement=asked.planner, cut_short=False))
 
     def _listen(self, progress: Progress | None) -> Progress | None:
-        """What a search calls: the best and the bound that are said are those of all placements."""
+        """The progress callback of a search: it reports the best and the bound over all placements."""
         if progress is None:
             return None
         best = self._best_ns
@@ -476,7 +476,7 @@ _SIZES = ("shards", "context", "expert", "zero")
 
 
 def _stands(workload: Workload) -> dict[str, Any]:
-    """On what its stages stand, as rows say it."""
+    """What its stages run on, in the words of rows."""
     stages = workload.stages
     most: dict[str, Any] = {name: max(getattr(each, name) for each in stages) for name in _SIZES}
     return most | {"idle_devices": workload.idle_devices}

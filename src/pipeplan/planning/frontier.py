@@ -73,7 +73,7 @@ class FrontierPoint:
 
     @property
     def price(self) -> float | None:
-        """Of one iteration."""
+        """The price of one iteration."""
         return None if self.price_per_hour is None else self.price_per_hour * self.time_ns / 3.6e12
 
 
@@ -113,7 +113,7 @@ class FrontierResult(Displayed):
         return f"<FrontierResult {self.name!r}: {len(self.points)} points, {self.proved}>"
 
     def throughput(self, point: FrontierPoint) -> Throughput:
-        """Of a point's iteration."""
+        """The throughput of a point's iteration."""
         return self.yardstick.throughput(self.samples, point.time_ns, point.num_devices)
 
     def plan(self, number: int | None = None) -> Plan:
@@ -211,13 +211,13 @@ def sharing_notes(num_devices: int, samples: int, shares: Sequence[float], model
 
 
 def device_notes(device: str | None, model: CostModel) -> Iterator[str]:
-    """That the device asked for is that of no time: whole blocks have their rows' times, however they are split."""
+    """A note that the requested device sets no times: whole blocks have their rows' times, however they are split."""
     if device and all(node.operation.kind == "block" for node in model.operators.nodes):
         yield f"--device {device} changes nothing: all blocks are split whole, with the times of the profile's rows"
 
 
 def grain_notes(model: CostModel) -> Iterator[str]:
-    """That times by operators are not those by blocks: a block's gradients are summed at once there, here in parts."""
+    """A note that times by operators differ from those by blocks, whose gradients are summed together."""
     summed = {name for name, ways in model.configurations.items() if any(way.sync_ns for way in ways)}
     blocks = {node.block for node in model.operators.nodes if node.name in summed}
     if len(summed) > len(blocks):
@@ -228,7 +228,7 @@ def grain_notes(model: CostModel) -> Iterator[str]:
 
 
 def share_notes(profile: Profile, model: CostModel) -> Iterator[str]:
-    """That blocks are split by samples at most, because of the profile; there may be one point only then."""
+    """A note that the profile only allows splits by samples, so that there may be a single point."""
     axes = [{axis for way in ways for axis in way.splits} for ways in model.configurations.values()]
     stuck = sum(each <= {"samples"} for each in axes)
     if stuck and _one_share(profile, model.options.blocks):
@@ -569,7 +569,7 @@ def _plan_notes(found: PlanFrontier) -> Iterator[str]:
 
 
 def _words(point: PlanPoint) -> str:
-    """A plan in a few words: stages and on what each stands, runs of equal ones together, schedule, size."""
+    """A plan in a few words: stages and what each runs on, equal neighbours together, schedule, size."""
     ways = [_stage_words(stage) for stage in point.workload.stages]
     runs = [(way, len(list(same))) for way, same in groupby(ways)]
     number = f"{len(ways)} stage{'s' if len(ways) > 1 else ''}"
@@ -582,7 +582,7 @@ def _words(point: PlanPoint) -> str:
 
 
 def _stage_words(stage: Stage) -> str:
-    """On what a stage stands: a device, replicas, shards; or that every block is split in a way of its own."""
+    """What a stage runs on: a device, replicas, shards; or that every block is split in its own way."""
     each, number = set(stage.configurations), len(stage.devices)
     if each:
         found = f"{named_devices(number)}, blocks split: {most_frequent(stage.configurations)}"
@@ -634,7 +634,7 @@ _EXPLAINING = 5.0
 
 
 def _price_per_hour(request: Request) -> float | None:
-    """Of the request's devices; None where one has no price."""
+    """The hourly price of the request's devices; None if one has no price."""
     kinds = request.cluster.first(request.num_devices).devices if request.cluster is not None else ()
     prices = [kind.price_per_hour * kind.count for kind in kinds if kind.price_per_hour is not None]
     return sum(prices) if kinds and len(prices) == len(kinds) else None

@@ -85,7 +85,7 @@ def _more_time(request: Request, result: Result, simulation: Simulation) -> Iter
 
 
 def _other_schedules(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    """A named schedule leaves neither slices nor the way of backward open, as ``auto`` does."""
+    """Unlike ``auto``, a named schedule fixes slices and whether backward is split."""
     if request.scheduler == "auto":
         return
     plan = result.plan
@@ -175,7 +175,7 @@ def _after_ns(workload: Workload) -> int:
 
 
 def _no_splits(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
-    """That an estimate has no costs of split blocks, without which tensor parallelism is not searched."""
+    """A hint that an estimate has no costs of split blocks, without which tensor parallelism is not searched."""
     source = request.profile.source
     if source.method != "estimated" or device_meant(source.device) is None or request.num_devices < 2:
         return

@@ -209,7 +209,7 @@ class _Quickest:
         return [PlacementCandidate(cut.placement, batch, False, "stage ways", given=cut.given or None) for cut in cuts]
 
     def at(self, number: int) -> CandidateOrError | None:
-        """One of them, if there are so many."""
+        """The candidate with this number, if there is one."""
         try:
             return self._found[number] if number < len(self._found) else None
         except UsageError:  # no way has costs for this size

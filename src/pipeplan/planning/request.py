@@ -264,7 +264,7 @@ class Request:
 
     @property
     def stated_profile(self) -> Profile:
-        """The profile as it stands in its file, whose fingerprint plans have."""
+        """The profile as it is in its file, whose fingerprint plans carry."""
         return self.stated or self.profile
 
     @property
@@ -276,7 +276,7 @@ class Request:
         return (self, *(replace(self, auto_level=level) for level in range(self.auto_level + 1, most + 1)))
 
     def sharing(self, replicas: int) -> Zero | None:
-        """What so many replicas of a stage divide; None where there cannot be so many, as groups do not divide them."""
+        """What this many replicas of a stage share out; None if groups do not divide their number."""
         if replicas == 1 or self.zero in (None, 0):
             return WHOLE
         group = self.zero_group or replicas
@@ -434,7 +434,7 @@ class Request:
 
 
 class AskedSizes(NamedTuple):
-    """How many devices split each block, share each sequence, stand in turn, are copies; None where that is open."""
+    """How many devices split each block, share each sequence, follow each other, are copies; None if open."""
 
     shards: int | None = None
     context: int | None = None
@@ -451,7 +451,7 @@ _SIZE_FLAGS = {"shards": "--tp", "context": "--cp", "positions": "--pp", "replic
 
 
 def require_sizes(profile: Profile, placement: Placement | str, num_devices: int, said: Mapping[str, Any]) -> None:
-    """That devices can be shared out as is ``said``, by the names of a request's fields. Raises UsageError."""
+    """Check that devices can be shared out as ``said``, by the names of a request's fields. Raises UsageError."""
     asked = AskedSizes(*(said.get(name) for name in AskedSizes._fields))
     if asked.context is not None:
         _require_context(profile, placement, num_devices, asked, said.get("spread"))
@@ -466,7 +466,7 @@ def require_sizes(profile: Profile, placement: Placement | str, num_devices: int
 def _require_context(
     profile: Profile, placement: Placement | str, num_devices: int, asked: AskedSizes, spread: bool | None
 ) -> None:
-    """That every block has costs for parts of sequences. Raises UsageError, which says for which it has."""
+    """Check that every block has costs for parts of sequences. Raises UsageError with the numbers it has costs for."""
     context, flag = asked.context or 1, f"--cp {asked.context}"
     if context == 1:
         return
@@ -494,7 +494,7 @@ def _require_context(
 def _require_shards(
     profile: Profile, placement: Placement | str, num_devices: int, asked: AskedSizes, spread: bool | None
 ) -> None:
-    """That every block can be split over so many devices. Raises UsageError, which says over how many it can."""
+    """Check that every block can be split over this many devices. Raises UsageError with the numbers that work."""
     shards, context = asked.shards or 1, asked.context or 1
     if shards == 1:
         return
@@ -531,7 +531,7 @@ def _require_experts(
     expert: int,
     others: Mapping[str, Any],
 ) -> None:
-    """That experts can be shared by so many devices. Raises UsageError, which says by how many they can."""
+    """Check that this many devices can share experts. Raises UsageError, which lists the numbers that work."""
     flag = f"--ep {expert}"
     if expert == 1:
         return
@@ -570,7 +570,7 @@ def _require_strategy(profile: Profile, placement: Placement | str, flag: str, w
 
 
 def _require_positions(profile: Profile, placement: Placement | str, num_devices: int, asked: AskedSizes) -> None:
-    """That a pipeline can be so long. Raises UsageError, which says how long it can be."""
+    """Check that a pipeline can be that long. Raises UsageError with the lengths that it can have."""
     positions, flag = asked.positions or 1, f"--pp {asked.positions}"
     _require_strategy(profile, placement, flag, "which devices run each stage")
     others, _ = asked.beside("shards", "context", "replicas")
@@ -592,7 +592,7 @@ def _require_positions(profile: Profile, placement: Placement | str, num_devices
 
 
 def _other_shards(profile: Profile, common: Sequence[int], shards: int) -> str:
-    """What to do where blocks have no costs for so many shards."""
+    """What to do if blocks have no costs for that number of shards."""
     remedy = splitting_remedy(profile, [shards])
     if remedy is None:
         heads = math.gcd(*(block.dimensions["heads"] for block in profile.blocks if "heads" in block.dimensions))
@@ -759,7 +759,10 @@ def _other_placement(rules: Rules, own: Placement) -> UsageError:
     """Rules that are for another placement than the profile's own."""
     strategy = strategy_of(rules)
     chunks = f" with {rules.chunks} stages per device" if rules.chunks else ""
-    what = "each submodule on devices of its own" if strategy == SUBMODULES else f"{strategy}{chunks}"
+    what = f"{strategy}{chunks}"
+    if strategy == SUBMODULES:
+        sized = any(each.microbatch_size is not None for each in rules.submodules)
+        what = f"each submodule on devices of its own{', with micro-batches of their own' if sized else ''}"
     anew = "take the placement out of the profile" if strategy == SUBMODULES else f"give --placement {strategy}"
     return UsageError(
         f"rules {rules.name!r} are for stages that stand {what}, which those of the profile's own placement "
@@ -776,10 +779,10 @@ def _count(profile: Profile, num_devices: int | None) -> int:
 
 
 ALL = "all"
-"""What asks for all strategies, whatever placement the profile has."""
+"""The name that requests all strategies, whatever placement the profile has."""
 
 SUBMODULES = "submodules"
-"""What stands for a strategy where the rules place each submodule by one of its own."""
+"""The name in place of a strategy if the rules place each submodule by its own."""
 
 
 def strategy_of(rules: Rules | None) -> str | None:
@@ -816,9 +819,17 @@ def follows_rules(profile: Profile, placement: Placement, rules: Rules) -> bool:
 
 def _follows(profile: Profile, rules: SubmoduleRules, stages: Sequence[PlacedStage], num_devices: int) -> bool:
     asked = _submodule(rules, num_devices)
+    if rules.microbatch_size is not None and not _has_size(rules.microbatch_size, stages):
+        return False
     first, end = asked.positions or (0, num_devices)
     inside = all(first <= device < end for stage in stages for device in stage.devices)
     return inside and follows(profile, stages, asked.strategy, asked.chunks)
+
+
+def _has_size(size: int | str, stages: Sequence[PlacedStage]) -> bool:
+    """Whether stages say sizes of their own as rules do; of a text, which the plan's size gives a meaning to, any."""
+    said = {stage.microbatch_size for stage in stages}
+    return None not in said and (isinstance(size, str) or said <= {size})
 
 
 def _places_submodules(rules: Rules) -> bool:
@@ -832,9 +843,25 @@ def _places_submodules(rules: Rules) -> bool:
     return True
 
 
-def submodules_of(rules: Rules, positions: int) -> list[Submodule]:
-    """Every submodule as its rules place it, each on devices of its own; in their ``devices`` D is ``positions``."""
-    return [_submodule(submodule, positions) for submodule in rules.submodules]
+def submodules_of(rules: Rules, positions: int, microbatch_size: int) -> list[Submodule]:
+    """Every submodule as its rules place it, each on devices of its own, with its micro-batch size if they say one.
+
+    In their ``devices`` D is ``positions``, in their ``microbatch_size`` b is the plan's.
+
+    Raises:
+        UsageError: a size comes to less than one sample.
+    """
+    return [
+        replace(_submodule(each, positions), microbatch_size=size_of(each, microbatch_size))
+        for each in rules.submodules
+    ]
+
+
+def size_of(rules: SubmoduleRules, microbatch_size: int) -> int | None:
+    """The samples of a submodule's micro-batches, where the plan's have so many; None: as many. Raises UsageError."""
+    if rules.microbatch_size is None:
+        return None
+    return evaluate(f"microbatch_size of submodule {rules.blocks!r}", rules.microbatch_size, {"b": microbatch_size})
 
 
 def _submodule(rules: SubmoduleRules, positions: int) -> Submodule:

@@ -46,7 +46,7 @@ class SplitPoint:
 
     @property
     def time_ns(self) -> int:
-        """Of one iteration."""
+        """The time of one iteration."""
         return self.strategy.time_ns
 
 
@@ -73,7 +73,7 @@ class Splits:
         return self.settled and self.tracked.exact and self.factor == 1 and not self.model.counted_again
 
     def plan(self, request: Request, index: int) -> Plan:
-        """That of a point, or why no plan can run it, as :func:`plan_of_strategy` says."""
+        """The plan of a point, or why no plan can run it, as :func:`plan_of_strategy` says."""
         return plan_of_strategy(
             request.profile,
             self.model_of(self.points[index]),
@@ -148,7 +148,7 @@ def split_frontier(request: Request, splitting: Splitting, *, seconds: float = 0
 
 
 def _only(name: str, model: CostModel, rounds: _Rounds) -> tuple[Tracked, tuple[SplitPoint, ...], bool]:
-    """The points of a planner that looks at less than all; and whether none of its own was left out."""
+    """The points of a restricted planner, and whether all of its own strategies were covered."""
     only = ONLY[name]
     points: list[SplitPoint] = []
     last, settled, why = None, True, ""

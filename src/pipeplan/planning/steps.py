@@ -612,7 +612,7 @@ def _but_for_size(candidate: PlacementCandidate) -> Hashable:
 
 @dataclass(slots=True, eq=False)
 class _Telling(Limit):
-    """Ends nothing, but when its time is up that is told at the next checkpoint, once."""
+    """Ends nothing; when its time is up, ``tell`` is called once, at the next checkpoint."""
 
     tell: Callable[[], None] = field(kw_only=True)
     told: bool = field(default=False, init=False)
@@ -632,7 +632,7 @@ def _is_named(request: Request) -> bool:
 
 
 _MORE = 4
-"""Larger groups have so many times as many entries."""
+"""By what factor the number of entries grows from one size of groups to the next."""
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class Trial:
 
     @property
     def least_ns(self) -> int:
-        """No iteration is shorter, whatever the request leaves open."""
+        """A bound on the iteration over everything that the request leaves open."""
         return self.bound_ns if self.late_bound is None else min(self.bound_ns, self.late_bound)
 
     @property
@@ -351,7 +351,7 @@ class LookedAt:
 
 
 def look_at(look: LookAhead) -> LookedAt:
-    """Make a proposal and look at known schedules of it, if any may be worth it: the same whoever does it."""
+    """Make a proposal and look at its known schedules, if any may be worth it: deterministic, whoever runs it."""
     candidate = look.propose()
     if not look.looks or not isinstance(candidate, PlacementCandidate):
         return LookedAt(candidate)
@@ -386,7 +386,7 @@ class PlanStep(SearchStep, ABC):
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """A proposal that may have been given away; whoever calls it makes it."""
+    """A proposal that may have been handed to a worker; calling it makes it here."""
 
     given: Given[LookAhead, LookedAt]
 
@@ -398,7 +398,7 @@ FIRST_SECONDS = 1.0
 """Seconds of work that every search has for its first plan, however little is left when it begins."""
 
 LATE, LATE_SHARE = 1.0, 0.1
-"""A command may be so many seconds late, or by so much of its limit: for its first plan, and to make its last one."""
+"""How late a command may be, in seconds or as a part of its limit: for its first plan, and to make its last one."""
 
 ENDING = 0.25
 """Seconds of these that a search takes after its last plan, or for want of one: it counts what is left, and ends."""
@@ -697,7 +697,7 @@ class PlanSearch:
         self._say(f"{trial.candidate.source} {trial.candidate.placement.strategy}", self.answer)
 
     def listen(self, trial: Trial) -> Progress | None:
-        """What the search of a trial's schedules calls: the best and the bound that are said are the whole search's."""
+        """The progress callback of a trial's schedule search: it reports the best and the bound of the whole search."""
         if self.progress is None:
             return None
 

@@ -63,7 +63,7 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the processes, whatever they do, or begin: nobody wants it any more, and no file is theirs."""
+        """End the processes, whatever they are doing or starting: nobody needs their results, and they own no files."""
         self._left.close()
         if self._pool is not None:
             self._end(self._pool)
@@ -264,7 +264,7 @@ def _ranked(found: Sequence[tuple[Cell, TuningRow]]) -> list[tuple[Cell, TuningR
 
 @dataclass(slots=True)
 class _Tuner:
-    """What a tuning knows: the rows of each cell it has looked into."""
+    """What a tuning knows: the rows of each cell that it has evaluated."""
 
     request: Request
     workers: Workers
@@ -329,7 +329,7 @@ class _Tuner:
         return min((row.iteration_ns for _, row in self.found), default=math.inf)
 
     def _points(self) -> deque[_GridPoint]:
-        """The grid, to be placed: what has few micro-batches is quickly looked into, so it comes first."""
+        """The grid, yet to be placed. Cells with few micro-batches come first, since they are evaluated quickly."""
         points: list[_GridPoint] = []
         for choice in grid(self.request):
             if isinstance(choice, UsageError):

@@ -267,7 +267,7 @@ def _failed(error: PipeplanError) -> Cell:
 
 
 def _with_free_links(request: Request) -> Request:
-    """Messages take no time, and every device has the memory of the largest: whatever the devices, no better is had."""
+    """Messages take no time, and every device has the memory of the largest: no choice of devices does better."""
     limits = [limit for limit in request.memory if limit is not None]
     most = max(limits) if len(limits) == request.num_devices else None
     return replace(request.within(most), cluster=None)

@@ -553,7 +553,7 @@ def _fitted(
     all recompute together where that must fit.
 
     ``inf`` where nothing fits. ``rows`` [choice] are the places of their sums. Of more than :data:`_MOST_LOOKED_AT`
-    positions only so many are looked at, evenly from the first to the last, which stand for the others.
+    positions only this many are looked at, evenly spaced from first to last, to represent the others.
     """
     needs, smallest, again = np.zeros(len(choices)), np.zeros(len(choices)), np.zeros(len(choices))
     spared = np.array([each.saved_bytes[-1] for each in sums], dtype=np.float64)[rows][:, None]

@@ -78,7 +78,7 @@ class _StageWidth(NamedTuple):
 
     @property
     def work_ns(self) -> int:
-        """Of a micro-batch."""
+        """The work of a micro-batch."""
         return self.forward_ns + self.backward_ns
 
 
@@ -108,7 +108,7 @@ class _Widths:
 
     @classmethod
     def of(cls, request: Request) -> _Widths:
-        """Of a request."""
+        """The widths of a request."""
         return cls(request, tuple(request.profile.topological_order()), {}, {}, {})
 
     def quickest(self, most: int) -> list[_WidthLayout]:

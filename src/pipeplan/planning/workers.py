@@ -189,7 +189,7 @@ _MOST_POLLS = 50
 
 
 def answered(told: bytes, job: bytes) -> bytes:
-    """What a worker does: the answer to a job of objects it was ``told``, or what was raised; (whether, which)."""
+    """What a worker does: (whether it succeeded, the answer or the exception) of a job on the objects in ``told``."""
     with _ALONE:
         known = _known(told)
         work, item, seconds = _loads(job, known)
@@ -211,7 +211,7 @@ def _nothing(item: int) -> int:
 
 
 _HELD: dict[bytes, tuple[object, ...]] = {}
-"""What this process was told last."""
+"""The objects that this process was sent last."""
 
 
 def _known(told: bytes) -> tuple[object, ...]:
@@ -244,7 +244,7 @@ def _loads(what: bytes, known: Sequence[object]) -> Any:
 def processes(
     count: int, begin: Callable[..., None] | None = None, *given: object
 ) -> tuple[Callable[[], ProcessPoolExecutor], Callable[[Executor], None]]:
-    """What makes an executor of so many processes, which each ``begin`` with what is given; and what ends one at once.
+    """What makes an executor of ``count`` processes, each running ``begin`` first; and what ends one at once.
 
     They end where the process that made them does, however that ends. They are to begin :func:`deaf`.
     """
@@ -282,7 +282,7 @@ def _gone(executor: Executor | None) -> bool:
 
 @contextmanager
 def deaf() -> Iterator[None]:
-    """Processes that begin inside hear no Ctrl-C nor hangup, which a terminal sends to all: whoever makes them does."""
+    """Processes started inside ignore Ctrl-C and hangups, which a terminal sends to all: their parent handles them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP])  # which they inherit
     try:
         yield
@@ -389,4 +389,4 @@ _PATIENCE, _LEAST_PATIENCE = 5.0, 0.5
 """Seconds for which a scheduler, and then a worker, is waited for: while there is time, and the latter in any case."""
 
 _LEAVING = 0.2
-"""Seconds in which a scheduler is told that we leave."""
+"""Seconds allowed for telling a scheduler that this client leaves."""

@@ -82,7 +82,7 @@ def _tables(report: FrontierResult, points: Sequence[tuple[int, FrontierPoint]],
 
 
 def _time(point: FrontierPoint) -> str:
-    """Of an iteration; where no size of the profile has its costs, with what it is between."""
+    """The time of an iteration; with its range if no size of the profile has its costs."""
     if not point.unprofiled:
         return format_ns(point.time_ns)
     low, high = point.bounds_ns or (0, None)

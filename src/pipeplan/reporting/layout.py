@@ -302,5 +302,5 @@ def shown_rows(count: int, most: int) -> list[int | range]:
 
 
 def more(rows: range) -> str:
-    """What stands for rows that are left out."""
+    """The text in place of rows that are left out."""
     return f"{len(rows)} more"

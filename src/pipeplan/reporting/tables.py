@@ -319,7 +319,7 @@ def _measured_headline(simulation: Simulation, comparison: MeasuredComparison) -
 
 
 def _stretched(comparison: MeasuredComparison) -> str:
-    """That the clock said other times than these."""
+    """A note that the wall clock showed other times than these."""
     clock = format_ns(round(comparison.measured_ns * comparison.stretch))
     return f"; times are the plan's, which the run stretched {comparison.stretch:.3g} times, to {clock} by the clock"
 

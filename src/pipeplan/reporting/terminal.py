@@ -91,7 +91,7 @@ class Bottleneck:
 
     @classmethod
     def of(cls, workload: Workload) -> Bottleneck:
-        """Of equally busy devices the first."""
+        """The busiest device; of equally busy ones the first."""
         totals = [0] * len(workload.devices)
         for item, operation in enumerate(workload.operations):
             for device in workload.resources[item]:

@@ -117,7 +117,7 @@ def megatron_settings(workload: Workload, scheduler: str) -> list[str]:
 
 
 def _uniform(workload: Workload, target: str) -> tuple[Stage | None, str]:
-    """A stage that stands for all; or none, and why there is none."""
+    """A stage that represents all stages; or none, and the reason."""
     able = export_target(target)
     stages = workload.stages
     splits = {(each.shards, each.context, each.expert, each.replicas, each.zero, each.zero_group) for each in stages}
@@ -140,7 +140,7 @@ def _zero_group(stage: Stage) -> int:
 
 
 def _recomputation(workload: Workload, full: list[str], selective: list[str]) -> list[str]:
-    """The settings that all blocks have in common, or that there are none."""
+    """The settings that all blocks share, or a line that there are none."""
     found = set[object]()
     for stage in workload.stages:
         found.update(stage.recompute if isinstance(stage.recompute, tuple) else [stage.recompute])

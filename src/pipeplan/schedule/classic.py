@@ -392,7 +392,7 @@ def is_chain(problem: OneMicrobatch) -> str | None:
 
 
 def unparted(problem: OneMicrobatch) -> str | None:
-    """Forwards neither part nor meet: where they do, no placement makes a chain of the stages."""
+    """Forwards neither branch nor join; if they do, no placement makes a chain of the stages."""
     return None if chains(problem) else is_chain(problem)
 
 
@@ -411,7 +411,7 @@ waves = all_of(
 
 
 def joined(problem: OneMicrobatch) -> str | None:
-    """All stages hang together: what devices may have in flight is said of one graph."""
+    """All stages are connected: limits in flight are defined for one graph."""
     parts = connected_parts(range(len(problem.workload.stages)), problem.workload.stage_edges)
     return (
         None if len(parts) == 1 else f"it needs stages that hang together; these are {len(parts)} graphs of their own"

@@ -142,7 +142,7 @@ def microbatch_by_microbatch(problem: OneMicrobatch) -> list[list[int]]:
 
 
 def memory_in_turn(problem: OneMicrobatch) -> int:
-    """Bytes of the device that needs most where one micro-batch runs after another, rounded up as they are said."""
+    """Bytes of the device that needs most if micro-batches run one at a time, rounded up as in messages."""
     peaks = peak_memory(task_graph(problem.workload), microbatch_by_microbatch(problem))
     return rounded_up(max(memory.peak_bytes for memory in peaks))
 

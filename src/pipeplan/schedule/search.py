@@ -89,7 +89,7 @@ def search_schedule(
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """What is asked of :func:`search_schedule`, whatever workload it is tried on."""
+    """The arguments of :func:`search_schedule` that do not depend on the workload."""
 
     budget: Budget
     scheduler: str

@@ -34,7 +34,7 @@ _RANKS = {Role.FORWARD: 2, Role.WEIGHT_GRAD: 3}
 
 @dataclass
 class Stages:
-    """What is said of the stages of a task graph, in samples and micro-batches; and how many actions trials started."""
+    """Facts about the stages of a task graph, in samples and micro-batches; and how many actions trials started."""
 
     graph: TaskGraph
     num_starts: int = 0

@@ -334,7 +334,7 @@ def most_bytes(graph: TaskGraph, orders: Orders, loop: LoopCut | None = None) ->
 
 
 def first_by(keys: Sequence[Callable[[Schedule], int]], found: Schedule, best: Schedule) -> bool:
-    """Whether a schedule has less of the first key in which they differ; keys that cost time may stand last."""
+    """Whether a schedule is less in the first key in which they differ; keys that cost time may come last."""
     return next((here < there for key in keys if (here := key(found)) != (there := key(best))), False)
 
 

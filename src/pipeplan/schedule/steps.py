@@ -319,7 +319,7 @@ class LessMemory(ScheduleStep):
 
 @dataclass(frozen=True)
 class LastWeightGradients(ScheduleStep):
-    """Which stage's last weight gradients a device runs first, so that sums of gradients hide behind the others.
+    """Which stage's last weight gradients a device runs first, so that its gradient sums overlap with the others.
 
     What a device runs at its end and is nothing but weight gradients is sorted by stage, in each of up to ``most``
     orders of its stages; of more stages those are tried that begin with another one. Devices take turns as long as one
@@ -352,8 +352,8 @@ class LastWeightGradients(ScheduleStep):
 
     @staticmethod
     def _ends(graph: TaskGraph, candidate: ScheduleCandidate) -> tuple[int, int]:
-        """Of the last device, and all devices' together, which says whether one that is not the last is better."""
-        _, tail = best_tail(graph.workload, graph.last_ends(candidate.starts), graph.busy(candidate.starts))
+        """The end of the last device, and the sum over all, which tells whether one that is not the last improves."""
+        _, tail = best_tail(graph.workload, graph.last_ends(candidate.starts), graph.exchanged(candidate.starts))
         return tail.iteration_ns, sum(tail.ended_ns)
 
     def _orders(self, state: SearchState, order: Sequence[int]) -> Iterator[list[int]]:

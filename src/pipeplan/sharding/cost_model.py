@@ -439,12 +439,12 @@ class CostModel:
 
 
 def once_ns(way: Configuration, microbatches: int) -> int:
-    """What a micro-batch has of what so many share: sums of gradients and the optimizer's step."""
+    """A micro-batch's part of what all micro-batches share: gradient sums and the optimizer's step."""
     return -(-way.sync_ns // microbatches) - (-way.step_ns // microbatches)
 
 
 def _spared(ties: Iterable[CostTie], strategy: Strategy) -> tuple[int, int, int]:
-    """Bytes, ns of sums and ns of the step that all of them spare a strategy."""
+    """Bytes, ns of sums and ns of the step that sharing saves a strategy."""
     every = [tie.spared([strategy.configurations[user.operator] for user in tie.users]) for tie in ties]
     memory, sums, steps = (sum(each[place] for each in every) for place in range(3))
     return memory, sums, steps

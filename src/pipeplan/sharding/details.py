@@ -179,7 +179,7 @@ def _stage_cost(details: Details, strategy: Strategy, microbatches: int) -> Stag
 
 
 OUTSIDE = "outside of the stage"
-"""The block of operators that stand for the rest of the pipeline: they cost nothing and have one configuration."""
+"""The block of operators that represent the rest of the pipeline: they cost nothing and have one configuration."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class StageModels:
 
     @classmethod
     def of(cls, model: CostModel) -> StageModels:
-        """Of a model of whole blocks."""
+        """The stages of a model of whole blocks."""
         nodes, inner = list(model.operators.nodes), model.operators.links
         before: dict[Link, Link] = {}
         after: dict[str, Link] = {}

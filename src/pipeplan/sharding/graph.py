@@ -105,7 +105,7 @@ class CostTie:
 
     @property
     def sure(self) -> bool:
-        """Whether strategies cost what is said, and not less."""
+        """Whether the stated costs of strategies are exact rather than upper bounds."""
         return len(self.users) < _UNSURE_USERS or len(np.unique(np.concatenate([user.ways for user in self.users]))) < 2
 
     def spared(self, chosen: Sequence[int]) -> tuple[int, int, int]:
@@ -190,7 +190,7 @@ class CostGraph:
         self.order()
 
     def lowered(self) -> CostGraph:
-        """The same costs by only operators and edges: after its own come those that stand for ties."""
+        """The same costs with operators and edges only: its own, followed by those that represent ties."""
         if not self.ties:
             return self
         own: dict[str, IntArray] = {}

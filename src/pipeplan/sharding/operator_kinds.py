@@ -496,7 +496,7 @@ def _shard_counts(block: Block) -> set[int]:
 
 @dataclass(frozen=True)
 class _Alone(Splittable):
-    """An operator that keeps a copy of its own of whatever its backward needs, each where it lies."""
+    """An operator that keeps its own copy of everything its backward needs, each in its layout."""
 
     keeps: ClassVar[tuple[bool, ...]] = (False,)
     keeps_output = False

@@ -445,7 +445,7 @@ def _layout(taken: Map, splits: Splits) -> Layout:
 
 
 def _partial(operation: Splittable, taken: Map, splits: Splits) -> Layout:
-    """The layout of a tensor that is a sum along whatever the operator splits and the tensor does not have."""
+    """The layout of a tensor that is a partial sum along every axis that the operator splits and the tensor lacks."""
     lacking = [split for name, split in splits.items() if name not in taken and name not in operation.combined]
     assert len(lacking) <= 1, f"{operation.kind} leaves a sum along {lacking}"
     return _layout(taken, splits)._replace(partial=lacking[0] if lacking else None)

@@ -128,7 +128,7 @@ def _logged_device(simulation: Simulation, log: RunLog, device: int) -> LoggedDe
 
 
 def _logged_kinds(simulation: Simulation, log: RunLog) -> Iterator[KindTimes]:
-    """Of the actions that both the plan and the trace have."""
+    """Times by kind of the actions that both the plan and the trace have."""
     graph = simulation.graph
     predicted: defaultdict[str, list[int]] = defaultdict(list)
     measured: defaultdict[str, list[float]] = defaultdict(list)

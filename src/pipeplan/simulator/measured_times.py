@@ -86,12 +86,12 @@ class MeasuredComparison(BesidePrediction):
 
     @property
     def predicted_bubble_rate(self) -> float:
-        """Of the iteration."""
+        """The predicted bubble rate of the iteration."""
         return 1 - sum(device.predicted_busy_ns for device in self.devices) / (len(self.devices) * self.predicted_ns)
 
     @property
     def bubble_rate(self) -> float:
-        """Of the iteration, measured."""
+        """The measured bubble rate of the iteration."""
         return 1 - sum(device.busy_ns for device in self.devices) / (len(self.devices) * self.measured_ns)
 
     @property

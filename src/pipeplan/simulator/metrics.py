@@ -74,7 +74,7 @@ class IdleShares:
 
     @classmethod
     def of(cls, rates: Rates, steady_ns: float | None, unused: Collection[int]) -> IdleShares:
-        """Of an iteration whose micro-batches take ``steady_ns`` at the pace of the steady state."""
+        """Shares of an iteration whose micro-batches take ``steady_ns`` at the pace of the steady state."""
         count, makespan, most = len(rates.busy_ns), rates.makespan_ns, max(rates.busy_ns)
         used = count - len(unused)
         steady = most if steady_ns is None else min(max(most, steady_ns), makespan)
@@ -135,7 +135,7 @@ def rates(graph: TaskGraph, orders: Orders, starts: Sequence[int], loop: LoopCut
         last_end_ns=last,
         bubble_rate=_share_idle(sum(busy), len(busy) * makespan),
         bubble_rate_span=_share_idle(busy[longest], spans[longest]),
-        tail=tail_of(graph.workload, graph.last_ends(starts, later), busy_ns=graph.busy(starts, later)),
+        tail=tail_of(graph.workload, graph.last_ends(starts, later), exchanged=graph.exchanged(starts, later)),
     )
 
 

@@ -65,7 +65,8 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
     return replace(
         plan.workload,
         devices=tuple(
-            Device(name=names[d], memory_bytes=memory[d], reserve_bytes=reserve[d]) for d in range(len(plan.devices))
+            Device(name=names[d], memory_bytes=memory[d], reserve_bytes=reserve[d], contention=cluster.contention)
+            for d in range(len(plan.devices))
         ),
         stages=tuple(stages),
         tied=tuple(tied),

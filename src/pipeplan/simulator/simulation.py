@@ -40,7 +40,7 @@ from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, tas
 from pipeplan.workload.workload import Workload
 
 _Name = tuple[str, str]
-"""What stands before and after the micro-batch in a SEND."""
+"""The text before and after the micro-batch in a SEND."""
 
 
 def orders_of(plan: Plan, graph: TaskGraph) -> list[list[int]]:
@@ -257,7 +257,7 @@ class Simulation(Displayed):
 
     @property
     def throughput(self) -> Throughput:
-        """Of the iteration."""
+        """The throughput of the iteration."""
         return self.yardstick.throughput(self.workload.mini_batch, self.iteration_ns, len(self.workload.devices))
 
     @property

@@ -58,7 +58,7 @@ def _exchanges(workload: Workload) -> int:
 
 
 def _network(workload: Workload) -> int:
-    """Least iteration in ns by what each device's network and the steps behind it have to do.
+    """Lower bound on the iteration in ns from the work of each device's network and the steps that follow it.
 
     A stage's last gradient comes after all of its own work, which runs on each of its devices one action at a time and
     begins no earlier than the first of it can be reached; and after a whole micro-batch's way to it. Sums are so ready

@@ -102,6 +102,7 @@ Items = Annotated[tuple[Item, ...], FirstProblemOnly()]
 Nanoseconds = Annotated[int, Ge(0), Le(MAX_NS)]
 PositiveNs = Annotated[int, Ge(1), Le(MAX_NS)]
 Bytes = Annotated[int, Ge(0), Le(MAX_BYTES)]
+Share = Annotated[float, Ge(0), Le(1)]
 Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
 DeviceCount = Annotated[int, Ge(1), Le(MAX_DEVICES)]
 Index = Annotated[int, Ge(0), Le(MAX_COUNT)]
@@ -206,7 +207,10 @@ class Element:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device(Element):
-    """A device the plan uses, and its memory (None is no limit), of which the plan leaves ``reserve_bytes`` alone."""
+    """A device the plan uses, and its memory (None is no limit), of which the plan leaves ``reserve_bytes`` alone.
+
+    By ``contention`` of its speed it computes less while its network sums gradients beside that.
+    """
 
     name: Name = "device"
     memory_bytes: Bytes | None = None
@@ -214,6 +218,9 @@ class Device(Element):
         Bytes,
         Meaning("of its memory, what the plan leaves to the device's context, communication buffers and allocator"),
     ] = 0
+    contention: Annotated[
+        Share, Meaning("by what part of its speed it computes less while its network sums gradients", said_only=True)
+    ] = 0.0
 
     @property
     def usable_bytes(self) -> int | None:
@@ -291,7 +298,7 @@ def groups_problem(groups: Sequence[BlockGroup], num_blocks: int, operations: It
 
 
 ONCE = MAX_COUNT
-"""State that is exchanged after so many actions is exchanged once an iteration, however many micro-batches it has."""
+"""State exchanged after this many actions is exchanged once per iteration, however many micro-batches there are."""
 UNSHARD_EVERY = (
     "forwards and backwards of the stage, one after another on its devices, for which its parameters stay gathered, "
     f"from an UNSHARD to a RESHARD; {ONCE}: all; none: each block is gathered inside of actions"

@@ -212,7 +212,7 @@ class MemoryBytes(Mapping[MemoryKind, int]):
 
     @property
     def total(self) -> int:
-        """Of all kinds together."""
+        """The sum over all kinds."""
         return sum(self._sizes)
 
     def share(self, parts: int | Mapping[MemoryKind, int]) -> MemoryBytes:

@@ -133,7 +133,7 @@ class MemoryState:
         self._note_peaks(self._holders[x], task)
 
     def exchange(self, devices: Sequence[int], kind: MemoryKind, size: int) -> None:
-        """Devices begin to have something whole, of so many bytes; or end, where these are negative."""
+        """Devices start to hold this many bytes of something gathered; or stop, if the number is negative."""
         self._change(devices, kind, size)
         self._note_peaks(devices, None)
 

@@ -105,7 +105,7 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def size_of(self, name: str) -> int:
-        """Of an axis; 1 where there is none of the name."""
+        """Size of an axis; 1 if there is none with the name."""
         return dict(self.axes).get(name, 1)
 
     @property
@@ -117,7 +117,7 @@ class Mesh:
         )
 
     def axis(self, name: str) -> MeshAxis:
-        """Where an axis lies; of size 1 where there is none of the name."""
+        """The position of an axis; of size 1 if there is none with the name."""
         return dict(self.named).get(name, MeshAxis(1, 1))
 
     def plane_without(self, names: Collection[str], device: int) -> tuple[Mesh, tuple[int, ...]]:

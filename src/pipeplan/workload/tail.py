@@ -10,6 +10,10 @@ ended all its actions and all its sums it takes the steps of its stages; a stage
 its devices have stepped, on their networks, in the same manner. The iteration ends with the last device.
 
 Where actions exchange what replicas divide (:mod:`pipeplan.workload.exchanges`), sums follow these on the same network.
+
+A device whose network sums while it still has actions computes less meanwhile, by its ``contention``: it has that part
+of the time to make up for behind its last action, before its steps. What other devices wait for is not later. The same
+goes for gradients that actions reduce once an iteration; other exchanges of actions are in what these take.
 """
 
 from __future__ import annotations
@@ -18,11 +22,25 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice, permutations
 
-from pipeplan.workload.elements import Loop
+from pipeplan.workload.elements import ONCE, Loop
 from pipeplan.workload.exchanges import Numbered, networks_at
-from pipeplan.workload.kinds import GRADIENT_ROLES
+from pipeplan.workload.kinds import GRADIENT_ROLES, REDUCE_GRAD
 from pipeplan.workload.network_jobs import NetworkJob
 from pipeplan.workload.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanged:
+    """What actions exchange on networks: until when [device], in ns; none where nothing is exchanged.
+
+    ``sums`` are (start, end, devices) of what is reduced once an iteration.
+    """
+
+    until_ns: tuple[int, ...] = ()
+    sums: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+
+
+NOTHING = Exchanged()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +88,19 @@ class Tail:
 
 
 def tail_of(
-    workload: Workload, ends_ns: Sequence[int], order: Collection[int] = (), busy_ns: Sequence[int] = ()
+    workload: Workload, ends_ns: Sequence[int], order: Collection[int] = (), exchanged: Exchanged = NOTHING
 ) -> Tail:
     """What follows where the last action of each operation ends at ``ends_ns`` [operation].
 
-    Sums run in an ``order``, by default the workload's. Networks are ``busy_ns`` [device] until then with what actions
-    exchange; none: not at all.
+    Sums run in an ``order``, by default the workload's, after what actions have ``exchanged``.
     """
     acted, ready = _actions_of(workload, ends_ns)
     if not workload.has_tail:
         return Tail((), *[tuple(acted)] * 4)
-    free = [*busy_ns] or [0] * len(acted)
+    free = [*exchanged.until_ns] or [0] * len(acted)
     times = _one_after_another(workload.gradient_sums, ready, free, order or workload.sum_order)
-    summed = [max(pair) for pair in zip(acted, free, strict=True)]
+    slowed = _slowed(workload, acted, times, exchanged)
+    summed = [max(end + late, over) for end, late, over in zip(acted, slowed, free, strict=True)]
     summed = [summed[leader] for leader in workload.leaders]
     stepped = [time + step for time, step in zip(summed, workload.steps_ns, strict=True)]
     gathers = workload.gathers
@@ -95,16 +113,18 @@ def tail_at(workload: Workload, starts_ns: Mapping[str, Sequence[int]], loop: Lo
     """What follows where the actions of each operation, by its id, begin at these ns, as a plan says them."""
     later = 0 if loop is None else loop.skipped_ns
     ends = [max(starts_ns[each.id]) + each.duration_ns + later for each in workload.operations]
-    return tail_of(workload, ends, busy_ns=_busy_at(workload, starts_ns, loop) if workload.exchanges else ())
+    return tail_of(
+        workload, ends, exchanged=_exchanged_at(workload, starts_ns, loop) if workload.exchanges else NOTHING
+    )
 
 
-def _busy_at(workload: Workload, starts_ns: Mapping[str, Sequence[int]], loop: Loop | None) -> list[int]:
-    """[device] when its network has ended what actions exchange, which a plan does not say."""
+def _exchanged_at(workload: Workload, starts_ns: Mapping[str, Sequence[int]], loop: Loop | None) -> Exchanged:
+    """What actions exchange, which a plan does not say."""
     skipped = 0 if loop is None else loop.skipped
     written = workload.with_microbatches(workload.num_microbatches - skipped)
     numbers = _Numbers.of(written)
     starts = [start for each in written.operations for start in starts_ns[each.id]]
-    return busy_until(numbers, starts, 0 if loop is None else loop.skipped_ns)
+    return exchanged_by(numbers, starts, 0 if loop is None else loop.skipped_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +142,34 @@ class _Numbers:
         return cls(workload, [0, *accumulate(counts)], operation_of)
 
 
-def busy_until(graph: Numbered, starts_ns: Sequence[int], later_ns: int = 0) -> list[int]:
-    """[device] when its network has ended what actions exchange that start at ``starts_ns`` [task]."""
-    found = [0] * len(graph.workload.devices)
+def exchanged_by(graph: Numbered, starts_ns: Sequence[int], later_ns: int = 0) -> Exchanged:
+    """What actions exchange that start at ``starts_ns`` [task]; a loop makes the last of them ``later_ns`` later."""
+    until, sums, stages = (
+        [0] * len(graph.workload.devices),
+        list[tuple[int, int, tuple[int, ...]]](),
+        graph.workload.stages,
+    )
     for devices, network in networks_at(graph, starts_ns):
         for device in devices:
-            found[device] = network.free + later_ns
-    return found
+            until[device] = network.free + later_ns
+        for run in network.runs:
+            if run.kind == REDUCE_GRAD and stages[run.stage].reduce_every == ONCE:
+                sums.append((run.start_ns + later_ns, run.end_ns + later_ns, devices))
+    return Exchanged(tuple(until), tuple(sums))
+
+
+def _slowed(
+    workload: Workload, acted: Sequence[int], times: Sequence[tuple[int, int]], exchanged: Exchanged
+) -> list[int]:
+    """[device] ns by which it has ended its actions later, as its network summed gradients beside them."""
+    found = [0] * len(acted)
+    if not any(device.contention for device in workload.devices):
+        return found
+    jobs = zip(workload.gradient_sums, times, strict=True)
+    for start, end, devices in [*exchanged.sums, *((*time, job.devices) for job, time in jobs)]:
+        for device in devices:
+            found[device] += max(0, min(end, acted[device]) - start)
+    return [round(device.contention * beside) for device, beside in zip(workload.devices, found, strict=True)]
 
 
 def _actions_of(workload: Workload, ends_ns: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -159,17 +200,17 @@ def _one_after_another(
     return times
 
 
-def best_tail(workload: Workload, ends_ns: Sequence[int], busy_ns: Sequence[int] = ()) -> tuple[Workload, Tail]:
+def best_tail(workload: Workload, ends_ns: Sequence[int], exchanged: Exchanged = NOTHING) -> tuple[Workload, Tail]:
     """The workload summing in buckets or not, in an order, whatever ends sooner of what is found; and its tail."""
     found = []
     for way in workload.ways_to_sum:
-        order = best_order(way, ends_ns, busy_ns)
-        found.append((way, order, tail_of(way, ends_ns, order, busy_ns)))
+        order = best_order(way, ends_ns, exchanged)
+        found.append((way, order, tail_of(way, ends_ns, order, exchanged)))
     way, order, tail = min(found, key=lambda each: (each[2].iteration_ns, sum(each[2].ended_ns)))
     return replace(way, sum_order=order), tail
 
 
-def best_order(workload: Workload, ends_ns: Sequence[int], busy_ns: Sequence[int] = ()) -> tuple[int, ...]:
+def best_order(workload: Workload, ends_ns: Sequence[int], exchanged: Exchanged = NOTHING) -> tuple[int, ...]:
     """An order of sums by which the iteration ends sooner than as they become ready; none where none is found.
 
     On one network alone readiness is best, so that an order matters only where sums have several devices. Of up to
@@ -178,10 +219,10 @@ def best_order(workload: Workload, ends_ns: Sequence[int], busy_ns: Sequence[int
     sums = workload.gradient_sums
 
     def iteration(order: Collection[int] = ()) -> int:
-        return tail_of(workload, ends_ns, order, busy_ns).iteration_ns
+        return tail_of(workload, ends_ns, order, exchanged).iteration_ns
 
     best = iteration() if len(sums) > 1 else 0
-    if best <= _least_iteration(workload, ends_ns, busy_ns):
+    if best <= _least_iteration(workload, ends_ns, exchanged):
         return ()
     if len(sums) <= MOST_PERMUTED:
         tried = ((iteration(order), order) for order in permutations(range(len(sums))))
@@ -200,20 +241,20 @@ def best_order(workload: Workload, ends_ns: Sequence[int], busy_ns: Sequence[int
 
 
 MOST_PERMUTED, MOST_TRIED = 5, 100
-"""Of so many sums all orders are tried; of more so many moves, and so many of these that help."""
+"""Up to how many sums all orders are tried; beyond that, how many moves, and how many improving ones."""
 
 
 def _moved(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The orders in which one sum comes sooner: the latest first, as these are behind everything."""
+    """The orders in which one sum comes sooner: the latest sums first, since they come after everything else."""
     for place in range(len(order) - 1, 0, -1):
         for to in range(place):
             yield (*order[:to], order[place], *order[to:place], *order[place + 1 :])
 
 
-def _least_iteration(workload: Workload, ends_ns: Sequence[int], busy_ns: Sequence[int]) -> int:
+def _least_iteration(workload: Workload, ends_ns: Sequence[int], exchanged: Exchanged) -> int:
     """Ns that no order of sums is below: each network alone with its sums as they become ready, steps and gathers."""
     free, ready = _actions_of(workload, ends_ns)
-    network = [*busy_ns] or [0] * len(free)
+    network = [*exchanged.until_ns] or [0] * len(free)
     for number in sorted(range(len(ready)), key=ready.__getitem__):
         job = workload.gradient_sums[number]
         for device in job.devices:

@@ -19,7 +19,7 @@ from pipeplan.errors import InvalidPlanError
 from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.exchanges import networks_of
-from pipeplan.workload.tail import best_tail, busy_until
+from pipeplan.workload.tail import NOTHING, Exchanged, best_tail, exchanged_by
 from pipeplan.workload.workload import Workload
 
 Orders = Sequence[Sequence[int]]
@@ -95,18 +95,20 @@ class TaskGraph:
         """
         if not self.workload.has_tail:
             return self.makespan(starts) + later_ns
-        return best_tail(self.workload, self.last_ends(starts, later_ns), self.busy(starts, later_ns))[1].iteration_ns
+        return best_tail(self.workload, self.last_ends(starts, later_ns), self.exchanged(starts, later_ns))[
+            1
+        ].iteration_ns
 
     def summed_best(self, starts: Sequence[int], later_ns: int = 0) -> TaskGraph:
         """The same, whose workload sums gradients as :meth:`iteration` has it: as a plan says it."""
         if not self.workload.has_tail:
             return self
-        ends, busy = self.last_ends(starts, later_ns), self.busy(starts, later_ns)
-        return replace(self, workload=best_tail(self.workload, ends, busy)[0])
+        ends, exchanged = self.last_ends(starts, later_ns), self.exchanged(starts, later_ns)
+        return replace(self, workload=best_tail(self.workload, ends, exchanged)[0])
 
-    def busy(self, starts: Sequence[int], later_ns: int = 0) -> list[int]:
-        """[device] ns at which its network has ended what actions exchange; none where nothing is."""
-        return busy_until(self, starts, later_ns) if self.workload.exchanges else []
+    def exchanged(self, starts: Sequence[int], later_ns: int = 0) -> Exchanged:
+        """What networks exchange for actions."""
+        return exchanged_by(self, starts, later_ns) if self.workload.exchanges else NOTHING
 
 
 def task_graph(workload: Workload) -> TaskGraph:

@@ -22,16 +22,30 @@ from pipeplan.runtime.launch.job import RunOptions
 from pipeplan.runtime.launch.status import Board, Progress
 from pipeplan.runtime.models.given_names import found_at
 from pipeplan.runtime.models.spec import Model
-from pipeplan.schedule.rules import CustomOp, Rules
+from pipeplan.schedule.rules import CustomOp, Rules, SubmoduleRules
 from pipeplan.simulator.simulation import simulate
 from pipeplan.workload.bounds import weak_iteration_bound
 from runtime_support import new_instruction
-from runtime_support.instruction_models import GATHERED, one_loss, plan_by_rules, shared_loss, towers_plan, two_losses
+from runtime_support.instruction_models import (
+    GATHERED,
+    one_loss,
+    plan_by_rules,
+    searched_plan,
+    shared_loss,
+    towers_plan,
+    two_losses,
+)
 from runtime_support.plans import TRAINING, Reports, assert_as_unsplit, four_devices, reports_of
 
 GATHER = CustomOp("GATHER", after=("image.*", "text.*"), before=("loss",), every=2, duration_ns=500)
 ALLGATHER = replace(GATHERED, duration_ns=500)
 TURN = replace(ALLGATHER, kind="TURN", attributes={"times": 1.0})
+
+SIZED = tuple(
+    SubmoduleRules(blocks=f"{name}.*", placement="one-to-one", devices=devices, in_flight=8, microbatch_size=size)
+    for name, devices, size in (("image", (0, 2), "b // 4"), ("text", (2, 4), "b // 2"))
+)
+"""Towers with micro-batches of their own, for a loss of four samples."""
 
 NAMES = ("one_loss", "two_losses", "shared_loss")
 ONE, TWO, SHARED = one_loss(), two_losses(), shared_loss()
@@ -53,6 +67,11 @@ PLANS: dict[str, tuple[Model, Plan]] = {
     "by counts": (
         ONE,
         towers_plan(ONE, [replace(GATHER, check_prev=lambda s, done, own, m, unit: done >= min(4, 3 + 2 * m))]),
+    ),
+    "sizes of submodules": (ONE, searched_plan(ONE, Rules(submodules=SIZED))),
+    "sizes of submodules, gather": (
+        ONE,
+        searched_plan(ONE, Rules(submodules=SIZED, instructions=(replace(GATHER, every=1, devices="before"),))),
     ),
     "in halves": (TWO, towers_plan(TWO, [replace(ALLGATHER, every=1)])),
 }
@@ -93,6 +112,12 @@ def test_emulations_take_no_less_than_the_prediction(name: str, reports: Reports
     workload = slower(PLANS[name][1]).workload
     least = weak_iteration_bound(workload)
     assert all(ns >= least for ns in reports[f"emulated {name}"][0]["iterations_ns"])
+
+
+def test_submodules_run_with_their_own_sizes() -> None:
+    for name in ("sizes of submodules", "sizes of submodules, gather"):
+        sizes = {stage.blocks[0]: stage.microbatch_size for stage in PLANS[name][1].stages if stage.blocks}
+        assert sizes == {"image.0": 1, "image.1": 1, "text.0": 2, "text.1": 2, "loss": 4}
 
 
 def test_rules_that_never_let_an_instruction_run_name_it() -> None:

@@ -25,7 +25,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Numbers that stand beside a device's own figures; each has its reason in the file."""
+    """Numbers in addition to a device's own figures; each has its reason in the file."""
 
     tiles: tuple[tuple[int, int, float], ...]
     tiles_source: str
@@ -47,11 +47,11 @@ class Choices:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     def generation(self, family: str) -> str:
-        """Of a family of devices; what is not said is taken as Ampere."""
+        """The generation of a family of devices; Ampere if it is not listed."""
         return next((name for name, families in self.generations.items() if family in families), "ampere")
 
     def attention_shares(self, kernel: str, family: str) -> tuple[float, float]:
-        """Of the peak, forward and backward."""
+        """Shares of the peak, forward and backward."""
         shares: tuple[float, float] = getattr(self.attention[kernel], self.generation(family))
         return shares
 

@@ -68,12 +68,12 @@ class Judged:
 
     @property
     def error(self) -> float | None:
-        """Of the step's time."""
+        """The error of the step's time."""
         return _error(self.predicted_s, self.step_s)
 
     @property
     def memory_error(self) -> float | None:
-        """Of the peak of memory, where it was printed."""
+        """The error of peak memory, if the run states it."""
         return _error(self.predicted_bytes, self.measured_bytes)
 
     def figures(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class LayerPart:
 
 
 def peak_flops_per_s(machine: Machine, layout: UniformLayout) -> Number:
-    """Of matrix products in the layout's number format."""
+    """Peak rate of matrix products in the layout's number format."""
     eight = (layout.recipe == "fp8-mixed") & (machine.fp8_flops_per_s > 0)
     return np.where(eight, machine.fp8_flops_per_s, machine.matrix_flops_per_s)
 

@@ -92,7 +92,7 @@ def microbatches_in_flight(layout: UniformLayout, stage: int = 0) -> Number:
 
 
 def _state(layout: UniformLayout, parameters: Number, *, of_experts: bool = False) -> Number:
-    """Of a number of parameters: what the level divides, divided."""
+    """State of a number of parameters, with what the level shards divided."""
     names = np.unique(np.asarray(layout.recipe))
     each = [
         sum(np.where(layout.recipe == name, state_bytes(str(name))[place], 0) for name in names) for place in range(4)

@@ -302,7 +302,7 @@ def recipe_meant(text: str, row: _Fields | None = None) -> str:
 
 
 def _gradient_bytes(recipe: str, overlap: str) -> int:
-    """Of a gradient on its way: what is said to be reduced in bfloat16, else what it is kept in."""
+    """Bytes of a gradient in transit: bfloat16 if the run says so, otherwise those of the kept gradient."""
     if re.search(r"bf16 grad|grad_sync_dtype bf16|grad\w* (reduced )?in bf16", overlap):
         return 2
     return state_bytes(recipe)[1]

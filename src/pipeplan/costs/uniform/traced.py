@@ -20,7 +20,7 @@ class FusedRates:
 
     @classmethod
     def of(cls, device: DevicePreset, shares: Shares) -> FusedRates:
-        """Of a device that reaches these shares, with the attention that is usual on it."""
+        """The rates of a device that reaches these shares, with the attention that is usual on it."""
         link = device.link_bytes_per_s
         alone = {"node": 1, "link_bytes_per_s": link, "adapter_bytes_per_s": link}
         return cls(reaching(device, shares), machine_of(device, shares, usual_attention(device), **alone))

@@ -87,7 +87,7 @@ class UniformLayout:
 
     @property
     def microbatches(self) -> Number:
-        """Of each replica in an iteration."""
+        """Micro-batches of each replica in an iteration."""
         return self.global_batch / (self.data * self.microbatch)
 
 

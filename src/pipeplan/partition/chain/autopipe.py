@@ -417,7 +417,7 @@ def _fitting_start(costs: ChainCosts, num_stages: int, fits: Fitting) -> Cuts:
 
 @dataclass(frozen=True, slots=True)
 class _Depth:
-    """That many stages, with as many replicas of the whole pipeline as the ``way`` has."""
+    """A number of stages, with as many replicas of the whole pipeline as the ``way`` has."""
 
     way: Way
     num_stages: int

@@ -92,7 +92,7 @@ class Programme:
         return after
 
     def repeated(self, start: Layer, price: Price, candidates: Array) -> Layer:
-        """Any number of stages, of which each costs the same wherever it stands: one layer for all of them."""
+        """Any number of stages, each with the same costs at any position: one layer for all of them."""
         for end in checked(range(1, self.num_cuts), 4):
             self._fill(start, start.values, price, candidates, np.array([end]))
         return start

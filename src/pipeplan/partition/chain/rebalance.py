@@ -319,7 +319,7 @@ class _OutsideWindow:
 
     @classmethod
     def of(cls, chain: Chain, device: int, low: int, ranges: Sequence[Range]) -> _OutsideWindow:
-        """That of ``ranges``, in the order of the chain; the window begins at block ``low``."""
+        """What is outside the window of ``ranges``, in the order of the chain; it begins at block ``low``."""
         limit = chain.memory[device]
         return cls(
             sum(chain.time(*each) for each in ranges),

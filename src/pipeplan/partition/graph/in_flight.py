@@ -30,7 +30,7 @@ from pipeplan.workload.kinds import Role
 
 @dataclass(frozen=True, slots=True)
 class KFKB:
-    """Of a stage: how many forwards and backwards run in turn, and samples in a micro-batch."""
+    """The kFkB schedule of a stage: how many forwards and backwards alternate, and samples in a micro-batch."""
 
     k: int
     microbatch_size: int

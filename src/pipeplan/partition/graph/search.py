@@ -159,7 +159,7 @@ class Feasibility:
         ]
 
     def answer(self) -> Solution | None:
-        """Of all solutions one with the fewest samples in flight, then the fewest devices."""
+        """The solution with the fewest samples in flight, then the fewest devices."""
         return min(self.solutions(), key=lambda each: (each.need.total, each.devices), default=None)
 
     # Series -------------------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def sums(self) -> ChainCosts:
-        """Of a series or block."""
+        """Costs of a series or block."""
         assert self.costs is not None
         return self.costs
 
@@ -233,7 +233,7 @@ NEVER = UNLIMITED >> 20
 
 
 class PartBounds:
-    """Of all parts of a tree, for stages that take at most ``most_ns`` for the mini-batch."""
+    """Bounds for all parts of a tree, for stages that take at most ``most_ns`` for the mini-batch."""
 
     def __init__(self, shapes: Shapes, most_ns: int) -> None:
         self.shapes, self.most_ns = shapes, most_ns

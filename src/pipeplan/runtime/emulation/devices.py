@@ -109,7 +109,7 @@ class Queued:
                     self._counts.append(os.open(f"/proc/self/task/{thread}/schedstat", os.O_RDONLY))
 
     def ns(self) -> list[int]:
-        """Of each thread until now, in ns; 0 of one that has ended."""
+        """Time of each thread so far, in ns; 0 if it has ended."""
         return [self._waited_ns(count) for count in self._counts]
 
     def close(self) -> None:

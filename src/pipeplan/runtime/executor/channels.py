@@ -224,7 +224,7 @@ class Channels:
         return work
 
     def _warm_up(self) -> None:
-        """One small message over every edge, edge by edge: connections stand before the first step is timed."""
+        """One small message over every edge, one by one, to establish connections before the first step is timed."""
         token = torch.zeros(1, device=self._device if self._nccl else "cpu")
         for source, target in self._program.edges:
             if self._program.rank in (source, target):

@@ -41,7 +41,7 @@ class ProcessGroups:
         return placed(share, self.along)
 
     def along(self, line: Ranks) -> Shards:
-        """The place of this rank among ranks that stand in a line."""
+        """The position of this rank among consecutive ranks."""
         return Shards(len(line), line.index(self._rank), self._made[line]) if len(line) > 1 else WHOLE
 
     def of(self, ranks: Ranks) -> RankGroup:

@@ -77,7 +77,7 @@ def moved(samples: Numbers, by: int) -> Numbers:
 
 
 class Turn(NamedTuple):
-    """A step of a loop, by its number ``step``, or one after it: so many copies of its own round later.
+    """A step of a loop, by its number ``step``, or one after it: the same step some copies of its round later.
 
     ``run`` [round] is how many copies of each have run beside those that are in the steps, its own one included.
     """
@@ -87,7 +87,7 @@ class Turn(NamedTuple):
     run: tuple[int, ...]
 
     def more(self, each: Sequence[int]) -> int:
-        """What all those copies come to, with so much in ``each`` [round]."""
+        """The total over all those copies, with ``each`` [round] for one of them."""
         return sum(copies * own for copies, own in zip(self.run, each, strict=True))
 
 
@@ -118,7 +118,7 @@ class ProgramLoop:
         return self.rounds[0][1]
 
     def turns(self, repeats: int | None = None) -> Iterator[Turn]:
-        """What runs after these, with rounds only so often more, if that is said."""
+        """What runs after these, with the remaining number of rounds, if it is given."""
         times = self.repeats if repeats is None else repeats
         for number, (begin, end) in enumerate(self.rounds):
             before, after = (times,) * number, (0,) * (len(self.rounds) - number - 1)
@@ -403,7 +403,7 @@ class _Lowering:
         )
 
     def _takers(self, message: Message) -> tuple[int, ...]:
-        """Of a custom op's devices, those that need what a message carries: for its target there, or to send it."""
+        """The devices of a custom op that need what a message carries: for its target there, or to send it."""
         senders = {source for carried, source, _ in self._hops if carried == message}
         needing = senders.union(self._plan.stages[message.target].devices)
         return tuple(device for device in self._plan.stages[message.source].devices if device in needing)
@@ -558,7 +558,7 @@ def _lines(plan: Plan) -> frozenset[tuple[int, ...]]:
 
 
 def _divisions(plan: Plan) -> Iterator[Division]:
-    """Of every stage those of its replicas, or of groups of them, that have the same shares."""
+    """For every stage its replicas, or groups of them, with the same shares."""
     for stage in plan.stages:
         size = stage.sharers * stage.shards
         for begin in range(0, len(stage.devices) if stage.sharers > 1 else 0, size):

@@ -270,7 +270,7 @@ def _families(model: Model, holders: Iterable[tuple[Share, int]]) -> list[_Share
 
 
 def _with_same_rows(ranks: Ranks, divided: Mapping[int, Division], rank: int) -> Ranks:
-    """Of ranks with a part that all divide alike those that keep the same rows as this one."""
+    """Among ranks that share a part in equal divisions, those that keep the same rows as this one."""
     number = divided[rank].ranks.index(rank)
     return tuple(each for each in ranks if divided[each].ranks.index(each) == number)
 

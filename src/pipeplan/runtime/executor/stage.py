@@ -64,7 +64,7 @@ class MiniBatch:
     draw: tuple[int, int] = (0, 0)
 
     def seed_of(self, block: str, samples: Numbers) -> int:
-        """Where a block's random numbers begin: the same on whatever rank, with any stages, and for all shards."""
+        """The seed of a block's random numbers: the same on every rank, with any stages, and for all shards."""
         digest = hashlib.sha256(f"{self.draw}/{block}/{samples[0]}".encode()).digest()
         return int.from_bytes(digest[:7], "big")
 
@@ -267,7 +267,7 @@ class StageRunner:
         return bounds[part], bounds[part + 1]
 
     def _taken_later(self, begin: int, end: int) -> list[str]:
-        """Of these blocks those whose outputs later parts take."""
+        """Those of the blocks whose outputs later parts take."""
         taken = {source for block in self.part.blocks[end:] for source, _ in self.specs[block].inputs}
         return [block for block in self.part.blocks[begin:end] if block in taken]
 

@@ -190,7 +190,7 @@ class _Ranks:
             raise KeyboardInterrupt
 
     def _unnamed_file(self, content: bytes) -> IO[bytes]:
-        """A file without a name, to be inherited: nothing remains, whoever dies first."""
+        """An unnamed file to be inherited: nothing remains, whichever process dies first."""
         try:
             file = self.stack.enter_context(tempfile.TemporaryFile(buffering=0))  # noqa: SIM115  (the stack closes it)
             left = memoryview(content)

@@ -32,7 +32,7 @@ _LEAST_SECONDS = 0.2
 
 
 def _busy_seconds() -> float | None:
-    """Of all cores, since the machine started."""
+    """Busy time of all cores since the machine started."""
     try:
         first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
     except OSError:  # not Linux
@@ -41,5 +41,5 @@ def _busy_seconds() -> float | None:
 
 
 def _own_seconds() -> float:
-    """Of this process and of its children that have ended."""
+    """Processor time of this process and of its children that have ended."""
     return sum(os.times()[:4])

@@ -41,7 +41,7 @@ class RankOutput:
         self._thread.start()
 
     def pass_on(self, descriptor: int) -> None:
-        """Write what ranks have printed so far, which takes as long as whoever reads there."""
+        """Write what ranks have printed so far, which blocks as long as the reader does."""
         self._take()
         if self._num_lost:
             tell(f"{self._num_lost} bytes that ranks printed are left out: nobody read on for too long")

@@ -162,7 +162,7 @@ class Board:
         return [rank for rank in ended if self.read(rank).phase is not Phase.FAILED]
 
     def _states(self) -> Iterator[tuple[int, str]]:
-        """Of ranks that have signed."""
+        """The states of ranks that have signed."""
         signed = [rank for rank in range(self.num_ranks) if self._process(rank)]
         return ((rank, _state(self._process(rank))) for rank in signed)
 

@@ -55,7 +55,7 @@ def _known_in(name: str) -> str | None:
 
 
 def _arguments(name: str, known: str) -> dict[str, Any]:
-    """What stands in brackets after a known name."""
+    """The text in parentheses after a known name."""
     if name == known:
         return {}
     try:
@@ -70,7 +70,7 @@ def _arguments(name: str, known: str) -> dict[str, Any]:
 
 
 def require_model(name: str) -> None:
-    """Refuse what is neither a model's name nor one to be imported. Raises UsageError."""
+    """Refuse a name that is neither a model's nor importable. Raises UsageError."""
     zoo = [known for known, size in model_sizes().items() if size.family in RUNNING_FAMILIES]
     if name in zoo or is_configuration(name) or ":" in name:
         return
@@ -92,7 +92,7 @@ def require_model(name: str) -> None:
 
 
 def _named_in(name: str, known: Sequence[str]) -> str:
-    """The longest known name that is in another one, whatever stands between its letters; empty if none is."""
+    """The longest known name contained in another one, ignoring characters between its letters; empty if none is."""
 
     def bare(text: str) -> str:
         return re.sub(r"[^a-z0-9]", "", text.lower())

@@ -113,7 +113,7 @@ def _require_shares(model: Model, name: object, shards: Sequence[int]) -> None:
 
 
 def _parted(name: str, model: Model, how: Mapping[str, Any], count: int) -> Model:
-    """The model that a name means, with samples of one of so many parts of each sequence.
+    """The model that a name means, with samples that are one of ``count`` parts of each sequence.
 
     Raises:
         UsageError: its sequences cannot be divided so, or it has some of several lengths.

@@ -262,7 +262,7 @@ class _TwoSamples:
         return replace(found, text=text, brief=brief)
 
     def _leave_out_batch_norms(self, module: nn.Module) -> None:
-        """They are meant to see what stands beside a sample; whatever else does so shows without them."""
+        """They are there to reveal operators that mix samples; anything else that does so shows without them."""
         norms = batch_norms(module)
         self.num_batch_norms += num_batch_norms(norms)
         for each in norms:

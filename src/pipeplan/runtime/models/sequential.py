@@ -97,7 +97,7 @@ def _groups(children: nn.Sequential) -> dict[str, list[nn.Module]]:
 
 
 def _names(parts: Sequence[nn.Module], children: nn.Sequential) -> dict[str, str]:
-    """Of a block's parameters and buffers: their first names in the whole chain, by those in the block."""
+    """A block's parameters and buffers: their first names in the whole chain, by those in the block."""
     module = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
     whole = {id(tensor): name for name, tensor in reversed(children.state_dict(keep_vars=True).items())}
     return {name: whole[id(tensor)] for name, tensor in module.state_dict(keep_vars=True).items()}
@@ -127,14 +127,14 @@ def _tiled(layer: nn.Linear, rest: Sequence[nn.Module], shards: Shards) -> nn.Mo
 
 
 def _named(children: nn.Sequential) -> Iterator[tuple[str, nn.Module]]:
-    """Children by name, also one that stands there twice."""
+    """Children by name, including one that is registered twice."""
     for name, module in children.named_modules(remove_duplicate=False):
         if name and "." not in name:
             yield name, module
 
 
 def _named_parameters(groups: Mapping[str, Sequence[nn.Module]]) -> Iterator[tuple[str, str, Tensor]]:
-    """Of every block: its id, and its parameters by their names there."""
+    """For every block: its id, and its parameters by their names in it."""
     for id_, parts in groups.items():
         module = parts[0] if len(parts) == 1 else nn.Sequential(*parts)
         yield from ((id_, name, parameter) for name, parameter in module.named_parameters())
@@ -164,7 +164,7 @@ def _usual(targets: Tensor) -> Loss:
 
 
 def _cross_entropy(output: Tensor, targets: Tensor) -> Tensor:
-    """Of numbers [samples, ..., classes] and classes [samples, ...]."""
+    """Cross-entropy of logits [samples, ..., classes] and classes [samples, ...]."""
     return F.cross_entropy(output.flatten(0, -2), targets.flatten(), ignore_index=_IGNORED, reduction="sum")
 
 

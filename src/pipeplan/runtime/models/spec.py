@@ -85,7 +85,7 @@ class BlockSpec:
 
     @property
     def described(self) -> dict[str, Any]:
-        """The keys of its profile that say what it is, whatever it costs."""
+        """The keys of its profile that describe it, apart from costs."""
         return {"operator": self.operator, "dimensions": dict(self.dimensions), "shared": self.shared}
 
     @property
@@ -369,7 +369,7 @@ def _seeded(block: BlockSpec, seed: int) -> nn.Module:
 
 
 def tied_groups(named: Iterable[tuple[str, str, Tensor]]) -> tuple[tuple[tuple[str, str], ...], ...]:
-    """Of (block, name, parameter): the names of each parameter that several blocks have."""
+    """From (block, name, parameter): the names of each parameter that several blocks have."""
     holders: dict[int, list[tuple[str, str]]] = {}
     for block, name, parameter in named:
         holders.setdefault(id(parameter), []).append((block, name))

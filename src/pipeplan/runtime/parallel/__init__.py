@@ -33,7 +33,7 @@ class Share:
 
     @property
     def mesh(self) -> Mesh:
-        """How the partners stand."""
+        """How the partners are arranged."""
         return Mesh(self.axes or ((SHARDS, self.count),))
 
     def along(self, axis: str) -> tuple[int, ...]:

@@ -36,12 +36,12 @@ _define("scatter_places", lambda length, count: length // count)
 
 
 def joined_alone(part: Tensor, count: int) -> Tensor:
-    """What the operator ``join_places`` stands for, on one of ``count`` devices by itself."""
+    """What the operator ``join_places`` computes on one of ``count`` devices alone."""
     return Shards(count).joined(part)
 
 
 def scattered_alone(part: Tensor, count: int) -> Tensor:
-    """What the operator ``scatter_places`` stands for, on one of ``count`` devices by itself."""
+    """What the operator ``scatter_places`` computes on one of ``count`` devices alone."""
     return Shards(count).scattered(part)
 
 

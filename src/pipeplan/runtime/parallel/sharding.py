@@ -330,7 +330,7 @@ class Split:
     sequence: int = 0
 
     def divides(self, count: int) -> bool:
-        """Whether so many devices divide what enters and leaves along the sequence: they must have equal slices."""
+        """Whether the devices divide inputs and outputs along the sequence, which requires equal slices."""
         return count > 1 and self.sequence > 0 and self.sequence % count == 0
 
 

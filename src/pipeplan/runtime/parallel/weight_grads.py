@@ -57,7 +57,7 @@ class WeightGradQueue:
 
     @property
     def held_bytes(self) -> int:
-        """Of their storages, each counted once."""
+        """Bytes of their storages, each counted once."""
         storages = (tensor.untyped_storage() for tensor in self.held)
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -180,11 +180,11 @@ class Bench:
         return any(spread_of(self.series(name)) > max_spread for name in TIMES if self.median(name) > floor)
 
     def median(self, name: Time) -> int:
-        """Of the runs so far, in ns."""
+        """The median of the runs so far, in ns."""
         return int(statistics.median(self.series(name)))
 
     def series(self, name: Time) -> list[int]:
-        """Of each run, in ns."""
+        """The time of each run, in ns."""
         return [times[TIMES.index(name)] for times in self.times]
 
     def kept(self) -> KeptRow:

@@ -303,13 +303,13 @@ def splits_of(
 
 
 def part_of(model: Model, parts: int, dtype: torch.dtype) -> ModelShare:
-    """The whole model of a device that has one of so many parts of each sequence. Raises UsageError."""
+    """The whole model on a device that has one of ``context`` parts of each sequence. Raises UsageError."""
     part = _part_of(model, parts)
     return ModelShare(1, part, _apart(block_graph_of(part, dtype), parts), parts)
 
 
 def _part_of(model: Model, context: int) -> Model:
-    """The model whose samples have one of so many parts of each sequence. Raises UsageError."""
+    """The model whose samples are one of ``context`` parts of each sequence. Raises UsageError."""
     if context == 1:
         return model
     if model.parted is None:

@@ -73,7 +73,7 @@ class CountedBench(Bench):
     """A block that runs as seldom as can be: what F and I hold is noted while allocations are counted.
 
     ``core_bytes`` are less held where its attention core is computed again; None where it has no core.
-    ``shared_bytes`` are those of keys and values, of so many ``heads``.
+    ``shared_bytes`` are those of keys and values, which have ``heads`` heads.
     """
 
     core_bytes: int | None = None
@@ -392,7 +392,7 @@ class _Tally(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has i
         return View(number, (tensor.storage_offset(), tensor.shape, tensor.stride()), tensor.nbytes)
 
     def _number(self, key: int, size: int) -> int:
-        """Of a storage, by its identity."""
+        """The number of a storage, by its identity."""
         assert self.trace is not None
         if key not in self._numbers:
             self._numbers[key] = len(self.trace.sizes)

@@ -190,7 +190,7 @@ def estimate_model(
 
 
 def _links(device: DevicePreset, cluster: Cluster | None) -> Callable[[int], LinkPath]:
-    """What tells the links of so many neighbouring devices: the cluster's, or the device's own."""
+    """A function that returns the links of a number of neighbouring devices: the cluster's, or the device's own."""
     if cluster is not None:
         return lambda devices: LinkPath.in_cluster(cluster, devices)
     return lambda devices: LinkPath(((1, LINK_CEILING * device.link_bytes_per_s),), LAUNCH_NS)

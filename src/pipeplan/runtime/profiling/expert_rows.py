@@ -3,7 +3,7 @@
 A device routes the words that it has, one of ``shards`` x ``context`` parts of each sequence, sends each to the devices
 of its experts, multiplies what comes to it by its own, and sends the results back. As many words come as go, where
 experts are chosen evenly, so that the work is that of its own words with all experts, whose products have fewer weights
-and more rows each. With another load the fullest device, which all wait for, has so many times as many.
+and more rows each. With a load factor, the fullest device, which all others wait for, has that many times as many.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def has_experts(block: BlockNode) -> bool:
 
 
 def require_sizes(model: Model, blocks: Sequence[BlockNode], sizes: Collection[int], load: float) -> None:
-    """Experts can be on so many devices, as many on each. Raises UsageError."""
+    """Check that experts can be divided evenly over this many devices. Raises UsageError."""
     if not sizes:
         return
     if min(sizes) < 1:
@@ -138,7 +138,7 @@ def words_ns(spec: BlockSpec, samples: int, width: int, spread: Spread, links: L
 
 
 def shared_ns(spec: BlockSpec, samples: int, split: ModelShare, width: int, prices: Prices) -> float:
-    """Ns in which devices that split what all words take gather their words, as in ``spec``, and scatter the sums."""
+    """Time in ns to gather tokens and scatter sums, as in ``spec``, among devices that split the shared experts."""
     if split.shards == 1 or "shared_ffn" not in spec.dimensions:
         return 0.0
     size = samples * split.shards * spec.dimensions["sequence"] * spec.dimensions["hidden"] * width

@@ -14,7 +14,7 @@ _aten = torch.ops.aten
 
 
 def product_flops(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> int | None:
-    """Of an operator that made something of these arguments; None if it is no product."""
+    """FLOPs of an operator with these arguments and result; None if it is not a product."""
     operator = func._overloadpacket
     count = _FLOPS.get(operator) or flop_registry.get(operator)  # which grows as models are loaded
     return None if count is None else int(count(*args, **kwargs, out_val=made))

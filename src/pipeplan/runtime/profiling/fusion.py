@@ -23,7 +23,7 @@ from pipeplan.runtime.profiling.instruments import Usage
 from pipeplan.workload.kinds import Role, role_of
 
 _SMALL = 16
-"""Results of which an operator reads so many times their bytes are statistics of it."""
+"""An operator's results are statistics of its inputs if these have at least this many times their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ class FusedTrace:
 
     @property
     def core(self) -> list[Kernel]:
-        """Of the attention cores of the last forward."""
+        """Kernels of the attention cores of the last forward."""
         return list(self._kernels(self._trace.last(self._forward), core=True))
 
     @property
@@ -325,7 +325,7 @@ class FusedTrace:
         )
 
     def _bytes(self, views: Iterable[View]) -> int:
-        """Of parts of storages, of none more than all of it."""
+        """Bytes of parts of storages, of none more than all of it."""
         sums: dict[int, int] = defaultdict(int)
         for view in views:
             sums[view.storage] += view.size

@@ -23,7 +23,7 @@ from pipeplan.runtime.parallel.device import Clock
 T = TypeVar("T")
 
 _FEW = 6
-"""Fewer runs than this show neither drift nor outliers."""
+"""With fewer runs than this, drift and outliers cannot be seen."""
 _FAR = 3.0
 """Tukey's fences for what is far out: interquartile ranges beyond the quartiles."""
 

@@ -206,7 +206,7 @@ def _notes(
 
 
 def _groups(splits: Sequence[ModelShare], kinds: Mapping[Hashable, Kind]) -> list[str]:
-    """Kinds that stand for several blocks of one split."""
+    """Kinds that represent several blocks of one split."""
     found = []
     for split in splits:
         counts: dict[Kind, int] = {}

@@ -53,7 +53,7 @@ def estimated_rate(graph: BlockGraph, recipe: Recipe, dtype: torch.dtype, device
 
 
 def _state(recipe: Recipe, dtype: torch.dtype, count: int) -> MemoryBytes:
-    """What is kept of so many parameters: by the recipe, or as a plain loop does in a format that none has."""
+    """The state of this many parameters: by the recipe, or as a plain loop keeps it in a format without a recipe."""
     if recipe.is_custom:
         return MemoryBytes({kind: unnamed_bytes(dtype.itemsize, count)[kind.key] for kind in STATE_KINDS})
     return bytes_per_parameter(recipe) * count

@@ -42,7 +42,7 @@ class RunCounts:
 
 @dataclass(slots=True)
 class RunCounter:
-    """Counts the runs for whoever wants to see progress."""
+    """Counts the runs, for progress callbacks."""
 
     progress: Progress | None
     total: int
@@ -145,7 +145,7 @@ class Benches:
         return None
 
     def keep(self) -> None:
-        """Hand what all benches have so far to the partial profile."""
+        """Pass what all benches have measured so far to the partial profile."""
         for bench in self.all:
             self.partial.put(bench.kept())
 

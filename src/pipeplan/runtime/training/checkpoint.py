@@ -259,7 +259,7 @@ class Checkpoints:
 
 
 def _first_of(pieces: Mapping[str, Sequence[ParameterChunk]]) -> dict[str, Any]:
-    """What torch takes for a state; the planners know that names stand for pieces."""
+    """What torch sees as a state; the planners know that its names are those of pieces."""
     return {name: found[0].tensor for name, found in pieces.items()}
 
 
@@ -359,7 +359,7 @@ class ChunkSavePlanner(DefaultSavePlanner):
 
 
 class ChunkLoadPlanner(DefaultLoadPlanner):
-    """Reads into the pieces that a rank has, whatever pieces were written."""
+    """Reads into the pieces of a rank, however the pieces in the file were cut."""
 
     def __init__(self, pieces: Pieces) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)

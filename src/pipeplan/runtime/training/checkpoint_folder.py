@@ -284,7 +284,7 @@ def write_checksums(path: Path, known: Mapping[str, str]) -> None:
 
 
 def _digest(digests: Mapping[str, str]) -> str:
-    """Of the checksums themselves, so that a bit that is wrong in them is not taken for one in another file."""
+    """A checksum of the checksums, so that a corrupt one is not mistaken for a corrupt file."""
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 

@@ -93,7 +93,7 @@ def _text(value: object) -> str:
 
 
 def warning_of_format(plan: Plan, options: TrainOptions) -> str | None:
-    """That parameters have other bytes than in the format the plan is for, if they have."""
+    """A warning if parameters have a different number of bytes than in the plan's format."""
     planned, meant = plan.provenance.dtype, DTYPES.get(plan.provenance.dtype, "")
     if plan.recipe is not None and not plan.recipe.is_custom:
         meant = RUNNABLE.get(plan.recipe.name, options.dtype) or ""

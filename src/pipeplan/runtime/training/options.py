@@ -170,7 +170,7 @@ class TrainOptions(RunOptions):
 
     @property
     def number_format(self) -> str:
-        """Of parameters."""
+        """The number format of parameters."""
         return self.dtype or "float32"
 
     @property
@@ -214,22 +214,22 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
     shared = next((number for number, stage in enumerate(plan.stages) if stage.context > 1), None)
     if shared is not None and isinstance(options, TrainOptions):
         raise UsageError(
-            f"stages[{shared}] of the plan has context {plan.stages[shared].context}: so many devices share each "
+            f"stages[{shared}] of the plan has context {plan.stages[shared].context}: that many devices share each "
             "sequence (context parallelism), which run cannot do yet; search with --cp 1 for a plan to train with, or "
             "replay this one with --emulate"
         )
     spread = next((number for number, stage in enumerate(plan.stages) if stage.expert > 1), None)
     if spread is not None and isinstance(options, TrainOptions):
         raise UsageError(
-            f"stages[{spread}] of the plan has expert {plan.stages[spread].expert}: so many devices share the experts "
-            "of its blocks (expert parallelism), which run cannot do yet; search for a plan without, or replay this "
-            "one with --emulate"
+            f"stages[{spread}] of the plan has expert {plan.stages[spread].expert}: that many devices share the "
+            "experts of its blocks (expert parallelism), which run cannot do yet; search for a plan without, or replay "
+            "this one with --emulate"
         )
     return options.by_plan(plan) if isinstance(options, TrainOptions) else options
 
 
 def _require_known(flag: str, name: str, known: Sequence[str]) -> None:
-    """Refuse what neither has a name nor is to be imported, before processes start for it."""
+    """Refuse anything that is neither a known name nor importable, before processes start."""
     if ":" not in name and name not in known:
         raise UsageError(
             f"{flag} {name!r} is neither known nor of the form pkg.mod:factory; {choose_from(name, known)}"
@@ -251,7 +251,7 @@ class RunOutcome:
 
     @property
     def predicted_ns(self) -> int:
-        """Of the iteration as it was run, sums of gradients included, and stretched where times were."""
+        """The prediction for the iteration as it was run, with gradient sums, and stretched if times were."""
         return round(self.plan.predicted.whole_ns * self.result.stretch)
 
     @property

@@ -183,7 +183,7 @@ class ShardedState:
             assert not left, "all that adds to gradients is followed by their reduction"
 
     def take_sums(self) -> None:
-        """Of gradients that were summed whole keep this rank's rows."""
+        """Keep this rank's rows of gradients that were summed whole."""
         for unit in self._units:
             for each in unit.rows if not unit.scattered else ():
                 if each.whole.grad is not None:

@@ -449,7 +449,7 @@ def travelling(
 
 
 def dtype_of(options: TrainOptions) -> torch.dtype:
-    """Of parameters."""
+    """The number format of parameters."""
     dtype: torch.dtype = getattr(torch, options.number_format)
     return dtype
 

@@ -199,7 +199,7 @@ Places = Mapping[str, tuple[int, TensorForm]]
 
 
 def _layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, Places]:
-    """The beginning of the file, and where tensors go: those of the widest numbers first, so that all are aligned."""
+    """The header of the file, and the offsets of tensors: widest number formats first, so that all are aligned."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places, end = {}, 0
     for name in sorted(forms, key=lambda name: (-_width(forms[name]), name)):

@@ -118,7 +118,7 @@ class _Constraints:
             self._model.add(self._variables.offset[self._problem.devices[0][0]] == 0)
 
     def windows(self) -> None:
-        """Every instance stands in the window of each of its devices."""
+        """Every instance is in the window of each of its devices."""
         v = self._variables
         for device, offset in v.offset.items():
             for i in self._problem.on_device[device]:
@@ -265,7 +265,7 @@ def _pattern(problem: OneMicrobatch, v: _Variables, answer: Answer, unit: Fracti
 
 
 def _latency(model: cp_model.CpModel, problem: OneMicrobatch, v: _Variables) -> cp_model.IntVar:
-    """A variable at least as large as every micro-batch's way through."""
+    """A variable at least as large as every micro-batch's latency."""
     horizon = v.period * (_reach(problem, v.durations, v.lags, v.period) + 3) + max(v.durations)
     latency = model.new_int_var(0, 2 * horizon, "latency")
     sources = set(range(problem.num_operations)) - {target for _, target, _ in problem.edges}

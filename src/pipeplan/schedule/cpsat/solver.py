@@ -26,7 +26,7 @@ _SOLVE_SECONDS = 0.02
 """What building a model counts when seconds are deterministic, so that many small solves end, too."""
 
 SECONDS_PER_QUESTION = 0.01
-"""What placing blocks once counts then, whatever their number."""
+"""The charge for placing blocks once, whatever their number."""
 
 # What work outside the solver counts per action when seconds are deterministic:
 

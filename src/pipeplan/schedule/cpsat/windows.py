@@ -153,7 +153,7 @@ def _cut(
 
 
 def _following(graph: TaskGraph, task: int) -> int:
-    """Ns that follow a task's end at least, whatever else runs."""
+    """A lower bound in ns on what follows a task's end."""
     item = graph.operation_of[task]
     return graph.workload.least_after[item] if task < graph.num_actions else 0
 

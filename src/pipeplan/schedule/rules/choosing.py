@@ -332,7 +332,7 @@ class Chooser:
         return [] if lane is None else [x for x in lane.operations if self._kind[x] == kind]
 
     def _first_turn(self, operations: Sequence[int]) -> int:
-        """The place of the first operation that waits for none of the others, at any remove."""
+        """The position of the first operation that does not wait for any other, directly or indirectly."""
         others = sum(1 << x for x in operations)
         return next(place for place, x in enumerate(operations) if not self._before[x] & others)
 

@@ -174,7 +174,7 @@ class _TiedOp:
         return (*kept, *into, *out)
 
     def _into(self, source: str, between: Sequence[Dependency]) -> Dependency:
-        """From a source: without messages where the instruction stands on its devices, else by those there were."""
+        """From a source: without messages if the instruction is on its devices, otherwise by the previous ones."""
         own, devices = self._devices(self.operation.id), self._devices(source)
         hops = [hop for each in between for hop in each.hops if hop.target_device in own]
         hops = [] if set(devices) <= set(own) else list({(h.source_device, h.target_device): h for h in hops}.values())

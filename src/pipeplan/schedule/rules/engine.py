@@ -52,7 +52,7 @@ def schedule_by_rules(graph: TaskGraph, rules: Rules) -> list[list[int]]:
 
 
 def unseparated(graph: TaskGraph, rules: Rules) -> list[list[int]]:
-    """The same without separation, whatever the rules say of it."""
+    """The same without separation, whatever the rules say."""
     with naming(rules):
         if rules.order:
             return orders_of(graph, rules.order)

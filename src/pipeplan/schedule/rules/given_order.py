@@ -1,4 +1,4 @@
-"""Orders that are said outright: what each device runs, one action after another."""
+"""Explicit orders: what each device runs, one action after another."""
 
 from __future__ import annotations
 

@@ -42,6 +42,7 @@ from pipeplan.schedule.rules.values import (
     CountFromOne,
     CountFromZero,
     Limit,
+    Samples,
     Stated,
     TableError,
     fields_of,
@@ -237,7 +238,8 @@ class SubmoduleRules(Settings):
     """Settings of the stages whose first block's name matches a pattern such as ``image.*`` (FlexPipe's modalities).
 
     ``placement``, ``chunks`` and ``devices`` (the first, and the one after the last) say where they stand, where the
-    rules place the model.
+    rules place the model, and ``microbatch_size`` how many samples each of their micro-batches has (FlexPipe's ``mbs``
+    of a modality, its replicas together); None is the plan's. What comes after several submodules has the plan's.
     """
 
     text_key: ClassVar[str] = "blocks"
@@ -246,11 +248,13 @@ class SubmoduleRules(Settings):
     placement: Name | None = None
     chunks: Chunks = None
     devices: Range | None = None
+    microbatch_size: Samples | None = None
 
     def __post_init__(self) -> None:
         _require_placement(self.chunks, self.placement)
-        if self.devices is not None and self.placement is None:
-            raise TableError("devices is for the placement of the submodule; give it one, or leave out devices")
+        for key in ("devices", "microbatch_size"):
+            if getattr(self, key) is not None and self.placement is None:
+                raise TableError(f"{key} is for the placement of the submodule; give it one, or leave out {key}")
 
 
 def _require_placement(chunks: int | None, placement: str | None) -> None:
@@ -265,7 +269,7 @@ def _word(text: str) -> str:
 
 
 def _listed(value: object) -> object:
-    """What may stand without a list where it is alone."""
+    """A value that may be given without a list if it is alone."""
     return value if isinstance(value, list | tuple) else [value]
 
 
@@ -417,7 +421,7 @@ def naming(rules: Rules) -> Iterator[None]:
 
 
 def _require_different(key: str, named: Sequence[object]) -> None:
-    """Nothing is named twice, so that its settings are said in one place."""
+    """No name occurs twice, so that its settings are in one place."""
     for index, each in enumerate(named):
         if each in named[:index]:
             raise TableError(f"{key}: there are rules for {shown(each)} twice; put them into one table [[{key}]]")

@@ -87,7 +87,7 @@ class Resolved:
         return [stage in shared for stage in range(len(self._workload.stages))]
 
     def chains(self) -> Iterator[list[tuple[int, ...]]]:
-        """Of each submodule and route: its stages' devices, without those on devices of stages that stand on fewer."""
+        """For each submodule and route: its stages' devices, except those of stages that run on fewer devices."""
         for part in self._parts.values():
             yield [self._workload.stages[stage].devices for stage in part.chain]
 

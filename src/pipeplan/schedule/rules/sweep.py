@@ -234,7 +234,7 @@ def _traversals(workload: Workload) -> list[StageTraversal]:
 
 
 def _in_turn(groups: Sequence[tuple[int, ...]]) -> bool:
-    """Whether stages stand on the devices in turn, several rounds of them (the circular placement)."""
+    """Whether stages go round the devices several times (the circular placement)."""
     once = list(dict.fromkeys(groups))
     return list(groups) == once * (len(groups) // len(once))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial, wraps
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -53,7 +53,7 @@ class TableError(ValueError):
 
 @dataclass(config=BY_NAME, frozen=True)
 class Stated:
-    """Base of all; ``text_key`` is the key that a text in place of a table stands for."""
+    """Base class; ``text_key`` is the key that a plain text in place of a table sets."""
 
     text_key: ClassVar[str] = ""
 
@@ -98,7 +98,7 @@ def usage_errors(cls: _Class) -> _Class:
 
 
 def says(remedy: str) -> WrapValidator:
-    """What to write where a value is not of its type; what is wrong with a text itself is said as it is."""
+    """What to write if a value is not of its type; errors in a text itself are passed through."""
 
     def read(value: object, validate: Callable[[object], object]) -> object:
         try:
@@ -176,16 +176,16 @@ _LONGEST = 200
 _LARGEST = 10**12
 
 
-def _checked(value: object, least: int) -> Number:
-    """An integer that is large enough, or a text that can be evaluated.
+def _checked(value: object, least: int, names: Iterable[str] = NAMES) -> Number:
+    """An integer that is large enough, or a text of these names that can be evaluated.
 
     Raises:
         ValueError: it is neither.
     """
     if isinstance(value, str):
-        _evaluated(value, dict.fromkeys(NAMES, 1))
+        _evaluated(value, dict.fromkeys(names, 1))
     elif isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError("write an integer, or a text such as 'D - d'")
+        raise ValueError(f"write an integer, or a text such as {'D - d' if 'D' in names else '2 * b'!r}")
     elif not least <= value <= _LARGEST:
         raise ValueError(f"it must be at least {least}" if value < least else f"it must be at most {_LARGEST}")
     return value
@@ -193,6 +193,8 @@ def _checked(value: object, least: int) -> Number:
 
 CountFromOne = Annotated[Number, PlainValidator(partial(_checked, least=1))]
 CountFromZero = Annotated[Number, PlainValidator(partial(_checked, least=0))]
+Samples = Annotated[Number, PlainValidator(partial(_checked, least=1, names=("b",)))]
+"""Samples of a micro-batch; in a text ``b`` are those of the plan's."""
 
 Limit = CountFromZero | tuple[CountFromZero, ...]
 """One number for all, or one for each stage (or device) of the submodule in order. One that is too small where it

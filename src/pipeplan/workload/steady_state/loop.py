@@ -54,7 +54,7 @@ class LoopCut:
         return (self.copies - 1) * self.round_ns
 
     def without(self, removed: int, copies: int) -> LoopCut:
-        """The same where so many copies of every round are no longer there, and it runs ``copies`` times."""
+        """The same loop with some copies of every round removed, so that it runs ``copies`` times."""
         gone = [removed * sum(time for _, time in self.moments[:number]) for number in range(len(self.moments))]
         moments = tuple((begin - by, time) for (begin, time), by in zip(self.moments, gone, strict=True))
         return replace(self, moments=moments, copies=copies)

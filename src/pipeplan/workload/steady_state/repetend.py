@@ -190,11 +190,11 @@ class _RepetendStart:
 
     @property
     def place(self) -> tuple[int, bool, int]:
-        """Of cuts with equal time and unroll, the smaller is the better: span, then where in the run it is."""
+        """Key among cuts with equal time and unroll, the smallest wins: span, then where in the run it is."""
         return (max(self.first) - min(self.first) + self.unroll, self.off_middle, self.moment)
 
     def rank(self, time: int) -> tuple[Fraction, int, tuple[int, bool, int]]:
-        """Of all cuts, the smaller is the better; ``time`` is that of the repetend, in ns."""
+        """Key among all cuts, the smallest wins; ``time`` is that of the repetend, in ns."""
         return (Fraction(time, self.unroll), self.unroll, self.place)
 
 
@@ -236,7 +236,7 @@ class _RepetendFinder:
     def of_phase(
         cls, graph: TaskGraph, orders: Orders, starts: Sequence[int], phases: Sequence[int], phase: int
     ) -> _RepetendFinder | None:
-        """Of the operations of a phase alone, from when it begins; None where others run meanwhile on a device."""
+        """A finder for the operations of one phase, from its beginning; None if others run meanwhile on a device."""
         workload = graph.workload
         own = [*phases, *(phases[transfer.source] for transfer in workload.transfers)]
         parts = []

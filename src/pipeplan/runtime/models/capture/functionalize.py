@@ -43,7 +43,7 @@ def is_in_place(target: Any) -> bool:
 
 
 class Changes:
-    """Which tensor stands for which by now; ``append`` adds an operation to those that the module runs."""
+    """Which tensor currently replaces which; ``append`` adds an operation to those that the module runs."""
 
     def __init__(self, where: str, append: Append) -> None:
         self.where, self.append = where, append
@@ -68,7 +68,7 @@ class Changes:
             self._base[op] = source
 
     def change(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any], like: OpNode) -> OpNode:
-        """Append what an operator in place computes, and let it stand for what it changes. Raises UsageError."""
+        """Append what an in-place operator computes, and let the result replace what it changes. Raises UsageError."""
         changed: OpNode = arguments[0]
         if name_of_target(target) == "copy_":
             made = self._copied(arguments[1], changed, like)
@@ -97,7 +97,7 @@ class Changes:
         return found
 
     def _replace(self, changed: OpNode, made: OpNode) -> None:
-        """Let ``made`` stand for ``changed``, and for its part of every tensor that this is a view of."""
+        """Let ``made`` replace ``changed``, and its part of every tensor that this is a view of."""
         old, chain = changed, {changed}
         while old in self._base:
             base, scatter = self._base[old], _SCATTERS.get(old.operator)
@@ -194,12 +194,12 @@ class OpNode:
 
     @property
     def path(self) -> str:
-        """Of the innermost module that runs it."""
+        """The path of the innermost module that runs it."""
         return self.turns[-1][0] if self.turns else ""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the output; empty if it is not one tensor."""
+        """The shape of the output; empty if it is not one tensor."""
         return tuple(self.value.shape) if isinstance(self.value, Tensor) else ()
 
 
@@ -207,7 +207,7 @@ class OpNode:
 class CapturedGraph:
     """A module's operations in the order they ran, the one that it returns, and its ``tensors`` by name.
 
-    ``num_dropouts`` are calls of functions that drop numbers, in training mode only, and were told that it is not on.
+    ``num_dropouts`` counts calls of functions that only drop in training mode, made with training mode off.
     """
 
     operations: tuple[OpNode, ...]

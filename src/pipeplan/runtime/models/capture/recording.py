@@ -57,7 +57,7 @@ class _RunLayer:
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has its constructors without types
     """Notes the operators of a forward: dropout that drops nothing left out, changes in place renamed.
 
-    Operators that were told that training mode is on are told, when a block runs, whether it is then.
+    Operators called with training mode on are called, when a block runs, with the mode the block is in then.
 
     ``elsewhere`` are parameters and buffers of layers that do not run, by identity, with the layer they are like.
     """
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch has
         return self._op(value) if isinstance(value, Tensor) else value
 
     def _op(self, tensor: Tensor) -> OpNode:
-        """What a tensor stands for by now."""
+        """The tensor that currently replaces this one."""
         op = self._found.get(id(tensor))
         if op is None:
             if id(tensor) in self.elsewhere:
@@ -305,7 +305,7 @@ def _is_differentiable(value: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _names_of(func: Any) -> tuple[str, ...]:
-    """Of an operator's arguments."""
+    """The names of an operator's arguments."""
     return tuple(argument.name for argument in func._schema.arguments)
 
 

@@ -188,7 +188,7 @@ class Tracing:
         self._calls: dict[str, list[_LayerCall]] = defaultdict(list)
 
     def stand_ins(self, module: nn.Module) -> dict[int, Any]:
-        """For a copy of the module: what stands for each layer that is not traced, by the layer's identity."""
+        """For a copy of the module: what replaces each layer that is not traced, by the layer's identity."""
         return {
             id(layer): _StandIn(self, path, self.alike[path], layer)
             for path in self.alike

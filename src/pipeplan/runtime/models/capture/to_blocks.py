@@ -164,7 +164,7 @@ def _blocks(
 
 
 def parameters_of(block: BlockSpec) -> Mapping[str, str]:
-    """Of a captured block: the names in the captured module that its parameters had, by those they have now."""
+    """For a captured block, its parameters' names in the captured module by their names now."""
     recipe = getattr(getattr(block.build, "func", None), "__self__", None)
     assert isinstance(recipe, BlockRecipe), f"block {block.id!r} was not captured"
     return recipe.parameters
@@ -266,7 +266,7 @@ _GROUPED = {"grouped_mm_fallback", "_grouped_mm"}
 
 
 def _experts(group: OpGroup) -> dict[str, int]:
-    """Of a block with experts: how many there are and a word takes, how wide each is, and those that all words take."""
+    """Dimensions of a block with experts: how many there are and a token takes, their width, and the shared ones."""
     products = [op for op in group.operations if op.operator in _GROUPED]
     if not products:
         return {}

@@ -477,7 +477,7 @@ def _layer(name: str) -> str:
 
 
 def _part_with_experts(module: nn.Module, name: str) -> str:
-    """The part of a layer with experts that has a parameter, which sums them with what all words take; else empty."""
+    """The part of a layer with experts whose parameters combine them with the shared experts; else empty."""
     layer = _layer(name)
     part = f"{layer}.{name.removeprefix(f'{layer}.').partition('.')[0]}"
     return part if layer and hasattr(module.get_submodule(part), "experts") else ""

@@ -211,7 +211,7 @@ def _each(
 
 
 def _anywhere(module: Callable[[], Module], shards: Shards = WHOLE) -> Module:
-    """A module that is the same whatever part of its input it gets."""
+    """A module that computes the same for any part of its input."""
     return module()
 
 

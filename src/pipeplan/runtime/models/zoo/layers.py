@@ -136,7 +136,7 @@ class LayerStack:
 
     @property
     def numbers(self) -> int:
-        """Of the tensor between two blocks, for one sample."""
+        """Size of the tensor between two blocks, for one sample."""
         return self.sequence * self.hidden
 
     @property
