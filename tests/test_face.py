@@ -94,6 +94,7 @@ FUNCTIONS = {
     "frontier": ("frontier",),
     "simulate": ("simulate",),
     "check": ("check",),
+    "export": ("export",),
     "profile": ("profile", "estimate", "inspect", "measure_links", "add_links"),
     "run": ("run",),
     "example": ("example", "example_cluster"),

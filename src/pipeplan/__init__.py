@@ -26,6 +26,7 @@ from pipeplan._face import (
     estimate,
     example,
     example_cluster,
+    export,
     frontier,
     inspect,
     measure_links,
@@ -54,6 +55,7 @@ from pipeplan.errors import (
 if TYPE_CHECKING:
     from pipeplan._api import (
         Comparison,
+        Export,
         FrontierResult,
         Inspection,
         Limit,
@@ -88,6 +90,7 @@ __all__ = [
     "DeviceKind",
     "Edge",
     "ExecutionError",
+    "Export",
     "FileError",
     "FrontierResult",
     "InfeasibleError",
@@ -117,6 +120,7 @@ __all__ = [
     "estimate",
     "example",
     "example_cluster",
+    "export",
     "frontier",
     "inspect",
     "measure_links",

@@ -1,5 +1,6 @@
 """``python -m pipeplan``: the command line, as torchrun starts it."""
 
+import sys
 import time
 
 BEGAN = time.monotonic()
@@ -8,8 +9,11 @@ BEGAN = time.monotonic()
 
 def main() -> None:
     """Entry point of the ``pipeplan`` command."""
-    from pipeplan.cli.main import main
-
+    try:
+        from pipeplan.cli.main import main
+    except KeyboardInterrupt:  # before anything there hears it
+        print("pipeplan: interrupted", file=sys.stderr)
+        sys.exit(130)
     main(BEGAN)
 
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import importlib
 import os
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from concurrent.futures import Executor
-    from typing import Any, Literal
 
     from pipeplan.checker import Report as Report
     from pipeplan.costs.communication import LinkResult as LinkResult
@@ -35,6 +34,9 @@ if TYPE_CHECKING:
     from pipeplan.files import write_file as write_file
     from pipeplan.files import write_text as write_text
     from pipeplan.files.recipe import GradientDtype
+    from pipeplan.interop.export import Export as Export
+    from pipeplan.interop.export import export_targets as export_targets
+    from pipeplan.interop.settings import trainer_settings as trainer_settings
     from pipeplan.partition.strategies import STRATEGIES as STRATEGIES
     from pipeplan.planning.build_plan import Result as Result
     from pipeplan.planning.comparison import Comparison as Comparison
@@ -74,6 +76,8 @@ _PARTS = {
         *("read_cluster", "read_placement", "read_plan", "read_profile", "require_writable"),
         *("to_json", "write_elsewhere", "write_file", "write_text"),
     ),
+    "pipeplan.interop.export": ("Export", "export_targets"),
+    "pipeplan.interop.settings": ("trainer_settings",),
     "pipeplan.partition.strategies": ("STRATEGIES",),
     "pipeplan.planning.build_plan": ("Result",),
     "pipeplan.planning.comparison": ("Comparison",),
@@ -103,6 +107,16 @@ def __getattr__(name: str) -> object:
 
 
 # Planning ---------------------------------------------------------------------------------------------------------
+
+Planning = Literal["search", "tune", "compare", "frontier"]
+"""The functions here that search."""
+
+_MODULE_OF: dict[Planning, str] = {"search": "steps", "tune": "tuning", "compare": "comparison", "frontier": "frontier"}
+
+
+def load(what: Planning) -> None:
+    """Import what a function needs, which takes half a second; the solver comes when it is needed."""
+    importlib.import_module(f"pipeplan.planning.{_MODULE_OF[what]}")
 
 
 def search(
@@ -226,6 +240,13 @@ def with_measured(simulation: Simulation, paths: Sequence[str]) -> Simulation:
     run = read_run(paths, len(simulation.plan.devices))
     measured = compared_with_log(simulation, run) if isinstance(run, RunLog) else compared(simulation, run)
     return replace(simulation, measured=measured)
+
+
+def export(plan: Plan, to: str, names: Sequence[str] = ()) -> Export:
+    """A plan in another tool's words; see :func:`pipeplan.interop.export.exported`. Raises UsageError."""
+    from pipeplan.interop.export import exported
+
+    return exported(plan, to, names)
 
 
 # Profiles ---------------------------------------------------------------------------------------------------------
@@ -380,12 +401,14 @@ def run(
 def run_as_rank(
     read: Callable[[], Plan], options: RunOptions, on_step: Callable[[StepResult], None]
 ) -> RunOutcome | None:
-    """Be one of torchrun's ranks, of which rank 0 has a result.
+    """Be one of the ranks that a launcher has started, of which rank 0 has a result.
 
-    A rank that fails says so, and its process ends with the error's exit code.
+    A rank that fails says so, and its process ends with the error's exit code. A training that writes checkpoints ends
+    with one after the step in which SIGTERM or SIGUSR1 came: see :func:`stopped_by`.
     """
+    from pipeplan.runtime.launch.stopping import STOPPING
     from pipeplan.runtime.launch.worker import run_under_torchrun
-    from pipeplan.runtime.training.options import RunOutcome, settled
+    from pipeplan.runtime.training.options import RunOutcome, TrainOptions, settled
 
     plans: list[Plan] = []
 
@@ -393,8 +416,24 @@ def run_as_rank(
         plans.append(read())
         return plans[-1]
 
+    if isinstance(options, TrainOptions) and options.checkpoint is not None:
+        STOPPING.heed()
     result = run_under_torchrun(options.job, kept, options, on_step)
     return None if result is None else RunOutcome(plans[-1], settled(options, plans[-1]), result)
+
+
+def join_launcher() -> bool:
+    """Whether a launcher has started this process as a rank; if so, it is known how. Raises UsageError."""
+    from pipeplan.runtime.launch.launchers import join
+
+    return join() is not None
+
+
+def stopped_by() -> int:
+    """The number of the signal that ended the training of this rank; 0 if none did."""
+    from pipeplan.runtime.launch.stopping import STOPPING
+
+    return STOPPING.ended
 
 
 def last_checkpoint(folder: str) -> int | None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pipeplan._api import (
         Cluster,
         Comparison,
+        Export,
         FrontierResult,
         Inspection,
         Limit,
@@ -611,6 +612,34 @@ def simulate(
     files = {kind: given_file(kind, given[f"{kind}_path"]) for kind in ("plan", "profile", "cluster")}
     found = _api.simulate(files["plan"], given["microbatches"], files["profile"], files["cluster"])
     return found if measured is None else _api.with_measured(found, given["measured_paths"])
+
+
+@_public
+def export(plan: Plan | Path, to: str, *, names: str | None = None) -> Export:
+    """Write a plan in the words of another tool.
+
+    Args:
+        plan: the plan, or the path of its file.
+        to: who is to read it: ``"megatron"``, ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"`` or ``"huggingface"``.
+        names: the model's modules with commas, N for a layer's number, for ``"huggingface"``; by default
+            ``"model.embed_tokens,model.layers.N,model.norm,lm_head"``.
+
+    Returns:
+        ``.text`` as the tool reads it, and ``.notes`` on what the tool does its own way.
+
+    Raises:
+        FileError: the file cannot be read.
+        UsageError: there is no such target, or it cannot run the plan; the text has the place in the plan.
+
+    Example:
+        >>> print(pipeplan.export("plan.json", "vllm").text)
+        VLLM_PP_LAYER_PARTITION=6,6,6,6
+    """
+    from pipeplan.cli.export_verb import template_of
+    from pipeplan.cli.shared import given_file
+
+    given = _asked("export", locals()).params
+    return _api.export(given_file("plan", given["plan_path"]), given["to"], template_of(given["names"]))
 
 
 # Profiles ---------------------------------------------------------------------------------------------------------

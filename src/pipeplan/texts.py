@@ -8,7 +8,7 @@ printed with these characters written out.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from reprlib import Repr
 from typing import Any
 
@@ -23,6 +23,7 @@ REFUSED = r"\u0000-\u001f\u007f-\u009f" + _BEYOND
 _REFUSED = re.compile(f"[{REFUSED}]")
 _CONTROLS = re.compile(f"[{REFUSED}]".replace(r"\u0000-\u001f", r"\u0000-\u0009\u000b-\u001f"))
 
+_MAX_RANGES = 4
 _LONGEST_SHOWN = 80
 _LONGEST_LINE = 2000
 _LONGEST_END = 400
@@ -117,3 +118,27 @@ def with_short_lines(text: str) -> str:
 def counted(count: int, noun: str, plural: str = "s") -> str:
     """A number of things in words: ``1 device``, ``2 devices``."""
     return f"{count} {noun}{'' if count == 1 else plural}"
+
+
+def number_ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers in short: ``0, 1, 4-7``; ``0, 8 .. 56 (8)`` where they are equally far apart.
+
+    The number in brackets is how many there are. Of many at unequal distances only the first and the last are named.
+    """
+    runs = _runs(numbers)
+    names = [f"{first}-{last}" if last > first else str(first) for first, last in runs]
+    if len(runs) <= _MAX_RANGES:
+        return ", ".join(names)
+    steps = {(later[0] - run[0], later[1] - run[1]) for run, later in zip(runs, runs[1:], strict=False)}
+    return f"{names[0]}{f', {names[1]}' if len(steps) == 1 else ''} .. {names[-1]} ({len(numbers)})"
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """(first, last) of each run of consecutive numbers."""
+    found: list[tuple[int, int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1] = found[-1][0], number
+        else:
+            found.append((number, number))
+    return found

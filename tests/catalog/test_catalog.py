@@ -107,7 +107,7 @@ def test_targets_are_read(name: str) -> None:
     target = TypeAdapter(ExportTarget).validate_python(export_target(name))
     assert target.title
     assert target.source
-    assert set(target.placements) <= set(STRATEGIES)
+    assert set(target.placements or ()) <= set(STRATEGIES)
     assert set(target.schedules or ()) <= set(CLASSIC)
     assert {each for each in target.most_chunks if STRATEGIES[each].chunked} == set(target.most_chunks)
 

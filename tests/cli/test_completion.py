@@ -37,6 +37,7 @@ def offered(*words: str) -> tuple[set[str], set[str]]:
         (("example", "gpt2-124m", "--device", "v100"), {"v100-16gb", "v100-32gb"}, set()),
         (("example", "shape-m"), {"shape-m", "shape-mllm"}, set()),
         (("example", "testbed-g"), {"testbed-graphpipe"}, set()),
+        (("export", "p.json", "--to", "v"), {"vllm"}, set()),
         (("search", "--split-backward", "y"), {"yes"}, set()),
         (("run", "p.json", "--optimizer", "ada"), {"adam", "adamw"}, set()),
         (("run", "p.json", "--checkpoint", "x"), set(), {"dir"}),

@@ -6,6 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from pipeplan.examples import shape
+from pipeplan.files import to_json
+
 INTERRUPTED = """
 import atexit, os, signal
 from pipeplan.cli import main
@@ -62,3 +67,39 @@ def test_streams_that_the_shell_has_closed(tmp_path: Path) -> None:
         done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, ""), closed
         assert ">" in closed.replace("2>", "") or "opened as True" in done.stdout
+
+
+IMPORTING = """
+import atexit, os, signal, sys
+from pipeplan.__main__ import main
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {name!r}:
+            os.kill(os.getpid(), signal.{number})
+
+atexit.register(lambda: print({name!r} in sys.modules))
+sys.meta_path.insert(0, Finder())
+main()
+"""
+"""A signal comes as a module is imported."""
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "arguments"),
+    [
+        ("pipeplan.cli.main", "SIGINT", "search"),
+        ("pipeplan.planning.steps", "SIGINT", "search"),
+        ("pipeplan.planning.tuning", "SIGTERM", "search --scheduler rules"),
+        ("pipeplan.planning.comparison", "SIGHUP", "compare"),
+        ("pipeplan.planning.plan_frontier", "SIGINT", "frontier --plans"),
+    ],
+)
+def test_an_interruption_while_planning_is_imported(name: str, number: str, arguments: str, tmp_path: Path) -> None:
+    """It ends the command there, before anything could be lost: imports take more than half a second when busy."""
+    (tmp_path / "p.json").write_text(to_json(shape("v", 4)))
+    (tmp_path / "command.py").write_text(IMPORTING.format(name=name, number=number))
+    verb, *flags = arguments.split()
+    command = [sys.executable, "-m", "command", verb, "p.json", "--devices", "4", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (130, "False\n", "pipeplan: interrupted")

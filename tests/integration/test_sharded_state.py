@@ -43,10 +43,11 @@ from pipeplan.files import (
 )
 from pipeplan.partition.chain.costs import ChainCosts
 from pipeplan.partition.problem import PartitionProblem
+from pipeplan.planning import candidates
 from pipeplan.planning.comparison import compare
 from pipeplan.planning.frontier import frontier_request, search_frontier
 from pipeplan.planning.request import Request
-from pipeplan.planning.steps import search_plan
+from pipeplan.planning.steps import STEPS, search_plan, without
 from pipeplan.reporting.terminal import zero_words
 from pipeplan.simulator.recost import recosted, relinked
 from pipeplan.workload.elements import ONCE
@@ -555,6 +556,23 @@ def test_searches_choose_how_often_actions_exchange() -> None:
         asked(EIGHT, devices=None, placement=placement, microbatch_size=4, cluster=cluster, zero=1)
     ).plan
     assert {(stage.zero, stage.unshard_every) for stage in again.stages} == {(1, None)}
+
+
+def test_the_best_plans_of_large_requests_exchange_by_actions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that fits and is quicker, with the orders there are; all else is exchanged inside of actions."""
+    monkeypatch.setattr(candidates, "LARGE", 1)
+    cluster, steps = cluster_of(4), without(["exchanges by actions"])
+    inside, found, tight = (
+        search_plan(
+            asked(EIGHT, replicas=4, zero=3, cluster=cluster, memory_bytes=memory, time_limit=0.5), steps=those
+        ).plan
+        for those, memory in ((steps, None), (STEPS, None), (STEPS, 52_000))
+    )
+    assert {stage.reduce_every for stage in (*inside.stages, *tight.stages)} == {None}
+    assert {(stage.unshard_every, stage.reduce_every) for stage in found.stages} == {(ONCE, ONCE)}
+    assert any("UNSHARD" in text for text in found.programs[0])
+    assert found.predicted.iteration_ns < inside.predicted.iteration_ns
+    check(found, EIGHT, cluster).require()
 
 
 def test_auto_divides_less_and_in_smaller_groups_where_that_is_quicker() -> None:

@@ -6,6 +6,7 @@ counted in calls of functions, Python's and built-in ones.
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 import time
@@ -775,24 +776,50 @@ def test_a_classic_schedule_of_a_very_long_run_has_a_plan_or_is_refused_at_once(
     assert counted(refused).all < 1_000_000
 
 
-def test_a_first_plan_is_finished_after_a_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A schedule that is known is not lost, however long its plan takes; the second signal ends it."""
-    clock, planned = Hand(), planning_steps.planned
+@pytest.mark.parametrize("seconds", [0.4, 5.0])
+def test_a_first_plan_has_a_moment_after_a_signal(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A schedule that is known is not lost where its plan is soon made; else the search ends without one, at once."""
+    clock, planned, begun = Hand(), planning_steps.planned, list[float]()
     limit = Limit(20.0, clock=clock)
 
     def slowly(*given: Any) -> Plan:
+        begun.append(clock.now)
         limit.interrupt()
         for _ in range(50):
-            clock.now += 0.1
+            clock.now += seconds / 50
             checkpoint()
         return planned(*given)
 
     monkeypatch.setattr(planning_steps, "planned", slowly)
     monkeypatch.setattr(planning_steps, "_FEW", 0)
     asked = request_of(shape("v", 4), "one-to-one", Batch(6, 1), num_devices=4, time_limit=20.0)
-    found = search_plan(asked, within=limit)
-    assert found.interrupted
-    assert check(found.plan).valid
+    if seconds < 0.5:
+        found = search_plan(asked, within=limit)
+        assert found.interrupted
+        assert check(found.plan).valid
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            search_plan(asked, within=limit)
+        assert clock.now <= begun[0] + 0.8
+    assert len(begun) == 1, "what was given up is not begun again"
+
+
+def test_the_solver_s_import_asks_for_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes half a second and more on a busy machine, and is made of parts that take less."""
+    imported: list[str] = []
+
+    def imports(name: str) -> None:
+        imported.append(name)
+        limit.interrupt()
+
+    limit = Limit()
+    with monkeypatch.context() as patched:
+        for name in ("numpy", "pandas", "ortools.sat.python.cp_model_helper", "ortools.sat.python.cp_model"):
+            patched.delitem(sys.modules, name, raising=False)
+        patched.setattr(importlib, "import_module", imports)
+        with limit.enforced(), pytest.raises(TimeUpError):
+            load_solver()
+    assert imported == ["numpy"]
 
 
 @pytest.mark.parametrize("limited", [False, True])

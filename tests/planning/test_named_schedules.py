@@ -175,6 +175,37 @@ def test_slices_that_are_asked_for_are_made_without_time_too() -> None:
         tune(Request.of(profile, **same, scheduler="rules", num_parted=2, time_limit=0.2, deterministic=True))
 
 
+@pytest.mark.parametrize(
+    ("group", "said"),
+    [
+        (None, r"--zero 1 divides nothing: .* has no replicas; give --replicas to look at no others"),
+        (2, r"--zero 1 --zero-group 2 .* no replicas in groups of 2; give --replicas 2, or a multiple, to look at"),
+        (3, r"--zero 1 --zero-group 3 .* groups of 3; choose a --zero-group that divides 4 devices, such as 2"),
+    ],
+)
+def test_that_replicas_divide_nothing_is_said_where_it_was_asked_for(group: int | None, said: str) -> None:
+    """There may be none, or none that groups divide; where there are it is what was asked for, and nothing is said."""
+    asked: dict[str, Any] = {"zero": 1, "zero_group": group, "microbatch_size": 2}
+    with pytest.warns(UserWarning, match=said):
+        result = found(read_profile(str(GPT2)), "1f1b", "one-to-one", **asked)
+    assert result.notes
+    with pytest.warns(UserWarning, match=said):
+        tune(
+            Request.of(
+                read_profile(str(GPT2)),
+                devices=4,
+                num_microbatches=8,
+                placement="one-to-one",
+                scheduler="rules",
+                time_limit=0.2,
+                deterministic=True,
+                **asked,
+            )
+        )
+    if group != 3:
+        assert not found(read_profile(str(GPT2)), "1f1b", "one-to-one", replicas=2, **asked).notes
+
+
 def test_what_other_schedules_bring_counts_what_they_may_slice_and_split() -> None:
     """GPT-2 345M: 1F1B leaves 2.8 % above its own bound, and a search finds a plan that is 22 % shorter."""
     profile = read_profile(str(GPT2))

@@ -24,12 +24,13 @@ from pipeplan.costs.throughput import one_device_ns
 from pipeplan.errors import UsageError
 from pipeplan.examples.shapes import ShapeCosts, shape
 from pipeplan.files import Plan, Profile, Recipe, Source, read_cluster, read_profile, write_file
+from pipeplan.interop.settings import megatron_settings, torchtitan_settings
 from pipeplan.planning.build_plan import CandidateCounts, Result, provenance_of
 from pipeplan.planning.next_steps import cannot_train, next_steps
 from pipeplan.planning.request import Batch, Request, input_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.reporting.answer import LINES, print_answer
-from pipeplan.reporting.layout import groups_of_equal, number_ranges, shared_rows, shown_rows
+from pipeplan.reporting.layout import groups_of_equal, shared_rows, shown_rows
 from pipeplan.reporting.terminal import (
     _memory_columns,
     _time_columns,
@@ -37,10 +38,10 @@ from pipeplan.reporting.terminal import (
     print_stages,
     print_timeline,
 )
-from pipeplan.reporting.trainers import megatron_settings, torchtitan_settings
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Schedule
 from pipeplan.simulator.simulation import Simulation, simulate
+from pipeplan.texts import number_ranges
 from pipeplan.units import format_bytes, format_ns
 from support.commands import pipeplan
 from support.paths import ROOT

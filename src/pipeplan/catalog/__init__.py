@@ -152,17 +152,24 @@ def configurations() -> Mapping[str, NamedConfiguration]:
 class ExportTarget:
     """What another tool can run: what a plan exported to it may have. Stages are whole layers, micro-batches whole.
 
-    ``schedules`` are by name, None where orders of one's own are read; ``most_chunks`` by placement where they are
-    limited; ``source`` says where that is known from.
+    ``placements`` are None where stages may stand anywhere; ``schedules`` are by name, None where orders of one's own
+    are read; ``most_chunks`` by placement where they are limited; ``source`` says where that is known from.
+    ``layer_list`` is how it is told the number of layers of each stage, which stand for ``{}``; ``names`` are the
+    modules that have a model's beginning, its layer N, and its end, where it has names; ``tied`` says what becomes of a
+    table that stages on several ranks share.
     """
 
     title: str
     source: str
-    placements: Sequence[str]
+    placements: Sequence[str] | None = None
     schedules: Sequence[str] | None = None
     most_chunks: Mapping[str, int] = field(default_factory=dict)
     split_backward: bool = False
     trains: bool = True
+    layer_list: str | None = None
+    separator: str = ","
+    names: Sequence[str] = ()
+    tied: str = ""
 
 
 def export_target(name: str) -> ExportTarget:

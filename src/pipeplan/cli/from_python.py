@@ -42,8 +42,9 @@ def context_of(verb: str, given: Mapping[str, Any]) -> click.Context:
         UsageError: the verb's parser refuses one of them; the text has its name.
     """
     command = command_of(verb)
-    needed = ["-" for parameter in command.params if isinstance(parameter, click.Argument) and parameter.required]
-    context = command.make_context(verb, needed)
+    needed = [parameter for parameter in command.params if parameter.required]
+    words = [[*each.opts[:1], "-"] if isinstance(each, click.Option) else ["-"] for each in needed]
+    context = command.make_context(verb, [word for each in words for word in each])
     for name, parameter in arguments_of(verb):
         value = given.get(name)
         assert parameter.name is not None

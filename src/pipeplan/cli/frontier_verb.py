@@ -187,7 +187,7 @@ def frontier_command(
     if output_all is not None:
         require_folder(output_all, "point-*.json", "--output-all")
     with outputs:
-        with Status() as progress, limited(request.time_limit) as limit:
+        with Status() as progress, limited(request.time_limit, "frontier") as limit:
             found = _api.frontier(request, mode=mode, point=point, progress=progress, within=limit)
         if as_json or outputs.on_stdout:
             say_notes(_api.frontier_notes(request))

@@ -6,6 +6,7 @@ Verbs load when they are called, so that ``pipeplan --help`` starts in a moment.
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import io
 import os
@@ -27,6 +28,7 @@ VERBS = {
     "run": ("run_verb", "Run a plan on torch.distributed, or emulate it."),
     "profile": ("profile_verb", "Measure or estimate a model block by block."),
     "check": ("plan_verbs", "Verify a plan independently of what made it."),
+    "export": ("export_verb", "Write a plan in the words of another tool."),
     "example": ("example_verb", "Write a ready input: a literature shape or a paper's model."),
 }
 """Verb -> the module that has its ``VERB_command``, and one line of help."""
@@ -89,6 +91,7 @@ def main(began: float | None = None) -> None:
                 signal.signal(number, signal.SIG_IGN)
     except KeyboardInterrupt:  # while the first was being answered
         code = INTERRUPTED
+    gc.freeze()  # nor is all that was read looked through for cycles, which takes a third of a second for 10,000 blocks
     exec("")  # Python ends by SIGINT where the last text it ran, as of a dataclass, was interrupted, whoever answered
     sys.exit(code)
 

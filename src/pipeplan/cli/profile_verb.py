@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -105,7 +104,7 @@ class _LinkPoints:
 
 
 def _require_ranks() -> None:
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not _api.join_launcher():
         raise UsageError(
             "no ranks here: start them with torchrun --nproc-per-node N -m pipeplan profile --communication ..., or "
             "give --processes N to start them on this machine"

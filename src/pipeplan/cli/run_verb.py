@@ -7,6 +7,7 @@ import math
 import os
 import shlex
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -194,13 +195,26 @@ def run_command(
         raise UsageError("--trace - would mix with the losses on stdout; give a file")
     if (weights := how["export_weights"]) == "-":
         raise UsageError("--export-weights - would mix with the losses on stdout; give a file")
+    launched = not local and _api.join_launcher()
     first = local or os.environ.get("RANK", "0") == "0"  # only rank 0 writes the trace
     outputs = Outputs({"--trace": trace_path, "--export-weights": weights} if first else {})
     options = run_options({**how, "model": model, "emulate": emulate, "trace": trace_path is not None})
     shown = Steps(options, quiet=as_json)
-    outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown)
-    if outcome is None:  # not rank 0
-        return
+    outcome = _run_here(plan_path, options, shown) if local else _run_as_rank(plan_path, options, shown, launched)
+    if outcome is not None:  # rank 0's
+        _tell(outcome, plan_path, outputs, trace_path, as_json=as_json, local=local)
+    if stopped := _api.stopped_by():
+        if outcome is not None:
+            say(f"pipeplan: ended by {signal.Signals(stopped).name}", err=True)
+            _say_where_to_resume(options)
+        click.get_current_context().exit(128 + stopped)
+
+
+def _tell(
+    outcome: RunOutcome, plan_path: str, outputs: Outputs, trace_path: str | None, *, as_json: bool, local: bool
+) -> None:
+    """Write and print what came of a run."""
+    weights = outcome.options.export_weights if isinstance(outcome.options, _api.TrainOptions) else None
     with outputs:
         if trace_path is not None:  # what becomes of it is said after the results, which are not lost with it
             outputs.write_text(_trace(outcome), trace_path)
@@ -263,17 +277,17 @@ def _say_where_to_resume(options: RunOptions) -> None:
     say(f"last whole checkpoint in {options.checkpoint}: {last}", err=True)
 
 
-def _run_as_rank(plan_path: str, options: RunOptions, shown: Steps) -> RunOutcome | None:
+def _run_as_rank(plan_path: str, options: RunOptions, shown: Steps, launched: bool) -> RunOutcome | None:
     def read() -> Plan:
         plan = _api.read_plan(plan_path)
         _api.check(plan).require(plan_path)
         return plan
 
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not launched:
         num_ranks = len(read().devices)
         raise UsageError(
-            f"no ranks here: start {num_ranks} with torchrun --nproc-per-node {num_ranks} -m pipeplan run ..., or give "
-            "--local to start them on this machine"
+            f"no ranks here: start {num_ranks} with torchrun --nproc-per-node {num_ranks} -m pipeplan run ..., srun or "
+            "mpirun, or give --local to start them on this machine"
         )
     return _api.run_as_rank(read, options, shown.show)
 

@@ -99,7 +99,7 @@ def search_command(
     files = {"-o": output, "--rules-output": rules_output, "--placement-output": placement_output, "--cache": cache}
     with Outputs(files, as_json=as_json) as outputs:
         tuning: Tuning | None = None
-        with limited(request.time_limit) as limit, Status() as progress:
+        with limited(request.time_limit, "tune" if tunes else "search") as limit, Status() as progress:
             if tunes:
                 tuning = _api.tune(request, workers=workers, cache=cache, progress=progress, within=limit)
                 result = tuning.result
@@ -166,7 +166,7 @@ def _print_result(
     print_answer(request, result, simulation, written, file=sys.stdout)
     if result.explanation is not None:
         print_explanation(result.explanation, file=sys.stdout)
-        print_settings(simulation, file=sys.stdout)
+        print_settings(_api.trainer_settings(simulation), file=sys.stdout)
     if tuning is not None:
         print_ranking(tuning.rows, file=sys.stdout)
         say(f"{tuning.said}\n")
@@ -198,7 +198,7 @@ def compare_command(as_json: bool, **flags: Any) -> None:
     from pipeplan.reporting.tables import print_comparison
 
     request, rules = read_request(flags), given_rules(flags["rules_path"])
-    with limited(request.time_limit) as limit, Status() as progress:
+    with limited(request.time_limit, "compare") as limit, Status() as progress:
         found = _api.compare(request, rules=rules, progress=progress, within=limit)
     if found.interrupted:
         say("pipeplan: interrupted; these are the best plans so far", err=True)

@@ -215,13 +215,28 @@ def time_of_groups(cluster: Cluster | None, exchange: Exchange, groups: Sequence
 
     Nothing without a cluster, or for groups of one device.
     """
-    if cluster is None or len(groups[0]) < 2 or not exchange.array_bytes:
-        return 0.0
+    return price_of_groups(cluster, groups)(exchange) if exchange.array_bytes else 0.0
+
+
+def price_of_groups(cluster: Cluster | None, groups: Sequence[Sequence[int]]) -> Callable[[Exchange], float]:
+    """:func:`time_of_groups` of any exchange: which links these groups share is looked up once."""
+    if cluster is None or len(groups[0]) < 2:
+        return lambda _: 0.0
     level = _outermost(cluster, [(min(group), max(group)) for group in groups])
     if level is None:
-        return 0.0
-    carried = round(exchange.array_bytes * crowding(cluster, level, exchange, groups))
-    return price_at(cluster, Exchange(exchange.operation, carried), len(groups[0]), level)
+        return lambda _: 0.0
+    crowds: dict[Combining, float] = {}
+
+    def price(exchange: Exchange) -> float:
+        if not exchange.array_bytes:
+            return 0.0
+        crowd = crowds.get(exchange.operation)
+        if crowd is None:
+            crowd = crowds[exchange.operation] = crowding(cluster, level, exchange, groups)
+        carried = round(exchange.array_bytes * crowd)
+        return price_at(cluster, Exchange(exchange.operation, carried), len(groups[0]), level)
+
+    return price
 
 
 @dataclass(frozen=True, slots=True)

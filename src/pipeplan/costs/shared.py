@@ -41,7 +41,7 @@ class SharedState:
 
     def __post_init__(self) -> None:
         recipe = self.profile.recipe
-        self.blocks = {block.id: block for block in self.profile.blocks}
+        self.blocks = self.profile.by_id
         self.kept = {block.id: state_of(block, recipe) for block in self.profile.blocks}
         self.kept_tied = {each.name: state_of(each, recipe) for each in self.profile.tied}
 

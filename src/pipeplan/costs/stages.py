@@ -103,10 +103,7 @@ def group_costs(
     Raises:
         UsageError: a block has no costs for this micro-batch size or shard count, or shares what it would gather.
     """
-    by_id = {block.id: block for block in profile.blocks}
-    into: dict[str, list[Edge]] = defaultdict(list)
-    for edge in profile.edges:
-        into[edge.target].append(edge)
+    by_id, into = profile.by_id, profile.edges_into
     recipe, cut = profile.recipe, cuts(profile.recipe, zero, shards)
     groups = list(groups)
     kept = {
@@ -131,28 +128,6 @@ def group_costs(
         return _summed(chosen, into, kept, tied, recipe, split, exchanged, recompute)
 
     return [summed(blocks) for blocks in checked(groups, 64)]
-
-
-def state_costs(
-    profile: Profile, blocks: Iterable[str], shards: int, zero: Zero, experts: Experts = TOGETHER
-) -> list[StageCost]:
-    """[block] only what each keeps as a stage of its own, which does not depend on samples: the rest is zero.
-
-    Raises:
-        UsageError: a block shares what it would gather.
-    """
-    by_id, recipe, cut = (
-        {block.id: block for block in profile.blocks},
-        profile.recipe,
-        cuts(profile.recipe, zero, shards),
-    )
-    blocks, tied = list(blocks), _tied_in(profile, shards, cut)
-    if zero.level >= IN_ACTIONS:
-        require_apart(profile, zero.level, set(blocks))
-    return [
-        StageCost(0, 0, state=kept_of(by_id[id_], recipe, shards, zero, experts), tied=frozenset(tied.get(id_, ())))
-        for id_ in checked(blocks, 64)
-    ]
 
 
 def require_apart(profile: Profile, level: int, blocks: Set[str]) -> None:
@@ -300,7 +275,7 @@ def build_workload(
             "lower --devices or give a larger --cluster"
         )
     mini_batch = num_microbatches * microbatch_size
-    blocks = {block.id: block for block in profile.blocks}
+    blocks = profile.by_id
     placed = [_settled(stage, blocks, microbatch_size, recompute) for stage in placement.stages]
     for stage in placed:
         _require_shared_out(stage, mini_batch, placement.num_routes)
@@ -530,7 +505,7 @@ def _with_whole_ends(
     in B or I. What comes is cut, at no cost.
     """
     found = list(costs)
-    blocks = {block.id: block for block in profile.blocks}
+    blocks = profile.by_id
     crossing = _crossing(profile, stages) if any(stage.shards > 1 for stage in stages) and cluster is not None else {}
     leaving: dict[tuple[int, bool], list[Edge]] = defaultdict(list)
     for (source, target), edges in crossing.items():
@@ -654,7 +629,7 @@ def _block_groups(
     parts = [stage.blocks[begin:end] for begin, end in pairwise([0, *ends])]
     zero, experts, exchanging = Zero.of(stage), Experts.of(stage), Exchanging.of(stage, cluster)
     again = stage.again
-    by_id = {block.id: block for block in profile.blocks}
+    by_id = profile.by_id
     found = list[BlockGroup]()
     for blocks, begin in zip(parts, [0, *ends], strict=False):
         cost = stage_costs(

@@ -92,7 +92,7 @@ def one_device_ns(profile: Profile, workload: Workload) -> float | None:
     Blocks run whole, one after another, nothing recomputed, in micro-batches of the profile's quickest size, backward
     in one piece or in two, whichever is quicker: so what is compared with it gains nothing from either.
     """
-    blocks = {block.id: block for block in profile.blocks}
+    blocks = profile.by_id
     names = [name for stage in workload.stages if stage.route == 0 for name in stage.blocks]
     if any(name not in blocks for name in names):
         return None

@@ -109,7 +109,11 @@ class File(FileModel, Displayed):
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """A copy; with changes it is no longer what was read."""
         copied = super().model_copy(update=update, deep=deep)
-        return copied.read_as("") if update else copied
+        if not update:
+            return copied
+        for derived in copied.__dict__.keys() - type(copied).model_fields.keys() - {"where"}:
+            del copied.__dict__[derived]
+        return copied.read_as("")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,13 @@ Form = dict[str, Any]
 
 SAID_ONLY = WRITTEN_WHERE_SAID
 """Marks a key that files and canonical texts leave out where it has its default: one that came within a version."""
+
+
+def said_only(default: object, description: str, **bounds: float) -> Any:
+    """The field of such a key, which pydantic leaves out by itself."""
+    more: dict[str, Any] = {"json_schema_extra": {SAID_ONLY: True}, "exclude_if": lambda value: value == default}
+    return Field(description=description, **more, **bounds)  # type: ignore[call-overload]  # any of its arguments
+
 
 _Place = tuple[str | int, ...]
 

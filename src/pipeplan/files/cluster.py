@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from pipeplan.files.base import MIGRATIONS, SAID_ONLY, CurrentVersion, File, FileModel, Source, current_version
+from pipeplan.files.base import MIGRATIONS, CurrentVersion, File, FileModel, Source, current_version, said_only
 from pipeplan.units import bytes_of, ns_of
 from pipeplan.workload.elements import MAX_DEVICES, Bytes, Count, DeviceCount, Items, Name, Nanoseconds, PositiveNs
 
@@ -86,21 +86,13 @@ class Cluster(File):
     measured: Items[MeasuredCurve] = ()
     contention: Annotated[
         float,
-        Field(
+        said_only(
+            0.0,
+            "by what part of its speed a device computes less while it exchanges sharded state beside that",
             ge=0,
             le=1,
-            description="by what part of its speed a device computes less while it exchanges sharded state beside that",
-            json_schema_extra={SAID_ONLY: True},
         ),
     ] = 0.0
-
-    @model_serializer(mode="wrap")
-    def _without_what_is_not_said(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Clusters without contention stay as they were, and so do their fingerprints."""
-        found: dict[str, Any] = written(self)
-        if not self.contention:
-            found.pop("contention", None)
-        return found
 
     @model_validator(mode="after")
     def _levels_nest(self) -> Cluster:

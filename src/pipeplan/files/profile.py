@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, Self
+from functools import cached_property
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
-from pipeplan.files.base import MIGRATIONS, SAID_ONLY, Content, CurrentVersion, File, FileModel, Source, current_version
+from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, Source, current_version, said_only
 from pipeplan.files.placement import Placement
 from pipeplan.files.recipe import CUSTOM, Recipe
 from pipeplan.graphs import topological_order
@@ -53,26 +54,17 @@ class CostRow(FileModel):
     shards: Annotated[Count, Field(description="devices that split the block")] = 1
     context: Annotated[
         Count,
-        Field(
-            description="devices (or groups of shards) that share the sequence of each sample, in equal parts",
-            json_schema_extra={SAID_ONLY: True},
-        ),
+        said_only(1, "devices (or groups of shards) that share the sequence of each sample, in equal parts"),
     ] = 1
     expert: Annotated[
         Count,
-        Field(
-            description="devices that share the block's experts, each with whole ones of its own",
-            json_schema_extra={SAID_ONLY: True},
-        ),
+        said_only(1, "devices that share the block's experts, each with whole ones of its own"),
     ] = 1
     configuration: Annotated[Name | None, Field(description="named way of splitting, where there are several")] = None
     recompute: Annotated[bool, Field(description="costs with activation checkpointing of this block")] = False
     sequence_parallel: Annotated[
         bool,
-        Field(
-            description="devices hold slices of the sequence outside of split products; only with shards",
-            json_schema_extra={SAID_ONLY: True},
-        ),
+        said_only(False, "devices hold slices of the sequence outside of split products; only with shards"),
     ] = False
     forward_ns: Nanoseconds
     backward_ns: Nanoseconds | None = None
@@ -83,17 +75,11 @@ class CostRow(FileModel):
     workspace_bytes: Bytes = 0
     selective_ns: Annotated[
         Nanoseconds | None,
-        Field(
-            description="more backward where the attention core is recomputed; null: it has none",
-            json_schema_extra={SAID_ONLY: True},
-        ),
+        said_only(None, "more backward where the attention core is recomputed; null: it has none"),
     ] = None
     selective_activation_bytes: Annotated[
         Bytes | None,
-        Field(
-            description="held between forward and backward where the attention core is recomputed",
-            json_schema_extra={SAID_ONLY: True},
-        ),
+        said_only(None, "held between forward and backward where the attention core is recomputed"),
     ] = None
     repeats: Annotated[Index, Field(description="timed runs that each median is of; 0 if not measured")] = 0
     spread: Annotated[
@@ -120,20 +106,6 @@ class CostRow(FileModel):
                 f"{self.activation_bytes} that are held where nothing is recomputed"
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Rows without sequence parallelism or an attention core stay as they were, and so do their fingerprints."""
-        found: dict[str, Any] = written(self)
-        for key in ("context", "expert"):
-            if found.get(key) == 1:
-                del found[key]
-        if not self.sequence_parallel:
-            found.pop("sequence_parallel", None)
-        if self.selective_ns is None:
-            found.pop("selective_ns", None)
-            found.pop("selective_activation_bytes", None)
-        return found
 
     @property
     def whole_backward_ns(self) -> int:
@@ -187,10 +159,7 @@ class Block(Parts):
     frozen_parameters: Annotated[Parameters, Field(description="how many that are not, unsplit")] = 0
     expert_parameters: Annotated[
         Parameters,
-        Field(
-            description="how many of both are its experts', which have rows of their own where devices share them",
-            json_schema_extra={SAID_ONLY: True},
-        ),
+        said_only(0, "how many of both are its experts', which have rows of their own where devices share them"),
     ] = 0
     parameter_bytes: ParameterBytes = 0
     gradient_bytes: GradientBytes = None
@@ -262,14 +231,6 @@ class Block(Parts):
             shared=shared,
             costs=(row,),
         )
-
-    @model_serializer(mode="wrap")
-    def _without_experts(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Blocks that have none stay as they were, and so do their fingerprints."""
-        found: dict[str, Any] = written(self)
-        if not found.get("expert_parameters", 1):
-            del found["expert_parameters"]
-        return found
 
     @model_validator(mode="after")
     def _rows_are_unique(self) -> Block:
@@ -388,35 +349,22 @@ class Profile(File):
     recipe: Annotated[Recipe, Field(description="what training keeps of every parameter")] = Recipe()
     step_bytes_per_s: Annotated[
         int | None,
-        Field(
+        said_only(
+            None,
+            "bytes of state that the optimizer's step reads and writes per second; null: its time is not known, and "
+            "left out",
             ge=1,
             le=MAX_BYTES,
-            description="bytes of state that the optimizer's step reads and writes per second; null: its time is "
-            "not known, and left out",
-            json_schema_extra={SAID_ONLY: True},
         ),
     ] = None
     launch_overhead_ns: Annotated[
         Nanoseconds,
-        Field(
-            description="what launching a block takes the host, for each of its actions, beside what its rows say",
-            json_schema_extra={SAID_ONLY: True},
-        ),
+        said_only(0, "what launching a block takes the host, for each of its actions, beside what its rows say"),
     ] = 0
     blocks: Annotated[Items[Block], Field(min_length=1)]
     edges: Items[Edge] = ()
     tied: Annotated[Items[TiedParameter], Field(description="parameters that blocks share")] = ()
     placement: Annotated[Placement | None, Field(description="used as it is unless another is asked for")] = None
-
-    @model_serializer(mode="wrap")
-    def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Profiles that do not say how long a step takes stay as they were, and so do their fingerprints."""
-        found: dict[str, Any] = written(self)
-        if self.step_bytes_per_s is None:
-            found.pop("step_bytes_per_s", None)
-        if not self.launch_overhead_ns:
-            found.pop("launch_overhead_ns", None)
-        return found
 
     @model_validator(mode="after")
     def _is_a_graph(self) -> Profile:
@@ -534,6 +482,19 @@ class Profile(File):
     def __repr__(self) -> str:
         sizes = ", ".join(map(str, self.microbatch_sizes)) or "none in common"
         return f"<Profile {self.name!r}: {len(self.blocks)} blocks, micro-batch sizes {sizes}>"
+
+    @cached_property
+    def by_id(self) -> dict[str, Block]:
+        """{id: block}"""
+        return {block.id: block for block in self.blocks}
+
+    @cached_property
+    def edges_into(self) -> dict[str, list[Edge]]:
+        """{block: the edges that lead to it}; blocks without any are left out."""
+        found: dict[str, list[Edge]] = {}
+        for edge in self.edges:
+            found.setdefault(edge.target, []).append(edge)
+        return found
 
     def topological_order(self) -> tuple[str, ...]:
         """Block ids such that every edge points forward, keeping the file's order where it can.

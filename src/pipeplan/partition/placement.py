@@ -515,7 +515,7 @@ def _after_all(
     }
     groups = sorted(feeding) or [stages[-1].devices]
     everyone = tuple(sorted(device for group in groups for device in group))
-    by_id = {block.id: block for block in profile.blocks}
+    by_id = profile.by_id
     splits = all(len(everyone) in {row.shards for row in by_id[block].rows()} for block in rest)
     if replicas == 1 and splits:
         return PlacedStage(blocks=tuple(rest), devices=everyone, shards=len(everyone))

@@ -14,14 +14,13 @@ from fractions import Fraction
 from pipeplan.costs import can_split
 from pipeplan.costs.after import least_steps_ns
 from pipeplan.costs.blocks import asked_again, block_costs
-from pipeplan.costs.stages import state_costs
 from pipeplan.costs.zero import WHOLE, Experts
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.graphs import longest_paths, topological_order
 from pipeplan.planning.candidates import shards_of, strategy_choices
 from pipeplan.planning.request import SUBMODULES, Request, size_of
-from pipeplan.planning.uniform_space import Choice, static_bytes
+from pipeplan.planning.uniform_space import Blocks, Choice
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again
 
@@ -44,9 +43,7 @@ def least_state_bytes(request: Request) -> int:
 
     Whoever shares them out, by splits of blocks, of experts or of replicas, keeps no less.
     """
-    profile = request.profile
-    blocks = [block.id for block in profile.blocks]
-    return static_bytes(state_costs(profile, blocks, 1, WHOLE, Experts()))[0]
+    return Blocks.of(request.profile).kept(1, WHOLE, Experts()).static_bytes
 
 
 def _any_plan(request: Request) -> int:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from pipeplan._version import __version__
 from pipeplan.checker import check
 from pipeplan.costs.throughput import Throughput, Yardstick
+from pipeplan.costs.zero import AUTO
 from pipeplan.display import Displayed
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, Recipe, sha256_of
@@ -230,6 +231,22 @@ def slices_left_out(request: Request, workload: Workload, why: str) -> tuple[str
     rest = "no other has a forward in the warm-up of the first stage"
     some = f"only {are} sliced: {rest if count < workload.num_microbatches else 'there are no more'}"
     text = f"--slices {request.num_parted}: {some if count else f'no micro-batch is sliced: {why}'}"
+    warnings.warn(text, stacklevel=2)
+    return (text,)
+
+
+def sharing_left_out(request: Request, workload: Workload) -> tuple[str, ...]:
+    """That replicas of the plan divide nothing, where a level of ``--zero`` was asked for, which is warned of."""
+    group, devices = request.zero_group, request.num_devices
+    if request.zero in (None, 0, AUTO) or any(stage.zero for stage in workload.stages):
+        return ()
+    asked = f"--zero {request.zero}{'' if group is None else f' --zero-group {group}'}"
+    has = "no replicas" if group is None else f"no replicas in groups of {group}"
+    remedy = f"give --replicas {'' if group is None else f'{group}, or a multiple, '}to look at no others"
+    if group is not None and devices % group:
+        factor = next(each for each in range(2, devices + 1) if devices % each == 0)
+        remedy = f"choose a --zero-group that divides {devices} devices, such as {factor}"
+    text = f"{asked} divides nothing: the best plan that was found has {has}; {remedy}"
     warnings.warn(text, stacklevel=2)
     return (text,)
 

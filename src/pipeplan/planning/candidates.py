@@ -264,7 +264,7 @@ def _uniform_of(
 ) -> list[BoundedChoice]:
     """The table of a request, which several steps of its search go through, or ``only`` that of some splits.
 
-    Of all pipelines, or of the ``longest`` alone.
+    Of all pipelines, or of the ``longest`` alone, and then without what exchanges state unless that is asked for.
     """
     request = same.request
     choices = [each for split in only or open_splits(request) for each in _uniform(request, split, longest)]
@@ -291,9 +291,10 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
         if not batches or split.width * replicas % split.expert:
             continue
         strategies = _by_name(request)[:1] if longest else _strategies(request)
-        for zero, batch, strategy in checked(
-            product(sharings(request, replicas * split.context, split.shards), batches, strategies), 1
-        ):
+        shared = sharings(request, replicas * split.context, split.shards)
+        if longest and request.zero is None:
+            shared = [zero for zero in shared if zero.level < IN_ACTIONS]  # exchanges take time to time
+        for zero, batch, strategy in checked(product(shared, batches, strategies), 1):
             how = STRATEGIES[strategy]
             if (batch.num_microbatches % 2 and how.two_ways) or (request.chunks not in (None, 1) and not how.chunked):
                 continue
@@ -394,7 +395,7 @@ def _plain(request: Request) -> Iterator[Choice]:
         tables = chain(((True, (one,)) for one in open_) if many else [(True, open_)], [(False, None)])
         for each in chain.from_iterable(_uniform_of(same, *which) for which in tables):
             suits = each.choice.strategy in able and (name != "auto" or each.choice.usual == USUAL[0])
-            suits &= request.zero is not None or each.choice.zero.level < IN_ACTIONS  # exchanges take time to time
+            suits &= request.zero is not None or each.choice.zero.level < IN_ACTIONS
             if suits and each.choice not in seen:
                 seen.add(each.choice)
                 yield each.choice

@@ -8,11 +8,13 @@ memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from pipeplan.costs.zero import GATHERED, IN_ACTIONS
 from pipeplan.errors import PipeplanError
-from pipeplan.files import PlacedStage
+from pipeplan.files import PlacedStage, Placement
 from pipeplan.planning.candidates import PlacementCandidate, is_large, workload_of
 from pipeplan.planning.request import Request
 from pipeplan.schedule.list_scheduling import list_schedule, policies
@@ -23,6 +25,8 @@ from pipeplan.workload.elements import ONCE, odd_neighbour
 from pipeplan.workload.one_microbatch import OneMicrobatch
 from pipeplan.workload.task_graph import task_graph
 from pipeplan.workload.workload import Workload
+
+What = TypeVar("What")
 
 Every = tuple[int, int]
 """For how many uses parameters are gathered, and after how many micro-batches gradients are reduced."""
@@ -42,7 +46,7 @@ def exchanging_workload(request: Request, candidate: PlacementCandidate, *, spli
         UsageError: the profile has no such costs.
     """
     inside = workload_of(request, candidate, split_backward=split_backward)
-    if is_large(request) or not _may_choose(request, candidate, inside):  # of large ones each run takes a second
+    if is_large(request) or not may_choose(request, candidate, inside):  # of large ones only those of the best
         return inside
     found = _by_actions(request, candidate, inside, split_backward)
     recomputes = request.recompute is None and request.least_memory is not None
@@ -58,13 +62,22 @@ def _by_actions(
     request: Request, candidate: PlacementCandidate, inside: Workload, split_backward: bool
 ) -> _Found | None:
     """Exchanges by actions as often as is quickest, where they fit."""
-    best: _Found | None = None
-    for reduced in checked(_numbers(inside.num_microbatches), 1):
-        best = _better(best, _timed(request, candidate, (1, reduced), split_backward))
-    if best is None or all(stage.zero < GATHERED for stage in inside.stages):
+    return quickest_every(inside, lambda every: _timed(request, candidate, every, split_backward))
+
+
+Tried = tuple[int, int, Every, What]
+"""Ns of an iteration, its most bytes, how often exchanges are, and what was made so."""
+
+
+def quickest_every(workload: Workload, tried: Callable[[Every], Tried[What] | None]) -> Tried[What] | None:
+    """How often exchanges by actions are quickest, of what is ``tried``; None where nothing fits."""
+    best: Tried[What] | None = None
+    for reduced in checked(_numbers(workload.num_microbatches), 1):
+        best = _better(best, tried((1, reduced)))
+    if best is None or all(stage.zero < GATHERED for stage in workload.stages):
         return best
-    for uses in checked(_numbers(2 * inside.num_microbatches)[1:], 1):
-        best = _better(best, _timed(request, candidate, (uses, best[2][1]), split_backward)) or best
+    for uses in checked(_numbers(2 * workload.num_microbatches)[1:], 1):
+        best = _better(best, tried((uses, best[2][1]))) or best
     return best
 
 
@@ -74,7 +87,7 @@ def _recomputed(candidate: PlacementCandidate) -> PlacementCandidate:
     return replace(candidate, placement=candidate.placement.model_copy(update={"stages": stages}))
 
 
-def _may_choose(request: Request, candidate: PlacementCandidate, workload: Workload) -> bool:
+def may_choose(request: Request, candidate: PlacementCandidate, workload: Workload) -> bool:
     """Whether there is something to exchange, nobody has said how, and its devices share stages as a whole."""
     stages = [stage for stage in workload.stages if _exchanges(stage.zero, stage.sharers)]
     said = any(stage.reduce_every is not None for stage in candidate.placement.stages)
@@ -87,11 +100,10 @@ def _exchanges(level: int, sharers: int) -> bool:
     return level >= IN_ACTIONS and sharers > 1
 
 
-_Found = tuple[int, int, Every, Workload]
-"""Ns of a short run, its most bytes, how often, the workload."""
+_Found = Tried[Workload]
 
 
-def _better(one: _Found | None, other: _Found | None) -> _Found | None:
+def _better(one: Tried[What] | None, other: Tried[What] | None) -> Tried[What] | None:
     return one if other is None or (one is not None and one[:2] <= other[:2]) else other
 
 
@@ -102,8 +114,7 @@ def _numbers(most: int) -> list[int]:
 
 def _timed(request: Request, candidate: PlacementCandidate, every: Every, split_backward: bool) -> _Found | None:
     """How long a short run takes with exchanges as often as this; None where that does not fit."""
-    stages = tuple(_exchanged(stage, every) for stage in candidate.placement.stages)
-    placement = candidate.placement.model_copy(update={"stages": stages})
+    placement = exchanged_placement(candidate.placement, every)
     workload = workload_of(request, replace(candidate, placement=placement), split_backward=split_backward)
     found = _looked_at(workload)
     return None if found is None else (found.iteration_ns, found.most_bytes, every, workload)
@@ -124,6 +135,11 @@ def _looked_at(workload: Workload) -> Schedule | None:
         return None if orders is None else timed(problem, given, orders, "list")
     except PipeplanError:  # what does not fit is said where it is searched
         return None
+
+
+def exchanged_placement(placement: Placement, every: Every) -> Placement:
+    """The placement whose stages exchange by actions as often as this, where they exchange."""
+    return placement.model_copy(update={"stages": tuple(_exchanged(stage, every) for stage in placement.stages)})
 
 
 def _exchanged(stage: PlacedStage, every: Every) -> PlacedStage:

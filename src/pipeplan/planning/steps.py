@@ -26,7 +26,7 @@ from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.recomputation import choices_of
 from pipeplan.planning.alternatives import explained
 from pipeplan.planning.block_splits import OneStage, SplitFinalists
-from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
+from pipeplan.planning.build_plan import CandidateCounts, Result, planned, sharing_left_out, slices_left_out
 from pipeplan.planning.candidates import (
     LARGE,
     UNDIVIDED,
@@ -41,6 +41,7 @@ from pipeplan.planning.candidates import (
     is_large,
     strategy_choices,
 )
+from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_choose, quickest_every
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
@@ -222,6 +223,42 @@ def _stage_ns(workload: Workload, index: int) -> int:
     actions = workload.mini_batch // (stage.microbatch_size * workload.num_routes)
     exchanged = exchange_work(workload, index)
     return actions * workload.work_of_stages[index] + exchanged + stage.sync_ns + stage.gather_ns
+
+
+@dataclass(frozen=True)
+class ExchangeByActions(PlanStep):
+    """Sharded state of the best ``finalists`` is exchanged by actions of programs, where orders fit and are quicker.
+
+    Of small requests each candidate is tried so from the beginning (:mod:`.exchanging`).
+    """
+
+    finalists: int = 3
+    name = "exchanges by actions"
+    when = f"more than {LARGE} blocks x devices; the best {{finalists}} plans whose replicas divide gradients"
+
+    def applies(self, search: PlanSearch) -> bool:
+        return is_large(search.request)
+
+    def run(self, search: PlanSearch) -> None:
+        best = [] if search.best is None else [search.best]
+        for trial in search.finalists[: self.finalists] or best:
+            if trial.best is not None and may_choose(search.request, trial.candidate, trial.best.workload):
+                self._try(search, trial)
+
+    def _try(self, search: PlanSearch, trial: Trial) -> None:
+        placement, base = trial.candidate.placement, trial.best
+        assert base is not None
+
+        def tried(every: Every) -> Tried[Schedule] | None:
+            found = _retimed(search.request, trial, exchanged_placement(placement, every), "")
+            return None if found is None else (iteration_of(found), found.most_bytes, every, found)
+
+        found = quickest_every(base.workload, tried)
+        if found is not None and found[0] < iteration_of(base):
+            trial.candidate = replace(trial.candidate, placement=exchanged_placement(placement, found[2]))
+            trial.best, trial.bounds = found[3], [found[3].bound_ns]
+            trial.begin_again(search.request)
+            search.report(trial)
 
 
 @dataclass(frozen=True)
@@ -765,6 +802,7 @@ STEPS: tuple[SearchStep, ...] = (
     SplitFinalists(),
     EaseRecomputation(),
     EaseSharding(),
+    ExchangeByActions(),
     SliceForwards(),
     LateInputs(),
     LessMemoryOfBest(),
@@ -849,7 +887,11 @@ def search_plan(
         placement_lower_bound_ns=proved,
         candidates=counts,
         timed_out=(search.budget.expired or counts.left > 0) and not search.budget.interrupted,
-        notes=(*dict.fromkeys(notes), *slices_left_out(request, schedule.workload, "what was found does not fit so")),
+        notes=(
+            *dict.fromkeys(notes),
+            *slices_left_out(request, schedule.workload, "what was found does not fit so"),
+            *sharing_left_out(request, schedule.workload),
+        ),
         explanation=explained(search) if explain else None,
         sizes_left=_sizes_left(search) if counts.left else (),
         request=request,
@@ -973,7 +1015,7 @@ def _takes_little(search: PlanSearch, schedule: Schedule | None) -> bool:
 
 
 _MOMENT = 0.5
-"""Seconds in which the best plan is made after an interruption; else it is the one that was made before."""
+"""Seconds in which a plan is made after an interruption; else it is the one that was made before, if there is one."""
 
 _MAKING = 0.1
 """The part of the time that making plans on the way may take, beside the first and those of many more actions."""
@@ -1001,16 +1043,25 @@ def _made_late(search: PlanSearch, trial: Trial) -> MadePlan:
 
 
 def _first_made(search: PlanSearch, trial: Trial) -> MadePlan:
-    """The first plan, made in any case where that takes little; else while there is time, whatever is heard: once."""
+    """The first plan, made in any case where that takes little; else while there is time, or a moment for it.
+
+    Raises:
+        TimeUpError: there was not, and there is not going to be.
+    """
     assert trial.best is not None
-    with shielded() if _takes_little(search, trial.best) else search.budget.finishing(math.inf):
-        return _made(search, trial)
+    with shielded() if _takes_little(search, trial.best) else search.budget.finishing(_MOMENT):
+        try:
+            return _made(search, trial)
+        except TimeUpError:
+            search.given_up = True
+            raise
 
 
 def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
     """The best plan; the one that was made before where there is no time to make it, which is noted.
 
     Raises:
+        KeyboardInterrupt: interrupted, and there was no moment to make any.
         SearchTimeoutError: there was no time to make any.
     """
     budget, before = search.budget, search.made
@@ -1018,8 +1069,12 @@ def _last_plan(search: PlanSearch, best: Trial) -> MadePlan:
         return _made(search, best)
     if before is None:
         try:
+            if search.given_up and budget.interrupted:
+                raise TimeUpError(budget)
             return _first_made(search, best)
         except TimeUpError:
+            if budget.interrupted:
+                raise KeyboardInterrupt from None
             raise SearchTimeoutError(
                 f"a schedule was found in {budget.elapsed:.1f} s, but there was no time to make its plan; raise "
                 "--time-limit"

@@ -425,8 +425,8 @@ class PlanSearch:
     are not tried or were given up. ``sizes`` are the micro-batches per replica that were looked at. ``finalists`` are
     the trials with a schedule at the end, best first. ``notes`` say what went wrong, ``made`` is the plan that was made
     last, by which it is known how long that takes: that much time is reserved for it. ``making_seconds`` is what
-    making plans has taken. The ``spare`` trial is for want of any other: its replicas divide more than they do by
-    default.
+    making plans has taken; the first was ``given_up`` if there was no time. The ``spare`` trial is for want of any
+    other: its replicas divide more than they do by default.
     """
 
     request: Request
@@ -449,6 +449,7 @@ class PlanSearch:
     begun: bool = False
     making_seconds: float = 0.0
     made: MadePlan | None = None
+    given_up: bool = False
     spare: Trial | None = None
     ahead: Ahead[LookAhead, LookedAt] | None = None
     _looked: LookedAt | None = None
@@ -490,8 +491,9 @@ class PlanSearch:
                 with self.noting(step.name):
                     if step.applies(self):
                         step.run(self)
-        with shielded():  # the answer has it, whenever it comes
-            self._bound()
+        if not (self.given_up and self.budget.interrupted):
+            with shielded():  # the answer has it, whenever it comes
+                self._bound()
         for step in left:
             if step.after_all(self) and step.applies(self):
                 step.run(self)

@@ -22,7 +22,7 @@ from pipeplan.display import Displayed
 from pipeplan.errors import InfeasibleError, PipeplanError, SearchTimeoutError, UsageError
 from pipeplan.files import Placement
 from pipeplan.planning.bounds import request_bound
-from pipeplan.planning.build_plan import CandidateCounts, Result, planned, slices_left_out
+from pipeplan.planning.build_plan import CandidateCounts, Result, planned, sharing_left_out, slices_left_out
 from pipeplan.planning.candidates import PlacementCandidate, grid
 from pipeplan.planning.infeasibility import ExplainShortage, most_telling, shortage
 from pipeplan.planning.request import Request
@@ -435,7 +435,10 @@ class _Tuner:
             placement_lower_bound_ns=proved,
             candidates=CandidateCounts(self.num_done + self.num_skipped, self.num_skipped, num_open),
             timed_out=num_open > 0 and not self.workers.interrupted,
-            notes=slices_left_out(self.request, schedule.workload, "rules are tuned for whole forwards"),
+            notes=(
+                *slices_left_out(self.request, schedule.workload, "rules are tuned for whole forwards"),
+                *sharing_left_out(self.request, schedule.workload),
+            ),
             request=self.request,
         )
 

@@ -14,16 +14,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, can_split, transfer_time
 from pipeplan.costs.after import AfterActions, least_steps_ns
-from pipeplan.costs.stages import state_costs
-from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanged, Exchanging, Experts, Zero
+from pipeplan.costs.recipes import state_of
+from pipeplan.costs.stages import require_apart
+from pipeplan.costs.states import States
+from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanging, Experts, Zero, cuts
 from pipeplan.errors import UsageError
-from pipeplan.files import Edge, Profile
+from pipeplan.files import Profile
 from pipeplan.partition.chain.costs import Array, FloatArray
 from pipeplan.partition.problem import Pricing
 from pipeplan.partition.recomputation import kept_whole, kind_of, savings
@@ -32,7 +35,7 @@ from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.usual import Counts, Numbers, Usual, usual_of
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again
-from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
+from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +114,14 @@ def best_first(request: Request, choices: Sequence[Choice], blocks: Blocks) -> l
         for key in checked(dict.fromkeys((_undivided(pricing), levels) for pricing, levels in keys), 1)
     }
     kept = {
-        key: (blocks.kept(*key), blocks.exchanging_bytes(*key))
+        key: blocks.kept(*key)
         for key in checked(dict.fromkeys(map(_dividing, (pricing for pricing, _ in keys))), 1)
         if key[1] != WHOLE
     }
     sums = {
         (pricing, levels): own
         if (own := whole[_undivided(pricing), levels]) is None or pricing.zero == WHOLE
-        else own.shared(*kept[_dividing(pricing)])
+        else own.shared(kept[_dividing(pricing)])
         for pricing, levels in checked(keys, 1)
     }
     kinds = dict.fromkeys((choice.strategy, choice.per_position) for choice in checked(choices))
@@ -180,19 +183,17 @@ class Blocks:
     kinds: tuple[int, ...]
     chained: bool
     shares_tensors: bool
+    states: States
 
     @classmethod
     def of(cls, profile: Profile) -> Blocks:
         """Of a profile."""
-        into: dict[str, list[Edge]] = defaultdict(list)
-        for edge in profile.edges:
-            into[edge.target].append(edge)
         tied = {block for each in profile.tied for block in each.blocks}
-        order, by_id = profile.topological_order(), {block.id: block for block in profile.blocks}
+        order, by_id, into = profile.topological_order(), profile.by_id, profile.edges_into
         numbers: dict[tuple[object, ...], int] = {}
         found, each = [], list[str]()
         for name in checked(order, 16):
-            fed = tuple(edge.bytes_per_sample for edge in into[name])
+            fed = tuple(edge.bytes_per_sample for edge in into.get(name, ()))
             like = by_id[name].model_dump_json(exclude={"id"}), fed, name if name in tied else ""
             if like not in numbers:
                 numbers[like] = len(each)
@@ -205,6 +206,7 @@ class Blocks:
             tuple(found),
             all(pair in pairs for pair in pairwise(order)),
             any(edge.tensor is not None for edge in profile.edges),
+            States.of([by_id[name] for name in each], profile.recipe),
         )
 
     def costs(self, pricing: Pricing) -> list[StageCost]:
@@ -213,42 +215,54 @@ class Blocks:
         return [known[kind] for kind in self.kinds]
 
     def exchanged_ns(self, pricing: Pricing, exchanging: Exchanging) -> int:
-        """Ns by which what copies exchange of all blocks, beside compute, takes longer than that."""
-        blocks, recipe = {block.id: block for block in self.profile.blocks}, self.profile.recipe
-        longer = []
-        for name, cost in zip(self.each, pricing.costs(self.profile, self.each), strict=True):
-            own = Exchanged.of(blocks[name], recipe, pricing.zero, pricing.shards, pricing.experts)
-            gather, reduce = exchanging.times(own)
-            longer.append(2 * gather + reduce - cost.compute_ns)
-        return max(0, sum(longer[kind] for kind in self.kinds))
+        """Ns of what copies exchange of all blocks with each micro-batch."""
+        exchanged = self.states.exchanged(pricing.shards, pricing.zero, pricing.experts)
+        gather, reduce = exchanged.times(exchanging)
+        return int(np.dot(2 * gather + reduce, np.bincount(self.kinds)))
 
-    def kept(self, shards: int, zero: Zero, experts: Experts) -> list[StageCost]:
-        """[block] only what it keeps. Raises UsageError where one shares what it would gather."""
-        known = state_costs(self.profile, self.each, shards, zero, experts)
-        return [known[kind] for kind in self.kinds]
+    def kept(self, shards: int, zero: Zero, experts: Experts) -> KeptBytes:
+        """[block] what each keeps alone. Raises UsageError where one shares what it would gather."""
+        if zero.level >= IN_ACTIONS:
+            require_apart(self.profile, zero.level, set(self.each))
+        kept = self.states.kept(shards, zero, experts)[list(self.kinds)]
+        cut = cuts(self.profile.recipe, zero, shards)
+        again = [state_of(each, self.profile.recipe) // cut * (len(each.blocks) - 1) for each in self.profile.tied]
+        shared = sum(again, MemoryBytes())
+        whole = self.states.exchanged(shards, zero, experts).workspace_bytes
+        return KeptBytes(
+            kept.sum(axis=1),
+            int(kept.sum()) - shared.total,
+            int(kept[:, STATE_KINDS.index(GRADIENTS)].sum()) - shared[GRADIENTS],
+            int(whole.max()),
+        )
 
-    def exchanging_bytes(self, shards: int, zero: Zero, experts: Experts) -> int:
-        """Bytes that are there whole while a block runs, of what copies divide: at most."""
-        blocks, recipe = {block.id: block for block in self.profile.blocks}, self.profile.recipe
-        return max(Exchanged.of(blocks[name], recipe, zero, shards, experts).workspace_bytes for name in self.each)
+
+class KeptBytes(NamedTuple):
+    """Bytes [block] of state, of all, of all gradients; and of what is there whole while a block runs, at most."""
+
+    each: NDArray[np.int64]
+    static_bytes: int
+    gradient_bytes: int
+    whole_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
     """What all blocks come to on a device, of one micro-batch: ns and bytes.
 
-    ``sums_ns`` [block + 1] are running sums of what they do, ``most_ns`` is that of the block that takes longest and
-    ``forward_ns``, ``input_ns``, ``weight_ns`` what all take, the last two as near as costs tell them apart. ``way_ns``
-    is what a later stage waits for, both ways, and ``share`` the least part of a block's work that is. ``least_bytes``
-    of activations are held at least, ``alone_bytes`` is what one block needs by itself at most, and ``beside_bytes``
-    [block] what of that is not state. ``area`` is the sum of
-    what each block holds at least times the ns until it may give it back. ``saved_bytes`` and ``again_ns`` are points
-    of how long recomputation takes that saves so much. Of what is all computed again, some blocks may keep theirs: no
-    action then takes less than the part ``eased`` of its time.
+    ``sums_ns`` [block + 1] are running sums of what they do, ``most_ns`` is that of the block that takes longest,
+    ``compute_ns`` are whole actions, and ``forward_ns``, ``input_ns``, ``weight_ns`` what all take, the last two as
+    near as costs tell them apart. ``way_ns`` is what a later stage waits for, both ways, and ``share`` the least part
+    of a block's work that is. ``least_bytes`` of activations are held at least, ``alone_bytes`` is what one block needs
+    by itself at most, and ``beside_bytes`` [block] what of that is not state. ``area`` is the sum of what each block
+    holds at least times the ns until it may give it back. ``saved_bytes`` and ``again_ns`` are points of how long
+    recomputation takes that saves so much. Of what is all computed again, some blocks may keep theirs: no action then
+    takes less than the part ``eased`` of its time.
     """
 
     sums_ns: Array
     most_ns: float
+    compute_ns: int
     forward_ns: float
     input_ns: float
     weight_ns: float
@@ -260,7 +274,7 @@ class _Sums:
     least_bytes: float
     weight_grad_bytes: float
     workspace_bytes: float
-    beside_bytes: Sequence[int]
+    beside_bytes: NDArray[np.int64]
     alone_bytes: float
     area: float
     saved_bytes: FloatArray
@@ -282,7 +296,7 @@ class _Sums:
                 halves = blocks.costs(pricing._replace(samples=pricing.samples // 2))
                 work = [min(ns, 2 * _work_ns(half, splits)) for ns, half in checked(zip(work, halves, strict=True))]
                 way = [min(ns, _way_ns(half, splits)) for ns, half in checked(zip(way, halves, strict=True))]
-        static, gradients = static_bytes(costs)
+        static, gradients = _static_bytes(costs)
         apart = not blocks.shares_tensors
         each_way = list(zip(*(own for _, own in ways), strict=True)) or [(cost,) for cost in costs]
         least = [min(own, key=lambda cost: cost.activation_bytes) for own in each_way]
@@ -299,6 +313,7 @@ class _Sums:
         return cls(
             sums_ns=np.array([0, *accumulate(work)], dtype=np.int64),
             most_ns=max(work),
+            compute_ns=sum(cost.compute_ns for cost in costs),
             forward_ns=sum(cost.forward_ns for cost in costs),
             input_ns=sum(cost.backward_ns for cost in costs) - weight,
             weight_ns=weight,
@@ -310,7 +325,9 @@ class _Sums:
             least_bytes=apart * sum(cost.activation_bytes for cost in least),
             weight_grad_bytes=apart * sum(cost.weight_grad_bytes for cost in costs),
             workspace_bytes=max(cost.workspace_bytes for cost in costs) if len(ways) < 2 else max(widest),
-            beside_bytes=[min(cost.activation_bytes + cost.workspace_bytes for cost in own) for own in each_way],
+            beside_bytes=np.array(
+                [min(cost.activation_bytes + cost.workspace_bytes for cost in own) for own in each_way]
+            ),
             alone_bytes=max(min(cost.memory_bytes(1) for cost in own) for own in each_way),
             area=_area(costs, least) if apart and blocks.chained else 0.0,
             saved_bytes=saved,
@@ -318,20 +335,18 @@ class _Sums:
             eased=_eased(costs, blocks.costs(pricing._replace(recompute=request.recompute or False))),
         )
 
-    def shared(self, kept: Sequence[StageCost], whole_bytes: int) -> _Sums:
-        """The same where replicas divide what they keep: the blocks' states, and what is whole while a block runs."""
-        static, gradients = static_bytes(kept)
-        alone = max(cost.static_bytes + beside for cost, beside in zip(kept, self.beside_bytes, strict=True))
+    def shared(self, kept: KeptBytes) -> _Sums:
+        """The same where replicas divide what they keep."""
         return replace(
             self,
-            static_bytes=static,
-            gradient_bytes=gradients,
-            alone_bytes=alone,
-            workspace_bytes=self.workspace_bytes + whole_bytes,
+            static_bytes=kept.static_bytes,
+            gradient_bytes=kept.gradient_bytes,
+            alone_bytes=int((kept.each + self.beside_bytes).max()),
+            workspace_bytes=self.workspace_bytes + kept.whole_bytes,
         )
 
 
-def static_bytes(costs: Sequence[StageCost]) -> tuple[int, int]:
+def _static_bytes(costs: Sequence[StageCost]) -> tuple[int, int]:
     """Bytes of all state of blocks, and of their gradients; what they share is there once."""
     tied = Counter(chain.from_iterable(cost.tied for cost in costs))
     again = sum((each.state * (count - 1) for each, count in tied.items()), MemoryBytes())
@@ -506,7 +521,7 @@ class _BoundTable:
         even = work / p  # of several stages on a position, some are longer and others shorter than that
         uneven = np.maximum(0.0, longest[of_line, p.astype(np.int64) - 1] - even) / per_position
         paced = column(_paced(choices, [each.sums_ns for each in sums]))
-        exchanged = column(_exchanged_ns(request, blocks, choices))
+        exchanged = column(_exchanged_ns(request, blocks, choices, sums))
         busiest = np.where(paced > 0, paced, even + uneven) + (again + exchanged) / p
         sums_ns = column(_after_ns(request, choices, sums))
         stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.width for each in choices))
@@ -613,19 +628,19 @@ def _paced(choices: Sequence[Choice], lines: Sequence[Array]) -> Iterator[float]
         yield known[key]
 
 
-def _exchanged_ns(request: Request, blocks: Blocks, choices: Sequence[Choice]) -> Iterator[int]:
+def _exchanged_ns(request: Request, blocks: Blocks, choices: Sequence[Choice], sums: Sequence[_Sums]) -> Iterator[int]:
     """[choice] ns that a micro-batch's actions wait for what copies exchange, on the cluster's first devices."""
-    known: dict[tuple[Pricing, int], int] = {}
-    for choice in choices:
+    known: dict[tuple[int, Zero, int, Experts], int] = {}
+    for choice, own in zip(choices, sums, strict=True):
         if request.cluster is None or choice.zero.level < IN_ACTIONS:
             yield 0
             continue
-        key = choice.pricing, choice.copies
+        pricing = choice.pricing
+        key = pricing.shards, choice.zero, choice.copies, pricing.experts
         if key not in known:
-            experts = choice.pricing.experts
-            near = Exchanging.on_first(request.cluster, choice.shards, choice.copies, choice.zero, experts)
-            known[key] = blocks.exchanged_ns(choice.pricing, near)
-        yield known[key]
+            near = Exchanging.on_first(request.cluster, choice.shards, choice.copies, choice.zero, pricing.experts)
+            known[key] = blocks.exchanged_ns(pricing, near)
+        yield max(0, known[key] - own.compute_ns)
 
 
 def _hops_ns(request: Request, choices: Sequence[Choice]) -> Iterator[float]:

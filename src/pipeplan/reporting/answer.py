@@ -20,12 +20,11 @@ from pipeplan.reporting.layout import (
     flowed,
     idle_devices,
     labelled,
-    number_ranges,
 )
 from pipeplan.reporting.terminal import Bottleneck, zero_words
 from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
-from pipeplan.texts import counted, printable
+from pipeplan.texts import counted, number_ranges, printable
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.workload import Workload
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeplan.texts import counted, printable
+from pipeplan.texts import counted, number_ranges, printable
 
 _PLAIN_WIDTH = 120
 """Columns where there is no terminal and ``COLUMNS`` is not set."""
@@ -226,8 +226,6 @@ def _folded(text: str, width: int, *, whole: bool = False) -> list[str]:
 
 # Rows that are alike ------------------------------------------------------------------------------------------------
 
-_MAX_RANGES = 4
-
 
 def groups_of_equal(rows: Iterable[Hashable]) -> list[list[int]]:
     """The numbers of equal rows, group by group, in the order of their first: every number is in one group."""
@@ -237,34 +235,10 @@ def groups_of_equal(rows: Iterable[Hashable]) -> list[list[int]]:
     return list(found.values())
 
 
-def number_ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers in short: ``0, 1, 4-7``; ``0, 8 .. 56 (8)`` where they are equally far apart.
-
-    The number in brackets is how many there are. Of many at unequal distances only the first and the last are named.
-    """
-    runs = _runs(numbers)
-    names = [f"{first}-{last}" if last > first else str(first) for first, last in runs]
-    if len(runs) <= _MAX_RANGES:
-        return ", ".join(names)
-    steps = {(later[0] - run[0], later[1] - run[1]) for run, later in zip(runs, runs[1:], strict=False)}
-    return f"{names[0]}{f', {names[1]}' if len(steps) == 1 else ''} .. {names[-1]} ({len(numbers)})"
-
-
 def idle_devices(idle: Sequence[int], count: int, width: int, where: str = "") -> list[Text]:
     """What goes before all else where some of ``count`` devices run nothing: that they do (``where``), and which."""
     text = f"{where}{len(idle)} of {counted(count, 'device')} run nothing: {number_ranges(idle)}" if idle else ""
     return [flowed(Text(text, "bold yellow"), width)] if idle else []
-
-
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """(first, last) of each run of consecutive numbers."""
-    found: list[tuple[int, int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1] = found[-1][0], number
-        else:
-            found.append((number, number))
-    return found
 
 
 def shared_rows(title: str, columns: Sequence[Column], most: int) -> list[Column]:

@@ -24,7 +24,6 @@ from pipeplan.reporting.layout import (
     idle_devices,
     labelled,
     more,
-    number_ranges,
     shared_rows,
     shown_rows,
     tables,
@@ -42,7 +41,7 @@ from pipeplan.reporting.timeline import (
 )
 from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
-from pipeplan.texts import counted
+from pipeplan.texts import counted, number_ranges
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.elements import ONCE, Stage
 from pipeplan.workload.kinds import MASTER, MEMORY_KINDS, PARAMETERS, MemoryBytes, Role, in_order, role_of

@@ -1,148 +1,20 @@
-"""A plan's sizes as settings of torchtitan and Megatron-LM: text to carry over by hand, not a file they read.
-
-Names are those of the configuration classes in torchtitan 0.3.0 (config/configs.py, activation_checkpoint.py)
-and of the arguments of Megatron-LM beside megatron-core 0.16.
-"""
+"""A plan's sizes as settings of other trainers: text to carry over by hand, not a file they read."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TextIO
 
-from pipeplan.catalog import export_target
 from pipeplan.reporting.layout import console_for, flowed
-from pipeplan.schedule.state import origin_of
-from pipeplan.simulator.simulation import Simulation
-from pipeplan.workload.elements import Stage
-from pipeplan.workload.workload import Workload
-
-_TORCHTITAN_SCHEDULES = {
-    "gpipe": "GPipe",
-    "1f1b": "1F1B",
-    "interleaved-1f1b": "Interleaved1F1B",
-    "looped-bfs": "LoopedBFS",
-    "interleaved-zb": "InterleavedZeroBubble",
-    "zb-v": "ZBVZeroBubble",
-    "dualpipe-v": "DualPipeV",
-}
-"""Names of ``pipeline_parallel_schedule``."""
 
 
-def print_settings(simulation: Simulation, file: TextIO | None = None) -> None:
-    """Print what to set in each trainer, and what of the plan there is no setting for."""
+def print_settings(settings: Iterable[tuple[str, Sequence[str]]], file: TextIO | None = None) -> None:
+    """Print what to set in each trainer, of which there are title and lines; of the plan other lines say the rest."""
     console = console_for(file)
     console.print("what to set in other trainers (sizes; stages are carried over by hand)")
-    scheduler = simulation.plan.provenance.scheduler
-    for title, lines in (
-        ("torchtitan 0.3", torchtitan_settings(simulation.workload, scheduler)),
-        ("Megatron-LM", megatron_settings(simulation.workload, scheduler)),
-    ):
+    for title, lines in settings:
         console.print(f"  {title}")
         for line in lines:
             for part in flowed(line, console.width - 6).plain.splitlines():
                 console.print(f"      {part}", markup=False)
     console.print()
-
-
-def torchtitan_settings(workload: Workload, scheduler: str) -> list[str]:
-    """Lines of a torchtitan configuration; remarks on what it has no setting for begin with ``#``."""
-    stage, remark = _uniform(workload, "torchtitan")
-    if stage is None:
-        return [remark]
-    positions, _ = _pipeline(workload)
-    group = _zero_group(stage)
-    shard = max(1, group // stage.context) if stage.zero > 1 else 1
-    lines = [
-        f"parallelism.pipeline_parallel_degree = {positions}",
-        f"parallelism.tensor_parallel_degree = {stage.shards}",
-        f"parallelism.context_parallel_degree = {stage.context}",
-        f"parallelism.data_parallel_replicate_degree = {stage.replicas // shard}",
-        f"parallelism.data_parallel_shard_degree = {shard}",
-        f"training.global_batch_size = {workload.mini_batch}",
-    ]
-    if stage.expert > 1:
-        lines.insert(3, f"parallelism.expert_parallel_degree = {stage.expert}")
-    if stage.zero > 1:
-        never = "never" if stage.zero == 2 else "always"
-        lines.append(f"parallelism.fsdp_reshard_after_forward = {never!r}")
-    samples = workload.microbatch_size // stage.replicas
-    if positions > 1:
-        lines += [
-            f"training.local_batch_size = {workload.mini_batch // stage.replicas}",
-            f"parallelism.pipeline_parallel_microbatch_size = {samples}",
-        ]
-        name = _TORCHTITAN_SCHEDULES.get(origin_of(scheduler)) if "+" not in scheduler else None
-        lines.append(
-            f"parallelism.pipeline_parallel_schedule = {name!r}"
-            if name is not None
-            else f"# no name for the schedule ({scheduler}): it takes orders by pipeline_parallel_schedule_csv"
-        )
-    else:
-        lines.append(f"training.local_batch_size = {samples}")
-    if stage.zero == 1:
-        lines.append("# no setting for ZeRO 1: replicas keep their optimizer state whole, or divide all of it (FSDP)")
-    kept = "activation_checkpoint = {}.Config()"
-    near = f"{kept.format('SelectiveAC')}  # by operations; the plan recomputes attention cores"
-    return [*lines, *_recomputation(workload, [kept.format("FullAC")], [near])]
-
-
-def megatron_settings(workload: Workload, scheduler: str) -> list[str]:
-    """Arguments of Megatron-LM, a line each; remarks on what it has no argument for begin with ``#``."""
-    stage, remark = _uniform(workload, "megatron-lm")
-    if stage is None:
-        return [remark]
-    positions, chunks = _pipeline(workload)
-    lines = [
-        f"--pipeline-model-parallel-size {positions}",
-        f"--tensor-model-parallel-size {stage.shards}",
-        f"--context-parallel-size {stage.context}",
-        *([f"--expert-model-parallel-size {stage.expert}"] if stage.expert > 1 else []),
-        f"--micro-batch-size {workload.microbatch_size // stage.replicas}",
-        f"--global-batch-size {workload.mini_batch}",
-    ]
-    if chunks > 1:
-        lines.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
-    if stage.zero:
-        lines.append("--use-distributed-optimizer")
-        instances = stage.copies // _zero_group(stage)
-        if instances > 1:
-            lines.append(f"--num-distributed-optimizer-instances {instances}")
-    if stage.zero > 1:
-        lines.append(f"# that is ZeRO 1; the plan's ZeRO {stage.zero} needs an FSDP implementation")
-    runs = export_target("megatron-lm").schedules or ()
-    if positions > 1 and scheduler not in runs:
-        lines.append(f"# it runs {' and '.join(runs)} alone, and not this schedule ({scheduler})")
-    each = ["--recompute-method uniform", "--recompute-num-layers 1"]  # without a method it refuses to recompute all
-    granularity = "--recompute-granularity"
-    return [*lines, *_recomputation(workload, [f"{granularity} full", *each], [f"{granularity} selective"])]
-
-
-def _uniform(workload: Workload, target: str) -> tuple[Stage | None, str]:
-    """A stage that represents all stages; or none, and the reason."""
-    able = export_target(target)
-    stages = workload.stages
-    splits = {(each.shards, each.context, each.expert, each.replicas, each.zero, each.zero_group) for each in stages}
-    if len(splits) > 1 or any(each.configurations for each in stages):
-        return None, "# no settings: stages differ in how they are split"
-    if workload.placement not in able.placements and len(stages) > 1:
-        return None, f"# no settings: it places stages {', '.join(able.placements)}, and not {workload.placement}"
-    return stages[0], ""
-
-
-def _pipeline(workload: Workload) -> tuple[int, int]:
-    """Positions, and stages at each of them."""
-    positions = len({stage.devices for stage in workload.stages})
-    return positions, len(workload.stages) // positions
-
-
-def _zero_group(stage: Stage) -> int:
-    """How many copies share one of what they divide."""
-    return stage.zero_group or stage.copies
-
-
-def _recomputation(workload: Workload, full: list[str], selective: list[str]) -> list[str]:
-    """The settings that all blocks share, or a line that there are none."""
-    found = set[object]()
-    for stage in workload.stages:
-        found.update(stage.recompute if isinstance(stage.recompute, tuple) else [stage.recompute])
-    settings = {frozenset({True}): full, frozenset({"selective"}): selective, frozenset({False}): []}
-    return settings.get(frozenset(found), ["# recomputation differs from block to block: see --details"])

@@ -487,7 +487,7 @@ def cost_model(
     if options.data_parallel_loading:
         operators = _loaded(operators, devices)
     resharding = Resharding(cluster, devices)
-    blocks = {block.id: block for block in profile.blocks}
+    blocks = profile.by_id
     tied, own = _tied_tables(profile, operators)
     scales = _scales(profile, operators, preset, own)
     known = CostModel(operators, resharding, preset, scales, options, blocks, tied)

@@ -110,7 +110,7 @@ def expand(profile: Profile, samples: int, *, width: int = 2, whole_blocks: bool
 
     With ``whole_blocks`` every block is one operator.
     """
-    by_id = {block.id: block for block in profile.blocks}
+    by_id = profile.by_id
     flows: dict[str, _Flow] = {}
     nodes: list[OperatorNode] = []
     links: list[Link] = []

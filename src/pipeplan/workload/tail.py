@@ -30,7 +30,7 @@ from pipeplan.workload.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Exchanged:
+class ExchangeEnds:
     """What actions exchange on networks: until when [device], in ns; none where nothing is exchanged.
 
     ``sums`` are (start, end, devices) of what is reduced once an iteration.
@@ -40,7 +40,7 @@ class Exchanged:
     sums: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
 
-NOTHING = Exchanged()
+NOTHING = ExchangeEnds()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Tail:
 
 
 def tail_of(
-    workload: Workload, ends_ns: Sequence[int], order: Collection[int] = (), exchanged: Exchanged = NOTHING
+    workload: Workload, ends_ns: Sequence[int], order: Collection[int] = (), exchanged: ExchangeEnds = NOTHING
 ) -> Tail:
     """What follows where the last action of each operation ends at ``ends_ns`` [operation].
 
@@ -118,7 +118,7 @@ def tail_at(workload: Workload, starts_ns: Mapping[str, Sequence[int]], loop: Lo
     )
 
 
-def _exchanged_at(workload: Workload, starts_ns: Mapping[str, Sequence[int]], loop: Loop | None) -> Exchanged:
+def _exchanged_at(workload: Workload, starts_ns: Mapping[str, Sequence[int]], loop: Loop | None) -> ExchangeEnds:
     """What actions exchange, which a plan does not say."""
     skipped = 0 if loop is None else loop.skipped
     written = workload.with_microbatches(workload.num_microbatches - skipped)
@@ -142,7 +142,7 @@ class _Numbers:
         return cls(workload, [0, *accumulate(counts)], operation_of)
 
 
-def exchanged_by(graph: Numbered, starts_ns: Sequence[int], later_ns: int = 0) -> Exchanged:
+def exchanged_by(graph: Numbered, starts_ns: Sequence[int], later_ns: int = 0) -> ExchangeEnds:
     """What actions exchange that start at ``starts_ns`` [task]; a loop makes the last of them ``later_ns`` later."""
     until, sums, stages = (
         [0] * len(graph.workload.devices),
@@ -155,11 +155,11 @@ def exchanged_by(graph: Numbered, starts_ns: Sequence[int], later_ns: int = 0) -
         for run in network.runs:
             if run.kind == REDUCE_GRAD and stages[run.stage].reduce_every == ONCE:
                 sums.append((run.start_ns + later_ns, run.end_ns + later_ns, devices))
-    return Exchanged(tuple(until), tuple(sums))
+    return ExchangeEnds(tuple(until), tuple(sums))
 
 
 def _slowed(
-    workload: Workload, acted: Sequence[int], times: Sequence[tuple[int, int]], exchanged: Exchanged
+    workload: Workload, acted: Sequence[int], times: Sequence[tuple[int, int]], exchanged: ExchangeEnds
 ) -> list[int]:
     """[device] ns by which it has ended its actions later, as its network summed gradients beside them."""
     found = [0] * len(acted)
@@ -200,7 +200,7 @@ def _one_after_another(
     return times
 
 
-def best_tail(workload: Workload, ends_ns: Sequence[int], exchanged: Exchanged = NOTHING) -> tuple[Workload, Tail]:
+def best_tail(workload: Workload, ends_ns: Sequence[int], exchanged: ExchangeEnds = NOTHING) -> tuple[Workload, Tail]:
     """The workload summing in buckets or not, in an order, whatever ends sooner of what is found; and its tail."""
     found = []
     for way in workload.ways_to_sum:
@@ -210,7 +210,7 @@ def best_tail(workload: Workload, ends_ns: Sequence[int], exchanged: Exchanged =
     return replace(way, sum_order=order), tail
 
 
-def best_order(workload: Workload, ends_ns: Sequence[int], exchanged: Exchanged = NOTHING) -> tuple[int, ...]:
+def best_order(workload: Workload, ends_ns: Sequence[int], exchanged: ExchangeEnds = NOTHING) -> tuple[int, ...]:
     """An order of sums by which the iteration ends sooner than as they become ready; none where none is found.
 
     On one network alone readiness is best, so that an order matters only where sums have several devices. Of up to
@@ -251,7 +251,7 @@ def _moved(order: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
             yield (*order[:to], order[place], *order[to:place], *order[place + 1 :])
 
 
-def _least_iteration(workload: Workload, ends_ns: Sequence[int], exchanged: Exchanged) -> int:
+def _least_iteration(workload: Workload, ends_ns: Sequence[int], exchanged: ExchangeEnds) -> int:
     """Ns that no order of sums is below: each network alone with its sums as they become ready, steps and gathers."""
     free, ready = _actions_of(workload, ends_ns)
     network = [*exchanged.until_ns] or [0] * len(free)

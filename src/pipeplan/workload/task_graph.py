@@ -19,7 +19,7 @@ from pipeplan.errors import InvalidPlanError
 from pipeplan.graphs import in_circle, short_cycle
 from pipeplan.time_limit import checked, checkpoint
 from pipeplan.workload.exchanges import networks_of
-from pipeplan.workload.tail import NOTHING, Exchanged, best_tail, exchanged_by
+from pipeplan.workload.tail import NOTHING, ExchangeEnds, best_tail, exchanged_by
 from pipeplan.workload.workload import Workload
 
 Orders = Sequence[Sequence[int]]
@@ -106,7 +106,7 @@ class TaskGraph:
         ends, exchanged = self.last_ends(starts, later_ns), self.exchanged(starts, later_ns)
         return replace(self, workload=best_tail(self.workload, ends, exchanged)[0])
 
-    def exchanged(self, starts: Sequence[int], later_ns: int = 0) -> Exchanged:
+    def exchanged(self, starts: Sequence[int], later_ns: int = 0) -> ExchangeEnds:
         """What networks exchange for actions."""
         return exchanged_by(self, starts, later_ns) if self.workload.exchanges else NOTHING
 

@@ -9,12 +9,13 @@ import contextlib
 import ctypes
 import json
 import os
+import platform
 import re
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
@@ -29,6 +30,7 @@ from torch.distributed.rendezvous import rendezvous
 from pipeplan.errors import PipeplanError, UsageError
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, Reports, RunOptions, RunResult, job_of
+from pipeplan.runtime.launch.launchers import order_of
 from pipeplan.runtime.launch.local import Listener, start_timeout_ns
 from pipeplan.runtime.launch.status import (
     Board,
@@ -39,6 +41,7 @@ from pipeplan.runtime.launch.status import (
     RankError,
     cause_of,
     lost_others,
+    tell,
     verdict,
 )
 from pipeplan.texts import printable
@@ -100,7 +103,11 @@ def under_torchrun(
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = _start_timeout(timeout_ns)
     store, _, _ = next(rendezvous("env://", timeout=timeout))
-    progress = Progress(_common_board(store, world_size), rank)
+    machines = _machines(store, rank, world_size)
+    _stand(machines, rank)
+    progress = Progress(_common_board(store, machines, rank), rank)
+    if rank == 0 and (order := order_of([name for name, _ in machines])):
+        tell(order)
     try:
         run, given = resolve_name(work), job()
         with _process_group(store, progress, world_size, timeout):
@@ -172,15 +179,31 @@ def _local_store(path: str, timeout: timedelta) -> Store:
     return store
 
 
-def _common_board(store: Store, world_size: int) -> Board:
+def _machines(store: Store, rank: int, num_ranks: int) -> list[tuple[str, str]]:
+    """[rank] its machine: a name, and what is the same of all that see its files, processes and clock.
+
+    Ranks of two containers are on two, whatever machine they run on.
+    """
+    seen = [platform.node()]
+    with contextlib.suppress(OSError):  # not Linux
+        seen += [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/mnt")]
+    store.set(f"pipeplan/machine/{rank}", json.dumps([platform.node(), " ".join(seen)]))
+    found = (json.loads(store.get(f"pipeplan/machine/{each}")) for each in range(num_ranks))
+    return [(name, key) for name, key in found]
+
+
+def _stand(machines: Sequence[tuple[str, str]], rank: int) -> None:
+    """Where this rank stands among those of its machine, if no launcher has said so: that is a device's number."""
+    here = [other for other, (_, key) in enumerate(machines) if key == machines[rank][1]]
+    os.environ.setdefault("LOCAL_RANK", str(here.index(rank)))
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(len(here)))
+
+
+def _common_board(store: Store, machines: Sequence[tuple[str, str]], rank: int) -> Board:
     """A board for the ranks of this machine, in a file that has no name any more once all have opened it."""
-    machine, local_world_size = os.environ.get("GROUP_RANK", "0"), os.environ.get("LOCAL_WORLD_SIZE")
-    if local_world_size is None or "LOCAL_RANK" not in os.environ:  # not torchrun: who shares the machine is not known
-        with tempfile.TemporaryFile() as file:
-            file.truncate(Board.size(world_size))
-            return Board(file.fileno(), world_size)
-    key = f"pipeplan/board/{machine}"
-    if os.environ["LOCAL_RANK"] == "0":
+    here, world_size = [other for other, (_, key) in enumerate(machines) if key == machines[rank][1]], len(machines)
+    key = f"pipeplan/board/{here[0]}"
+    if rank == here[0]:
         descriptor, path = tempfile.mkstemp(prefix="pipeplan-board-")
         os.truncate(descriptor, Board.size(world_size))
         store.set(key, path)
@@ -189,7 +212,7 @@ def _common_board(store: Store, world_size: int) -> Board:
         descriptor = os.open(path, os.O_RDWR)
     board = Board(descriptor, world_size)
     os.close(descriptor)
-    if store.add(f"{key}/opened", 1) == int(local_world_size):
+    if store.add(f"{key}/opened", 1) == len(here):
         Path(path).unlink()
     return board
 

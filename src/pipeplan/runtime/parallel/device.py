@@ -6,6 +6,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,11 +99,29 @@ def rank_device(device: str, transport: str, num_threads: int = 0) -> torch.devi
     if not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no CUDA device here; give --device cpu")
     count, rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", dist.get_rank()))
-    if transport == "nccl" and int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())) > count:
-        raise UsageError(f"NCCL needs a CUDA device per rank, and there are {count}; give --backend gloo to share them")
-    found = torch.device("cuda", rank % count)
+    found = torch.device("cuda", rank % count)  # a launcher may let a rank see its own alone
     torch.cuda.set_device(found)
     return found
+
+
+def identity_of_device(device: torch.device) -> str | None:
+    """What no other device is called, on whatever machine; None on the CPU, which ranks share."""
+    return None if device.type == "cpu" else f"{_machine()} {torch.cuda.get_device_properties(device).uuid}"
+
+
+def require_own_devices(found: Sequence[str | None], transport: str) -> None:
+    """Refuse ranks that share a device where that cannot be; ``found`` [rank] are their identities.
+
+    Raises:
+        UsageError: NCCL is to carry tensors between ranks of one device.
+    """
+    first: dict[str, int] = {}
+    for rank, device in enumerate(found):
+        if device is not None and transport == "nccl" and first.setdefault(device, rank) != rank:
+            raise UsageError(
+                f"NCCL needs a CUDA device per rank, and ranks {first[device]} and {rank} have the same one; start "
+                "fewer ranks on their machine, or give --backend gloo to share devices"
+            )
 
 
 @dataclass(frozen=True, slots=True)

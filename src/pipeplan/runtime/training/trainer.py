@@ -41,13 +41,14 @@ from pipeplan.runtime.executor.stage import MiniBatch, StageRunner
 from pipeplan.runtime.executor.tensors import StageLayouts, TensorSpec
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunResult, StepResult, run_job
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
+from pipeplan.runtime.launch.stopping import STOPPING
 from pipeplan.runtime.models.given_names import found_at, made_by
 from pipeplan.runtime.models.load import advice_on, load_model
 from pipeplan.runtime.models.losses import Finding, find_losses
 from pipeplan.runtime.models.shapes import output_shapes, tokens_per_sample
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
-from pipeplan.runtime.parallel.device import Autocast, gathered, rank_device
+from pipeplan.runtime.parallel.device import Autocast, gathered, identity_of_device, rank_device, require_own_devices
 from pipeplan.runtime.training.checkpoint import (
     Checkpoints,
     OwnedParameter,
@@ -99,8 +100,12 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep
         if options.trace:
             timeline.append(tuple(tuple(own) for own in trainer.all_ranks.gather(actions)))
         on_step(result)
-        if options.saves_after(step) and result.finite:  # what is lost must not push good checkpoints out
+        stopping = trainer.stopping and options.checkpoint is not None
+        if (options.saves_after(step) or stopping) and result.finite:  # what is lost must not push good ones out
             trainer.save()
+        if stopping:
+            STOPPING.ended = trainer.stopping
+            break
     unwritten = "" if options.export_weights is None else trainer.write_weights(options.export_weights)
     peaks = trainer.all_ranks.gather(trainer.peak_memory_bytes())
     trainer.close()
@@ -190,12 +195,14 @@ class Trainer:
             require_agreement(self.rank, plan, model, options, self.program, specs)
             self.tokens_per_sample, self.as_planned, self.compared = None, True, False
             self.remarks: list[str] = []
+            self.stopping = 0
             if self.rank == 0:
                 sizes = warning_of_sizes(plan, programs, model, specs, dtype)
                 self.as_planned = sizes is None
                 self.remarks += filter(None, (warning_of_format(plan, options), sizes))
                 self.tokens_per_sample = tokens_per_sample(model, dtype)
             self.all_ranks = AllRanks(self.device, progress, timeout)
+            require_own_devices(self.all_ranks.gather(identity_of_device(self.device)), options.transport)
             self.groups.connect(options.transport, timeout)
             divisions = self.program.divisions
             self.shared = SharedParameters(
@@ -428,10 +435,11 @@ class Trainer:
         self.progress.begin(Phase.REPORTING)
         lacks = [stage.lack for stage in self.stages.values() if stage.lack is not None and not self.compared]
         self.compared = True
-        found = self.all_ranks.gather((loss, worked, updated_ns, lacks))
+        found = self.all_ranks.gather((loss, worked, updated_ns, lacks, STOPPING.asked))
+        self.stopping = max(asked for *_, asked in found)
         if self.rank == 0:
-            warn_of_waiting([each for *_, lacking in found for each in lacking])
-        updates = [end - (each[1] if each is not None else end) for _, each, end, _ in found]
+            warn_of_waiting([each for *_, lacking, _ in found for each in lacking])
+        updates = [end - (each[1] if each is not None else end) for _, each, end, *_ in found]
         iteration_ns = iteration_of(each for _, each, *_ in found)
         return StepResult(step, sum(entry[0] for entry in found), iteration_ns, max(updates), norm)
 

@@ -24,7 +24,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from pipeplan.graphs import longest_paths
-from pipeplan.schedule.cpsat.solver import Answer, Budget, solve
+from pipeplan.schedule.cpsat.solver import Answer, Budget, load_solver, solve
 from pipeplan.schedule.modulo import modulo_schedule
 from pipeplan.schedule.pattern import Pattern, one_after_another, sequential_time
 from pipeplan.time_limit import checked
@@ -219,6 +219,7 @@ def solve_pattern(
     last entry is a proved lower bound of it in ns. ``max_span`` bounds how many micro-batches the repetend reaches
     over (Tessel's N_R), each device having a window of its own.
     """
+    load_solver()
     from ortools.sat.python import cp_model
 
     if max(*problem.durations, unroll * max(problem.work)) > repetend or (max_span or unroll) < unroll:

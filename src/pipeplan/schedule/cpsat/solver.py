@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -100,8 +101,14 @@ class Answer:
 
 
 def load_solver() -> None:
-    """Import CP-SAT, which takes half a second and more, for what is timed or counted without it."""
-    importlib.import_module("ortools.sat.python.cp_model")
+    """Import CP-SAT, which takes up to half a second, in parts: between them there is a checkpoint. Raises TimeUpError.
+
+    After it an import of ``cp_model`` takes nothing.
+    """
+    for name in ("numpy", "pandas", "ortools.sat.python.cp_model_helper", "ortools.sat.python.cp_model"):
+        if name not in sys.modules:
+            checkpoint()
+            importlib.import_module(name)
 
 
 def solve(
@@ -119,6 +126,7 @@ def solve(
     Raises:
         TimeUpError: the time of a limit that is enforced was up, and the solver did not stop: it is left to itself.
     """
+    load_solver()
     from ortools.sat.python import cp_model
 
     solver = cp_model.CpSolver()

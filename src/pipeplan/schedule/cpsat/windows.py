@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from pipeplan.schedule.cpsat.solver import Budget, solve
+from pipeplan.schedule.cpsat.solver import Budget, load_solver, solve
 from pipeplan.schedule.state import ScheduleCandidate, ScheduleStep, SearchState, origin_of
 from pipeplan.time_limit import checked
 from pipeplan.workload.bounds import memory_recurrences
@@ -185,6 +185,7 @@ class _WindowModel:
     """Variables, constraints and objective of one window, in units of the problem's time unit."""
 
     def __init__(self, problem: OneMicrobatch, graph: TaskGraph, window: _Window, known_ns: int) -> None:
+        load_solver()
         from ortools.sat.python import cp_model
 
         self._problem, self._graph, self._window = problem, graph, window

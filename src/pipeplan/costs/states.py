@@ -1,0 +1,139 @@
+"""What training keeps of many blocks, and what copies exchange of it, as arrays: closed forms of many layouts at once.
+
+As :func:`pipeplan.costs.experts.kept_of`, :meth:`pipeplan.costs.zero.Exchanged.of` and
+:meth:`pipeplan.costs.zero.Exchanging.times` have it block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeplan.costs.communication import Combining, Exchange, price_of_groups
+from pipeplan.costs.recipes import expert_state_of, running_bytes, state_of
+from pipeplan.costs.zero import GATHERED, IN_ACTIONS, Exchanging, Experts, Zero, cuts
+from pipeplan.files import Block, Recipe
+from pipeplan.time_limit import checked
+from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS
+
+Bytes = NDArray[np.int64]
+
+_PLACES = {kind: place for place, kind in enumerate(STATE_KINDS)}
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """The unsplit state of blocks: bytes [block, kind of state], of these their experts', and of what is cast.
+
+    ``running`` [block] are bytes of the copy that is there only while a block runs, ``running_experts`` of these what
+    is of experts.
+    """
+
+    recipe: Recipe
+    whole: Bytes
+    experts: Bytes
+    running: Bytes
+    running_experts: Bytes
+
+    @classmethod
+    def of(cls, blocks: Sequence[Block], recipe: Recipe) -> States:
+        """Of these blocks. Raises UsageError if the catalog has no such recipe."""
+        has = [bool(block.expert_parameters) for block in blocks]
+        whole = [state_of(block, recipe) for block in checked(blocks)]
+        own = [expert_state_of(block, recipe) * each for block, each in checked(zip(blocks, has, strict=True))]
+        running = [running_bytes(block, recipe) for block in checked(blocks)]
+        cast = [
+            total * block.expert_parameters // (block.parameters + block.frozen_parameters) if each else 0
+            for block, total, each in zip(blocks, running, has, strict=True)
+        ]
+
+        def table(rows: Sequence[Sequence[int]]) -> Bytes:
+            return np.array(rows, dtype=np.int64).reshape(len(blocks), -1)
+
+        return cls(
+            recipe,
+            table([[state[kind] for kind in STATE_KINDS] for state in checked(whole)]),
+            table([[state[kind] for kind in STATE_KINDS] for state in checked(own)]),
+            np.array(running, dtype=np.int64),
+            np.array(cast, dtype=np.int64),
+        )
+
+    def kept(self, shards: int, zero: Zero, experts: Experts) -> Bytes:
+        """[block, kind of state] bytes that each device keeps."""
+        if experts.size == 1:
+            return _share(self.whole, self._cut(zero, shards))
+        rest = _share(self.whole - self.experts, self._cut(zero, shards))
+        return rest + _share(self.experts, self._cut(experts.zero, experts.size))
+
+    def _cut(self, zero: Zero, shards: int) -> Bytes:
+        """[kind of state] into how many parts it is cut."""
+        cut = cuts(self.recipe, zero, shards)
+        return np.array([cut[kind] for kind in STATE_KINDS], dtype=np.int64)
+
+    def exchanged(self, shards: int, zero: Zero, experts: Experts) -> AllExchanged:
+        """What copies exchange of each block with each micro-batch."""
+        if experts.size == 1:
+            gathered, reduced, running = _exchanged(self.whole, self.running, zero, shards)
+            return AllExchanged(gathered, reduced, running, 0 * gathered, 0 * reduced)
+        rest = _exchanged(self.whole - self.experts, self.running - self.running_experts, zero, shards)
+        own = _exchanged(self.experts, self.running_experts, experts.zero, experts.size)
+        return AllExchanged(rest[0] + own[0], rest[1] + own[1], rest[2] + own[2], own[0], own[1])
+
+
+@dataclass(frozen=True, slots=True)
+class AllExchanged:
+    """[block] each as :class:`pipeplan.costs.zero.Exchanged` has it."""
+
+    gathered: Bytes
+    reduced: Bytes
+    running: Bytes
+    expert_gathered: Bytes
+    expert_reduced: Bytes
+
+    @property
+    def workspace_bytes(self) -> Bytes:
+        """[block] what is there whole while it runs."""
+        return 2 * self.gathered - self.running + 2 * self.reduced
+
+    def times(self, exchanging: Exchanging) -> tuple[Bytes, Bytes]:
+        """[block] ns to gather its parameters, and to reduce and scatter its gradients, in all groups at once."""
+        gather, reduce = np.zeros_like(self.gathered), np.zeros_like(self.reduced)
+        sides = (
+            (exchanging.groups, self.gathered - self.expert_gathered, self.reduced - self.expert_reduced),
+            (exchanging.expert_groups, self.expert_gathered, self.expert_reduced),
+        )
+        for groups, copies, gradients in sides:
+            if groups:
+                price = price_of_groups(exchanging.cluster, groups)
+                gather += _each(copies, "all_gather", price)
+                reduce += _each(gradients, "reduce_scatter", price)
+        return gather, reduce
+
+
+def _each(sizes: Bytes, operation: Combining, price: Callable[[Exchange], float]) -> Bytes:
+    """[block] ns of an exchange of so many bytes, asked once for each number of them."""
+    different, where = np.unique(sizes, return_inverse=True)
+    found: Bytes = np.array([round(price(Exchange(operation, size))) for size in different.tolist()], dtype=np.int64)[
+        where
+    ]
+    return found
+
+
+def _share(sizes: Bytes, parts: Bytes | int) -> Bytes:
+    """The largest of as equal parts as can be."""
+    return -(-sizes // parts)
+
+
+def _exchanged(state: Bytes, running: Bytes, zero: Zero, parts: int) -> tuple[Bytes, Bytes, Bytes]:
+    """[block] bytes of the copy that is gathered, of gradients, and of what of the former is cast at each use."""
+    none = np.zeros_like(running)
+    if zero.level < IN_ACTIONS:
+        return none, none, none
+    copies, gradients = (_share(state[:, _PLACES[kind]], parts) for kind in (PARAMETERS, GRADIENTS))
+    if zero.level < GATHERED:
+        return none, gradients, none
+    cast = _share(running, parts)
+    return np.where(cast > 0, cast, copies), gradients, cast

@@ -1,0 +1,189 @@
+"""Megatron-LM's pipeline layout and its order of micro-batches, as of NVIDIA/Megatron-LM d98e8a6 (2026-08-22).
+
+A layout is what ``--pipeline-model-parallel-layout`` takes: stages between bars, of letters E (embedding), t (a layer),
+m (a layer of multi-token prediction) and L (loss). ``x*3`` is a letter, or a bar, three times, ``(tt|)*3`` a group;
+groups are written out first, and commas mean nothing. Stage k is chunk k // P of rank k % P.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+from pipeplan.errors import UsageError
+from pipeplan.files import Plan
+from pipeplan.interop.layers import PlanLayers
+from pipeplan.workload.action import Action, StateAction
+
+EMBEDDING, LAYER, PREDICTION, LOSS = "EtmL"
+
+_GROUP = re.compile(r"\(([^)]+)\)\*([0-9]+)")
+_LETTER = re.compile(r"([^*])\*([0-9]+)")
+_MOST = 1_000_000
+"""Characters of a layout when all is written out."""
+
+Layout = tuple[str, ...]
+"""[stage] its letters."""
+
+
+def read_layout(text: str) -> Layout:
+    """The stages of a layout.
+
+    Raises:
+        UsageError: it has something else than letters, bars and repetitions, or is longer than any model.
+    """
+    whole = _written_out(_written_out(text.strip().replace(",", ""), _GROUP), _LETTER)
+    stages = tuple(whole.split("|"))
+    for number, stage in enumerate(stages):
+        odd = next((letter for letter in stage if letter not in (EMBEDDING, LAYER, PREDICTION, LOSS)), None)
+        if odd is not None:
+            raise UsageError(f"layout: stage {number} has {odd!r}; letters are E, t, m and L, and | ends a stage")
+    return stages
+
+
+def _written_out(text: str, pattern: re.Pattern[str]) -> str:
+    length = len(text) + sum(len(found[1]) * int(found[2][:9]) for found in pattern.finditer(text))
+    if length > _MOST:
+        raise UsageError(f"layout: written out it has more than {_MOST} letters; no model has as many layers")
+    return pattern.sub(lambda found: found[1] * int(found[2]), text)
+
+
+def require_layout(layout: Layout, positions: int, num_layers: int | None = None) -> None:
+    """Refuse what Megatron-LM refuses of a layout for so many pipeline ranks. Raises UsageError."""
+    letters = "".join(layout)
+    chunks, rest = divmod(len(layout), positions)
+    if rest:
+        raise UsageError(f"layout: its {len(layout)} stages cannot be shared by {positions} ranks evenly")
+    if letters[:1] != EMBEDDING or letters.count(EMBEDDING) != 1:
+        raise UsageError(
+            f"layout: it begins with the one E, and this has {letters.count(EMBEDDING)}, first {letters[:1]!r}"
+        )
+    if letters[-1:] != LOSS or letters.count(LOSS) != 1:
+        raise UsageError(f"layout: it ends with the one L, and this has {letters.count(LOSS)}, last {letters[-1:]!r}")
+    if num_layers is not None and letters.count(LAYER) != num_layers:
+        raise UsageError(f"layout: it has {letters.count(LAYER)} layers, and the model has {num_layers}")
+    predicting = [number for number, stage in enumerate(layout) if PREDICTION in stage]
+    if not predicting:
+        return
+    if LAYER in letters[letters.index(PREDICTION) :]:
+        raise UsageError("layout: a t stands after an m; layers come before those of multi-token prediction")
+    if len(predicting) > 1:
+        raise UsageError(f"layout: m stands in stages {predicting[0]} and {predicting[1]}; all are in one stage")
+    if predicting[0] // positions < chunks - 1:
+        raise UsageError(f"layout: m stands in stage {predicting[0]}, which is not the last stage of its rank")
+
+
+def layout_text(layout: Layout) -> str:
+    """The layout in short: ``Et*4|(t*4|)*14tmL``."""
+    stages = [_short(stage) for stage in layout]
+    found = []
+    for stage, same in groupby(stages[:-1]):
+        count = len(list(same))
+        found.append(f"({stage}|)*{count}" if count > 2 else f"{stage}|" * count)
+    return "".join([*found, stages[-1]])
+
+
+def _short(stage: str) -> str:
+    runs = ((letter, len(list(same))) for letter, same in groupby(stage))
+    return "".join(f"{letter}*{count}" if count > 2 else letter * count for letter, count in runs)
+
+
+def layout_of(layers: PlanLayers) -> Layout:
+    """The layout of a plan's layers; Megatron-LM always has an embedding and a loss."""
+    stages = [LAYER * stage.count for stage in layers.stages]
+    stages[0] = EMBEDDING + stages[0]
+    stages[-1] += LOSS
+    return tuple(stages)
+
+
+# The order ---------------------------------------------------------------------------------------------------------
+
+
+def order(positions: int, chunks: int, microbatches: int, group: int, rank: int) -> Iterator[tuple[str, int, int]]:
+    """(kind, stage, micro-batch) as a rank runs them: 1F1B, or with several chunks interleaved 1F1B.
+
+    Micro-batches go through the chunks in groups: all of a group by the first chunk, then by the next. A rank runs
+    some forwards first, then a backward after each further forward, then the backwards that are left.
+    """
+    steps = [
+        (chunk, microbatch)
+        for first in range(0, microbatches, group)
+        for chunk in range(chunks)
+        for microbatch in range(first, min(first + group, microbatches))
+    ]
+    ahead = positions - rank - 1
+    if chunks > 1:
+        ahead = 2 * ahead + (chunks - 1) * group
+    forwards = [("F", chunk * positions + rank, microbatch) for chunk, microbatch in steps]
+    backwards = [("B", (chunks - 1 - chunk) * positions + rank, microbatch) for chunk, microbatch in steps]
+    ahead = min(ahead, len(steps))
+    yield from forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(steps) - ahead :]
+
+
+def group_size(plan: Plan, layers: PlanLayers) -> int:
+    """Micro-batches that go through a chunk one after another in the order that the plan has.
+
+    Raises:
+        UsageError: the plan's order is none of Megatron-LM's; the text has the place.
+    """
+    positions, chunks, count = len(layers.groups), layers.chunks, plan.num_microbatches
+    programs = [list(_compute(program, device)) for device, program in enumerate(plan.whole_programs)]
+    group = count
+    if chunks > 1:
+        first = programs[layers.groups[0][0]]
+        group = next((index for index, (kind, stage, _) in enumerate(first) if (kind, stage) != ("F", 0)), count)
+        _require_group(group, positions, count)
+    for rank, devices in enumerate(layers.groups):
+        wanted = list(order(positions, chunks, count, group, rank))
+        for device in devices:
+            _require_order(programs[device], wanted, device, chunks)
+    return group
+
+
+def _require_group(group: int, positions: int, count: int) -> None:
+    if positions == 1:
+        raise UsageError("stages[1] is on the only rank; Megatron-LM has virtual stages on several ranks alone")
+    if not positions <= group <= count or 0 < count % group < positions:
+        raise UsageError(
+            f"programs[0] runs {group} of {count} micro-batches through its first stage before the next; Megatron-LM "
+            f"takes groups of at least {positions}, the last one too; search with --scheduler interleaved-1f1b"
+        )
+
+
+def _compute(program: Sequence[str], device: int) -> Iterator[tuple[str, int, int]]:
+    """The compute actions of a program. Raises UsageError for what Megatron-LM does not run."""
+    for index, text in enumerate(program):
+        where = f"programs[{device}][{index}] is {text}"
+        if StateAction.read(text) is not None:
+            raise UsageError(f"{where}: Megatron-LM gathers no state within a pipeline; search with --zero 0 or 1")
+        action = Action.parse(text)
+        if not action.is_compute:
+            continue
+        if action.kind in ("I", "W"):
+            raise UsageError(f"{where}: Megatron-LM runs whole backwards; search with --split-backward no")
+        if action.kind not in ("F", "B"):
+            raise UsageError(f"{where}: Megatron-LM has no such action")
+        if action.part is not None:
+            raise UsageError(f"{where}: Megatron-LM runs micro-batches whole; search with --slices 0")
+        yield action.kind, action.stage, action.microbatch
+
+
+def _require_order(found: Sequence[object], wanted: Sequence[tuple[str, int, int]], device: int, chunks: int) -> None:
+    for index, (own, theirs) in enumerate(zip(found, wanted, strict=True)):
+        if own != theirs:
+            name = "interleaved-1f1b" if chunks > 1 else "1f1b"
+            raise UsageError(
+                f"programs[{device}]: its compute action {index} is {_text(own)}, and Megatron-LM runs {_text(theirs)}"
+                f"; search with --scheduler {name}"
+            )
+
+
+def _text(entry: object) -> str:
+    assert isinstance(entry, tuple)
+    kind, stage, microbatch = entry
+    return f"{stage}{kind}{microbatch}"

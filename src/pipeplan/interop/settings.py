@@ -1,0 +1,156 @@
+"""A plan's sizes as settings of torchtitan and Megatron-LM, one per line.
+
+Names are those of the configuration classes in torchtitan 0.3.0 (config/configs.py, activation_checkpoint.py)
+and of the arguments of Megatron-LM beside megatron-core 0.16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeplan.catalog import export_target
+from pipeplan.schedule.state import origin_of
+from pipeplan.simulator.simulation import Simulation
+from pipeplan.workload.elements import Stage
+from pipeplan.workload.workload import Workload
+
+_TORCHTITAN_SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved-1f1b": "Interleaved1F1B",
+    "looped-bfs": "LoopedBFS",
+    "interleaved-zb": "InterleavedZeroBubble",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipe-v": "DualPipeV",
+}
+"""Names of ``pipeline_parallel_schedule``."""
+
+
+def trainer_settings(simulation: Simulation) -> list[tuple[str, list[str]]]:
+    """For each trainer its title, what to set in it, and what of the plan it has no setting for."""
+    scheduler = simulation.plan.provenance.scheduler
+    return [
+        ("torchtitan 0.3", torchtitan_settings(simulation.workload, scheduler)),
+        ("Megatron-LM", megatron_settings(simulation.workload, scheduler)),
+    ]
+
+
+def torchtitan_settings(workload: Workload, scheduler: str) -> list[str]:
+    """Lines of a torchtitan configuration; remarks on what it has no setting for begin with ``#``."""
+    stage, remark = _uniform(workload, "torchtitan")
+    if stage is None:
+        return [remark]
+    positions, _ = _pipeline(workload)
+    group = _zero_group(stage)
+    shard = max(1, group // stage.context) if stage.zero > 1 else 1
+    lines = [
+        f"parallelism.pipeline_parallel_degree = {positions}",
+        f"parallelism.tensor_parallel_degree = {stage.shards}",
+        f"parallelism.context_parallel_degree = {stage.context}",
+        f"parallelism.data_parallel_replicate_degree = {stage.replicas // shard}",
+        f"parallelism.data_parallel_shard_degree = {shard}",
+        f"training.global_batch_size = {workload.mini_batch}",
+    ]
+    if stage.expert > 1:
+        lines.insert(3, f"parallelism.expert_parallel_degree = {stage.expert}")
+    if stage.zero > 1:
+        never = "never" if stage.zero == 2 else "always"
+        lines.append(f"parallelism.fsdp_reshard_after_forward = {never!r}")
+    samples = workload.microbatch_size // stage.replicas
+    if positions > 1:
+        lines += [
+            f"training.local_batch_size = {workload.mini_batch // stage.replicas}",
+            f"parallelism.pipeline_parallel_microbatch_size = {samples}",
+        ]
+        name = _TORCHTITAN_SCHEDULES.get(origin_of(scheduler)) if "+" not in scheduler else None
+        lines.append(
+            f"parallelism.pipeline_parallel_schedule = {name!r}"
+            if name is not None
+            else f"# no name for the schedule ({scheduler}): it takes orders by pipeline_parallel_schedule_csv"
+        )
+    else:
+        lines.append(f"training.local_batch_size = {samples}")
+    if stage.zero == 1:
+        lines.append("# no setting for ZeRO 1: replicas keep their optimizer state whole, or divide all of it (FSDP)")
+    kept = "activation_checkpoint = {}.Config()"
+    near = f"{kept.format('SelectiveAC')}  # by operations; the plan recomputes attention cores"
+    return [*lines, *_recomputation(workload, [kept.format("FullAC")], [near])]
+
+
+def megatron_settings(workload: Workload, scheduler: str) -> list[str]:
+    """Arguments of Megatron-LM, a line each; remarks on what it has no argument for begin with ``#``."""
+    stage, remark = _uniform(workload, "megatron")
+    if stage is None:
+        return [remark]
+    positions, chunks = _pipeline(workload)
+    lines = megatron_sizes(workload, positions)
+    if chunks > 1:
+        lines.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
+    lines += megatron_zero(stage)
+    if stage.zero > 1:
+        lines.append(f"# that is ZeRO 1; the plan's ZeRO {stage.zero} needs an FSDP implementation")
+    runs = export_target("megatron").schedules or ()
+    if positions > 1 and scheduler not in runs:
+        lines.append(f"# it runs {' and '.join(runs)} alone, and not this schedule ({scheduler})")
+    return [*lines, *_recomputation(workload, MEGATRON_FULL, MEGATRON_SELECTIVE)]
+
+
+MEGATRON_FULL = ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+"""Every layer is computed again; without a method Megatron-LM refuses that."""
+
+MEGATRON_SELECTIVE = ["--recompute-granularity selective"]
+
+
+def megatron_sizes(workload: Workload, positions: int) -> list[str]:
+    """Arguments for the sizes of a pipeline whose stages are all split alike."""
+    stage = workload.stages[0]
+    return [
+        f"--pipeline-model-parallel-size {positions}",
+        f"--tensor-model-parallel-size {stage.shards}",
+        f"--context-parallel-size {stage.context}",
+        *([f"--expert-model-parallel-size {stage.expert}"] if stage.expert > 1 else []),
+        f"--micro-batch-size {workload.microbatch_size // stage.replicas}",
+        f"--global-batch-size {workload.mini_batch}",
+    ]
+
+
+def megatron_zero(stage: Stage) -> list[str]:
+    """Arguments for replicas that divide the optimizer's state."""
+    if not stage.zero:
+        return []
+    instances = stage.copies // _zero_group(stage)
+    number = [f"--num-distributed-optimizer-instances {instances}"] if instances > 1 else []
+    return ["--use-distributed-optimizer", *number]
+
+
+def _uniform(workload: Workload, target: str) -> tuple[Stage | None, str]:
+    """A stage that represents all stages; or none, and the reason."""
+    able = export_target(target)
+    stages = workload.stages
+    splits = {(each.shards, each.context, each.expert, each.replicas, each.zero, each.zero_group) for each in stages}
+    if len(splits) > 1 or any(each.configurations for each in stages):
+        return None, "# no settings: stages differ in how they are split"
+    places = able.placements or ()
+    if workload.placement not in places and len(stages) > 1:
+        return None, f"# no settings: it places stages {', '.join(places)}, and not {workload.placement}"
+    return stages[0], ""
+
+
+def _pipeline(workload: Workload) -> tuple[int, int]:
+    """Positions, and stages at each of them."""
+    positions = len({stage.devices for stage in workload.stages})
+    return positions, len(workload.stages) // positions
+
+
+def _zero_group(stage: Stage) -> int:
+    """How many copies share one of what they divide."""
+    return stage.zero_group or stage.copies
+
+
+def _recomputation(workload: Workload, full: Sequence[str], selective: Sequence[str]) -> list[str]:
+    """The settings that all blocks share, or a line that there are none."""
+    found = set[object]()
+    for stage in workload.stages:
+        found.update(stage.recompute if isinstance(stage.recompute, tuple) else [stage.recompute])
+    settings = {frozenset({True}): full, frozenset({"selective"}): selective, frozenset({False}): ()}
+    return [*settings.get(frozenset(found), ("# recomputation differs from block to block: see --details",))]

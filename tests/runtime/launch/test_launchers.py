@@ -1,0 +1,267 @@
+"""Ranks that srun, mpirun, and pods of Kubeflow's trainers start: found out by what those set, and 4 of them train."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torch.distributed.run import get_args_parser
+
+from pipeplan.cli.run_verb import run_command, run_options
+from pipeplan.errors import UsageError
+from pipeplan.files import write_file
+from pipeplan.runtime.launch.launchers import Launched, first_host, join, order_of
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.parallel.device import require_own_devices
+from pipeplan.runtime.training.checkpoint_folder import CheckpointFolder
+from runtime_support.plans import model_plan
+from support.paths import ROOT
+
+SIZE = 4
+
+
+def srun(rank: int) -> dict[str, str]:
+    """Two tasks on each of two nodes, as a step has it."""
+    return {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(SIZE),
+        "SLURM_STEP_NODELIST": "localhost,gpu[07-08]",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_NODEID": str(rank // 2),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % 2),
+    }
+
+
+def mpirun(rank: int) -> dict[str, str]:
+    """All on this machine."""
+    return {
+        "PMIX_NAMESPACE": f"prterun-{os.getpid()}@1",
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(SIZE),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(SIZE),
+    }
+
+
+def pytorchjob(rank: int) -> dict[str, str]:
+    """A pod for each rank; nothing is said of who shares a machine."""
+    return {"RANK": str(rank), "WORLD_SIZE": str(SIZE), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+
+
+def trainjob(rank: int) -> dict[str, str]:
+    """A pod for each rank, of the kind that is made for torchrun."""
+    return {
+        "PET_NNODES": str(SIZE),
+        "PET_NODE_RANK": str(rank),
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": "localhost",
+        "PET_MASTER_PORT": str(free_port()),
+    }
+
+
+_PORTS: list[int] = []
+
+
+def free_port() -> int:
+    """The same for all ranks of a test."""
+    if not _PORTS:
+        with socket.socket() as found:
+            found.bind(("localhost", 0))
+            _PORTS.append(found.getsockname()[1])
+    return _PORTS[0]
+
+
+LAUNCHERS = {each.__name__: each for each in (srun, mpirun, pytorchjob, trainjob)}
+SIGNALLED = {"srun": signal.SIGUSR1, "pytorchjob": signal.SIGTERM}
+"""What its scheduler sends, and to which rank: srun to a single one, Kubernetes to all pods."""
+
+
+def joined(environment: Mapping[str, str]) -> tuple[Launched | None, dict[str, str]]:
+    """What is found, and said in torchrun's words."""
+    own = dict(environment)
+    found = join(own)
+    return found, {name: own[name] for name in own if name not in environment}
+
+
+def test_each_launcher_is_told_by_what_it_sets() -> None:
+    found, said = joined(srun(3))
+    assert found is not None
+    assert found.launcher == "srun"
+    port = said.pop("MASTER_PORT")
+    assert 20_000 <= int(port) < 30_000
+    assert joined(srun(0))[1]["MASTER_PORT"] == port
+    where = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    assert said == {"RANK": "3", "WORLD_SIZE": "4", **where}
+    found, said = joined(mpirun(2))
+    assert (said["RANK"], said["LOCAL_RANK"], said["LOCAL_WORLD_SIZE"]) == ("2", "2", "4")
+    assert said["MASTER_ADDR"] == "127.0.0.1"
+    assert joined(pytorchjob(1))[1] == {}, "and its place on its machine is asked of the ranks"
+    found, said = joined(trainjob(1))
+    assert (said["RANK"], said["WORLD_SIZE"], said["LOCAL_RANK"], said["LOCAL_WORLD_SIZE"]) == ("1", "4", "0", "1")
+    assert said["MASTER_PORT"] == trainjob(1)["PET_MASTER_PORT"]
+    assert joined({}) == (None, {})
+
+
+def test_what_torchrun_sets_holds_inside_of_another_launcher() -> None:
+    inside = {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "a",
+        "MASTER_PORT": "1",
+    }
+    for other in (srun(1), trainjob(1)):
+        found, said = joined(other | inside)
+        assert found is not None
+        assert (found.launcher, found.rank, said) == ("torchrun", 5, {})
+    batch_script = {name: value for name, value in srun(0).items() if name != "SLURM_STEP_ID"}
+    assert joined(batch_script)[0] is None
+    assert joined(srun(0) | {"SLURM_STEP_NUM_TASKS": "1"})[0] is None, "a shell in an allocation"
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        (
+            mpirun(0) | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            "mpirun does not say where rank 0 is, .* -x MASTER_ADDR=HOST",
+        ),
+        (
+            trainjob(0) | {"PET_NPROC_PER_NODE": "2"},
+            "PET_NPROC_PER_NODE is 2: .*; start it with torchrun -m pipeplan run",
+        ),
+        (srun(0) | {"SLURM_PROCID": "4"}, "srun says that this is rank 4 of 4"),
+        (srun(0) | {"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', and a launcher sets it to a number"),
+        ({"RANK": "0", "WORLD_SIZE": "4"}, "RANK and WORLD_SIZE are set and MASTER_ADDR is not"),
+    ],
+)
+def test_what_makes_no_sense_is_said(environment: Mapping[str, str], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        join(dict(environment))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("gpu[07-09,12],login", "gpu07"), ("a1,b[2-3]", "a1"), ("rack[1-2]node[03,05]", "rack1node03"), ("n", "n")],
+)
+def test_the_first_host_of_a_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_the_order_of_devices_is_compared_with_machines() -> None:
+    assert order_of(["a"] * 4) == ""
+    assert order_of(["b", "b", "a", "a"]) == "4 ranks on 2 machines: b has ranks 0-1, a has ranks 2-3"
+    assert "warning: 4 ranks on 2 machines: a has ranks 0, 2, b has ranks 1, 3; " in order_of(["a", "b", "a", "b"])
+    assert "srun --distribution=block" in order_of(["a", "b", "a", "b"])
+
+
+def test_ranks_of_one_device_are_refused_by_its_identity() -> None:
+    require_own_devices(["x", "y"], "nccl")
+    require_own_devices(["x", "x"], "gloo")
+    require_own_devices([None, None], "nccl")
+    with pytest.raises(UsageError, match="ranks 1 and 2 have the same one"):
+        require_own_devices(["x", "y", "y"], "nccl")
+
+
+@pytest.mark.slow  # 1 minute of two cores for all four
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_four_processes_train(name: str, tmp_path: Path) -> None:
+    """Those whose scheduler says so first write a checkpoint, and end in the middle with the signal's exit code."""
+    _PORTS.clear()
+    write_file(model_plan(load_model("gpt2-tiny"), [0, 1, 2, 3], num_microbatches=2), str(tmp_path / "plan.json"))
+    sent = SIGNALLED.get(name)
+    flags = ["--steps", "100000", "--checkpoint", "saved", "--checkpoint-every", "100000"] if sent else ["--steps", "2"]
+    command = [sys.executable, "-m", "pipeplan", "run", "plan.json", "--model", "gpt2-tiny", *flags]
+    known = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    clean = {key: value for key, value in os.environ.items() if key not in known}
+    clean |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            command,
+            env=clean | LAUNCHERS[name](rank),
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(SIZE)
+    ]
+    try:
+        if sent is not None:
+            out = processes[0].stdout
+            assert out is not None
+            first = out.readline()
+            assert first.startswith("step 0  loss "), processes[0].communicate()[1]
+            for process in processes if sent is signal.SIGTERM else processes[2:3]:
+                process.send_signal(sent)
+        ended = [process.communicate(timeout=300) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.returncode for process in processes]
+    if sent is None:
+        assert codes == [0] * SIZE, [error for _, error in ended]
+        assert re.search(r"step 1  loss \d", ended[0][0])
+        return
+    assert codes == [128 + sent] * SIZE, [error for _, error in ended]
+    (step,) = CheckpointFolder(str(tmp_path / "saved")).whole()
+    assert f"ended by {sent.name}" in ended[0][1]
+    assert f"step {step}: give --resume to go on from there" in ended[0][1]
+
+
+# Recipes of the page ------------------------------------------------------------------------------------------------
+
+
+def commands() -> list[list[str]]:
+    """Every command of the page, as the words that a shell makes of it."""
+    text = (ROOT / "docs/launching.md").read_text(encoding="utf-8")
+    found = [line for body in re.findall(r"```shell\n(.*?)```", text, re.DOTALL) for line in body.splitlines()]
+    for body in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL):
+        found += _commands_in(yaml.safe_load(body))
+    variables = re.compile(r"\$\([^)]*\)|\$\w+")
+    return [shlex.split(variables.sub("1", line), comments=True) for line in found if "pipeplan run" in line]
+
+
+def _commands_in(value: Any) -> Iterator[str]:
+    """What shells of a file in YAML run: the last word of a command, and the lines of run."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if key == "command":
+                yield each[-1]
+            elif key == "run":
+                yield from each.splitlines()
+            else:
+                yield from _commands_in(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _commands_in(each)
+
+
+def test_commands_of_the_page_are_understood() -> None:
+    """By the verb, and by torchrun where that starts it."""
+    found = commands()
+    assert len(found) == 6, "pods of both kinds of a PyTorchJob have the same"
+    for words in found:
+        run = words.index("run")
+        with run_command.make_context("run", words[run + 1 :]) as context:
+            assert context.params["plan_path"] == "plan.json"
+            assert not context.params["local"]
+            run_options({**context.params, "trace": False})
+        if "torchrun" in words:
+            begin = words.index("torchrun")
+            known = get_args_parser().parse_args(words[begin + 1 :])
+            assert (known.module, known.training_script) == (True, "pipeplan")
+    assert sum("torchrun" in words for words in found) == 2
