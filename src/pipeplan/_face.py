@@ -215,6 +215,7 @@ def search(
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
+    max_span: int | None = None,
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
     launch_overhead: Duration | None = None,
@@ -274,6 +275,8 @@ def search(
         recompute: activation checkpointing everywhere (True, ``"all"``), nowhere (False, ``"none"``), in attention
             cores (``"selective"``), or where the search finds it useful (``"auto"``).
         unroll: micro-batches per repetend, from 1 to 64.
+        max_span: how many micro-batches a repetend reaches over, at most (Tessel's N_R). ``"auto"`` then searches for a
+            repetend alone, as only that keeps to it.
         split_backward: whether input and weight gradients run separately.
         split_overhead: extra time for each input or weight gradient that is launched separately, as ``"20us"`` or in
             seconds.
@@ -362,6 +365,7 @@ def tune(
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
+    max_span: int | None = None,
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
     launch_overhead: Duration | None = None,
@@ -429,6 +433,7 @@ def compare(
     planner: str = "auto",
     recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
     unroll: int | Literal["auto"] = "auto",
+    max_span: int | None = None,
     split_backward: Switch | None = None,
     split_overhead: Duration = 0,
     launch_overhead: Duration | None = None,

@@ -13,8 +13,10 @@ __all__ = ["least_period_by_enumeration"]
 Arc = tuple[int, int, int]  # (x, y, w): y starts at least w after x
 
 
-def least_period_by_enumeration(problem: OneMicrobatch) -> int:
+def least_period_by_enumeration(problem: OneMicrobatch, max_span: int | None = None) -> int:
     """Least integer T over all indices k and all orders of a repetend on every device; no solver involved.
+
+    With ``max_span`` k are below that: indices of so many micro-batches (Tessel's N_R).
 
     With k and the orders given, starts exist for T if and only if the difference constraints have no positive
     cycle; every device has a window of its own, as Tessel's compact repetends do.
@@ -22,7 +24,7 @@ def least_period_by_enumeration(problem: OneMicrobatch) -> int:
     assignments: dict[int, list[tuple[int, ...]]] = {}
     orders = _Orders(problem)
     for period in itertools.count(max(*problem.work, *problem.durations)):
-        reach = _reach(problem, period)
+        reach = _reach(problem, period) if max_span is None else min(max_span - 1, _reach(problem, period))
         if reach not in assignments:
             assignments[reach] = list(_index_assignments(problem, reach))
         if any(_has_orders(problem, period, indices, orders) for indices in assignments[reach]):

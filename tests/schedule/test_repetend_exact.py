@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from builders.problems import problems
 from builders.profiles import profile_of, stage_per_block
@@ -22,6 +23,17 @@ def test_least_period_is_that_of_the_enumeration(problem: OneMicrobatch) -> None
     assert found.pattern is not None
     assert found.proved
     assert found.pattern.repetend_ns == least_period_by_enumeration(problem)
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck), deadline=None)
+@given(problems(), st.integers(1, 4))
+def test_least_period_of_a_span_is_that_of_the_enumeration(problem: OneMicrobatch, span: int) -> None:
+    """Tessel's N_R: indices of so many micro-batches alone, each device in a window of its own."""
+    found = least_period(problem, Budget(60, deterministic=True), 60, max_span=span)
+    assert found.pattern is not None
+    assert found.proved
+    assert found.pattern.span <= span
+    assert found.pattern.repetend_ns == least_period_by_enumeration(problem, span)
 
 
 @pytest.mark.parametrize(("memory", "period"), [(1, 8), (2, 4), (3, 4)])

@@ -392,6 +392,12 @@ _OPTIONS = (
         "autopipe, pipedream, piper, dapple); or auto, which is ours. compare takes all: a row for each.",
     ),
     _RECOMPUTE_OPTION,
+    click.option(
+        "--max-span",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Micro-batches that a repetend reaches over, at most; makes --scheduler auto search for one.",
+    ),
     click.option("--unroll", type=AutoOr(1, 64), default="auto", metavar="auto|U", help="Micro-batches per repetend."),
     click.option(
         "--split-backward",
@@ -457,6 +463,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         scheduler=scheduler,
         rules=rules,
         unroll=_number(flags["unroll"]),
+        max_span=flags["max_span"],
         split_overhead_ns=flags["split_overhead"],
         spread=_YES_NO[flags["spread"]],
         launch_overhead_ns=flags["launch_overhead"],

@@ -31,10 +31,11 @@ from pipeplan.simulator.metrics import rates
 from pipeplan.texts import counted
 from pipeplan.units import format_ns, require_sum
 from pipeplan.workload.bounds import period_bound
+from pipeplan.workload.elements import Repetend
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
-from pipeplan.workload.slices import num_sliced, repetend_of, repetend_of_loop
+from pipeplan.workload.slices import num_sliced, repetend_at, repetend_of, repetend_of_loop
 from pipeplan.workload.steady_state.loop import LoopCut
 from pipeplan.workload.steady_state.rate import steady_bubble_rate
 from pipeplan.workload.tail import Tail, tail_at
@@ -55,11 +56,13 @@ def assemble(
     recipe: Recipe | None = None,
     provenance: Provenance | None = None,
     where: str = "",
+    cut: tuple[Sequence[int], int] | None = None,
 ) -> Plan:
     """The plan of a workload whose devices run ``orders``, with its predicted figures.
 
     ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload: with a ``loop``, of all its
-    micro-batches. ``recipe`` is what training keeps, ``where`` the profile's file.
+    micro-batches. ``recipe`` is what training keeps, ``where`` the profile's file. ``cut`` [operation] is the first
+    micro-batch of the repetend, and its unroll; None: whatever repeats.
 
     Raises:
         UsageError: a figure is larger than a plan can say, such as the bytes that a device holds.
@@ -70,7 +73,10 @@ def assemble(
     later = 0 if loop is None else loop.skipped_ns
     graph = graph.summed_best(starts, later)
     workload, figures = graph.workload, rates(graph, orders, starts, loop)
-    repetend = repetend_of(graph, orders) if loop is None else repetend_of_loop(workload, loop)
+    if cut is not None:
+        repetend: Repetend | None = repetend_at(workload, orders, *cut)
+    else:
+        repetend = repetend_of(graph, orders) if loop is None else repetend_of_loop(workload, loop)
     written, repeated = programs(graph, orders, starts, loop)
     by_operation = {
         operation.id: tuple(starts[graph.offsets[index] : graph.offsets[index + 1]])
@@ -142,6 +148,7 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
         recipe=request.profile.recipe,
         provenance=_provenance(request, candidate, schedule.workload),
         where=request.profile.where,
+        cut=schedule.repetend,
     )
     # --memory and --memory-reserve go before what the cluster says, so such a plan is not one for it as it stands
     cluster = request.cluster if request.memory_bytes is None and request.reserve_bytes is None else None
@@ -168,6 +175,7 @@ def _provenance(request: Request, candidate: PlacementCandidate, workload: Workl
             "scheduler": request.scheduler,
             "rules": None if request.rules is None else request.rules.name,
             "unroll": request.unroll,
+            **({} if request.max_span is None else {"max_span": request.max_span}),
             "split_backward": request.split_backward,
             "split_overhead_ns": request.split_overhead_ns,
             "recompute": request.recompute,

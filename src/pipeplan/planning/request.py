@@ -137,6 +137,9 @@ class Request:
     have its own. ``memory_bytes`` per device goes before the cluster's; without either, memory is unlimited. Of it
     plans leave ``reserve_bytes`` alone: if None, nothing of ``memory_bytes``, else what the cluster says.
 
+    ``unroll`` is how many micro-batches finish per repetend, ``max_span`` how many it reaches over at most; only a
+    search for a repetend keeps to that, so ``auto`` is that then.
+
     ``rules`` are those of the scheduler ``rules``; None are all built-in ones. ``split_overhead_ns`` is what each input
     and each weight gradient takes longer, being launched apart. ``profile`` has ``launch_overhead_ns`` in every action
     of every block beside what is ``stated`` (None: nothing). ``replicas`` is how many copies of the whole pipeline
@@ -172,6 +175,7 @@ class Request:
     scheduler: str = "auto"
     rules: Rules | None = None
     unroll: int | None = None
+    max_span: int | None = None
     split_backward: bool | None = None
     split_overhead_ns: int = 0
     launch_overhead_ns: int = 0
@@ -211,6 +215,8 @@ class Request:
                 f"--slices {self.num_parted} needs forwards that take and give all of their samples at once, "
                 "which --late-inputs yes does not have; leave one of them out"
             )
+        if self.max_span is not None:
+            self._require_span(self.max_span)
         if isinstance(self.placement, Placement):
             object.__setattr__(self, "placement", self.placement.whole)
         if self.chunks is not None and (isinstance(self.placement, Placement) or self.placement == SUBMODULES):
@@ -219,6 +225,21 @@ class Request:
                 f"--chunks {self.chunks} would do nothing: {own} of profile {self.profile.name!r} say how many stages "
                 "each device has; leave --chunks out, or choose a --placement strategy such as circular"
             )
+
+    def _require_span(self, most: int) -> None:
+        """That a repetend is searched, whose actions run whole."""
+        if self.scheduler not in ("auto", "repetend"):
+            what = "--rules" if self.rules is not None else f"--scheduler {self.scheduler}"
+            raise UsageError(f"--max-span {most} is for a search for a repetend, not for {what}; leave one of them out")
+        if self.late_inputs or self.num_parted:
+            what = "--late-inputs yes" if self.late_inputs else f"--slices {self.num_parted}"
+            raise UsageError(f"--max-span {most} needs actions that run whole, and {what} has others; leave it out")
+        if self.unroll is not None and self.unroll > most:
+            raise UsageError(
+                f"--max-span {most} is less than --unroll {self.unroll}, which every repetend reaches over; raise it"
+            )
+        object.__setattr__(self, "scheduler", "repetend")
+        object.__setattr__(self, "num_parted", 0)
 
     def _require_reserve(self, reserve: int) -> None:
         known = [size for size in self.whole_memory if size is not None]

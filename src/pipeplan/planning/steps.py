@@ -267,7 +267,8 @@ class LessMemoryOfBest(FewerBytes, PlanStep):
 
     def applies(self, search: PlanSearch) -> bool:
         """Only what searches make may change, not a schedule that is asked for by name."""
-        return search.request.scheduler in SEARCHING and not search.budget.expired
+        request = search.request
+        return request.scheduler in SEARCHING and request.max_span is None and not search.budget.expired
 
     def run(self, search: PlanSearch) -> None:
         trial = search.best
@@ -298,7 +299,7 @@ class LateInputs(PlanStep):
     when = "--late-inputs auto; the best {finalists} plans, of stages that are a graph"
 
     def applies(self, search: PlanSearch) -> bool:
-        return search.request.late_inputs is None
+        return search.request.late_inputs is None and search.request.max_span is None
 
     def after_all(self, search: PlanSearch) -> bool:
         return True  # what is proved holds only beside it

@@ -288,6 +288,7 @@ class Trial:
                 scheduler=request.scheduler,
                 rules=request.rules,
                 unroll=request.unroll,
+                max_span=request.max_span,
                 known=known,
                 progress=progress,
                 steps=self.steps if steps is None else steps,

@@ -22,11 +22,14 @@ class Pattern:
     """A steady state: instance (i, u) of repetition n starts at ``starts[i][u] + n * repetend_ns``.
 
     It runs micro-batch ``unroll * n + u``. Starts in ns, from 0; each operation runs its micro-batches in order.
+    ``begins`` [operation] is its first micro-batch in one repetition where every device begins that at a moment of its
+    own, as Tessel's compact repetends do (Fig. 6 (b)); none where all begin it at one moment.
     """
 
     unroll: int
     repetend_ns: int
     starts: tuple[tuple[int, ...], ...]
+    begins: tuple[int, ...] = ()
 
     @property
     def period(self) -> Fraction:
@@ -40,6 +43,9 @@ class Pattern:
 
     def cuts(self) -> Iterator[list[int]]:
         """[operation] its first micro-batch in one repetition, for every moment that such a cut can begin at."""
+        if self.begins:
+            yield list(self.begins)
+            return
         for moment in sorted({start % self.repetend_ns for row in self.starts for start in row}):
             yield [min(m for m, _ in self._from(moment, operation)) for operation in range(len(self.starts))]
 
@@ -105,6 +111,15 @@ def middle_repetition(problem: OneMicrobatch, pattern: Pattern) -> frozenset[int
             best_span, shift = span, (first + last) // 2 * unroll
             best = tasks_of_copy([begin + shift for begin in begins], unroll, count)
     return best
+
+
+def whole_repetitions(problem: OneMicrobatch, pattern: Pattern) -> frozenset[int]:
+    """Tasks of every whole repetition of the composed schedule, of a pattern that says where one begins."""
+    count, unroll = problem.num_microbatches, pattern.unroll
+    copies = range(-(min(pattern.begins) // unroll), (count - max(pattern.begins)) // unroll)
+    return frozenset().union(
+        *(tasks_of_copy([begin + copy * unroll for begin in pattern.begins], unroll, count) for copy in copies)
+    )
 
 
 def pattern_of(problem: OneMicrobatch, orders: Orders, repetend: Repetend) -> Pattern | None:

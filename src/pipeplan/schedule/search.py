@@ -57,6 +57,7 @@ def search_schedule(
     scheduler: str = "auto",
     rules: Rules | None = None,
     unroll: int | None = None,
+    max_span: int | None = None,
     known: Schedule | None = None,
     progress: Progress | None = None,
     steps: Sequence[SearchStep] = STEPS,
@@ -66,20 +67,24 @@ def search_schedule(
     ``scheduler`` is ``auto`` (everything), ``repetend`` (the best repetend, its warmup and cooldown as the pattern
     leaves them and then improved), ``rules`` (what ``rules`` make of it; without them the best of the built-in
     ones), or the name of a classic schedule. The first two try those of ``steps`` that apply. ``unroll`` None lets the
-    search choose. What is found by ``auto`` is no longer than a ``known`` schedule of the same workload.
+    search choose. ``max_span`` (with ``repetend``) is how many micro-batches the repetend reaches over at most
+    (Tessel's N_R), each device beginning it at a moment of its own; the schedule says which it is. What is found by
+    ``auto`` is no longer than a ``known`` schedule of the same workload.
 
     Raises:
         InfeasibleError: a device's memory is too small, the classic schedule asked for does not fit, or the rules get
             stuck.
         SearchTimeoutError: the budget ran out before anything that fits was found.
-        UsageError: an unknown scheduler, or a classic one that does not apply to the placement.
+        UsageError: an unknown scheduler, a classic one that does not apply to the placement, or ``max_span`` for what
+            has no repetend.
     """
     if scheduler not in (*SEARCHING, "rules", *CLASSIC):
         meant = choose_from(scheduler, (*SEARCHING, "rules", *CLASSIC))
         raise UsageError(f"--scheduler {scheduler!r} is not known; {meant}")
-    search = _Search(budget, scheduler, rules, unroll, progress, steps)
+    search = _Search(budget, scheduler, rules, unroll, max_span, progress, steps)
     shorter = named(steps, ShorterRun) or ShorterRun()
-    short = None if rules is not None and rules.order else shorter.shorter(workload)
+    whole = max_span is not None or (rules is not None and rules.order)
+    short = None if whole else shorter.shorter(workload)
     if short is not None:
         found = search.longer(shorter, short, workload, known)
         if found is not None:
@@ -95,6 +100,7 @@ class _Search:
     scheduler: str
     rules: Rules | None
     unroll: int | None
+    max_span: int | None
     progress: Progress | None
     steps: Sequence[SearchStep]
 
@@ -108,6 +114,9 @@ class _Search:
             return [_restored(state.problem, _one_classic(state, self.scheduler))]
         state.steps = [step for step in self.steps if isinstance(step, ScheduleStep)]
         state.scheduler, state.unroll, state.known = self.scheduler, self.unroll, known
+        if self.max_span is not None:
+            _require_repetend(state.problem, self.max_span)
+            state.max_span = self.max_span
         best = state.search()
         others = (
             replace(
@@ -309,6 +318,15 @@ def _looked(workload: Workload, look: FirstLook, thorough: bool, names: Collecti
     except TimeUpError:
         if not some:
             raise
+
+
+def _require_repetend(problem: OneMicrobatch, max_span: int) -> None:
+    """That micro-batches are all alike, so that something can repeat. Raises NotApplicableError."""
+    if problem.reduction is not None:
+        raise NotApplicableError(
+            f"--max-span {max_span} is for plans with a repetend: of one route, and micro-batches of one size; leave "
+            "it out"
+        )
 
 
 def _require_known_kinds(workload: Workload) -> None:

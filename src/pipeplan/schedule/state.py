@@ -39,7 +39,8 @@ class Schedule:
     Where a very long run repeats a ``loop`` these are of its written part, a ``graph`` of fewer micro-batches, and
     ``makespan_ns`` is of all. ``scheduler`` names what made it. ``pattern`` is the repetend the search found,
     ``period_bound_ns`` the proved least period per micro-batch at its unroll, and ``repetend_seconds`` how long both
-    took from the start. ``notes`` say what went wrong on the way.
+    took from the start. ``repetend`` [operation] is the first micro-batch of the repetend that was asked for by its
+    span, and its unroll; else whatever repeats is taken. ``notes`` say what went wrong on the way.
     """
 
     workload: Workload
@@ -51,6 +52,7 @@ class Schedule:
     scheduler: str
     loop: LoopCut | None = None
     pattern: Pattern | None = None
+    repetend: tuple[tuple[int, ...], int] | None = None
     period_bound_ns: Fraction = Fraction(0)
     repetend_seconds: float | None = None
     seconds: float = 0.0
@@ -104,7 +106,10 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCandidate:
-    """A valid schedule. ``frozen`` are the tasks of one repetition in its middle, which keep it repeatable."""
+    """A valid schedule. ``frozen`` are the tasks of one repetition in its middle, which keep it repeatable.
+
+    ``kept`` are those of all repetitions, where a span is asked for: only what is before and after them may change.
+    """
 
     orders: list[list[int]]
     starts: list[int]
@@ -112,6 +117,7 @@ class ScheduleCandidate:
     most_bytes: int
     scheduler: str
     frozen: frozenset[int] = frozenset()
+    kept: frozenset[int] = frozenset()
 
     @property
     def value(self) -> tuple[int, int, bool, int]:
@@ -165,7 +171,8 @@ class SearchState:
     """What the search knows so far: the best schedule, and the best of those with a repetition frozen in them.
 
     ``steps`` are tried in order. ``scheduler`` is ``auto``, for all of them, or ``repetend``; ``unroll`` that of the
-    only pattern to search for, None where it is open; ``known`` a schedule that is known from elsewhere.
+    only pattern to search for, None where it is open, and ``max_span`` how many micro-batches it reaches over at most;
+    ``known`` a schedule that is known from elsewhere.
 
     ``others`` are the best few of different iteration or memory, the best one among them. The search ends early where
     ``settled``.
@@ -179,6 +186,7 @@ class SearchState:
     steps: Sequence[ScheduleStep] = ()
     scheduler: str = "auto"
     unroll: int | None = None
+    max_span: int | None = None
     known: Schedule | None = None
     best: ScheduleCandidate | None = None
     steady: ScheduleCandidate | None = None
@@ -238,6 +246,7 @@ class SearchState:
             self.bound,
             best.scheduler,
             pattern=self.pattern,
+            repetend=None if self.max_span is None else self._cut(best.frozen),
             period_bound_ns=self.period_proved,
             repetend_seconds=self.repetend_seconds,
             seconds=self.budget.elapsed,
@@ -245,8 +254,22 @@ class SearchState:
             notes=tuple(self.notes),
         )
 
+    def _cut(self, frozen: frozenset[int]) -> tuple[tuple[int, ...], int] | None:
+        """[operation] the first micro-batch of one repetition, and how many it has of each; None without any."""
+        if not frozen:
+            return None
+        own: dict[int, list[int]] = {}
+        for task in frozen:
+            x, m = divmod(task, self.problem.num_microbatches)
+            own.setdefault(x, []).append(m)
+        return tuple(min(own[x]) for x in range(len(self.problem.workload.operations))), len(own[0])
+
     def candidate(
-        self, orders: list[list[int]], scheduler: str, frozen: frozenset[int] = frozenset()
+        self,
+        orders: list[list[int]],
+        scheduler: str,
+        frozen: frozenset[int] = frozenset(),
+        kept: frozenset[int] = frozenset(),
     ) -> ScheduleCandidate | None:
         """The schedule of these orders; None if they block each other or do not fit into memory."""
         timed = fitting(self.graph, orders)
@@ -254,7 +277,7 @@ class SearchState:
             return None
         orders, starts = timed
         iteration = self.graph.iteration(starts)
-        return ScheduleCandidate(orders, starts, iteration, most_bytes(self.graph, orders), scheduler, frozen)
+        return ScheduleCandidate(orders, starts, iteration, most_bytes(self.graph, orders), scheduler, frozen, kept)
 
     def offer(self, candidate: ScheduleCandidate | None) -> bool:
         """Keep the candidate where it is better than what is known; whether it was anywhere."""

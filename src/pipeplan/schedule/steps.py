@@ -26,6 +26,7 @@ from pipeplan.schedule.pattern import (
     middle_repetition,
     pattern_of,
     sequential_time,
+    whole_repetitions,
 )
 from pipeplan.schedule.rules.sweep import built_in_rules, sweeping
 from pipeplan.schedule.state import ScheduleCandidate, ScheduleStep, SearchState, SearchStep, origin_of
@@ -74,7 +75,8 @@ class FirstSchedule(ScheduleStep):
         problem = state.problem
         if state.offer(state.candidate(microbatch_by_microbatch(problem), "sequential")):
             return
-        feasible, pattern, _ = solve_pattern(problem, sequential_time(problem), state.budget, state.budget.remaining)
+        budget, span = state.budget, state.max_span
+        feasible, pattern, _ = solve_pattern(problem, sequential_time(problem), budget, budget.remaining, max_span=span)
         if pattern is not None:
             state.offer(state.candidate(compose(problem, pattern), "repetend"))
         elif feasible is False:
@@ -156,6 +158,7 @@ class RepetendSearch(ScheduleStep):
             state.budget,
             seconds,
             unroll=state.unroll or 1,
+            max_span=state.max_span,
             on_pattern=lambda pattern: _offer_pattern(state, pattern),
         )
         state.repetend_seconds = state.budget.elapsed
@@ -168,13 +171,14 @@ def _take_pattern(state: SearchState, pattern: Pattern, seconds: float) -> None:
     """Replay a pattern better than what is known, as it is and with its shortest way through."""
     _offer_pattern(state, pattern)
     limit = seconds / 4 if state.finished else seconds
-    state.pattern, _ = shortest_way_through(state.problem, pattern, state.budget, limit)
+    state.pattern, _ = shortest_way_through(state.problem, pattern, state.budget, limit, state.max_span)
     _offer_pattern(state, state.pattern)
 
 
 def _offer_pattern(state: SearchState, pattern: Pattern) -> None:
     middle = middle_repetition(state.problem, pattern)
-    state.offer(state.candidate(compose(state.problem, pattern), "repetend", middle))
+    kept = whole_repetitions(state.problem, pattern) if middle and pattern.begins else frozenset[int]()
+    state.offer(state.candidate(compose(state.problem, pattern), "repetend", middle, kept))
 
 
 @dataclass(frozen=True)
@@ -238,10 +242,10 @@ class AdoptedRepetitions(ScheduleStep):
 
     most_unroll: int = ShorterRun.most_unroll
     name = "adopted repetitions"
-    when = "the unroll is open; at least 2 micro-batches"
+    when = "unroll and span are open; at least 2 micro-batches"
 
     def applies(self, state: SearchState) -> bool:
-        return state.unroll is None and state.problem.num_microbatches >= 2
+        return state.unroll is state.max_span is None and state.problem.num_microbatches >= 2
 
     def run(self, state: SearchState) -> None:
         for candidate in state.others:
@@ -279,7 +283,7 @@ class UnrolledRepetends(ScheduleStep):
             seconds = (limit - budget.used) / (self.most_unroll + 1 - unroll)
             if reached == bound or unroll > problem.num_microbatches // 2 or seconds <= 0 or budget.expired:
                 return
-            least = least_period(problem, budget, seconds, unroll=unroll, below=reached)
+            least = least_period(problem, budget, seconds, unroll=unroll, max_span=state.max_span, below=reached)
             found = least.pattern
             if found is not None and (reached is None or found.period < reached):
                 state.period_proved = max(bound, Fraction(least.bound_ns, unroll))

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pipeplan.workload.elements import Repetend
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.steady_state.loop import LoopCut
+from pipeplan.workload.steady_state.rate import CutOrders, steady_state
 from pipeplan.workload.steady_state.repetend import find_repetend
 from pipeplan.workload.task_graph import Orders, TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -93,6 +94,20 @@ def repetend_of(graph: TaskGraph, orders: Orders) -> Repetend | None:
         return None
     found = find_repetend(replaced, whole_orders, earliest_starts(replaced, whole_orders))
     return found if found is not None and parts_are_before(graph, orders, found) else None
+
+
+def repetend_at(workload: Workload, orders: Orders, begins: Sequence[int], unroll: int) -> Repetend | None:
+    """The repetend of micro-batches ``begins`` [operation] and the next, so many in all; None if it takes turns.
+
+    Raises:
+        InvalidPlanError: the orders do not contain such a copy.
+    """
+    first = dict(zip((operation.id for operation in workload.operations), begins, strict=True))
+    cut = CutOrders.of(workload, orders, first, unroll)
+    steady = steady_state(workload, [copy for _, copy, _ in cut.parts], cut.begins, unroll)
+    if steady is None or steady[0] > 1:
+        return None
+    return Repetend(unroll=unroll, repetend_ns=steady[1], first=first)
 
 
 def repetend_of_loop(workload: Workload, loop: LoopCut) -> Repetend | None:

@@ -69,7 +69,7 @@ class _Variables:
         self.period, self.unroll = period, unroll
         self.instances = [(i, u) for i in range(problem.num_operations) for u in range(unroll)]
         reach = _reach(problem, self.durations, self.lags, period)
-        most = reach + 1 if max_span is None else min(reach + 1, max_span - unroll)
+        most = reach + 1 if max_span is None else min(reach + 1, -(-max_span // unroll))
         self.repetition = {x: model.new_int_var(0, most, f"k{x}") for x in self.instances}
         self.start, self.offset = {}, {}
         if max_span is None:
@@ -81,6 +81,11 @@ class _Variables:
             for x in self.instances:
                 self.start[x] = model.new_int_var(-far, far + period, f"s{x}")
         self.absolute = {x: self.start[x] + period * self.repetition[x] for x in self.instances}
+        if max_span is not None:  # of micro-batches u - U k, from one to the other
+            last = model.new_int_var(0, unroll - 1, "last")
+            for i, u in self.instances:
+                model.add(u - unroll * self.repetition[i, u] <= last)
+                model.add(u - unroll * self.repetition[i, u] >= last - max_span + 1)
 
 
 def _reach(problem: OneMicrobatch, durations: Sequence[int], lags: Sequence[int], period: int) -> int:
@@ -132,7 +137,7 @@ class _Constraints:
         for (i, j, _), lag in checked(zip(self._problem.edges, v.lags, strict=True), 64):
             for u in range(v.unroll):
                 self._model.add(v.absolute[j, u] >= v.absolute[i, u] + v.durations[i] + lag)
-                if v.durations[i] + lag >= 0:
+                if v.durations[i] + lag >= 0 or v.offset:
                     self._model.add(v.repetition[j, u] >= v.repetition[i, u])
 
     def microbatch_order(self) -> None:
@@ -262,7 +267,11 @@ def _pattern(problem: OneMicrobatch, v: _Variables, answer: Answer, unit: Fracti
         for i in range(problem.num_operations)
     ]
     first = min(map(min, starts))
-    return Pattern(v.unroll, repetend, tuple(tuple(start - first for start in row) for row in starts))
+    begins = tuple(
+        min(u - v.unroll * answer.value(v.repetition[i, u]) for u in range(v.unroll))
+        for i in range(problem.num_operations if v.offset else 0)
+    )
+    return Pattern(v.unroll, repetend, tuple(tuple(start - first for start in row) for row in starts), begins)
 
 
 def _latency(model: cp_model.CpModel, problem: OneMicrobatch, v: _Variables) -> cp_model.IntVar:
@@ -408,11 +417,18 @@ class _Bisection:
 
 
 def shortest_way_through(
-    problem: OneMicrobatch, pattern: Pattern, budget: Budget, limit: float
+    problem: OneMicrobatch, pattern: Pattern, budget: Budget, limit: float, max_span: int | None = None
 ) -> tuple[Pattern, bool]:
     """The pattern of the same repetend time with the least latency found, and whether it is proved least."""
     _, better, bound = solve_pattern(
-        problem, pattern.repetend_ns, budget, limit, unroll=pattern.unroll, hint=pattern, shortest=True
+        problem,
+        pattern.repetend_ns,
+        budget,
+        limit,
+        unroll=pattern.unroll,
+        max_span=max_span,
+        hint=pattern,
+        shortest=True,
     )
     if better is None or better.latency(problem) > pattern.latency(problem):
         return pattern, False

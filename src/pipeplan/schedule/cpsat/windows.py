@@ -403,11 +403,11 @@ class WholeHorizon(ScheduleStep):
     few_tasks: int = 200
     share_of_few: float = 0.85
     name = "whole horizon"
-    when = "nothing proved best; at most {most_tasks} actions"
+    when = "nothing proved best; at most {most_tasks} actions; the span is open"
     of = "what is left"
 
     def applies(self, state: SearchState) -> bool:
-        return not state.finished and state.graph.num_tasks <= self.most_tasks
+        return not state.finished and state.graph.num_tasks <= self.most_tasks and state.max_span is None
 
     def run(self, state: SearchState) -> None:
         assert state.best is not None
@@ -433,7 +433,10 @@ class SlidingWindows(_Rescheduling):
     """Reschedule windows that slide over the whole schedule, from its two ends first."""
 
     name = "windows"
-    when = "nothing proved best"
+    when = "nothing proved best; the span is open"
+
+    def applies(self, state: SearchState) -> bool:
+        return not state.finished and state.max_span is None
 
     def run(self, state: SearchState) -> None:
         def candidate() -> ScheduleCandidate | None:
@@ -450,14 +453,15 @@ class SlidingWindows(_Rescheduling):
 def _windows(candidate: ScheduleCandidate, size: int) -> list[tuple[int, int]]:
     """Moments between which about ``size`` actions start: both ends first, then overlapping by half.
 
-    None reaches into the frozen repetition.
+    None reaches into the frozen repetition, or those that are kept.
     """
+    held = candidate.kept or candidate.frozen
     moments = sorted(candidate.starts)
     step = max(1, size // 2)
     begins = list(range(0, max(1, len(moments) - step), step))
     begins.sort(key=lambda begin: min(begin, len(moments) - begin))
-    first = min((candidate.starts[task] for task in candidate.frozen), default=moments[-1] + 1)
-    last = max((candidate.starts[task] for task in candidate.frozen), default=-1)
+    first = min((candidate.starts[task] for task in held), default=moments[-1] + 1)
+    last = max((candidate.starts[task] for task in held), default=-1)
     windows = []
     for begin in begins:
         start, end = moments[begin], moments[begin + size] if begin + size < len(moments) else moments[-1] + 1
@@ -470,6 +474,11 @@ def _windows(candidate: ScheduleCandidate, size: int) -> list[tuple[int, int]]:
 
 def _try_window(state: SearchState, candidate: ScheduleCandidate, window: tuple[int, int], seconds: float) -> bool:
     """Offer the candidate with a better order of a window, if there is one; whether it was better."""
+    if candidate.kept:  # the window may be of a schedule before this one
+        first = min(candidate.starts[task] for task in candidate.kept)
+        last = max(candidate.starts[task] for task in candidate.kept)
+        early = window[0] < first
+        window = (window[0], min(window[1], first)) if early else (max(window[0], last + 1), window[1])
     found = reschedule(
         state.problem,
         state.graph,
@@ -482,4 +491,5 @@ def _try_window(state: SearchState, candidate: ScheduleCandidate, window: tuple[
     )
     if found.orders is None:
         return False
-    return state.offer(state.candidate(found.orders, f"{origin_of(candidate.scheduler)}+windows", candidate.frozen))
+    scheduler = f"{origin_of(candidate.scheduler)}+windows"
+    return state.offer(state.candidate(found.orders, scheduler, candidate.frozen, candidate.kept))
