@@ -30,13 +30,13 @@ from pipeplan.partition.chain.kernel import balanced_split
 from pipeplan.partition.chain.rebalance import even
 from pipeplan.partition.mapping import neighbours
 from pipeplan.partition.problem import PartitionProblem
-from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.bounds import least_state_bytes, request_bound
 from pipeplan.planning.candidates import PlacementCandidate, open_splits, placed, uniform_choices
 from pipeplan.planning.next_steps import next_steps
 from pipeplan.planning.request import Batch, Request, input_notes
 from pipeplan.planning.steps import STEPS, search_plan, without
 from pipeplan.planning.trials import Trial
-from pipeplan.planning.uniform_space import longest_stages
+from pipeplan.planning.uniform_space import Blocks, longest_stages
 from pipeplan.simulator.simulation import simulate
 
 QUICK: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
@@ -539,3 +539,44 @@ def test_what_would_do_is_the_least_of_all_layouts(profile: Profile, num_devices
         assert search_plan(replace(tight, num_devices=count, memory_bytes=memory, time_limit=1.0)).plan.stages
     less = int(0.97 * said[num_devices])
     assert not list(iterations(profile, num_devices, less, recompute))
+
+
+@settings(max_examples=30, suppress_health_check=list(HealthCheck), deadline=None)
+@given(
+    chains(4, experts=(1, 2)), st.sampled_from([1, 2]), st.integers(1, 4), st.integers(0, 3), st.sampled_from([1, 2])
+)
+def test_no_way_of_sharing_keeps_less_than_the_state_once(
+    profile: Profile, shards: int, copies: int, level: int, expert: int
+) -> None:
+    """Of all devices together, by every level of ZeRO, shards and shared experts."""
+    request = asked(profile, shards * copies)
+    zero = Zero(level, copies) if level else Zero(0, 1)
+    experts = Experts.among(expert, shards, copies, zero.level, zero.group)
+    if shards * copies % expert:
+        return
+    kept = Blocks.of(profile).kept(shards, zero, experts)
+    assert shards * copies * kept.static_bytes >= least_state_bytes(request)
+
+
+def test_what_devices_cannot_keep_together_is_refused_at_once() -> None:
+    """Before any placement is looked at; and then what would do is looked for."""
+    blocks = [
+        Block(
+            id=f"b{index}",
+            operator="layer",
+            parameter_bytes=1000,
+            costs=tuple(
+                CostRow(microbatch_size=1, shards=shards, forward_ns=10, backward_ns=20, activation_bytes=100 // shards)
+                for shards in (1, 2)
+            ),
+        )
+        for index in range(4)
+    ]
+    request = asked(joined(blocks), 2, 1999, recompute=False, sizes=(1,))
+    assert least_state_bytes(request) == 2 * 4 * 1000  # gradients, too
+    with pytest.raises(InfeasibleError, match=r"2 devices of 1\.999kB: in the one found that needs least") as told:
+        search_plan(request)
+    for each in told.value.would_do:
+        how = {"num_devices": int(each["num_devices"]), "memory_bytes": int(each["memory_bytes"])}
+        assert search_plan(replace(request, **how)).plan.stages
+    assert told.value.would_do[0]["num_devices"] > 4  # than there are blocks

@@ -1,7 +1,7 @@
-"""Lower bounds on the iteration of any plan of a request, whatever it leaves open.
+"""Lower bounds on the iteration of any plan of a request, whatever it leaves open, and on what it keeps.
 
-Here: bounds by work and by the longest way through the model. Not here: bounds of one placement (`workload/bounds.py`),
-which know its stages, its memory and its messages.
+Here: bounds by work and by the longest way through the model, and the bytes of its state. Not here: bounds of one
+placement (`workload/bounds.py`), which know its stages, its memory and its messages.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from fractions import Fraction
 from pipeplan.costs import can_split
 from pipeplan.costs.after import least_steps_ns
 from pipeplan.costs.blocks import asked_again, block_costs
+from pipeplan.costs.zero import WHOLE, Experts
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.graphs import longest_paths, topological_order
 from pipeplan.planning.candidates import shards_of, strategy_choices
 from pipeplan.planning.request import SUBMODULES, Request, size_of
-from pipeplan.planning.uniform_space import Choice
+from pipeplan.planning.uniform_space import Blocks, Choice
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again
 
@@ -35,6 +36,14 @@ def request_bound(request: Request) -> int:
         return _any_plan(request)
     bounds = [_of_choice(request, choice) for choice in strategy_choices(request)]
     return min((bound for bound in bounds if bound is not None), default=1)
+
+
+def least_state_bytes(request: Request) -> int:
+    """Bytes of parameters, gradients and optimizer state that all devices together keep in any plan: each there once.
+
+    Whoever shares them out, by splits of blocks, of experts or of replicas, keeps no less.
+    """
+    return Blocks.of(request.profile).kept(1, WHOLE, Experts()).static_bytes
 
 
 def _any_plan(request: Request) -> int:

@@ -27,6 +27,7 @@ from pipeplan.planning.candidates import (
     StageGraphs,
     grid,
     is_large,
+    open_splits,
     placed,
     uniform_choices,
 )
@@ -245,9 +246,10 @@ class _Least:
     def _lower_devices(self, fit: _FitOf) -> None:
         """Doubling until a number does, then halving the distance."""
         low = self._request.num_devices
-        # enough, if any number is: every block alone, and its samples on as many replicas as there are
+        # enough, if any number is: every block alone, split as far as it can be, its samples on as many replicas
         samples = max(self._request.sizes or [self._request.batch.microbatch_size])
-        most = max(len(self._request.profile.blocks) * samples, low)
+        width = max((each.width for each in open_splits(self._request)), default=1)
+        most = max(len(self._request.profile.blocks) * samples * width, low)
         if self.devices is None:
             while low < most and not self._fewer_devices(fit, min(2 * low, most)):
                 low = min(2 * low, most)

@@ -21,12 +21,13 @@ from pipeplan.errors import InfeasibleError, PipeplanError, UsageError
 from pipeplan.files import Placement, Plan
 from pipeplan.partition.mapping import mapped
 from pipeplan.partition.strategies import STRATEGIES
-from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.bounds import least_state_bytes, request_bound
 from pipeplan.planning.candidates import (
     BoundedProposal,
     CandidateOrError,
     PlacementCandidate,
     Proposal,
+    has_table,
     in_turns,
     is_large,
 )
@@ -41,6 +42,7 @@ from pipeplan.schedule.search import MOST_ENTRIES, SEARCHING, FirstLook, first_l
 from pipeplan.schedule.state import Progress, Schedule, SearchStep, complexity, first_by, named, noted
 from pipeplan.schedule.steps import STEPS, RepetendSearch
 from pipeplan.time_limit import shielded
+from pipeplan.units import format_bytes, rounded_up
 from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS
@@ -473,8 +475,13 @@ class PlanSearch:
             if not self._bounded:
                 self.others[None] = 1  # the least a bound is; it takes longer than the first plan to find out more
             in_turn = [step for step in steps if step.in_turn]
-            self._try_all(candidates, in_turn)
-            if self.best is None and self.may_divide and any(isinstance(e, InfeasibleError) for e in self.failures):
+            unfit = self._unfit()
+            if unfit is not None:
+                self.failures.append(unfit)
+            else:
+                self._try_all(candidates, in_turn)
+            short = unfit is None and self.best is None and self.may_divide
+            if short and any(isinstance(e, InfeasibleError) for e in self.failures):
                 self.request, self.begun = replace(self.request, zero=AUTO), self.spare is not None
                 self.trials += [] if self.spare is None else [self.spare]
                 self._try_all(candidates, in_turn)
@@ -498,6 +505,23 @@ class PlanSearch:
         whole = self.budget.whole
         alone = whole is None or self.budget.seconds >= whole.seconds
         return max(LATE, LATE_SHARE * self.budget.seconds) if alone else 0.0
+
+    def _unfit(self) -> InfeasibleError | None:
+        """That nothing fits, where devices have less memory together than a model's state takes once.
+
+        Only where there is a table of layouts: else the search finds that out as soon, and says of which stage.
+        """
+        request, limits = self.request, [limit for limit in self.request.memory if limit is not None]
+        if len(limits) < request.num_devices or not has_table(request):
+            return None
+        state = least_state_bytes(request)
+        if state <= sum(limits):
+            return None
+        return InfeasibleError(
+            f"parameters, gradients and optimizer state take {format_bytes(state)}, each once, and "
+            f"{request.num_devices} devices have {format_bytes(sum(limits))} together: nothing fits; raise --memory to "
+            f"more than {format_bytes(rounded_up(state // request.num_devices))}, or give more --devices"
+        )
 
     def _bound(self) -> None:
         """Find out once, when there is a plan, what no plan that the request leaves open is below."""
