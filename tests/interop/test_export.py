@@ -165,6 +165,56 @@ def test_recomputation_is_a_flag(changes: dict[str, Any], flags: list[str]) -> N
     assert set(flags) <= set(face.export(changed, "megatron").text.splitlines())
 
 
+def again_in_megatron(flags: Sequence[str], count: int) -> list[object]:
+    """[layer of a stage] what Megatron-LM computes again of it, as its arguments are documented."""
+    said = dict(flag.split(" ", 1) for flag in flags if " " in flag)
+    method, granularity = said.get("--recompute-method"), said.get("--recompute-granularity")
+    if granularity != "full":
+        return [granularity == "selective" and "selective"] * count
+    return [method == "uniform" or layer < int(said["--recompute-num-layers"]) for layer in range(count)]
+
+
+def test_any_plan_is_exported_exactly_or_refused_with_its_place() -> None:
+    """Recomputation by block, sizes, state, names of blocks and programs at random; no other error ends an export."""
+    draw = random.Random(20)
+    done, places = 0, list[str]()
+    for _ in range(600):
+        positions, chunks = draw.randint(1, 3), draw.randint(1, 2)
+        counts = [draw.randint(0, 3) for _ in range(positions * chunks)]
+        counts[0] += not sum(counts)
+        plan = layered(base(positions, chunks, 2 * positions), counts, halves=draw.random() < 0.3)
+        first = draw.randint(0, 3)
+        stages = []
+        for stage in plan.stages:
+            layers = [block for block in stage.blocks if block.startswith("layer")]
+            own = set(layers[:first] if draw.random() < 0.9 else draw.sample(layers, len(layers) // 2))
+            again: Any = tuple(block in own for block in stage.blocks) if draw.random() < 0.9 else "selective"
+            changes: dict[str, Any] = draw.choice(
+                [{}] * 20 + [{"zero": 1}, {"zero": 3}, {"replicas": 2}, {"shards": 2}]
+            )
+            stages.append(replace(stage, recompute=again, **changes))
+        programs = list(plan.programs)
+        if draw.random() < 0.1:  # some actions are not there
+            programs[-1] = tuple(text for text in programs[-1] if draw.random() < 0.9 and "B" not in text)
+        plan = plan.model_copy(update={"stages": tuple(stages), "programs": tuple(programs)})
+        for target in export_targets():
+            try:
+                found = face.export(plan, target)
+            except UsageError as error:
+                places.append(str(error))
+                continue
+            if target == "megatron":
+                done += any(stage.recomputes for stage in stages)
+                for stage, count in zip(stages, counts, strict=True):
+                    wanted = {
+                        block.split(".")[0]: again for block, again in zip(stage.blocks, stage.again, strict=True)
+                    }
+                    own = [again for block, again in wanted.items() if block.startswith("layer")]
+                    assert again_in_megatron(found.text.splitlines(), count) == own
+    assert done > 50
+    assert all("stages[" in said or "programs[" in said for said in places)
+
+
 def test_what_megatron_cannot_run_is_refused_with_its_place() -> None:
     chain = layered(base(3, 1, 6), [1, 2, 1])
     moved = chain.programs[1]
@@ -205,7 +255,7 @@ def test_layer_lists_have_one_number_for_each_rank(target: str) -> None:
 def test_a_layer_list_may_have_the_head_alone() -> None:
     found = face.export(layered(base(4, 1, 8), [4, 4, 4, 0]), "vllm")
     assert found.text == "VLLM_PP_LAYER_PARTITION=4,4,4,0\n"
-    assert any("stages 3 have no layer" in note for note in found.notes)
+    assert any("stage 3 has no layer" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -233,6 +283,9 @@ def test_names_of_modules_are_asked_for() -> None:
     }
     for template in ("layers", "layers.N,layers.N", "a b,layers.N"):
         with pytest.raises(UsageError, match="with N for its number"):
+            face.export(plan, "huggingface", names=template)
+    for template in ("a,a,layers.N", "layers.N,layers.5"):
+        with pytest.raises(UsageError, match="is named twice"):
             face.export(plan, "huggingface", names=template)
     with pytest.raises(UsageError, match="names is for targets that are told names"):
         face.export(plan, "vllm", names="layers.N")

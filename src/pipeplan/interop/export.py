@@ -12,7 +12,7 @@ from pipeplan.files import Plan
 from pipeplan.interop import megatron
 from pipeplan.interop.layer_lists import device_map, layer_list, read_device_map, read_layer_list, read_names
 from pipeplan.interop.layers import PlanLayers, again_of_layers, layers_of
-from pipeplan.interop.settings import MEGATRON_FULL, MEGATRON_SELECTIVE, megatron_sizes, megatron_zero
+from pipeplan.interop.settings import MEGATRON_FULL, MEGATRON_SELECTIVE, megatron_block, megatron_sizes, megatron_zero
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,16 +115,18 @@ def _recomputation(plan: Plan) -> Sequence[str]:
     for number, stage in enumerate(plan.stages):
         if stage.cuts:
             raise UsageError(f"stages[{number}].cuts: Megatron-LM waits for all inputs; search with --late-inputs no")
-    found = again_of_layers(plan)
-    if len(found) > 1:
-        number = next(
-            number for number, stage in enumerate(plan.stages) if set(stage.again) != set(plan.stages[0].again)
-        )
-        raise UsageError(
-            f"stages[{number}].recompute: Megatron-LM's settings recompute all layers alike; search "
-            "with --recompute all, selective or none"
-        )
-    return {True: MEGATRON_FULL, "selective": MEGATRON_SELECTIVE, False: ()}[found.pop()]
+    by_stage = again_of_layers(plan, "Megatron-LM")
+    kinds = {again for layers in by_stage for again in layers}
+    if len(kinds) == 1:
+        return {True: MEGATRON_FULL, "selective": MEGATRON_SELECTIVE, False: ()}[kinds.pop()]
+    most = next((layers.count(True) for layers in by_stage if False in layers), 0)  # a stage with fewer: all of its
+    for number, layers in enumerate(by_stage):
+        if layers != [index < most for index in range(len(layers))]:
+            raise UsageError(
+                f"stages[{number}].recompute: Megatron-LM recomputes all layers alike, or the first few of each stage, "
+                "as many in all; search with --recompute all, selective or none"
+            )
+    return megatron_block(most)
 
 
 def _require_same(read: object, written: object) -> None:
@@ -137,7 +139,7 @@ def _notes(plan: Plan, layers: PlanLayers, target: ExportTarget, own_names: bool
     """What of the plan the target does its own way, for a person."""
     stage = plan.stages[0]
     if target.names and not own_names:
-        yield f"the plan names no modules: they are {', '.join(target.names)}; --names says others"
+        yield f"the plan has no module names; assuming Llama's ({', '.join(target.names)}); --names changes them"
     if not target.trains:
         yield f"{target.title} is told where layers are, and not the plan's schedule or its training state"
     if not target.trains and stage.replicas > 1:
@@ -160,6 +162,6 @@ def _notes(plan: Plan, layers: PlanLayers, target: ExportTarget, own_names: bool
     if in_order != list(range(len(in_order))) and target.placements is not None:
         groups = "; ".join(f"rank {rank} on {', '.join(map(str, group))}" for rank, group in enumerate(layers.groups))
         yield f"the plan's pipeline ranks are not in the order of its devices: {groups}; number the devices so"
-    empty = [number for number, each in enumerate(layers.stages) if not each.count]
+    empty = [str(number) for number, each in enumerate(layers.stages) if not each.count]
     if empty:
-        yield f"stages {', '.join(map(str, empty))} have no layer"
+        yield f"stage {empty[0]} has no layer" if len(empty) == 1 else f"stages {', '.join(empty)} have no layer"

@@ -101,6 +101,11 @@ MEGATRON_FULL = ["--recompute-granularity full", "--recompute-method uniform", "
 MEGATRON_SELECTIVE = ["--recompute-granularity selective"]
 
 
+def megatron_block(layers: int) -> list[str]:
+    """The first so many layers of every stage, virtual ones too, are computed again."""
+    return ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {layers}"]
+
+
 def megatron_sizes(workload: Workload, positions: int) -> list[str]:
     """Arguments for the sizes of a pipeline whose stages are all split alike."""
     stage = workload.stages[0]
