@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 import pipeplan as face
-from builders.chains import chain_plan, chain_workload
+from builders.chains import chain_plan, chain_profile, chain_workload
 from builders.orders import Orders
 from builders.plans import plan_of
 from pipeplan import Plan, UsageError
@@ -139,7 +140,7 @@ def test_layouts_of_random_plans_count_right() -> None:
         said = dict(flag.split(" ", 1) for flag in flags if " " in flag)
         assert said["--num-layers"] == str(sum(counts))
         assert said["--pipeline-model-parallel-size"] == str(positions)
-        assert said["--pipeline-model-parallel-layout"] == line
+        assert shlex.split(said["--pipeline-model-parallel-layout"]) == [line]
         assert said["--micro-batch-size"] == "1"
         assert said["--global-batch-size"] == str(2 * positions)
 
@@ -149,6 +150,36 @@ def test_groups_of_another_size_are_a_flag() -> None:
     orders: Orders = [[(f"{s}{kind}", m) for kind, s, m in order(2, 2, 6, 3, rank)] for rank in range(2)]
     text = face.export(layered(plan_of(workload, orders), [1, 1, 1, 1]), "megatron").text
     assert "--microbatch-group-size-per-virtual-pipeline-stage 3" in text.splitlines()
+
+
+def test_a_divided_sequence_is_a_flag_or_a_note() -> None:
+    plan = with_blocks(layered(base(2, 1, 4), [1, 1]), [["layer0"], ["layer1"]], shards=2)
+    for options in ({}, {"sequence_parallel": False}, {"sequence_parallel": True}):
+        made = plan.provenance.model_copy(update={"options": options})
+        found = face.export(plan.model_copy(update={"provenance": made}), "megatron")
+        assert ("--sequence-parallel" in found.text.splitlines()) == options.get("sequence_parallel", False)
+        assert any("--sequence-parallel" in note for note in found.notes) == (not options)
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_plans_say_whether_their_costs_divide_the_sequence(divided: bool) -> None:
+    profile = chain_profile(4, placed=False)
+    blocks = tuple(
+        block.model_copy(
+            update={
+                "costs": (
+                    *block.costs,
+                    *(row.model_copy(update={"shards": 2, "sequence_parallel": divided}) for row in block.costs),
+                )
+            }
+        )
+        for block in profile.blocks
+    )
+    split = profile.model_copy(update={"blocks": blocks})
+    asked = {"devices": 2, "placement": "one-to-one", "microbatches": 4, "scheduler": "1f1b"}
+    plan = face.search(split, tp=2, pp=1, **asked).plan
+    assert plan.provenance.options["sequence_parallel"] is divided
+    assert "sequence_parallel" not in face.search(split, **asked).plan.provenance.options
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,7 +13,14 @@ from pipeplan.files import Plan
 from pipeplan.interop import megatron
 from pipeplan.interop.layer_lists import device_map, layer_list, read_device_map, read_layer_list, read_names
 from pipeplan.interop.layers import PlanLayers, again_of_layers, layers_of
-from pipeplan.interop.settings import MEGATRON_FULL, MEGATRON_SELECTIVE, megatron_block, megatron_sizes, megatron_zero
+from pipeplan.interop.settings import (
+    MEGATRON_FULL,
+    MEGATRON_SELECTIVE,
+    divides_sequence,
+    megatron_block,
+    megatron_sizes,
+    megatron_zero,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +87,14 @@ def _device_map(plan: Plan, layers: PlanLayers, target: ExportTarget, template: 
 
 
 def _megatron(plan: Plan, layers: PlanLayers, target: ExportTarget, template: Sequence[str]) -> str:
-    """The layout alone on the first line, then the arguments, one per line."""
+    """The layout alone on the first line, bare, then the arguments, one per line, as a shell takes them."""
     layout, positions = megatron.layout_of(layers), len(layers.groups)
     line = megatron.layout_text(layout)
     group = megatron.group_size(plan, layers)
     arguments = [
         f"--num-layers {layers.count}",
-        *megatron_sizes(plan.workload, positions),
-        f"--pipeline-model-parallel-layout {line}",
+        *megatron_sizes(plan.workload, positions, divided=bool(divides_sequence(plan))),
+        f"--pipeline-model-parallel-layout {shlex.quote(line)}",
     ]
     if layers.chunks > 1 and group != positions:
         arguments.append(f"--microbatch-group-size-per-virtual-pipeline-stage {group}")
@@ -142,6 +150,11 @@ def _notes(plan: Plan, layers: PlanLayers, target: ExportTarget, own_names: bool
         yield f"the plan has no module names; assuming Llama's ({', '.join(target.names)}); --names changes them"
     if not target.trains:
         yield f"{target.title} is told where layers are, and not the plan's schedule or its training state"
+    if target.trains and stage.shards > 1 and divides_sequence(plan) is None:
+        yield (
+            "the plan does not say whether its costs are with the sequence divided, too; if they are (--show --details "
+            "of its profile: tp with *), add --sequence-parallel"
+        )
     if not target.trains and stage.replicas > 1:
         yield f"this is one pipeline, and the plan has {stage.replicas} of them (data parallel)"
     for tied in plan.tied:
