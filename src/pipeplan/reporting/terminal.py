@@ -351,6 +351,8 @@ def _figures(simulation: Simulation) -> list[tuple[str, str]]:
     rows.append(("", f"{rates.bubble_rate_span:.2%} by busiest device span"))
     if simulation.bubble_rate_steady is not None:
         rows.append(("", f"{simulation.bubble_rate_steady:.2%} steady"))
+    if choices := simulation.plan.provenance.choices:
+        rows.append(("chosen by", "; ".join(f"{name.replace('_', ' ')}: {by}" for name, by in choices.items())))
     return rows
 
 

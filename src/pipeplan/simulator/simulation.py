@@ -313,6 +313,7 @@ class Simulation(Displayed):
             "name": plan.name,
             "placement": plan.placement,
             "scheduler": plan.provenance.scheduler,
+            **({"choices": dict(plan.provenance.choices)} if plan.provenance.choices else {}),
             "num_devices": len(plan.devices),
             "idle_devices": list(self.workload.idle_devices),
             "num_microbatches": self.workload.num_microbatches,
