@@ -319,6 +319,7 @@ class Simulation(Displayed):
             "num_microbatches": self.workload.num_microbatches,
             "microbatch_size": self.workload.microbatch_size,
             "samples_per_replica": list(self.workload.samples_per_replica),
+            **({"sliced_microbatches": sliced} if (sliced := num_sliced(self.workload)) else {}),
             "makespan_ns": rates.makespan_ns,
             "iteration_ns": self.iteration_ns,
             **self.rates.tail.figures(),
