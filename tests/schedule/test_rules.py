@@ -90,7 +90,7 @@ def test_rules_for_what_is_not_there_are_refused() -> None:
         texts(chain_workload(2, 2), Rules(devices=(DeviceRules(devices=(7,), in_flight=1),)))
     with pytest.raises(UsageError, match=r"'text\.\*' matches no stage.* begin with block0, block1"):
         texts(chain_workload(2, 2), Rules(submodules=(SubmoduleRules(blocks="text.*"),)))
-    with pytest.raises(UsageError, match="in_flight has 1 numbers for 2 stages"):
+    with pytest.raises(UsageError, match="in_flight has 1 numbers for 2 stages;"):
         texts(chain_workload(2, 2), Rules(in_flight=(1,)))
 
 

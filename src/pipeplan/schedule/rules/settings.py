@@ -265,7 +265,7 @@ def _limit(key: str, limit: Limit | None, place: int, count: int, sizes: Mapping
         return None
     if isinstance(limit, tuple) and len(limit) != count:
         what = "devices" if key == "in_flight_device" else "stages"
-        raise UsageError(f"{key} has {len(limit)} numbers for {count} {what} of the submodule; write one each, or one")
+        raise UsageError(f"{key} has {len(limit)} numbers for {count} {what}; write one each, or one")
     name, number = (f"{key}[{place}]", limit[place]) if isinstance(limit, tuple) else (key, limit)
     try:
         return evaluate(name, number, sizes)
