@@ -71,7 +71,7 @@ def test_an_edge_without_gradient_dependency_brings_none_back() -> None:
 @pytest.mark.parametrize(
     ("blocks", "edges", "told"),
     [
-        (["block0", "block1"], EDGES[:1], r"stages\[2\] of the plan has block 'block2', which model 'm' has not"),
+        (["block0", "block1"], EDGES[:1], r"stages\[2\] of the plan has block 'block2', which is not in model 'm'"),
         ([*BLOCKS, "more"], EDGES, "model 'm' has block 'more', which no stage of the plan has"),
         (BLOCKS, EDGES[:1], "the plan makes 2F wait for 1F, but model 'm' has no edge from a block of stage 1"),
         (BLOCKS, [*EDGES, ("block0", "block2")], "model 'm' has an edge from stage 0 to stage 2"),

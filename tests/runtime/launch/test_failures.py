@@ -150,7 +150,7 @@ def test_a_tensor_unlike_the_declared_one(mark: str) -> None:
 def test_another_model_is_refused_once(mark: str, capfd: pytest.CaptureFixture[str]) -> None:
     with (
         warm_ranks(),
-        pytest.raises(UsageError, match=r"stages\[0\] of the plan has block 'b0', which model 'gpt2-tiny' has not"),
+        pytest.raises(UsageError, match=r"stages\[0\] of the plan has block 'b0', which is not in model 'gpt2-tiny'"),
     ):
         run_local(TRAIN, plan_on(2), TrainOptions("gpt2-tiny"), lambda _: None)
     assert capfd.readouterr().err == "", "nor is anything said of a run that there is not"

@@ -322,7 +322,9 @@ def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
     )
     for block, stage in planned.items():
         if block not in blocks:
-            raise UsageError(f"stages[{stage}] of the plan has block {block!r}, which model {model!r} has not {counts}")
+            raise UsageError(
+                f"stages[{stage}] of the plan has block {block!r}, which is not in model {model!r} {counts}"
+            )
     for block in blocks:
         if block not in planned:
             raise UsageError(f"model {model!r} has block {block!r}, which no stage of the plan has {counts}")

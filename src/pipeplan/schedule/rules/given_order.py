@@ -79,7 +79,7 @@ def _checked(graph: TaskGraph, device: int, texts: Sequence[str], tasks: Sequenc
     for text, task in zip(texts, tasks, strict=True):
         if task not in left:
             what = "is there twice" if task in own else "is none of its actions"
-            stands = f"they are {_some([graph.label(each) for each in own])}"
+            stands = f"the device's actions are {_some([graph.label(each) for each in own])}"
             raise UsageError(f"order of device {device}: {text} {what}; {stands}")
         left.remove(task)
     if left:
