@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
@@ -18,6 +18,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import (
+    Again,
     BlockGroup,
     Bucket,
     Dependency,
@@ -110,7 +111,10 @@ def _launched(profile: Profile, overhead_ns: int) -> Profile:
 
 
 class _Known(NamedTuple):
-    """A profile's blocks by their ids, the edges into each, and what training keeps of them and of what they share."""
+    """A profile's blocks by their ids, the edges into each, and what training keeps of them and of what they share.
+
+    ``alike`` {block: the first that is like it}; ``rows`` are those that were looked at, by that and how it runs.
+    """
 
     blocks: dict[str, Block]
     into: dict[str, list[Edge]]
@@ -118,6 +122,8 @@ class _Known(NamedTuple):
     kept_tied: dict[str, MemoryBytes]
     recipe: Recipe
     cast: bool
+    alike: dict[str, str]
+    rows: dict[tuple[object, ...], CostRow]
 
     @staticmethod
     def of(profile: Profile, *, apart: bool) -> _Known:
@@ -130,13 +136,16 @@ class _Known(NamedTuple):
         into: dict[str, list[Edge]] = defaultdict(list)
         for edge in profile.edges:
             into[edge.target].append(edge)
+        firsts = {block.id: kept(block) for block in profile.kinds}
         return _Known(
             {block.id: block for block in profile.blocks},
             dict(into),
-            {block.id: kept(block) for block in profile.blocks},
+            {id_: firsts[first] for id_, first in profile.alike.items()},
             {each.name: kept(each) for each in profile.tied},
             profile.recipe,
             not profile.recipe.is_custom and "workspace" in state_recipe(profile.recipe.name).bytes,
+            profile.alike,
+            {},
         )
 
 
@@ -217,22 +226,29 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
     if stage.configurations or not shares_evenly(stage):  # the latter is refused whatever the profile
         return []
     try:
-        return [
-            block_costs(
-                _of_configuration(known.blocks[id_], stage.configuration),
-                samples,
-                stage.shards,
-                context=stage.context,
-                expert=stage.expert,
-                recompute=again,
-                input_bytes=sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ())),
-                recipe=known.recipe,
-            )
-            for id_, again in zip(stage.blocks, stage.again, strict=True)
-        ]
+        return [_row(id_, again, stage, samples, known) for id_, again in zip(stage.blocks, stage.again, strict=True)]
     except UsageError as error:
         findings.add("profile", f"stages[{number}]", str(error))
         return []
+
+
+def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> CostRow:
+    """Costs of one of a stage's blocks, looked at once for all that are alike. Raises UsageError without any."""
+    taken = sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ()))
+    how = samples, stage.shards, stage.context, stage.expert, stage.configuration, again, taken
+    key = (known.alike[id_], *how)
+    if key not in known.rows:
+        known.rows[key] = block_costs(
+            _of_configuration(known.blocks[id_], stage.configuration),
+            samples,
+            stage.shards,
+            context=stage.context,
+            expert=stage.expert,
+            recompute=again,
+            input_bytes=taken,
+            recipe=known.recipe,
+        )
+    return known.rows[key]
 
 
 def _of_configuration(block: Block, configuration: str | None) -> Block:
@@ -256,7 +272,8 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
     expected = MemoryBytes()
     for block, held in zip(stage.blocks, parts, strict=True):
         own = _of_experts(block, stage, known)
-        expected += _share(known.kept[block] - own, held[0].num_parts, stage, known)
+        rest = known.kept[block] - own if own.total else known.kept[block]
+        expected += _share(rest, held[0].num_parts, stage, known)
         if own.total:
             expected += _share(own, stage.expert, _as_on_experts(stage), known)
     for tied in profile.tied:
@@ -275,12 +292,17 @@ def _share(state: MemoryBytes, parts: int, stage: Stage, known: _Known, *, least
     cast at each use, their master copy is all that is kept of them, and whole. Level 2 divides gradients, too, and
     level 3 everything.
     """
-    divided = {OPTIMIZER} if known.cast else {OPTIMIZER, MASTER}
-    divided |= {GRADIENTS} if stage.zero > 1 else set()
-    divided |= set(STATE_KINDS) if stage.zero > 2 else set()
+    return _shared_out(state, parts, stage.zero, _sharers(stage), known.cast, least)
+
+
+@lru_cache(maxsize=4096)
+def _shared_out(state: MemoryBytes, parts: int, zero: int, sharers: int, cast: bool, least: bool) -> MemoryBytes:
+    divided = {OPTIMIZER} if cast else {OPTIMIZER, MASTER}
+    divided |= {GRADIENTS} if zero > 1 else set()
+    divided |= set(STATE_KINDS) if zero > 2 else set()
     found = {}
     for kind, size in state.items():
-        cut = parts * (_sharers(stage) if kind in divided and stage.zero else 1)
+        cut = parts * (sharers if kind in divided and zero else 1)
         found[kind] = size // cut if least else (size + cut - 1) // cut
     return MemoryBytes(found)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from functools import cached_property
+from operator import attrgetter
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -168,6 +169,12 @@ class Block(Parts):
     shared: Annotated[bool, Field(description="spread over all devices by placements that know shared blocks")] = False
     costs: Annotated[Items[CostRow], Field(min_length=1)]
 
+    @property
+    def meaning(self) -> Hashable:
+        """All that it says but for its name."""
+        rows = [(_of_row(row), *sorted(row.spread.items())) for row in self.costs]
+        return _of_block(self), tuple(sorted(self.dimensions.items())), tuple(rows)
+
     def rows(self, context: int = 1, expert: int = 1) -> list[CostRow]:
         """Its costs with each sequence in ``context`` parts and ``expert`` devices sharing experts; by default neither.
 
@@ -252,6 +259,10 @@ class Block(Parts):
                 f"{self.parameters + self.frozen_parameters} parameters of the block"
             )
         return self
+
+
+_of_row = attrgetter(*(name for name in CostRow.model_fields if name != "spread"))
+_of_block = attrgetter(*(name for name in Block.model_fields if name not in ("id", "dimensions", "costs")))
 
 
 class Edge(FileModel):
@@ -487,6 +498,17 @@ class Profile(File):
     def by_id(self) -> dict[str, Block]:
         """{id: block}"""
         return {block.id: block for block in self.blocks}
+
+    @cached_property
+    def alike(self) -> dict[str, str]:
+        """{block: the first one that says the same but for its name}: what holds of that holds of it."""
+        firsts: dict[Hashable, str] = {}
+        return {block.id: firsts.setdefault(block.meaning, block.id) for block in self.blocks}
+
+    @property
+    def kinds(self) -> list[Block]:
+        """One of all blocks that are alike, for each of these."""
+        return [self.by_id[id_] for id_ in dict.fromkeys(self.alike.values())]
 
     @cached_property
     def edges_into(self) -> dict[str, list[Edge]]:

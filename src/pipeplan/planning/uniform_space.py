@@ -11,7 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
@@ -26,7 +26,7 @@ from pipeplan.costs.stages import require_apart
 from pipeplan.costs.states import States
 from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanging, Experts, Zero, cuts
 from pipeplan.errors import UsageError
-from pipeplan.files import Profile
+from pipeplan.files import Edge, Profile
 from pipeplan.partition.chain.costs import Array, FloatArray
 from pipeplan.partition.problem import Pricing
 from pipeplan.partition.recomputation import kept_whole, kind_of, savings
@@ -184,17 +184,17 @@ class Blocks:
     chained: bool
     shares_tensors: bool
     states: States
+    _known: dict[Pricing, list[StageCost]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, profile: Profile) -> Blocks:
         """Of a profile."""
         tied = {block for each in profile.tied for block in each.blocks}
-        order, by_id, into = profile.topological_order(), profile.by_id, profile.edges_into
+        order, alike, into = profile.topological_order(), profile.alike, profile.edges_into
         numbers: dict[tuple[object, ...], int] = {}
         found, each = [], list[str]()
         for name in checked(order, 16):
-            fed = tuple(edge.bytes_per_sample for edge in into.get(name, ()))
-            like = by_id[name].model_dump_json(exclude={"id"}), fed, name if name in tied else ""
+            like = alike[name], _fed(into.get(name, ())), name if name in tied else ""
             if like not in numbers:
                 numbers[like] = len(each)
                 each.append(name)
@@ -206,13 +206,14 @@ class Blocks:
             tuple(found),
             all(pair in pairs for pair in pairwise(order)),
             any(edge.tensor is not None for edge in profile.edges),
-            States.of([by_id[name] for name in each], profile.recipe),
+            States.of([profile.by_id[name] for name in each], profile.recipe),
         )
 
     def costs(self, pricing: Pricing) -> list[StageCost]:
         """[block] as a stage of its own. Raises UsageError where one has no such costs."""
-        known = pricing.costs(self.profile, self.each)
-        return [known[kind] for kind in self.kinds]
+        if pricing not in self._known:
+            self._known[pricing] = pricing.costs(self.profile, self.each)
+        return list(map(self._known[pricing].__getitem__, self.kinds))
 
     def exchanged_ns(self, pricing: Pricing, exchanging: Exchanging) -> int:
         """Ns of what copies exchange of all blocks with each micro-batch."""
@@ -235,6 +236,20 @@ class Blocks:
             int(kept[:, STATE_KINDS.index(GRADIENTS)].sum()) - shared[GRADIENTS],
             int(whole.max()),
         )
+
+
+def _fed(edges: Sequence[Edge]) -> tuple[tuple[int, bool, bool, int], ...]:
+    """What a block's costs depend on of the edges into it: sizes, and which of them carry the same tensor."""
+    firsts: dict[object, int] = {}
+    return tuple(
+        (
+            edge.bytes_per_sample,
+            edge.broadcast,
+            edge.gradient,
+            place if edge.tensor is None else firsts.setdefault((edge.source, edge.tensor), place),
+        )
+        for place, edge in enumerate(edges)
+    )
 
 
 class KeptBytes(NamedTuple):
@@ -400,19 +415,22 @@ def _area(costs: Sequence[StageCost], held: Sequence[StageCost]) -> float:
     return area
 
 
-def longest_stages(sums: Sequence[Array], most: int) -> Array:
+def longest_stages(sums: Sequence[Array], most: int, wanted: Array | None = None) -> Array:
     """[chain, stages - 1] ns that the longest stage of no cut is below, for chains with these running sums.
 
     Of 1 to ``most`` stages, all at once: whether stages that take as much as they may reach the end. What they may take
     is between an even share and that with the longest block, and is halved so often that what is left is some
     thousandths of a block. Where that is much, only every so-many-th number of stages is looked at: fewer stages are no
-    shorter than those.
+    shorter than those. Of numbers of stages that are not among those ``wanted`` bounds are lower than they might be.
     """
     count = len(sums[0])
     apart = 1 + max(int(each[-1]) for each in sums)  # chain after chain, so that one look-up is for all
     line = np.concatenate([each + 2 * apart * number for number, each in enumerate(sums)])
     step = -(-len(sums) * most * most // _MOST_LOOK_UPS)
-    stages = np.arange(step, most + step, step)
+    every = np.arange(1, most + 1)
+    looked = np.unique(((every if wanted is None else wanted) - 1) // step)
+    stages = step * (looked + 1)
+    more = np.searchsorted(stages, np.arange(stages[-1]), side="right").tolist()  # [stage] where those of more begin
     firsts = np.repeat(np.arange(len(sums)) * count, len(stages)).reshape(len(sums), len(stages))
     whole = np.array([each[-1] for each in sums])[:, None]
     blocks = np.array([np.diff(each).max() for each in sums])[:, None]
@@ -420,13 +438,14 @@ def longest_stages(sums: Sequence[Array], most: int) -> Array:
     for _ in range(_HALVINGS):
         middle = (low + high) // 2
         at = firsts.copy()
-        for stage in checked(range(int(stages[-1])), 16):
-            own = slice(stage // step, None)  # those of more stages
+        for first in checked(more, 16):
+            own = slice(first, None)
             at[:, own] = np.searchsorted(line, line[at[:, own]] + middle[:, own], side="right") - 1
         reached = at == firsts + count - 1
         high, low = np.where(reached, middle, high), np.where(reached, low, middle + 1)
-    every = np.arange(1, most + 1)
-    found: Array = np.maximum(np.maximum(-(-whole // every), blocks), low[:, (every - 1) // step])
+    lows = np.zeros((len(sums), most), dtype=low.dtype)
+    lows[:, looked] = low
+    found: Array = np.maximum(np.maximum(-(-whole // every), blocks), lows[:, (every - 1) // step])
     return found
 
 
@@ -496,7 +515,8 @@ class _BoundTable:
         lines = {id(each.sums_ns): each.sums_ns for _, each in alike.values()}
         line = {key: place for place, key in enumerate(lines)}
         of_line = np.array([line[id(each.sums_ns)] for _, each in alike.values()])[rows]
-        longest = longest_stages(list(lines.values()), int((p * per_position).max()))
+        wanted = np.unique(np.concatenate((p, p * per_position))).astype(np.int64)
+        longest = longest_stages(list(lines.values()), int(wanted[-1]), wanted)
         evenest = longest[of_line, (p * per_position).astype(np.int64) - 1].astype(np.float64)
         one_each = (per_position == 1) & (routes == 1)
 
