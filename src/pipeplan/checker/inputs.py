@@ -307,11 +307,14 @@ def _shared_out(state: MemoryBytes, parts: int, zero: int, sharers: int, cast: b
     return MemoryBytes(found)
 
 
+_NOTHING = MemoryBytes()
+
+
 def _of_experts(block: str, stage: Stage, known: _Known) -> MemoryBytes:
     """What training keeps of a block's experts, where the stage has them apart: else nothing is."""
     found = known.blocks[block]
     if stage.expert == 1 or not found.expert_parameters:
-        return MemoryBytes()
+        return _NOTHING
     part = found.expert_parameters, found.parameters + found.frozen_parameters
     return MemoryBytes((kind, size * part[0] // part[1]) for kind, size in known.kept[block].items())
 
@@ -325,8 +328,8 @@ def _as_on_experts(stage: Stage) -> Stage:
 
 def _on_experts(stage: Stage, known: _Known) -> Stage:
     """The same with what a device keeps of experts, where the stage has them apart: else of nothing."""
-    side, kept = _as_on_experts(stage), MemoryBytes()
-    for block in stage.blocks:
+    side, kept = _as_on_experts(stage), _NOTHING
+    for block in stage.blocks if stage.expert > 1 else ():
         kept += _share(_of_experts(block, stage, known), stage.expert, side, known)
     return side.with_state(kept)
 

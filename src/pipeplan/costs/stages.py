@@ -55,7 +55,7 @@ from pipeplan.workload.workload import Workload
 
 def can_split(profile: Profile) -> bool:
     """Whether some block has input and weight gradients apart, so that a plan can split backward there."""
-    return any(row.input_grad_ns is not None for block in profile.blocks for row in block.costs)
+    return any(row.input_grad_ns is not None for block in profile.kinds for row in block.costs)
 
 
 def stage_costs(
@@ -104,11 +104,26 @@ def group_costs(
     Raises:
         UsageError: a block has no costs for this micro-batch size or shard count, or shares what it would gather.
     """
+    how: dict[str, Any] = {"context": context, "zero": zero, "exchanging": exchanging, "experts": experts}
+    return _costs_of_groups(profile, [(group, recompute) for group in groups], microbatch_size, shards, **how)
+
+
+def _costs_of_groups(
+    profile: Profile,
+    groups: Sequence[tuple[Sequence[str], Recompute]],
+    microbatch_size: int,
+    shards: int,
+    *,
+    context: int,
+    zero: Zero,
+    exchanging: Exchanging,
+    experts: Experts,
+) -> list[StageCost]:
+    """The same of groups that each say what they compute again."""
     by_id, into, alike = profile.by_id, profile.edges_into, profile.alike
     recipe, cut = profile.recipe, cuts(profile.recipe, zero, shards)
-    groups = list(groups)
     if zero.level >= IN_ACTIONS:
-        require_apart(profile, zero.level, set(chain.from_iterable(groups)))
+        require_apart(profile, zero.level, set(chain.from_iterable(blocks for blocks, _ in groups)))
     kept = cache(lambda first: kept_of(by_id[first], recipe, shards, zero, experts))
     times = cache(exchanging.times)
     rows: dict[tuple[str, Again, int], CostRow] = {}
@@ -131,7 +146,7 @@ def group_costs(
     parts = cache(lambda first: context * places_divided(by_id[first], shards))
     tied = _tied_in(profile, shards, cut)
 
-    def summed(blocks: Sequence[str]) -> StageCost:
+    def summed(blocks: Sequence[str], recompute: Recompute) -> StageCost:
         chosen = [by_id[id_] for id_ in blocks]
         edges = [[(edge, parts(alike[id_])) for edge in into.get(id_, ())] for id_ in blocks]
         taken = [sum(_edge_bytes(edge, microbatch_size, among) for edge, among in each) for each in edges]
@@ -140,7 +155,7 @@ def group_costs(
         again = _counted_again(chain.from_iterable(edges), microbatch_size)
         return _summed(own, state, again, Counter(each for id_ in blocks for each in tied.get(id_, ())))
 
-    return [summed(blocks) for blocks in checked(groups, 64)]
+    return [summed(*group) for group in checked(groups, 64)]
 
 
 def require_apart(profile: Profile, level: int, blocks: Set[str]) -> None:
@@ -448,7 +463,7 @@ def _costs_of(
 ) -> list[StageCost]:
     """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
     found = dict(given)
-    alike = defaultdict[tuple[int, int, int, Experts, Recompute, Zero, Exchanging], list[int]](list)
+    alike = defaultdict[tuple[int, int, int, Experts, Zero, Exchanging], list[tuple[int, Recompute]]](list)
     for number, stage in enumerate(stages):
         if number in given:
             continue
@@ -459,13 +474,14 @@ def _costs_of(
             )
         again = stage.again if stage.recompute is True else stage.recompute  # the ends of a model, too, where so said
         samples, exchanging = stage.microbatch_size // stage.replicas, Exchanging.of(stage, cluster)
-        how_shared = stage.shards, stage.context, Experts.of(stage), again, Zero.of(stage)
-        alike[samples, *how_shared, exchanging._replace(cluster=None)].append(number)
-    for (samples, shards, context, experts, recompute, zero, exchanging), numbers in alike.items():
-        how: dict[str, Any] = {"context": context, "recompute": recompute, "zero": zero, "experts": experts}
+        how_shared = stage.shards, stage.context, Experts.of(stage), Zero.of(stage)
+        alike[samples, *how_shared, exchanging._replace(cluster=None)].append((number, again))
+    for (samples, shards, context, experts, zero, exchanging), those in alike.items():
+        how: dict[str, Any] = {"context": context, "zero": zero, "experts": experts}
         how["exchanging"] = exchanging._replace(cluster=cluster)
-        costs = group_costs(profile, [stages[number].blocks for number in numbers], samples, shards, **how)
-        found.update(zip(numbers, costs, strict=True))
+        groups = [(stages[number].blocks, again) for number, again in those]
+        costs = _costs_of_groups(profile, groups, samples, shards, **how)
+        found.update(zip((number for number, _ in those), costs, strict=True))
     return [found[number] for number in range(len(stages))]
 
 

@@ -524,6 +524,10 @@ class Profile(File):
         Raises:
             ValueError: the edges have a cycle; the text names one.
         """
+        return self._order
+
+    @cached_property
+    def _order(self) -> tuple[str, ...]:
         edges = ((edge.source, edge.target) for edge in self.edges)
         return topological_order([block.id for block in self.blocks], edges)
 

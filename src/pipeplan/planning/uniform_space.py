@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from operator import mul
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +37,8 @@ from pipeplan.planning.usual import Counts, Numbers, Usual, usual_of
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
+
+OfKind = TypeVar("OfKind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,9 +214,23 @@ class Blocks:
 
     def costs(self, pricing: Pricing) -> list[StageCost]:
         """[block] as a stage of its own. Raises UsageError where one has no such costs."""
+        return self.spread(self.of_kinds(pricing))
+
+    def of_kinds(self, pricing: Pricing) -> list[StageCost]:
+        """[kind], in the order of ``each``, a block of it as a stage of its own. Raises UsageError as above."""
         if pricing not in self._known:
             self._known[pricing] = pricing.costs(self.profile, self.each)
-        return list(map(self._known[pricing].__getitem__, self.kinds))
+        return self._known[pricing]
+
+    def spread(self, of_kinds: Sequence[OfKind]) -> list[OfKind]:
+        """[block] what is said of its kind."""
+        return list(map(of_kinds.__getitem__, self.kinds))
+
+    @property
+    def counts(self) -> list[int]:
+        """[kind] how many blocks are of it."""
+        counted = Counter(self.kinds)
+        return [counted[kind] for kind in range(len(self.each))]
 
     def exchanged_ns(self, pricing: Pricing, exchanging: Exchanging) -> int:
         """Ns of what copies exchange of all blocks with each micro-batch."""
@@ -300,54 +317,58 @@ class _Sums:
     def of(cls, request: Request, blocks: Blocks, pricing: Pricing, levels: Sequence[Again] = ()) -> _Sums | None:
         """None where a block has no such costs."""
         try:
-            costs = blocks.costs(pricing)
-            ways = [(each, blocks.costs(pricing._replace(recompute=each))) for each in levels]
+            costs = blocks.of_kinds(pricing)
+            ways = [(each, blocks.of_kinds(pricing._replace(recompute=each))) for each in levels]
         except UsageError:
             return None
         splits = request.split_backward is not False and can_split(request.profile)
         work, way = ([of(cost, splits) for cost in checked(costs)] for of in (_work_ns, _way_ns))
         if request.num_parted != 0 and pricing.samples % 2 == 0:  # forwards may run in halves
             with suppress(UsageError):
-                halves = blocks.costs(pricing._replace(samples=pricing.samples // 2))
+                halves = blocks.of_kinds(pricing._replace(samples=pricing.samples // 2))
                 work = [min(ns, 2 * _work_ns(half, splits)) for ns, half in checked(zip(work, halves, strict=True))]
                 way = [min(ns, _way_ns(half, splits)) for ns, half in checked(zip(way, halves, strict=True))]
-        static, gradients = _static_bytes(costs)
+        counts = blocks.counts
+
+        def total(values: Iterable[int]) -> int:
+            return sum(map(mul, counts, values))
+
+        static, gradients = _static_bytes(costs, counts)
         apart = not blocks.shares_tensors
         each_way = list(zip(*(own for _, own in ways), strict=True)) or [(cost,) for cost in costs]
         least = [min(own, key=lambda cost: cost.activation_bytes) for own in each_way]
         widest = [max(cost.workspace_bytes for cost in own) for own in each_way]
         number = dict(zip(request.profile.topological_order(), blocks.kinds, strict=True))
         ends = {number[block] for block in kept_whole(request.profile)}
-        places = {kind: place for place, kind in enumerate(blocks.kinds) if levels}
-        kinds = {
-            kind: kind_of([(again, own[place]) for again, own in ways if not (again and kind in ends)])
-            for kind, place in places.items()
-        }
-        saved, longer = savings([kinds[kind] for kind in blocks.kinds] if levels else [])
-        weight = sum(cost.weight_grad_ns or 0 for cost in costs)
+        kinds = [
+            kind_of([(again, own[kind]) for again, own in ways if not (again and kind in ends)])
+            for kind in checked(range(len(costs) if levels else 0))
+        ]
+        saved, longer = savings(blocks.spread(kinds) if levels else [])
+        weight = total(cost.weight_grad_ns or 0 for cost in costs)
         return cls(
-            sums_ns=np.array([0, *accumulate(work)], dtype=np.int64),
+            sums_ns=np.array([0, *accumulate(blocks.spread(work))], dtype=np.int64),
             most_ns=max(work),
-            compute_ns=sum(cost.compute_ns for cost in costs),
-            forward_ns=sum(cost.forward_ns for cost in costs),
-            input_ns=sum(cost.backward_ns for cost in costs) - weight,
+            compute_ns=total(cost.compute_ns for cost in costs),
+            forward_ns=total(cost.forward_ns for cost in costs),
+            input_ns=total(cost.backward_ns for cost in costs) - weight,
             weight_ns=weight,
-            way_ns=sum(way) if blocks.chained else max(way),
+            way_ns=total(way) if blocks.chained else max(way),
             share=min((own / ns for own, ns in zip(way, work, strict=True) if ns), default=0.0) * blocks.chained,
             static_bytes=static,
             gradient_bytes=gradients,
-            activation_bytes=apart * sum(cost.activation_bytes for cost in costs),
-            least_bytes=apart * sum(cost.activation_bytes for cost in least),
-            weight_grad_bytes=apart * sum(cost.weight_grad_bytes for cost in costs),
+            activation_bytes=apart * total(cost.activation_bytes for cost in costs),
+            least_bytes=apart * total(cost.activation_bytes for cost in least),
+            weight_grad_bytes=apart * total(cost.weight_grad_bytes for cost in costs),
             workspace_bytes=max(cost.workspace_bytes for cost in costs) if len(ways) < 2 else max(widest),
             beside_bytes=np.array(
-                [min(cost.activation_bytes + cost.workspace_bytes for cost in own) for own in each_way]
+                blocks.spread([min(cost.activation_bytes + cost.workspace_bytes for cost in own) for own in each_way])
             ),
             alone_bytes=max(min(cost.memory_bytes(1) for cost in own) for own in each_way),
-            area=_area(costs, least) if apart and blocks.chained else 0.0,
+            area=_area(blocks.spread(costs), blocks.spread(least)) if apart and blocks.chained else 0.0,
             saved_bytes=saved,
             again_ns=longer,
-            eased=_eased(costs, blocks.costs(pricing._replace(recompute=request.recompute or False))),
+            eased=_eased(costs, blocks.of_kinds(pricing._replace(recompute=request.recompute or False))),
         )
 
     def shared(self, kept: KeptBytes) -> _Sums:
@@ -361,13 +382,12 @@ class _Sums:
         )
 
 
-def _static_bytes(costs: Sequence[StageCost]) -> tuple[int, int]:
-    """Bytes of all state of blocks, and of their gradients; what they share is there once."""
-    tied = Counter(chain.from_iterable(cost.tied for cost in costs))
+def _static_bytes(costs: Sequence[StageCost], counts: Sequence[int]) -> tuple[int, int]:
+    """Bytes of all state of so many blocks [kind], and of their gradients; what they share is there once."""
+    tied = Counter(chain.from_iterable(cost.tied for cost in costs))  # a block that shares is a kind of its own
     again = sum((each.state * (count - 1) for each, count in tied.items()), MemoryBytes())
-    static, gradients = (
-        sum(of) for of in zip(*((cost.static_bytes, cost.gradient_bytes) for cost in costs), strict=True)
-    )
+    static = sum(map(mul, counts, (cost.static_bytes for cost in costs)))
+    gradients = sum(map(mul, counts, (cost.gradient_bytes for cost in costs)))
     return static - again.total, gradients - again[GRADIENTS]
 
 
