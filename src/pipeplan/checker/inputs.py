@@ -113,7 +113,8 @@ def _launched(profile: Profile, overhead_ns: int) -> Profile:
 class _Known(NamedTuple):
     """A profile's blocks by their ids, the edges into each, and what training keeps of them and of what they share.
 
-    ``alike`` {block: the first that is like it}; ``rows`` are those that were looked at, by that and how it runs.
+    ``alike`` {block: the first that is like it}; ``rows`` and ``parts`` are those that were looked at, by that and how
+    it runs.
     """
 
     blocks: dict[str, Block]
@@ -124,6 +125,7 @@ class _Known(NamedTuple):
     cast: bool
     alike: dict[str, str]
     rows: dict[tuple[object, ...], CostRow]
+    parts: dict[tuple[str, Mesh], tuple[HeldPart, ...]]
 
     @staticmethod
     def of(profile: Profile, *, apart: bool) -> _Known:
@@ -145,6 +147,7 @@ class _Known(NamedTuple):
             profile.recipe,
             not profile.recipe.is_custom and "workspace" in state_recipe(profile.recipe.name).bytes,
             profile.alike,
+            {},
             {},
         )
 
@@ -342,7 +345,10 @@ def _sharers(stage: Stage) -> int:
 def _parts_held(known: _Known, stage: Stage, place: int) -> tuple[HeldPart, ...]:
     """What each device of a replica has of a block's parameters."""
     mesh, block = stage.mesh_of(place), known.blocks[stage.blocks[place]]
-    return tuple(held_part(block, mesh, device) for device in range(stage.shards))
+    key = known.alike[block.id], mesh
+    if key not in known.parts:
+        known.parts[key] = tuple(held_part(block, mesh, device) for device in range(stage.shards))
+    return known.parts[key]
 
 
 def _check_part(
@@ -539,8 +545,8 @@ def _check_buckets(
     all blocks' times is.
     """
     stage = plan.stages[number]
-    action = next((each for each in plan.operations if each.stage == number and each.role in GRADIENT_ROLES), None)
-    if not stage.buckets or action is None:
+    own = (each for each in plan.operations if each.stage == number and each.role in GRADIENT_ROLES)
+    if not stage.buckets or (action := next(own, None)) is None:
         return
     if stage.configurations:
         findings.add("profile", f"stages[{number}].buckets", "are of blocks that each are split in a way of their own")
