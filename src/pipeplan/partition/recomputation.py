@@ -297,7 +297,7 @@ class ChoosingBlocks:
 
 def levels_of(profile: Profile) -> tuple[Again, ...]:
     """What can be computed again of some block of a profile."""
-    has_cores = any(row.selective_ns is not None for block in profile.blocks for row in block.costs)
+    has_cores = any(row.selective_ns is not None for block in profile.kinds for row in block.costs)
     return (False, "selective", True) if has_cores else (False, True)
 
 
