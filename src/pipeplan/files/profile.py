@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterable
+from functools import cache, cached_property
 from operator import attrgetter
 from typing import Annotated, Literal, Self
 
@@ -147,6 +147,12 @@ class Parts(FileModel):
         return self.model_copy(update=nothing)
 
 
+@cache
+def _fields_but(model: type[FileModel], *left_out: str) -> Callable[[FileModel], Hashable]:
+    """What reads all other fields."""
+    return attrgetter(*(name for name in model.model_fields if name not in left_out))
+
+
 class Block(Parts):
     """The smallest piece of the model that is placed."""
 
@@ -172,8 +178,9 @@ class Block(Parts):
     @property
     def meaning(self) -> Hashable:
         """All that it says but for its name."""
-        rows = [(_of_row(row), *sorted(row.spread.items())) for row in self.costs]
-        return _of_block(self), tuple(sorted(self.dimensions.items())), tuple(rows)
+        own, of_row = _fields_but(type(self), "id", "dimensions", "costs"), _fields_but(CostRow, "spread")
+        rows = [(of_row(row), *sorted(row.spread.items())) for row in self.costs]
+        return own(self), tuple(sorted(self.dimensions.items())), tuple(rows)
 
     def rows(self, context: int = 1, expert: int = 1) -> list[CostRow]:
         """Its costs with each sequence in ``context`` parts and ``expert`` devices sharing experts; by default neither.
@@ -259,10 +266,6 @@ class Block(Parts):
                 f"{self.parameters + self.frozen_parameters} parameters of the block"
             )
         return self
-
-
-_of_row = attrgetter(*(name for name in CostRow.model_fields if name != "spread"))
-_of_block = attrgetter(*(name for name in Block.model_fields if name not in ("id", "dimensions", "costs")))
 
 
 class Edge(FileModel):
