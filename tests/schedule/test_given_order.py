@@ -109,3 +109,4 @@ def test_files_with_an_order_that_is_none(text: str, words: str) -> None:
     with pytest.raises(FileError) as caught:
         parse_rules(text, "mine")
     assert words in str(caught.value)
+    assert "{" not in str(caught.value)  # not the whole file

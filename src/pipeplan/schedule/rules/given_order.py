@@ -26,8 +26,10 @@ def actions_of(order: Texts) -> list[list[Action]]:
 def _action(text: str, device: int) -> Action:
     try:
         found = Action.parse(text)
-    except ValueError as error:
-        raise ValueError(f"order of device {device}: {error}") from None
+    except ValueError:
+        raise ValueError(
+            f"order of device {device}: {text!r} is not an action; write stage, kind and micro-batch, as 2F0"
+        ) from None
     if not found.is_compute:
         raise ValueError(
             f"order of device {device}: {text} is a message, which comes with what it carries; leave it out"

@@ -135,6 +135,8 @@ def reason_of(error: ValidationError) -> str:
     reason = context.get("error", first["msg"])
     if isinstance(reason, TableError):
         return f"{path}.{reason}".removeprefix(".")
+    if not path and first["type"] == "value_error":
+        return str(reason)  # of the table as a whole: the text names its place
     if first["type"] == "missing":
         return f"{path} is missing"
     if first["type"] in _REMEDIES:
