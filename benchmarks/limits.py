@@ -155,6 +155,7 @@ INPUTS: dict[str, Callable[[], Profile | Cluster]] = {
     "split2000": lambda: chain(2_000, (1, 2, 4, 8)),
     "parts2000": lambda: chain(2_000, (1, 2), (1, 2, 4)),
     "split10000": lambda: chain(10_000, (1, 2, 4, 8)),
+    "parts10000": lambda: chain(10_000, (1, 2), (1, 2, 4)),
     "split6": lambda: chain(6, (1, 2, 4)),
     "nodes": lambda: cluster(64, 80 * 10**9),
     "large": lambda: cluster(1_024, 80 * 10**9),
@@ -187,6 +188,11 @@ ROWS = (
     Row(
         "10,000 blocks on 1 to 8 devices each, 1,024 devices of 80 GB",
         "search split10000.json --cluster large.json",
+        30,
+    ),
+    Row(
+        "10,000 blocks on 1 or 2 devices, sequences in 1 to 4 parts, 1,024 devices of 0.3 GB",
+        "search parts10000.json --cluster small.json",
         30,
     ),
     Row(

@@ -28,7 +28,7 @@ from builders.profiles import profile_of
 from pipeplan import _api, _face
 from pipeplan.cli.from_python import arguments_of, context_of
 from pipeplan.cli.main import VERBS
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError, UsageError, in_python
 from pipeplan.files import CostRow, parse, write_file
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.request import Request
@@ -201,6 +201,20 @@ def test_errors_name_arguments(arguments: Mapping[str, object], text: str) -> No
     with pytest.raises(UsageError, match=re.escape(text)) as caught:
         pipeplan.search(profile, **arguments)  # type: ignore[arg-type]
     assert "--" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("7 warnings: pipeplan profile --show p.json has all; --memory 2", None),
+        ("(--placement circular)", "(placement='circular')"),
+        ("(--shard-shared yes, for all blocks)", "(shard_shared='yes', for all blocks)"),
+        ("--memory SIZE: plans that fit", "memory=SIZE: plans that fit"),
+        ("raise --memory to 3GB or give --scheduler zb-h1", "raise memory to 3GB or give scheduler='zb-h1'"),
+    ],
+)
+def test_commands_keep_their_dashes_and_values_are_written_as_values(text: str, expected: str | None) -> None:
+    assert in_python(text) == (expected or text.replace("--memory 2", "memory=2"))
 
 
 def test_the_command_line_goes_on_naming_flags(tmp_path: Path) -> None:

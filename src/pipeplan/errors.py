@@ -62,17 +62,26 @@ def unknown_key(keys: Iterable[str], known: Sequence[str]) -> str | None:
     return None if unknown is None else f"{unknown} is not known; {choose_from(unknown, known)}"
 
 
-_FLAG = re.compile(r"(?<![\w-])--([a-z][a-z-]*[a-z])(?: (\d[\w.]*|'[^']*')(?![\w.]))?")
+_COMMAND = r"(?<![\w-])(pipeplan [a-z]+(?: (?:[^\s;:,()]|[;:,](?=\S))+)+)"
+"""A command to type, to the end of its clause: it stays as it is."""
+_WORDS = r"(?:[A-Z]+|yes|no|auto|all|none|circular|sequential|bidirectional|\w+-[\w-]+)(?![\w.])"
+"""Values of flags that no sentence goes on with: placeholders, choices of one word, and names with a dash."""
+_FLAG = re.compile(rf"{_COMMAND}|(?<![\w-])--([a-z][a-z-]*[a-z])(?: (\d[\w.]*(?![\w.])|'[^']*'(?![\w.])|{_WORDS}))?")
 
 
 def in_python(text: str) -> str:
-    """A text about flags as one about arguments: ``--mini-batch 7`` is ``mini_batch=7``, ``--memory`` is ``memory``."""
+    """A text about flags as one about arguments: ``--mini-batch 7`` is ``mini_batch=7``, ``--memory`` is ``memory``.
+
+    Commands to type, ``pipeplan profile --show p.json``, stay commands.
+    """
 
     def argument(flag: re.Match[str]) -> str:
-        name, value = flag[1].replace("-", "_"), flag[2]
+        if flag[1] is not None:
+            return flag[1]
+        name, value = flag[2].replace("-", "_"), flag[3]
         if value is None:
             return name
-        return f"{name}={value if value.isdecimal() or value.startswith(_QUOTE) else repr(value)}"
+        return f"{name}={value if value.isdecimal() or value.isupper() or value.startswith(_QUOTE) else repr(value)}"
 
     return _FLAG.sub(argument, text)
 

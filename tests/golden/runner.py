@@ -130,7 +130,7 @@ def _is_masked(key: str) -> bool:
     return key.endswith("seconds") or key in _UNSTABLE
 
 
-_UNSTABLE = ("versions", "date", "command", "method", "problems", "remarks", "why", "what", "notes")
+_UNSTABLE = ("versions", "date", "command", "method", "problems", "remarks", "why", "what", "notes", "choices")
 
 
 def _short(value: Json) -> Json:

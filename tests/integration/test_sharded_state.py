@@ -715,6 +715,7 @@ def test_frontiers_of_plans_choose_the_level() -> None:
     assert {stage.zero for plan in plans for stage in plan.stages} & {2, 3}
 
 
+@pytest.mark.filterwarnings("ignore:--zero 1 divides nothing:UserWarning")
 def test_compare_divides_what_it_times() -> None:
     """Also where what was found has no replicas; and in classic schedules on the same stages."""
     cluster = cluster_of(4, latency_ns=1, bandwidth=10**12)

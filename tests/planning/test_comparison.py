@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +84,14 @@ def test_every_schedule_is_timed_on_whole_forwards_where_ours_slices_them(num_pa
     rows = {row.schedule for row in found.rows}
     assert {OURS, "gpipe", "1f1b", "zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-auto", "kfkb", "greedy"} == rows
     assert rows | {absent.schedule for absent in found.missing} == {OURS, *CLASSIC}
+    parts = {row.schedule: row.sliced_microbatches for row in found.rows}
+    assert {schedule for schedule, count in parts.items() if count} == {OURS}
+    assert [row.get("sliced_microbatches", 0) for row in json.loads(json.dumps(found.figures()))["rows"]] == [
+        parts[row.schedule] for row in found.rows
+    ]
+    shown = io.StringIO()
+    print_comparison(found, shown)
+    assert "in 2 parts" in " ".join(shown.getvalue().split())
     again = search_plan(replace(asked, placement=sliced.plan.placed))
     assert again.plan.predicted.makespan_ns <= sliced.plan.predicted.makespan_ns
 

@@ -215,6 +215,10 @@ def test_what_other_schedules_bring_counts_what_they_may_slice_and_split() -> No
     steps = {step.what: step for step in next_steps(request, named, simulate(named.plan), None)}
     gain = 1 - free.plan.predicted.iteration_ns / named.plan.predicted.iteration_ns
     assert steps["--scheduler auto"].weight >= gain > 0.2
+    assert "--rules" not in steps["--scheduler auto"].brings
+    ruled = replace(request, rules=named_rules("1f1b"), scheduler="rules")
+    found_by_rules = {step.what: step.brings for step in next_steps(ruled, named, simulate(named.plan), None)}
+    assert found_by_rules["--scheduler auto"].startswith("in place of --rules, at most ")
 
 
 def test_searches_may_slice_and_split() -> None:

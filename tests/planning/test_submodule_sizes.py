@@ -192,3 +192,23 @@ def test_a_placement_that_is_there_says_them() -> None:
             else:
                 with pytest.raises(UsageError, match="with micro-batches of their own"):
                     choose_placement(own, "auto", None, rules)
+
+
+def test_a_cut_holds_what_their_sizes_take() -> None:
+    """A first block that holds 12 bytes a sample leaves no room for another beside four samples, and one for one."""
+    profile = sized(dict.fromkeys((1, 4), 10))
+    first, *others = profile.blocks
+    assert first.id == "image.0"
+    rows = tuple(row.model_copy(update={"activation_bytes": 12 * row.microbatch_size}) for row in first.costs)
+    blocks = (first.model_copy(update={"costs": rows}), *others)
+    uneven = profile.model_copy(update={"blocks": blocks})
+
+    def firsts(size: int | None) -> tuple[str, ...]:
+        image = Submodule("image.*", positions=(0, 2), microbatch_size=size)
+        both = (image, Submodule("text.*", positions=(2, 4)))
+        memory = [50, 50, None, None]
+        placed = place_submodules(uneven, both, 4, microbatch_size=1, memory_bytes=memory)
+        return next(stage.blocks for stage in placed.stages if "image.0" in stage.blocks)
+
+    assert firsts(None) == ("image.0", "image.1")
+    assert firsts(4) == ("image.0",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,6 +31,7 @@ from pipeplan.partition.chain.kernel import balanced_split
 from pipeplan.partition.chain.rebalance import even
 from pipeplan.partition.mapping import neighbours
 from pipeplan.partition.problem import PartitionProblem
+from pipeplan.planning import uniform_space
 from pipeplan.planning.bounds import least_state_bytes, request_bound
 from pipeplan.planning.candidates import PlacementCandidate, open_splits, placed, uniform_choices
 from pipeplan.planning.next_steps import next_steps
@@ -230,6 +232,23 @@ def test_longest_stages_are_those_of_the_evenest_cut(chains: list[list[int]]) ->
             begins = balanced_split(times, count)
             assert begins is not None
             assert longest == max(sum(times[a:b]) for a, b in itertools.pairwise((*begins, len(times))))
+
+
+@pytest.mark.parametrize("most", [7, 60])
+@pytest.mark.parametrize("look_ups", [2**20, 500])
+def test_longest_stages_of_some_numbers_are_those_of_all(
+    most: int, look_ups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of others they are no more."""
+    monkeypatch.setattr(uniform_space, "_MOST_LOOK_UPS", look_ups)
+    rng = random.Random(most)
+    sums = [np.array([0, *itertools.accumulate(rng.randrange(1, 900) for _ in range(70))]) for _ in range(3)]
+    every = longest_stages(sums, most)
+    for _ in range(5):
+        wanted = np.array(sorted(rng.sample(range(1, most + 1), 4)))
+        some = longest_stages(sums, most, wanted)
+        assert (some[:, wanted - 1] == every[:, wanted - 1]).all()
+        assert (some <= every).all()
 
 
 SPLIT = joined(

@@ -66,11 +66,13 @@ def compare(seed: int, most_blocks: int, most_devices: int) -> None:
     assert request_bound(request) <= best
 
 
+@pytest.mark.filterwarnings("ignore:--zero 1 divides nothing:UserWarning")
 @pytest.mark.parametrize("seed", range(12))
 def test_search_finds_the_best_of_all_widths(seed: int) -> None:
     compare(seed, 4, 4)
 
 
+@pytest.mark.filterwarnings("ignore:--zero 1 divides nothing:UserWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 112))
 def test_search_finds_the_best_of_more_widths(seed: int) -> None:

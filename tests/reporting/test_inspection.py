@@ -251,7 +251,9 @@ def test_a_profile_ends_with_its_worst_warnings() -> None:
     )
     assert one.endswith("or with more --repeats other processes use this machine")
     many = told(chain(*(block(f"b{index}", scale=index + 1, spread={"forward_ns": index + 1}) for index in range(7))))
-    assert many.startswith("7 warnings, the worst first; pipeplan profile --show p.json has all warning: block 'b6'")
+    assert many.startswith(
+        "7 warnings, the worst of each kind first; pipeplan profile --show p.json has all warning: block 'b6'"
+    )
     assert many.count("warning: ") == 3
     assert "other processes" not in told(chain(block("a", repeats=1)))
 

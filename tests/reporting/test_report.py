@@ -20,7 +20,7 @@ from builders.plans import plan_of
 from pipeplan.errors import PipeplanError
 from pipeplan.files import Plan, parse, to_json
 from pipeplan.files.trace import Trace
-from pipeplan.reporting.terminal import print_simulation
+from pipeplan.reporting.terminal import print_simulation, print_stages
 from pipeplan.reporting.timeline import (
     device_row,
     predicted_trace,
@@ -156,10 +156,19 @@ def test_halves_are_numbered_by_their_micro_batch_in_every_timeline() -> None:
         rows = [line.split(maxsplit=1)[1] for line in lines if re.match(" +[0-2] .*F0", line)]
         expected = [[text if width == 250 else text.partition(".")[0] for text in own] for own in actions]
         assert [re.findall(shown, row) for row in rows] == expected
-        assert any("sliced micro-batches: F0.0 and F0.1" in line for line in lines)
+        assert any("micro-batches in parts: F0.0 and F0.1" in line for line in lines)
     groups = ElementTree.fromstring(timeline_svg(simulation)).findall(f"{SVG}g")
     labels = [[text.text for text in group.findall(f"{SVG}text") if text.get("class") == "bar"] for group in groups]
     assert labels == [[text[1:] for text in own] for own in actions]
+
+
+def test_forwards_in_halves_are_told_as_parts() -> None:
+    simulation, shown = simulate(halved_plan()), io.StringIO()
+    assert "4 micro-batches of 2 samples, the first 2 in 2 parts" in " ".join(printed(halved_plan(), width=250).split())
+    assert simulation.figures()["sliced_microbatches"] == 2
+    print_stages(simulation.workload, shown)
+    found = [line.rstrip().partition(" first ")[2] for line in shown.getvalue().splitlines() if "block" in line]
+    assert found[-3:] == ["2 forwards in 2 parts", "forward in 2 parts", ""]
 
 
 def test_cells_show_what_takes_most_of_them() -> None:

@@ -90,7 +90,7 @@ def test_rules_for_what_is_not_there_are_refused() -> None:
         texts(chain_workload(2, 2), Rules(devices=(DeviceRules(devices=(7,), in_flight=1),)))
     with pytest.raises(UsageError, match=r"'text\.\*' matches no stage.* begin with block0, block1"):
         texts(chain_workload(2, 2), Rules(submodules=(SubmoduleRules(blocks="text.*"),)))
-    with pytest.raises(UsageError, match="in_flight has 1 numbers for 2 stages"):
+    with pytest.raises(UsageError, match="in_flight has 1 numbers for 2 stages;"):
         texts(chain_workload(2, 2), Rules(in_flight=(1,)))
 
 
@@ -186,6 +186,20 @@ def test_weight_gradients_follow_late_or_fill() -> None:
     late = texts(workload, Rules(types=TypeTraversal("fwd-first", wait=True), in_flight="D - d", weights_late="d"))
     assert late[1] == "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2"
     assert texts(workload, Rules(weights_late=9, weights_fill=False))[1] == "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2"
+
+
+def test_weight_gradients_beside_a_function_for_kinds() -> None:
+    """They follow late where the function does not name them, and where the rules say it."""
+    workload = chain_workload(1, 3, split=(1, 1))
+
+    def row(kinds: str, late: int | None) -> str:
+        return texts(workload, Rules(types=TypeTraversal(lambda state, device: kinds), weights_late=late))[0]
+
+    assert row("BF", None) == row("BF", 0) == "0F0 0I0 0W0 0F1 0I1 0W1 0F2 0I2 0W2"
+    assert row("BF", 1) == "0F0 0I0 0F1 0I1 0W0 0F2 0I2 0W1 0W2"
+    assert row("FIW", 1) == "0F0 0F1 0F2 0I0 0I1 0W0 0I2 0W1 0W2"
+    assert row("FIW", None) == "0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W1 0W2"
+    assert row("WBF", None) == row("BF", 0)
 
 
 def test_shared_actions_are_called_for() -> None:

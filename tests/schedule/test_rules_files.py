@@ -156,7 +156,7 @@ def test_an_empty_file_has_the_rules_that_hold_without(tmp_path: Path) -> None:
         (f"{'x' * 20_000} = 1", "x... is not known; choose from"),
         (f"in_flight = {'9' * 5_000}", "not readable as TOML"),
         ("weights = {soon = 1}", "weights.soon is not known; did you mean weights.late"),
-        ("weights = 3", "weights is not known; did you mean weights"),
+        ("weights = 3", "weights is 3; write a table [weights]"),
         ("[[instruction]]\nafter = ['x']", "instruction[0].kind is missing"),
         (
             "[[instruction]]\nkind = 'AAA'\nafter = 'x'\ndevices = 'all'",

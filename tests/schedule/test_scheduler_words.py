@@ -21,6 +21,7 @@ RULES = [f"rules: {rules.name}" for rules in built_in_rules(shape_workload("v"))
         ("zb-h1", "zb-h1"),
         ("1f1b+", "1f1b+"),
         ("rules: bwd-first, true time", "rules bwd-first, true time"),
+        ("rules: rules", "rules"),
         ("zb-h1+windows", "optimised, from zb-h1"),
         ("1f1b++horizon", "optimised, from 1f1b+"),
         ("repetend+windows", "optimised, from a repeating pattern"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from itertools import product
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -66,3 +69,21 @@ def test_bounds_and_search_against_every_schedule(problem: OneMicrobatch) -> Non
     assert strong_iteration_bound(problem) <= best
     assert found.bound_ns <= best
     assert found.makespan_ns == best
+
+
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@given(problems(max_stages=4, num_microbatches=2))
+def test_paths_are_those_followed_from_each_operation(problem: OneMicrobatch) -> None:
+    """The longest of all, one after another; what is held while what runs goes by them."""
+    following: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for source, target, lag in problem.edges:
+        following[source].append((target, lag))
+    longest: dict[tuple[int, int], int] = {}
+    for source in range(problem.num_operations):
+        open_ = [(source, problem.durations[source])]
+        while open_:
+            at, end = open_.pop()
+            longest[source, at] = max(longest.get((source, at), -1), end)
+            open_ += [(target, end + lag + problem.durations[target]) for target, lag in following[at]]
+    for source, target in product(range(problem.num_operations), repeat=2):
+        assert problem.path(source, target) == longest.get((source, target), -1)

@@ -455,13 +455,16 @@ def _phases(
             ends[device] = max(ends[device], end)
         if plan.operations[operation].role in (Role.BACKWARD, Role.WEIGHT_GRAD):
             gradients[stage] = max(gradients[stage], end)
-    steps = [sum(stage.step_ns for stage in plan.stages if device in stage.devices) for device in range(len(ends))]
+    steps = [0] * len(ends)
+    for each in plan.stages:
+        for device in each.devices:
+            steps[device] += each.step_ns
     sums = _sums(facts, gradients)
     order = plan.sum_order or sorted(range(len(sums)), key=lambda number: (sums[number][0], number))
     before = [(0, busy, frozenset((device,))) for device, busy in enumerate(busy_ns) if busy]
     jobs = [*before, *(sums[number] for number in order)]
-    network, acted = _on_networks(jobs, len(ends)), max(ends)
-    times = [(end - takes, end, devices) for end, (_, takes, devices) in zip(_job_ends(jobs), jobs, strict=True)]
+    (job_ends, network), acted = _on_networks(jobs, len(ends)), max(ends)
+    times = [(end - takes, end, devices) for end, (_, takes, devices) in zip(job_ends, jobs, strict=True)]
     for device, own in enumerate(plan.devices):
         if own.contention:
             summing = [(begun, ended) for begun, ended, devices in times[len(before) :] if device in devices]
@@ -474,7 +477,7 @@ def _phases(
         for stage in plan.stages
         if stage.gather_ns
     ]
-    gathered = _on_networks(sorted(gathers, key=lambda each: each[0]), len(ends))
+    _, gathered = _on_networks(sorted(gathers, key=lambda each: each[0]), len(ends))
     return acted, summed, max(ends), max(*ends, *gathered)
 
 
@@ -490,13 +493,16 @@ def _sums(facts: Facts, gradients: Sequence[int]) -> list[_Job]:
     stages, found, seen = facts.plan.stages, list[_Job](), set[int]()
     if not (any(stage.sync_ns for stage in stages) or any(each.sync_ns for each in facts.plan.tied)):
         return []
+    having: dict[str, set[int]] = defaultdict(set)
+    for number, stage in enumerate(stages):
+        for block in stage.blocks:
+            having[block].add(number)
     for first in range(len(stages)):
         if first in seen:
             continue
-        members, blocks = {first}, set(stages[first].blocks)
-        while more := {n for n in range(len(stages)) if n not in members and not blocks.isdisjoint(stages[n].blocks)}:
+        members, more = {first}, {first}
+        while more := {n for other in more for block in stages[other].blocks for n in having[block]} - members:
             members |= more
-            blocks |= {block for n in more for block in stages[n].blocks}
         seen |= members
         devices = frozenset(device for n in members for device in stages[n].devices)
         cut = [(stages[n].blocks, [each.blocks for each in stages[n].buckets]) for n in members]
@@ -512,21 +518,14 @@ def _sums(facts: Facts, gradients: Sequence[int]) -> list[_Job]:
     return [each for each in found if each[1]]
 
 
-def _on_networks(jobs: Sequence[_Job], num_devices: int) -> list[int]:
-    """[device] when its network has ended what is given, each job after those before it that share a device."""
-    ends = _job_ends(jobs)
-    return [
-        max((end for end, job in zip(ends, jobs, strict=True) if device in job[2]), default=0)
-        for device in range(num_devices)
-    ]
-
-
-def _job_ends(jobs: Sequence[_Job]) -> list[int]:
-    ends: list[int] = []
-    for number, (ready, takes, devices) in enumerate(jobs):
-        before = (end for end, other in zip(ends, jobs[:number], strict=True) if not devices.isdisjoint(other[2]))
-        ends.append(max([ready, *before]) + takes)
-    return ends
+def _on_networks(jobs: Sequence[_Job], num_devices: int) -> tuple[list[int], list[int]]:
+    """[job] when it ends, each after those before it that share a device; [device] when its network is free."""
+    ends, free = list[int](), dict[int, int]()
+    for ready, takes, devices in checked(jobs):
+        end = max([ready, *(free.get(device, ready) for device in devices)]) + takes
+        free.update(dict.fromkeys(devices, end))
+        ends.append(end)
+    return ends, [free.get(device, 0) for device in range(num_devices)]
 
 
 def _bubble_rate_span(facts: Facts, busy: list[int]) -> float:

@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
@@ -18,6 +18,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Block, Cluster, CostRow, Edge, Plan, Profile, Recipe, TiedParameter, sha256_of
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import (
+    Again,
     BlockGroup,
     Bucket,
     Dependency,
@@ -110,7 +111,11 @@ def _launched(profile: Profile, overhead_ns: int) -> Profile:
 
 
 class _Known(NamedTuple):
-    """A profile's blocks by their ids, the edges into each, and what training keeps of them and of what they share."""
+    """A profile's blocks by their ids, the edges into each, and what training keeps of them and of what they share.
+
+    ``alike`` {block: the first that is like it}; ``rows`` and ``parts`` are those that were looked at, by that and how
+    it runs.
+    """
 
     blocks: dict[str, Block]
     into: dict[str, list[Edge]]
@@ -118,6 +123,9 @@ class _Known(NamedTuple):
     kept_tied: dict[str, MemoryBytes]
     recipe: Recipe
     cast: bool
+    alike: dict[str, str]
+    rows: dict[tuple[object, ...], CostRow]
+    parts: dict[tuple[str, Mesh], tuple[HeldPart, ...]]
 
     @staticmethod
     def of(profile: Profile, *, apart: bool) -> _Known:
@@ -130,13 +138,17 @@ class _Known(NamedTuple):
         into: dict[str, list[Edge]] = defaultdict(list)
         for edge in profile.edges:
             into[edge.target].append(edge)
+        firsts = {block.id: kept(block) for block in profile.kinds}
         return _Known(
             {block.id: block for block in profile.blocks},
             dict(into),
-            {block.id: kept(block) for block in profile.blocks},
+            {id_: firsts[first] for id_, first in profile.alike.items()},
             {each.name: kept(each) for each in profile.tied},
             profile.recipe,
             not profile.recipe.is_custom and "workspace" in state_recipe(profile.recipe.name).bytes,
+            profile.alike,
+            {},
+            {},
         )
 
 
@@ -217,22 +229,29 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
     if stage.configurations or not shares_evenly(stage):  # the latter is refused whatever the profile
         return []
     try:
-        return [
-            block_costs(
-                _of_configuration(known.blocks[id_], stage.configuration),
-                samples,
-                stage.shards,
-                context=stage.context,
-                expert=stage.expert,
-                recompute=again,
-                input_bytes=sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ())),
-                recipe=known.recipe,
-            )
-            for id_, again in zip(stage.blocks, stage.again, strict=True)
-        ]
+        return [_row(id_, again, stage, samples, known) for id_, again in zip(stage.blocks, stage.again, strict=True)]
     except UsageError as error:
         findings.add("profile", f"stages[{number}]", str(error))
         return []
+
+
+def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> CostRow:
+    """Costs of one of a stage's blocks, looked at once for all that are alike. Raises UsageError without any."""
+    taken = sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ()))
+    how = samples, stage.shards, stage.context, stage.expert, stage.configuration, again, taken
+    key = (known.alike[id_], *how)
+    if key not in known.rows:
+        known.rows[key] = block_costs(
+            _of_configuration(known.blocks[id_], stage.configuration),
+            samples,
+            stage.shards,
+            context=stage.context,
+            expert=stage.expert,
+            recompute=again,
+            input_bytes=taken,
+            recipe=known.recipe,
+        )
+    return known.rows[key]
 
 
 def _of_configuration(block: Block, configuration: str | None) -> Block:
@@ -256,7 +275,8 @@ def _check_state(number: int, stage: Stage, profile: Profile, known: _Known, fin
     expected = MemoryBytes()
     for block, held in zip(stage.blocks, parts, strict=True):
         own = _of_experts(block, stage, known)
-        expected += _share(known.kept[block] - own, held[0].num_parts, stage, known)
+        rest = known.kept[block] - own if own.total else known.kept[block]
+        expected += _share(rest, held[0].num_parts, stage, known)
         if own.total:
             expected += _share(own, stage.expert, _as_on_experts(stage), known)
     for tied in profile.tied:
@@ -275,21 +295,29 @@ def _share(state: MemoryBytes, parts: int, stage: Stage, known: _Known, *, least
     cast at each use, their master copy is all that is kept of them, and whole. Level 2 divides gradients, too, and
     level 3 everything.
     """
-    divided = {OPTIMIZER} if known.cast else {OPTIMIZER, MASTER}
-    divided |= {GRADIENTS} if stage.zero > 1 else set()
-    divided |= set(STATE_KINDS) if stage.zero > 2 else set()
+    return _shared_out(state, parts, stage.zero, _sharers(stage), known.cast, least)
+
+
+@lru_cache(maxsize=4096)
+def _shared_out(state: MemoryBytes, parts: int, zero: int, sharers: int, cast: bool, least: bool) -> MemoryBytes:
+    divided = {OPTIMIZER} if cast else {OPTIMIZER, MASTER}
+    divided |= {GRADIENTS} if zero > 1 else set()
+    divided |= set(STATE_KINDS) if zero > 2 else set()
     found = {}
     for kind, size in state.items():
-        cut = parts * (_sharers(stage) if kind in divided and stage.zero else 1)
+        cut = parts * (sharers if kind in divided and zero else 1)
         found[kind] = size // cut if least else (size + cut - 1) // cut
     return MemoryBytes(found)
+
+
+_NOTHING = MemoryBytes()
 
 
 def _of_experts(block: str, stage: Stage, known: _Known) -> MemoryBytes:
     """What training keeps of a block's experts, where the stage has them apart: else nothing is."""
     found = known.blocks[block]
     if stage.expert == 1 or not found.expert_parameters:
-        return MemoryBytes()
+        return _NOTHING
     part = found.expert_parameters, found.parameters + found.frozen_parameters
     return MemoryBytes((kind, size * part[0] // part[1]) for kind, size in known.kept[block].items())
 
@@ -303,8 +331,8 @@ def _as_on_experts(stage: Stage) -> Stage:
 
 def _on_experts(stage: Stage, known: _Known) -> Stage:
     """The same with what a device keeps of experts, where the stage has them apart: else of nothing."""
-    side, kept = _as_on_experts(stage), MemoryBytes()
-    for block in stage.blocks:
+    side, kept = _as_on_experts(stage), _NOTHING
+    for block in stage.blocks if stage.expert > 1 else ():
         kept += _share(_of_experts(block, stage, known), stage.expert, side, known)
     return side.with_state(kept)
 
@@ -317,7 +345,10 @@ def _sharers(stage: Stage) -> int:
 def _parts_held(known: _Known, stage: Stage, place: int) -> tuple[HeldPart, ...]:
     """What each device of a replica has of a block's parameters."""
     mesh, block = stage.mesh_of(place), known.blocks[stage.blocks[place]]
-    return tuple(held_part(block, mesh, device) for device in range(stage.shards))
+    key = known.alike[block.id], mesh
+    if key not in known.parts:
+        known.parts[key] = tuple(held_part(block, mesh, device) for device in range(stage.shards))
+    return known.parts[key]
 
 
 def _check_part(
@@ -514,8 +545,8 @@ def _check_buckets(
     all blocks' times is.
     """
     stage = plan.stages[number]
-    action = next((each for each in plan.operations if each.stage == number and each.role in GRADIENT_ROLES), None)
-    if not stage.buckets or action is None:
+    own = (each for each in plan.operations if each.stage == number and each.role in GRADIENT_ROLES)
+    if not stage.buckets or (action := next(own, None)) is None:
         return
     if stage.configurations:
         findings.add("profile", f"stages[{number}].buckets", "are of blocks that each are split in a way of their own")

@@ -105,8 +105,8 @@ def _copy_order(
 ) -> list[tuple[int, int]]:
     """The device's copy as (operation, u) in order; each operation ``unroll`` times, in one contiguous run."""
     entries = programs.compute[device]
-    first = [repetend.first[id_] for id_ in facts.ids]
     own = {operation for operation, _ in entries}
+    first = {operation: repetend.first[facts.ids[operation]] for operation in own}
     begin = sum(first[operation] + facts.slots[operation].num_parted for operation in own)
     end = begin + repetend.unroll * len(own)
     for index, (operation, number) in enumerate(entries):

@@ -222,12 +222,13 @@ def check_memory(
     for what stages keep for each micro-batch. Call it with complete programs only.
     """
     state = _state(facts)
+    keeping = [number for number, stage in enumerate(facts.plan.stages) if stage.kept.total]
     peaks: list[int] = []
     for device, entries in checked(enumerate(programs.compute), 1):
         if spans and spans[device]:
             peaks.append(_peak_in_time(facts, device, entries, state[device], spans[device], findings))
             continue
-        kept = _kept(facts, device, entries)
+        kept = _kept(facts, device, entries, keeping)
         levels = [level + each.total for level, each in zip(_levels(facts, entries), kept, strict=True)]
         if facts.loop is not None and len(facts.loop.rounds) > 1:
             where = programs.where[device]
@@ -293,13 +294,12 @@ def _state(facts: Facts) -> list[MemoryBytes]:
 
 def _levels(facts: Facts, entries: list[Entry]) -> list[int]:
     """Activations and workspace while each action runs [action], in bytes."""
-    effects = [(operation.release_bytes, operation.workspace_bytes) for operation in facts.plan.operations]
     held, levels = 0, []
     for operation, number in entries:
-        release, workspace = effects[operation]
+        effect = facts.plan.operations[operation]
         held += facts.acquired(operation, number)
-        levels.append(held + workspace)
-        held -= release
+        levels.append(held + effect.workspace_bytes)
+        held -= effect.release_bytes
     return levels
 
 
@@ -323,12 +323,13 @@ def _in_all_copies(facts: Facts, loop: Loop, device: int, entries: list[tuple[En
     return [*found, *((index, more) for index in range(read, len(entries)))]
 
 
-def _kept(facts: Facts, device: int, entries: list[Entry]) -> list[MemoryBytes]:
-    """What stages keep on a device for micro-batches while each action runs [action], by start times."""
+def _kept(facts: Facts, device: int, entries: list[Entry], keeping: Sequence[int]) -> list[MemoryBytes]:
+    """What the stages ``keeping`` something keep on a device for micro-batches while each action runs [action]."""
     kept = [MemoryBytes()] * len(entries)
     starts = [facts.starts[operation][number] for operation, number in entries]
-    for number, stage in enumerate(facts.plan.stages):
-        if device in stage.devices and stage.kept.total:
+    for number in keeping:
+        stage = facts.plan.stages[number]
+        if device in stage.devices:
             for begin, end in _kept_times(facts, number):
                 for index in range(bisect_left(starts, begin), bisect_left(starts, end)):
                     kept[index] += stage.kept

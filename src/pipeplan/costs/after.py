@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipeplan.costs.communication import all_reduce_in_shards
-from pipeplan.costs.recipes import expert_state_of, state_of, step_bytes
+from pipeplan.costs.recipes import expert_state_of, state_of, states_of, step_bytes
 from pipeplan.costs.zero import WHOLE, Zero, cuts, exchange_ns, updated_bytes
 from pipeplan.files import Cluster, Profile
 from pipeplan.workload.elements import Stage
@@ -42,7 +42,7 @@ class AfterActions:
         sharing: Callable[[int], Zero | None] = lambda replicas: WHOLE,
     ) -> AfterActions:
         """For the stages of a profile on a cluster."""
-        kept = sum((state_of(block, profile.recipe) for block in profile.blocks), MemoryBytes())
+        kept = sum(states_of(profile).values(), MemoryBytes())
         return cls(profile, cluster, kept, shards, sharing)
 
     @property
@@ -91,7 +91,7 @@ def least_steps_ns(profile: Profile) -> int:
     """
     if profile.step_bytes_per_s is None:
         return 0
-    kept = sum((state_of(block, profile.recipe) for block in profile.blocks), MemoryBytes())
+    kept = sum(states_of(profile).values(), MemoryBytes())
     for tied in profile.tied:
         kept -= state_of(tied, profile.recipe) * (len(tied.blocks) - 1)
     return max(0, 10**9 * step_bytes(kept, profile.recipe) // profile.step_bytes_per_s)

@@ -10,8 +10,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from pipeplan.costs.blocks import block_costs
-from pipeplan.costs.experts import kept_of
 from pipeplan.costs.shared import SharedState
 from pipeplan.costs.zero import Experts, Zero, cuts
 from pipeplan.workload.elements import Bucket, Operation, Stage, TiedState
@@ -57,12 +55,7 @@ def _buckets(shared: SharedState, stage: Stage, apart: Collection[str], operatio
     if sum(sizes) <= BUCKET_BYTES:
         return ()
     samples = stage.microbatch_size // stage.replicas
-    rows = [
-        block_costs(
-            shared.blocks[id_], samples, stage.shards, context=stage.context, expert=stage.expert, recompute=again
-        )
-        for id_, again in zip(stage.blocks, stage.again, strict=True)
-    ]
+    rows = [shared.row(id_, samples, stage, again) for id_, again in zip(stage.blocks, stage.again, strict=True)]
     deferred = operation.role is Role.WEIGHT_GRAD
     before = [0, *accumulate((row.weight_grad_ns or 0) if deferred else row.whole_backward_ns for row in rows)]
     found, blocks, size = list[Bucket](), 0, 0
@@ -79,7 +72,7 @@ def _gradient_bytes(shared: SharedState, stage: Stage, apart: Collection[str]) -
     """[block] bytes of gradients that a device sums with it."""
     recipe, zero, experts = shared.profile.recipe, Zero.of(stage), Experts.of(stage)
     cut = cuts(recipe, zero, stage.shards)
-    found = [kept_of(shared.blocks[id_], recipe, stage.shards, zero, experts)[GRADIENTS] for id_ in stage.blocks]
+    found = [shared.kept_on(id_, stage.shards, zero, experts)[GRADIENTS] for id_ in stage.blocks]
     for each in shared.profile.tied:
         places = [index for index, id_ in enumerate(stage.blocks) if id_ in each.blocks]
         for index in places[each.name not in apart :]:

@@ -162,6 +162,12 @@ def state_of(part: Block | TiedParameter, recipe: Recipe) -> MemoryBytes:
     return each.trained * part.parameters + each.frozen * part.frozen_parameters
 
 
+def states_of(profile: Profile) -> dict[str, MemoryBytes]:
+    """{block: what training keeps of it}, as :func:`state_of`; one object of blocks that are alike."""
+    firsts = {block.id: state_of(block, profile.recipe) for block in profile.kinds}
+    return {id_: firsts[first] for id_, first in profile.alike.items()}
+
+
 def expert_state_of(block: Block, recipe: Recipe) -> MemoryBytes:
     """The experts' share of a block's :func:`state_of`, in proportion to their parameters. Raises as that does."""
     total = block.parameters + block.frozen_parameters

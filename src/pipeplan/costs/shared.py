@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from pipeplan.costs.blocks import held_part
+from pipeplan.costs.blocks import block_costs, held_part
 from pipeplan.costs.communication import all_reduce_in_shards, all_reduce_time
-from pipeplan.costs.experts import ExpertState, exchanged_apart
-from pipeplan.costs.recipes import state_of
-from pipeplan.costs.zero import WHOLE, Zero, cuts, exchange_ns, updated_bytes
-from pipeplan.files import Block, Cluster, Profile, Recipe, TiedParameter
+from pipeplan.costs.experts import ExpertState, exchanged_apart, kept_of
+from pipeplan.costs.recipes import state_of, states_of
+from pipeplan.costs.zero import WHOLE, Experts, Zero, cuts, exchange_ns, updated_bytes
+from pipeplan.files import Block, Cluster, CostRow, Profile, Recipe, TiedParameter
 from pipeplan.time_limit import checked
-from pipeplan.workload.elements import Stage, TiedState
+from pipeplan.workload.elements import Again, Stage, TiedState
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes, MemoryKind
 from pipeplan.workload.mesh import PLACES, SAMPLES, HeldPart, Mesh
 
@@ -38,12 +38,29 @@ class SharedState:
     blocks: Mapping[str, Block] = field(init=False)
     kept: Mapping[str, MemoryBytes] = field(init=False)
     kept_tied: Mapping[str, MemoryBytes] = field(init=False)
+    _rows: dict[tuple[object, ...], CostRow] = field(init=False, default_factory=dict)
+    _shares: dict[tuple[object, ...], MemoryBytes] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         recipe = self.profile.recipe
         self.blocks = self.profile.by_id
-        self.kept = {block.id: state_of(block, recipe) for block in self.profile.blocks}
+        self.kept = states_of(self.profile)
         self.kept_tied = {each.name: state_of(each, recipe) for each in self.profile.tied}
+
+    def row(self, id_: str, samples: int, stage: Stage, again: Again) -> CostRow:
+        """What a block of a stage costs, but for its inputs' part, worked out once for all blocks that are alike."""
+        key = self.profile.alike[id_], samples, stage.shards, stage.context, stage.expert, again
+        if key not in self._rows:
+            how: dict[str, Any] = {"context": stage.context, "expert": stage.expert, "recompute": again}
+            self._rows[key] = block_costs(self.blocks[id_], samples, stage.shards, **how)
+        return self._rows[key]
+
+    def kept_on(self, id_: str, shards: int, zero: Zero, experts: Experts) -> MemoryBytes:
+        """What a device keeps of a block, worked out once for all blocks that are alike."""
+        key = self.profile.alike[id_], shards, zero, experts
+        if key not in self._shares:
+            self._shares[key] = kept_of(self.blocks[id_], self.profile.recipe, shards, zero, experts)
+        return self._shares[key]
 
     def of_configured(self, stage: Stage) -> MemoryBytes:
         """What a device keeps of a stage whose blocks have configurations: tied parts once for each way to split."""

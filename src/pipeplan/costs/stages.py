@@ -8,13 +8,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import replace
 from functools import cache
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
 from pipeplan.costs.buckets import with_buckets
 from pipeplan.costs.communication import all_gather_time, transfer_time
 from pipeplan.costs.experts import ExpertState, kept_of
-from pipeplan.costs.recipes import state_of, step_ns
+from pipeplan.costs.recipes import state_of, states_of, step_ns
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.zero import (
     ALONE,
@@ -35,6 +35,7 @@ from pipeplan.time_limit import checked
 from pipeplan.units import MAX_BYTES, MAX_NS, MAX_TOTAL, require_sum
 from pipeplan.workload.elements import (
     MAX_COUNT,
+    Again,
     BlockGroup,
     Dependency,
     Device,
@@ -54,7 +55,7 @@ from pipeplan.workload.workload import Workload
 
 def can_split(profile: Profile) -> bool:
     """Whether some block has input and weight gradients apart, so that a plan can split backward there."""
-    return any(row.input_grad_ns is not None for block in profile.blocks for row in block.costs)
+    return any(row.input_grad_ns is not None for block in profile.kinds for row in block.costs)
 
 
 def stage_costs(
@@ -103,18 +104,30 @@ def group_costs(
     Raises:
         UsageError: a block has no costs for this micro-batch size or shard count, or shares what it would gather.
     """
-    by_id, into = profile.by_id, profile.edges_into
-    recipe, cut = profile.recipe, cuts(profile.recipe, zero, shards)
-    groups = list(groups)
-    kept = {
-        id_: kept_of(by_id[id_], recipe, shards, zero, experts)
-        for id_ in checked(dict.fromkeys(chain.from_iterable(groups)), 64)
-    }
-    tied = _tied_in(profile, shards, cut)
-    if zero.level >= IN_ACTIONS:
-        require_apart(profile, zero.level, kept.keys())
+    how: dict[str, Any] = {"context": context, "zero": zero, "exchanging": exchanging, "experts": experts}
+    return _costs_of_groups(profile, [(group, recompute) for group in groups], microbatch_size, shards, **how)
 
+
+def _costs_of_groups(
+    profile: Profile,
+    groups: Sequence[tuple[Sequence[str], Recompute]],
+    microbatch_size: int,
+    shards: int,
+    *,
+    context: int,
+    zero: Zero,
+    exchanging: Exchanging,
+    experts: Experts,
+) -> list[StageCost]:
+    """The same of groups that each say what they compute again."""
+    by_id, into, alike = profile.by_id, profile.edges_into, profile.alike
+    recipe, cut = profile.recipe, cuts(profile.recipe, zero, shards)
+    if zero.level >= IN_ACTIONS:
+        require_apart(profile, zero.level, set(chain.from_iterable(blocks for blocks, _ in groups)))
+    kept = cache(lambda first: kept_of(by_id[first], recipe, shards, zero, experts))
     times = cache(exchanging.times)
+    rows: dict[tuple[str, Again, int], CostRow] = {}
+    how: dict[str, Any] = {"context": context, "expert": experts.size, "recipe": recipe}
 
     def exchanged(block: Block, row: CostRow) -> CostRow:
         own = Exchanged.of(block, recipe, zero, shards, experts)
@@ -122,12 +135,27 @@ def group_costs(
             return beside_exchanges(row, own, times(own), exchanging)
         return with_exchanges(row, own, times(own), exchanging.contention) if any(own) else row
 
-    def summed(blocks: Sequence[str]) -> StageCost:
-        chosen = [by_id[id_] for id_ in blocks]
-        split = SplitOver(microbatch_size, shards, context, experts.size)
-        return _summed(chosen, into, kept, tied, recipe, split, exchanged, recompute)
+    def row_of(block: Block, again: Again, taken: int) -> CostRow:
+        """Of blocks that are alike worked out for one; where it has none, that one is named."""
+        key = alike[block.id], again, taken
+        if key not in rows:
+            own = block_costs(block, microbatch_size, shards, recompute=again, input_bytes=taken, **how)
+            rows[key] = exchanged(block, own)
+        return rows[key]
 
-    return [summed(blocks) for blocks in checked(groups, 64)]
+    parts = cache(lambda first: context * places_divided(by_id[first], shards))
+    tied = _tied_in(profile, shards, cut)
+
+    def summed(blocks: Sequence[str], recompute: Recompute) -> StageCost:
+        chosen = [by_id[id_] for id_ in blocks]
+        edges = [[(edge, parts(alike[id_])) for edge in into.get(id_, ())] for id_ in blocks]
+        taken = [sum(_edge_bytes(edge, microbatch_size, among) for edge, among in each) for each in edges]
+        own = [row_of(*each) for each in zip(chosen, asked_again(chosen, recompute), taken, strict=True)]
+        state = sum((kept(alike[id_]) for id_ in blocks), MemoryBytes())
+        again = _counted_again(chain.from_iterable(edges), microbatch_size)
+        return _summed(own, state, again, Counter(each for id_ in blocks for each in tied.get(id_, ())))
+
+    return [summed(*group) for group in checked(groups, 64)]
 
 
 def require_apart(profile: Profile, level: int, blocks: Set[str]) -> None:
@@ -159,57 +187,20 @@ def _tied_in(profile: Profile, shards: int, cut: Mapping[MemoryKind, int]) -> di
     return found
 
 
-class SplitOver(NamedTuple):
-    """Samples of a replica, and the devices that split its blocks, share each sequence and share experts."""
-
-    microbatch_size: int
-    shards: int
-    context: int
-    expert: int
-
-
 def _summed(
-    chosen: Sequence[Block],
-    into: Mapping[str, Sequence[Edge]],
-    kept: Mapping[str, MemoryBytes],
-    tied: Mapping[str, Sequence[TiedShare]],
-    recipe: Recipe,
-    split_over: SplitOver,
-    exchanged: Callable[[Block, CostRow], CostRow],
-    recompute: Recompute,
+    rows: Sequence[CostRow], state: MemoryBytes, counted_again: int, shared: Mapping[TiedShare, int]
 ) -> StageCost:
-    """Costs of the chosen blocks, with the edges ``into`` each block, what a device keeps of it, and what it shares."""
-    microbatch_size, shards, context, expert = split_over
-    edges = [[(edge, context * places_divided(block, shards)) for edge in into.get(block.id, ())] for block in chosen]
-    rows = [
-        exchanged(
-            block,
-            block_costs(
-                block,
-                microbatch_size,
-                shards,
-                context=context,
-                expert=expert,
-                recompute=again,
-                input_bytes=sum(_edge_bytes(edge, microbatch_size, parts) for edge, parts in each),
-                recipe=recipe,
-            ),
-        )
-        for block, each, again in zip(chosen, edges, asked_again(chosen, recompute), strict=True)
-    ]
+    """Costs of blocks with these rows, the ``state`` of all, and how often they have what some share."""
     split = all(row.input_grad_ns is not None for row in rows)
-    shared = Counter(each for block in chosen for each in tied.get(block.id, ()))
     return StageCost(
         forward_ns=sum(row.forward_ns for row in rows),
         backward_ns=sum(row.whole_backward_ns for row in rows),
         input_grad_ns=sum(row.input_grad_ns or 0 for row in rows) if split else None,
         weight_grad_ns=sum(row.weight_grad_ns or 0 for row in rows) if split else None,
-        activation_bytes=max(
-            0, sum(row.activation_bytes for row in rows) - _counted_again(chain.from_iterable(edges), microbatch_size)
-        ),
+        activation_bytes=max(0, sum(row.activation_bytes for row in rows) - counted_again),
         weight_grad_bytes=sum(row.weight_grad_bytes for row in rows),
         workspace_bytes=max(row.workspace_bytes for row in rows),
-        state=sum((kept[block.id] for block in chosen), MemoryBytes()) - _again(shared),
+        state=state - _again(shared),
         tied=frozenset(shared),
     )
 
@@ -286,12 +277,14 @@ def build_workload(
     operations = _operations(costs, split_backward, split_overhead_ns)
     stages, tied = _with_shared(profile, placed, costs, operations, given or {}, cluster)
     operations = tuple(_with_parts(profile, stages[each.stage], each, cluster) for each in operations)
+    own: dict[int, list[Operation]] = defaultdict(list)
+    for each in operations:
+        own[each.stage].append(each)
     stages = [
-        replace(stage, block_groups=_block_groups(profile, stage, own, cluster))
+        replace(stage, block_groups=_block_groups(profile, stage, own[number], cluster))
         if stage.reduce_every is not None
         else stage
         for number, stage in enumerate(stages)
-        for own in [[each for each in operations if each.stage == number]]
     ]
     memory = memory_bytes or (cluster.memory_bytes if cluster is not None else (None,) * placement.num_devices)
     known = cluster.reserve_bytes if cluster is not None and memory_bytes is None else (0,) * placement.num_devices
@@ -438,7 +431,7 @@ def require_totals(profile: Profile, num_microbatches: int, microbatch_size: int
         )
 
     sent = sum(edge.bytes_per_sample for edge in profile.edges) * microbatch_size * num_microbatches
-    state = sum(state_of(block, profile.recipe).total for block in checked(profile.blocks, 1000))
+    state = sum(each.total for each in states_of(profile).values())
     fixed = sum(edge.transfer_ns or 0 for edge in profile.edges) * num_microbatches
     for level in cluster.levels if cluster is not None else ():
         waits = level.latency_ns * (len(profile.edges) * num_microbatches + len(profile.blocks))
@@ -470,7 +463,7 @@ def _costs_of(
 ) -> list[StageCost]:
     """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
     found = dict(given)
-    alike = defaultdict[tuple[int, int, int, Experts, Recompute, Zero, Exchanging], list[int]](list)
+    alike = defaultdict[tuple[int, int, int, Experts, Zero, Exchanging], list[tuple[int, Recompute]]](list)
     for number, stage in enumerate(stages):
         if number in given:
             continue
@@ -481,13 +474,14 @@ def _costs_of(
             )
         again = stage.again if stage.recompute is True else stage.recompute  # the ends of a model, too, where so said
         samples, exchanging = stage.microbatch_size // stage.replicas, Exchanging.of(stage, cluster)
-        how_shared = stage.shards, stage.context, Experts.of(stage), again, Zero.of(stage)
-        alike[samples, *how_shared, exchanging._replace(cluster=None)].append(number)
-    for (samples, shards, context, experts, recompute, zero, exchanging), numbers in alike.items():
-        how: dict[str, Any] = {"context": context, "recompute": recompute, "zero": zero, "experts": experts}
+        how_shared = stage.shards, stage.context, Experts.of(stage), Zero.of(stage)
+        alike[samples, *how_shared, exchanging._replace(cluster=None)].append((number, again))
+    for (samples, shards, context, experts, zero, exchanging), those in alike.items():
+        how: dict[str, Any] = {"context": context, "zero": zero, "experts": experts}
         how["exchanging"] = exchanging._replace(cluster=cluster)
-        costs = group_costs(profile, [stages[number].blocks for number in numbers], samples, shards, **how)
-        found.update(zip(numbers, costs, strict=True))
+        groups = [(stages[number].blocks, again) for number, again in those]
+        costs = _costs_of_groups(profile, groups, samples, shards, **how)
+        found.update(zip((number for number, _ in those), costs, strict=True))
     return [found[number] for number in range(len(stages))]
 
 

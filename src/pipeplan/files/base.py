@@ -33,8 +33,9 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.resources import files
+from operator import eq
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
@@ -160,7 +161,7 @@ SAID_ONLY = WRITTEN_WHERE_SAID
 
 def said_only(default: object, description: str, **bounds: float) -> Any:
     """The field of such a key, which pydantic leaves out by itself."""
-    more: dict[str, Any] = {"json_schema_extra": {SAID_ONLY: True}, "exclude_if": lambda value: value == default}
+    more: dict[str, Any] = {"json_schema_extra": {SAID_ONLY: True}, "exclude_if": partial(eq, default)}
     return Field(description=description, **more, **bounds)  # type: ignore[call-overload]  # any of its arguments
 
 

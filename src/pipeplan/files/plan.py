@@ -109,15 +109,23 @@ class Provenance(FileModel):
         Items[Text],
         Field(description="lines of the rules file that its schedule follows", json_schema_extra={SAID_ONLY: True}),
     ] = ()
+    choices: Annotated[
+        dict[Name, Text],
+        Field(
+            description="what made each choice: a flag, a planner, rules, or the search",
+            json_schema_extra={SAID_ONLY: True},
+        ),
+    ] = {}
     seed: Integer = 0
     versions: dict[Name, Text] = {}
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Plans that follow no rules file stay as they were."""
+        """Plans that follow no rules file, or do not say who chose, stay as they were."""
         found: dict[str, Any] = written(self)
-        if not self.rules:
-            found.pop("rules", None)
+        for key in ("rules", "choices"):
+            if not getattr(self, key):
+                found.pop(key, None)
         return found
 
 

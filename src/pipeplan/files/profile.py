@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Callable, Hashable, Iterable
+from functools import cache, cached_property
+from operator import attrgetter
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -146,6 +147,12 @@ class Parts(FileModel):
         return self.model_copy(update=nothing)
 
 
+@cache
+def _fields_but(model: type[FileModel], *left_out: str) -> Callable[[FileModel], Hashable]:
+    """What reads all other fields."""
+    return attrgetter(*(name for name in model.model_fields if name not in left_out))
+
+
 class Block(Parts):
     """The smallest piece of the model that is placed."""
 
@@ -167,6 +174,13 @@ class Block(Parts):
     optimizer_bytes: OptimizerBytes = 0
     shared: Annotated[bool, Field(description="spread over all devices by placements that know shared blocks")] = False
     costs: Annotated[Items[CostRow], Field(min_length=1)]
+
+    @property
+    def meaning(self) -> Hashable:
+        """All that it says but for its name."""
+        own, of_row = _fields_but(type(self), "id", "dimensions", "costs"), _fields_but(CostRow, "spread")
+        rows = [(of_row(row), *sorted(row.spread.items())) for row in self.costs]
+        return own(self), tuple(sorted(self.dimensions.items())), tuple(rows)
 
     def rows(self, context: int = 1, expert: int = 1) -> list[CostRow]:
         """Its costs with each sequence in ``context`` parts and ``expert`` devices sharing experts; by default neither.
@@ -489,6 +503,17 @@ class Profile(File):
         return {block.id: block for block in self.blocks}
 
     @cached_property
+    def alike(self) -> dict[str, str]:
+        """{block: the first one that says the same but for its name}: what holds of that holds of it."""
+        firsts: dict[Hashable, str] = {}
+        return {block.id: firsts.setdefault(block.meaning, block.id) for block in self.blocks}
+
+    @property
+    def kinds(self) -> list[Block]:
+        """One of all blocks that are alike, for each of these."""
+        return [self.by_id[id_] for id_ in dict.fromkeys(self.alike.values())]
+
+    @cached_property
     def edges_into(self) -> dict[str, list[Edge]]:
         """{block: the edges that lead to it}; blocks without any are left out."""
         found: dict[str, list[Edge]] = {}
@@ -502,6 +527,10 @@ class Profile(File):
         Raises:
             ValueError: the edges have a cycle; the text names one.
         """
+        return self._order
+
+    @cached_property
+    def _order(self) -> tuple[str, ...]:
         edges = ((edge.source, edge.target) for edge in self.edges)
         return topological_order([block.id for block in self.blocks], edges)
 

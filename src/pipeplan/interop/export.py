@@ -93,7 +93,7 @@ def _megatron(plan: Plan, layers: PlanLayers, target: ExportTarget, template: Se
     group = megatron.group_size(plan, layers)
     arguments = [
         f"--num-layers {layers.count}",
-        *megatron_sizes(plan.workload, positions, divided=bool(divides_sequence(plan))),
+        *megatron_sizes(plan.workload, positions, divided=divides_sequence(plan)),
         f"--pipeline-model-parallel-layout {shlex.quote(line)}",
     ]
     if layers.chunks > 1 and group != positions:
@@ -150,10 +150,10 @@ def _notes(plan: Plan, layers: PlanLayers, target: ExportTarget, own_names: bool
         yield f"the plan has no module names; assuming Llama's ({', '.join(target.names)}); --names changes them"
     if not target.trains:
         yield f"{target.title} is told where layers are, and not the plan's schedule or its training state"
-    if target.trains and stage.shards > 1 and divides_sequence(plan) is None:
+    if target.trains and stage.shards > 1 and not divides_sequence(plan):
         yield (
-            "the plan does not say whether its costs are with the sequence divided, too; if they are (--show --details "
-            "of its profile: tp with *), add --sequence-parallel"
+            "the plan does not say that its costs are with the sequence divided, too; if they are, as those of older "
+            "plans may be (profile --show --details: tp with *), add --sequence-parallel"
         )
     if not target.trains and stage.replicas > 1:
         yield f"this is one pipeline, and the plan has {stage.replicas} of them (data parallel)"

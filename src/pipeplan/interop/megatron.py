@@ -15,6 +15,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.interop.layers import PlanLayers
 from pipeplan.workload.action import Action, StateAction
+from pipeplan.workload.kinds import Role, role_of
 
 EMBEDDING, LAYER, PREDICTION, LOSS = "EtmL"
 
@@ -136,7 +137,8 @@ def group_size(plan: Plan, layers: PlanLayers) -> int:
     group = count
     if chunks > 1:
         first = programs[layers.groups[0][0]]
-        group = next((index for index, (kind, stage, _) in enumerate(first) if (kind, stage) != ("F", 0)), count)
+        run = ((role_of(kind), stage) for kind, stage, _ in first)
+        group = next((index for index, each in enumerate(run) if each != (Role.FORWARD, 0)), count)
         _require_group(group, positions, count)
     for rank, devices in enumerate(layers.groups):
         wanted = list(order(positions, chunks, count, group, rank))
@@ -164,9 +166,10 @@ def _compute(program: Sequence[str], device: int) -> Iterator[tuple[str, int, in
         action = Action.parse(text)
         if not action.is_compute:
             continue
-        if action.kind in ("I", "W"):
+        role = role_of(action.kind)
+        if role in (Role.INPUT_GRAD, Role.WEIGHT_GRAD):
             raise UsageError(f"{where}: Megatron-LM runs whole backwards; search with --split-backward no")
-        if action.kind not in ("F", "B"):
+        if role not in (Role.FORWARD, Role.BACKWARD):
             raise UsageError(f"{where}: Megatron-LM has no such action")
         if action.part is not None:
             raise UsageError(f"{where}: Megatron-LM runs micro-batches whole; search with --slices 0")

@@ -29,7 +29,7 @@ _TORCHTITAN_SCHEDULES = {
 
 def trainer_settings(simulation: Simulation) -> list[tuple[str, list[str]]]:
     """For each trainer its title, what to set in it, and what of the plan it has no setting for."""
-    scheduler, divided = simulation.plan.provenance.scheduler, bool(divides_sequence(simulation.plan))
+    scheduler, divided = simulation.plan.provenance.scheduler, divides_sequence(simulation.plan)
     return [
         ("torchtitan 0.3", torchtitan_settings(simulation.workload, scheduler)),
         ("Megatron-LM", megatron_settings(simulation.workload, scheduler, divided=divided)),
@@ -107,10 +107,9 @@ def megatron_block(layers: int) -> list[str]:
     return ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {layers}"]
 
 
-def divides_sequence(plan: Plan) -> bool | None:
-    """Whether devices that split blocks divide the sequence beside that; None where the plan does not say."""
-    said = plan.provenance.options.get("sequence_parallel")
-    return said if isinstance(said, bool) else None
+def divides_sequence(plan: Plan) -> bool:
+    """Whether the plan says that devices which split blocks divide the sequence beside that."""
+    return plan.provenance.options.get("sequence_parallel") is True
 
 
 def megatron_sizes(workload: Workload, positions: int, *, divided: bool = False) -> list[str]:

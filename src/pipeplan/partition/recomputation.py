@@ -128,8 +128,10 @@ class Knapsacks:
         own = [kind for kind, count in zip(self.kinds, counts, strict=True) if count]
         least = max(min(option.workspace_bytes for option in kind) for kind in own)
         found = sorted({option.workspace_bytes for kind in own for option in kind if option.workspace_bytes >= least})
+        if len(found) <= MOST_WORKSPACES:
+            return found
         some = np.unique(np.linspace(0, len(found) - 1, MOST_WORKSPACES).astype(int)).tolist()
-        return found if len(found) <= MOST_WORKSPACES else [found[index] for index in some]
+        return [found[index] for index in some]
 
     def undominated(self, workspace: int, counts: Counts) -> _Undominated:
         """The choices of blocks that all run within a ``workspace``."""
@@ -159,14 +161,32 @@ class Knapsacks:
 
     def chosen(self, counts: Counts, static: int, in_flight: int, limit: int) -> list[list[Again]] | None:
         """[kind][block] what is computed again in the least time; None if nothing fits."""
+        workspaces = self.workspaces(counts)
+        if (quickest := self._quickest(counts, workspaces, static, in_flight, limit)) is not None:
+            return quickest
         best: tuple[int, int, int] | None = None
-        for workspace in self.workspaces(counts):
+        for workspace in workspaces:
             if (left := limit - static - workspace) >= 0:
                 choices = self.undominated(workspace, counts)
                 place = int(np.searchsorted(choices.held, left // in_flight, side="right")) - 1
                 if place >= 0 and (best is None or choices.times[place] < best[0]):
                     best = int(choices.times[place]), workspace, place
         return None if best is None else self.traced(counts, *best[1:])
+
+    def _quickest(
+        self, counts: Counts, workspaces: Sequence[int], static: int, in_flight: int, limit: int
+    ) -> list[list[Again]] | None:
+        """Each block's quickest option, where they fit and no block has another as quick: no list is needed then."""
+        firsts = [min(kind, key=lambda option: option.time_ns) for kind in self.kinds]
+        own = [(first, kind, count) for first, kind, count in zip(firsts, self.kinds, counts, strict=True) if count]
+        widest = max(first.workspace_bytes for first, _, _ in own)
+        workspace = next((each for each in workspaces if each >= widest), limit + 1)
+        held = sum(first.held_bytes * count for first, _, count in own)
+        if held > (limit - static - workspace) // in_flight:
+            return None
+        if any(sum(option.time_ns == first.time_ns for option in kind) > 1 for first, kind, _ in own):
+            return None
+        return [[first.again] * count for first, count in zip(firsts, counts, strict=True)]
 
     def traced(self, counts: Counts, workspace: int, place: int) -> list[list[Again]]:
         """[kind][block] how one of the choices was made; of alike blocks those that do least again come first."""
@@ -277,7 +297,7 @@ class ChoosingBlocks:
 
 def levels_of(profile: Profile) -> tuple[Again, ...]:
     """What can be computed again of some block of a profile."""
-    has_cores = any(row.selective_ns is not None for block in profile.blocks for row in block.costs)
+    has_cores = any(row.selective_ns is not None for block in profile.kinds for row in block.costs)
     return (False, "selective", True) if has_cores else (False, True)
 
 
@@ -516,10 +536,12 @@ class FittingChain:
                 )
                 blocks.append((number, each.in_flight))
         ways, costs = list(kinds), self.ways[0][1]
-        state = reduce(add, (costs[block] for each in own for block in range(*ranges[each.stage])))
+        here = [costs[block] for each in own for block in range(*ranges[each.stage])]
+        shares = any(cost.tied for cost in here)
+        static = reduce(add, here).static_bytes if shares else sum(cost.static_bytes for cost in here)
         counted = Counter(blocks)
         counts = tuple(counted[way] for way in ways)
-        by_kind = Knapsacks(list(kinds.values())).chosen(counts, state.static_bytes + beside, 1, own[0].limit)
+        by_kind = Knapsacks(list(kinds.values())).chosen(counts, static + beside, 1, own[0].limit)
         if by_kind is None:
             return None
         left = dict(zip(ways, map(iter, by_kind), strict=True))

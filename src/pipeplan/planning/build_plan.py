@@ -24,6 +24,7 @@ from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, Recipe
 from pipeplan.lower import programs
 from pipeplan.planning.alternatives import Explanation
 from pipeplan.planning.candidates import PlacementCandidate
+from pipeplan.planning.choices import choices_of
 from pipeplan.planning.request import Request
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.language import named_rules, shipped_rules, to_toml
@@ -147,7 +148,7 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
         split_overhead_ns=request.split_overhead_ns,
         launch_overhead_ns=request.launch_overhead_ns,
         recipe=request.profile.recipe,
-        provenance=_provenance(request, candidate, schedule.workload),
+        provenance=_provenance(request, candidate, schedule.scheduler, schedule.workload),
         where=request.profile.where,
         cut=schedule.repetend,
     )
@@ -167,8 +168,8 @@ def _lines_of(rules: Rules | None) -> tuple[str, ...]:
         return ()
 
 
-def _provenance(request: Request, candidate: PlacementCandidate, workload: Workload) -> Provenance:
-    """What was asked, and of what that leaves open the sizes, stages, parts of backward and of forwards chosen."""
+def _provenance(request: Request, candidate: PlacementCandidate, scheduler: str, workload: Workload) -> Provenance:
+    """What was asked, of what that leaves open the sizes, stages, parts of backward and of forwards, and who chose."""
     made = provenance_of(
         request.stated_profile,
         request.cluster,
@@ -203,15 +204,16 @@ def _provenance(request: Request, candidate: PlacementCandidate, workload: Workl
         request.seed,
         ortools=version("ortools"),
     )
-    return made.model_copy(update={"rules": _lines_of(request.rules)})
+    chosen = choices_of(request, candidate.source, scheduler, late_inputs=workload.has_parts)
+    return made.model_copy(update={"rules": _lines_of(request.rules), "choices": chosen})
 
 
 def _sequence_parallel(profile: Profile, workload: Workload) -> dict[str, bool]:
-    """Of plans that split blocks, whether devices divide the sequence outside of split products, too."""
+    """Where devices that split blocks divide the sequence outside of split products, too, that they do."""
     blocks = profile.by_id
     stages = [stage for stage in workload.stages if stage.shards > 1]
     split = [(blocks[name], stage.shards) for stage in stages for name in stage.blocks if name in blocks]
-    return {"sequence_parallel": any(places_divided(*each) > 1 for each in split)} if split else {}
+    return {"sequence_parallel": True} if any(places_divided(*each) > 1 for each in split) else {}
 
 
 def provenance_of(
@@ -390,6 +392,7 @@ class Result(Displayed):
             "sliced_microbatches": num_sliced(self.schedule.workload),
             **({"late_inputs": True} if self.plan.workload.has_parts else {}),
             "repeats": repetend is not None,
+            "choices": dict(self.plan.provenance.choices),
             "interrupted": self.interrupted,
             "search_seconds": self.seconds,
             "repetend_seconds": self.schedule.repetend_seconds,

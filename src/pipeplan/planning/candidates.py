@@ -205,14 +205,18 @@ def open_splits(request: Request) -> tuple[SplitSizes, ...]:
     asked = request.shards, request.context, request.expert
     if None not in asked or request.placement != "auto" or request.spread:
         return (SplitSizes(*(count or 1 for count in asked)),)
-    sizes = sorted({row.expert for block in request.profile.blocks for row in block.costs})
+    blocks = {
+        (bool(block.expert_parameters), *((row.shards, row.context, row.expert) for row in block.costs))
+        for block in request.profile.kinds
+    }
+    sizes = sorted({expert for _, *rows in blocks for _, _, expert in rows})
     known = (
         {
-            SplitSizes(row.shards, row.context, expert)
-            for row in block.costs
-            for expert in ((row.expert,) if block.expert_parameters else sizes)
+            SplitSizes(shards, context, each)
+            for shards, context, expert in rows
+            for each in ((expert,) if has_experts else sizes)
         }
-        for block in request.profile.blocks
+        for has_experts, *rows in blocks
     )
     most = max(min(request.unit, request.num_devices), (request.shards or 1) * (request.context or 1))
     common = [
@@ -623,7 +627,7 @@ def fitting_chain(request: Request, choice: Choice) -> FittingChain:
 @lru_cache(maxsize=64)
 def _block_costs(same: _SameRequest, pricing: Pricing) -> list[StageCost]:
     """[block] in the order that is cut."""
-    return pricing.costs(same.request.profile, same.request.profile.topological_order())
+    return _blocks_of(same).costs(pricing)
 
 
 _CHECKS = 6

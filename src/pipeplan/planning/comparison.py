@@ -35,6 +35,7 @@ from pipeplan.workload.elements import Again
 from pipeplan.workload.engine import with_links
 from pipeplan.workload.memory import overflow, peak_memory
 from pipeplan.workload.one_microbatch import OneMicrobatch
+from pipeplan.workload.slices import num_sliced
 from pipeplan.workload.steady_state.loop import LoopedOrders
 from pipeplan.workload.task_graph import earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
@@ -50,7 +51,7 @@ class ComparisonRow:
     ``microbatch_size`` counts samples over all replicas, of the stage that has most at once. ``replicas`` are the most
     of a stage, ``samples_per_replica`` the least and most that one has of a micro-batch, ``shards``, ``context``,
     ``expert`` and ``zero`` the most of a stage, too; on ``idle_devices`` no stage stands. ``varied``: backward runs
-    another way than the schedule's definition has it.
+    another way than the schedule's definition has it. ``sliced_microbatches`` have their first forwards in two parts.
     ``lower_bound_ns`` is of the placement and its memory, whichever way backward runs, so that gaps of its rows
     compare; ``why`` says by how much a schedule does not fit, else it is empty. ``cut_short``: the search had too
     little time for a look at everything that is open on this placement.
@@ -82,6 +83,14 @@ class ComparisonRow:
     expert: int = 1
     idle_devices: tuple[int, ...] = ()
     varied: bool = False
+    sliced_microbatches: int = 0
+
+    def figures(self) -> dict[str, object]:
+        """The row as an object of ``compare --json``, with how many forwards run in parts where some do."""
+        found = asdict(self)
+        if not self.sliced_microbatches:
+            del found["sliced_microbatches"]
+        return found
 
     @property
     def is_ours(self) -> bool:
@@ -165,7 +174,7 @@ class Comparison(Displayed):
             "memory_bytes": list(self.memory_bytes),
             **({"reserve_bytes": list(self.reserve_bytes)} if any(self.reserve_bytes) else {}),
             "rows": [
-                asdict(row) | {"applies": True, "gap": row.gap} | self.throughput(row).figures() for row in self.rows
+                row.figures() | {"applies": True, "gap": row.gap} | self.throughput(row).figures() for row in self.rows
             ],
             "not_applicable": [
                 {"schedule": each.schedule, "placement": each.placement, "why": each.why, "applies": False}
@@ -476,10 +485,10 @@ _SIZES = ("shards", "context", "expert", "zero")
 
 
 def _stands(workload: Workload) -> dict[str, Any]:
-    """What its stages run on, in the words of rows."""
+    """What its stages run on, and how many forwards they have in parts, in the words of rows."""
     stages = workload.stages
     most: dict[str, Any] = {name: max(getattr(each, name) for each in stages) for name in _SIZES}
-    return most | {"idle_devices": workload.idle_devices}
+    return most | {"idle_devices": workload.idle_devices, "sliced_microbatches": num_sliced(workload)}
 
 
 def _never_longer(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:

@@ -40,6 +40,7 @@ from pipeplan.sharding.tracking import knee
 from pipeplan.time_limit import Limit
 from pipeplan.units import format_bytes, format_ns, named_devices, rounded_up
 from pipeplan.workload.elements import Stage
+from pipeplan.workload.slices import parts_words
 from pipeplan.workload.workload import Workload
 
 Mode = Literal["all", "min-time", "min-devices", "profile"]
@@ -578,7 +579,8 @@ def _words(point: PlanPoint) -> str:
         stages = f"{number}: {', '.join(f'{count} on {way}' for way, count in runs)}"
     idle = len(point.workload.idle_devices)
     stages += f", {named_devices(idle)} {'runs' if idle == 1 else 'run'} nothing" if idle else ""
-    return f"{stages}; {scheduler_words(point.scheduler)}, micro-batches of {point.workload.microbatch_words}"
+    sizes = f"micro-batches of {point.workload.microbatch_words}{parts_words(point.workload)}"
+    return f"{stages}; {scheduler_words(point.scheduler)}, {sizes}"
 
 
 def _stage_words(stage: Stage) -> str:

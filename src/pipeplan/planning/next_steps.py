@@ -99,7 +99,8 @@ def _other_schedules(request: Request, result: Result, simulation: Simulation) -
         bound = placement_bound(opened, PlacementCandidate(stages, batch, bool(request.recompute), "these stages"))
         gain = 1 - bound / plan.predicted.iteration_ns
         if gain >= _LEAST_GAIN:
-            yield NextStep("--scheduler auto", f"at most {gain:.1%} shorter iterations on these stages", gain)
+            without = "" if request.rules is None else "in place of --rules, "
+            yield NextStep("--scheduler auto", f"{without}at most {gain:.1%} shorter iterations on these stages", gain)
 
 
 def _more_microbatches(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:

@@ -156,7 +156,8 @@ class Request:
 
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage,
     ``uniform`` one of layouts with the same sizes for every stage alone.
-    ``samples_assumed``: nobody said how many samples an iteration has.
+    ``samples_assumed``: nobody said how many samples an iteration has. ``said`` are the choices that were made for the
+    search, by field, as the flags that make them.
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
@@ -200,6 +201,7 @@ class Request:
     splitting: Splitting | None = None
     uniform: bool = False
     samples_assumed: bool = False
+    said: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
@@ -371,6 +373,11 @@ class Request:
             launch_overhead_ns=overhead,
             stated=stated if overhead else None,
             samples_assumed=mini_batch is None and num_microbatches is None,
+            said=(
+                *_placement_said(placement, chosen, rules),
+                *_batch_said(microbatch_size, num_microbatches),
+                *_flags_said({"chunks": chunks, **others}),
+            ),
             **(_as_defined(profile, scheduler, rules) | others),
         )
         made.require_sharing()
@@ -454,6 +461,30 @@ class Request:
         return (False,) if self.least_memory is None else (False, True)
 
 
+def _placement_said(asked: Placement | str, chosen: Placement | str, rules: Rules | None) -> Iterator[tuple[str, str]]:
+    """Who says where stages stand, if anybody does."""
+    if isinstance(chosen, Placement):
+        yield "placement", "the profile's placement" if asked == "auto" else "--placement, as given"
+    elif asked not in ("auto", ALL):
+        yield "placement", f"--placement {asked}"
+    elif chosen != "auto" and rules is not None:
+        yield "placement", f"--rules {rules.name}"
+
+
+def _batch_said(size: int | None, count: int | None) -> Iterator[tuple[str, str]]:
+    """The flag that says how the mini-batch is cut, if one does."""
+    if size is not None or count is not None:
+        yield "microbatch", f"--microbatches {count}" if size is None else f"--microbatch-size {size}"
+
+
+def _flags_said(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The flags of choices that some fields make."""
+    for name, flag in _CHOICE_FLAGS.items():
+        if (value := fields.get(name)) is not None:
+            words = {True: "yes", False: "no"} if name != "recompute" else {True: "all", False: "none"}
+            yield name, f"{flag} {words[value] if isinstance(value, bool) else value}"
+
+
 class AskedSizes(NamedTuple):
     """How many devices split each block, share each sequence, follow each other, are copies; None if open."""
 
@@ -469,6 +500,22 @@ class AskedSizes(NamedTuple):
 
 
 _SIZE_FLAGS = {"shards": "--tp", "context": "--cp", "positions": "--pp", "replicas": "--dp"}
+
+_CHOICE_FLAGS = {
+    **_SIZE_FLAGS,
+    "expert": "--ep",
+    "chunks": "--chunks",
+    "zero": "--zero",
+    "zero_group": "--zero-group",
+    "spread": "--shard-shared",
+    "unroll": "--unroll",
+    "max_span": "--max-span",
+    "recompute": "--recompute",
+    "split_backward": "--split-backward",
+    "num_parted": "--slices",
+    "late_inputs": "--late-inputs",
+}
+"""Flags that choose something for a plan, by the field that they are."""
 
 
 def require_sizes(profile: Profile, placement: Placement | str, num_devices: int, said: Mapping[str, Any]) -> None:

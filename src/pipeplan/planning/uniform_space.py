@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from operator import mul
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from pipeplan.costs.stages import require_apart
 from pipeplan.costs.states import States
 from pipeplan.costs.zero import IN_ACTIONS, WHOLE, Exchanging, Experts, Zero, cuts
 from pipeplan.errors import UsageError
-from pipeplan.files import Profile
+from pipeplan.files import Edge, Profile
 from pipeplan.partition.chain.costs import Array, FloatArray
 from pipeplan.partition.problem import Pricing
 from pipeplan.partition.recomputation import kept_whole, kind_of, savings
@@ -36,6 +37,8 @@ from pipeplan.planning.usual import Counts, Numbers, Usual, usual_of
 from pipeplan.time_limit import checked
 from pipeplan.workload.elements import Again
 from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes
+
+OfKind = TypeVar("OfKind")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,17 +187,17 @@ class Blocks:
     chained: bool
     shares_tensors: bool
     states: States
+    _known: dict[Pricing, list[StageCost]] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, profile: Profile) -> Blocks:
         """Of a profile."""
         tied = {block for each in profile.tied for block in each.blocks}
-        order, by_id, into = profile.topological_order(), profile.by_id, profile.edges_into
+        order, alike, into = profile.topological_order(), profile.alike, profile.edges_into
         numbers: dict[tuple[object, ...], int] = {}
         found, each = [], list[str]()
         for name in checked(order, 16):
-            fed = tuple(edge.bytes_per_sample for edge in into.get(name, ()))
-            like = by_id[name].model_dump_json(exclude={"id"}), fed, name if name in tied else ""
+            like = alike[name], _fed(into.get(name, ())), name if name in tied else ""
             if like not in numbers:
                 numbers[like] = len(each)
                 each.append(name)
@@ -206,13 +209,28 @@ class Blocks:
             tuple(found),
             all(pair in pairs for pair in pairwise(order)),
             any(edge.tensor is not None for edge in profile.edges),
-            States.of([by_id[name] for name in each], profile.recipe),
+            States.of([profile.by_id[name] for name in each], profile.recipe),
         )
 
     def costs(self, pricing: Pricing) -> list[StageCost]:
         """[block] as a stage of its own. Raises UsageError where one has no such costs."""
-        known = pricing.costs(self.profile, self.each)
-        return [known[kind] for kind in self.kinds]
+        return self.spread(self.of_kinds(pricing))
+
+    def of_kinds(self, pricing: Pricing) -> list[StageCost]:
+        """[kind], in the order of ``each``, a block of it as a stage of its own. Raises UsageError as above."""
+        if pricing not in self._known:
+            self._known[pricing] = pricing.costs(self.profile, self.each)
+        return self._known[pricing]
+
+    def spread(self, of_kinds: Sequence[OfKind]) -> list[OfKind]:
+        """[block] what is said of its kind."""
+        return list(map(of_kinds.__getitem__, self.kinds))
+
+    @property
+    def counts(self) -> list[int]:
+        """[kind] how many blocks are of it."""
+        counted = Counter(self.kinds)
+        return [counted[kind] for kind in range(len(self.each))]
 
     def exchanged_ns(self, pricing: Pricing, exchanging: Exchanging) -> int:
         """Ns of what copies exchange of all blocks with each micro-batch."""
@@ -235,6 +253,20 @@ class Blocks:
             int(kept[:, STATE_KINDS.index(GRADIENTS)].sum()) - shared[GRADIENTS],
             int(whole.max()),
         )
+
+
+def _fed(edges: Sequence[Edge]) -> tuple[tuple[int, bool, bool, int], ...]:
+    """What a block's costs depend on of the edges into it: sizes, and which of them carry the same tensor."""
+    firsts: dict[object, int] = {}
+    return tuple(
+        (
+            edge.bytes_per_sample,
+            edge.broadcast,
+            edge.gradient,
+            place if edge.tensor is None else firsts.setdefault((edge.source, edge.tensor), place),
+        )
+        for place, edge in enumerate(edges)
+    )
 
 
 class KeptBytes(NamedTuple):
@@ -285,54 +317,58 @@ class _Sums:
     def of(cls, request: Request, blocks: Blocks, pricing: Pricing, levels: Sequence[Again] = ()) -> _Sums | None:
         """None where a block has no such costs."""
         try:
-            costs = blocks.costs(pricing)
-            ways = [(each, blocks.costs(pricing._replace(recompute=each))) for each in levels]
+            costs = blocks.of_kinds(pricing)
+            ways = [(each, blocks.of_kinds(pricing._replace(recompute=each))) for each in levels]
         except UsageError:
             return None
         splits = request.split_backward is not False and can_split(request.profile)
         work, way = ([of(cost, splits) for cost in checked(costs)] for of in (_work_ns, _way_ns))
         if request.num_parted != 0 and pricing.samples % 2 == 0:  # forwards may run in halves
             with suppress(UsageError):
-                halves = blocks.costs(pricing._replace(samples=pricing.samples // 2))
+                halves = blocks.of_kinds(pricing._replace(samples=pricing.samples // 2))
                 work = [min(ns, 2 * _work_ns(half, splits)) for ns, half in checked(zip(work, halves, strict=True))]
                 way = [min(ns, _way_ns(half, splits)) for ns, half in checked(zip(way, halves, strict=True))]
-        static, gradients = _static_bytes(costs)
+        counts = blocks.counts
+
+        def total(values: Iterable[int]) -> int:
+            return sum(map(mul, counts, values))
+
+        static, gradients = _static_bytes(costs, counts)
         apart = not blocks.shares_tensors
         each_way = list(zip(*(own for _, own in ways), strict=True)) or [(cost,) for cost in costs]
         least = [min(own, key=lambda cost: cost.activation_bytes) for own in each_way]
         widest = [max(cost.workspace_bytes for cost in own) for own in each_way]
         number = dict(zip(request.profile.topological_order(), blocks.kinds, strict=True))
         ends = {number[block] for block in kept_whole(request.profile)}
-        places = {kind: place for place, kind in enumerate(blocks.kinds) if levels}
-        kinds = {
-            kind: kind_of([(again, own[place]) for again, own in ways if not (again and kind in ends)])
-            for kind, place in places.items()
-        }
-        saved, longer = savings([kinds[kind] for kind in blocks.kinds] if levels else [])
-        weight = sum(cost.weight_grad_ns or 0 for cost in costs)
+        kinds = [
+            kind_of([(again, own[kind]) for again, own in ways if not (again and kind in ends)])
+            for kind in checked(range(len(costs) if levels else 0))
+        ]
+        saved, longer = savings(blocks.spread(kinds) if levels else [])
+        weight = total(cost.weight_grad_ns or 0 for cost in costs)
         return cls(
-            sums_ns=np.array([0, *accumulate(work)], dtype=np.int64),
+            sums_ns=np.array([0, *accumulate(blocks.spread(work))], dtype=np.int64),
             most_ns=max(work),
-            compute_ns=sum(cost.compute_ns for cost in costs),
-            forward_ns=sum(cost.forward_ns for cost in costs),
-            input_ns=sum(cost.backward_ns for cost in costs) - weight,
+            compute_ns=total(cost.compute_ns for cost in costs),
+            forward_ns=total(cost.forward_ns for cost in costs),
+            input_ns=total(cost.backward_ns for cost in costs) - weight,
             weight_ns=weight,
-            way_ns=sum(way) if blocks.chained else max(way),
+            way_ns=total(way) if blocks.chained else max(way),
             share=min((own / ns for own, ns in zip(way, work, strict=True) if ns), default=0.0) * blocks.chained,
             static_bytes=static,
             gradient_bytes=gradients,
-            activation_bytes=apart * sum(cost.activation_bytes for cost in costs),
-            least_bytes=apart * sum(cost.activation_bytes for cost in least),
-            weight_grad_bytes=apart * sum(cost.weight_grad_bytes for cost in costs),
+            activation_bytes=apart * total(cost.activation_bytes for cost in costs),
+            least_bytes=apart * total(cost.activation_bytes for cost in least),
+            weight_grad_bytes=apart * total(cost.weight_grad_bytes for cost in costs),
             workspace_bytes=max(cost.workspace_bytes for cost in costs) if len(ways) < 2 else max(widest),
             beside_bytes=np.array(
-                [min(cost.activation_bytes + cost.workspace_bytes for cost in own) for own in each_way]
+                blocks.spread([min(cost.activation_bytes + cost.workspace_bytes for cost in own) for own in each_way])
             ),
             alone_bytes=max(min(cost.memory_bytes(1) for cost in own) for own in each_way),
-            area=_area(costs, least) if apart and blocks.chained else 0.0,
+            area=_area(blocks.spread(costs), blocks.spread(least)) if apart and blocks.chained else 0.0,
             saved_bytes=saved,
             again_ns=longer,
-            eased=_eased(costs, blocks.costs(pricing._replace(recompute=request.recompute or False))),
+            eased=_eased(costs, blocks.of_kinds(pricing._replace(recompute=request.recompute or False))),
         )
 
     def shared(self, kept: KeptBytes) -> _Sums:
@@ -346,13 +382,12 @@ class _Sums:
         )
 
 
-def _static_bytes(costs: Sequence[StageCost]) -> tuple[int, int]:
-    """Bytes of all state of blocks, and of their gradients; what they share is there once."""
-    tied = Counter(chain.from_iterable(cost.tied for cost in costs))
+def _static_bytes(costs: Sequence[StageCost], counts: Sequence[int]) -> tuple[int, int]:
+    """Bytes of all state of so many blocks [kind], and of their gradients; what they share is there once."""
+    tied = Counter(chain.from_iterable(cost.tied for cost in costs))  # a block that shares is a kind of its own
     again = sum((each.state * (count - 1) for each, count in tied.items()), MemoryBytes())
-    static, gradients = (
-        sum(of) for of in zip(*((cost.static_bytes, cost.gradient_bytes) for cost in costs), strict=True)
-    )
+    static = sum(map(mul, counts, (cost.static_bytes for cost in costs)))
+    gradients = sum(map(mul, counts, (cost.gradient_bytes for cost in costs)))
     return static - again.total, gradients - again[GRADIENTS]
 
 
@@ -400,19 +435,22 @@ def _area(costs: Sequence[StageCost], held: Sequence[StageCost]) -> float:
     return area
 
 
-def longest_stages(sums: Sequence[Array], most: int) -> Array:
+def longest_stages(sums: Sequence[Array], most: int, wanted: Array | None = None) -> Array:
     """[chain, stages - 1] ns that the longest stage of no cut is below, for chains with these running sums.
 
     Of 1 to ``most`` stages, all at once: whether stages that take as much as they may reach the end. What they may take
     is between an even share and that with the longest block, and is halved so often that what is left is some
     thousandths of a block. Where that is much, only every so-many-th number of stages is looked at: fewer stages are no
-    shorter than those.
+    shorter than those. Of numbers of stages that are not among those ``wanted`` bounds are lower than they might be.
     """
     count = len(sums[0])
     apart = 1 + max(int(each[-1]) for each in sums)  # chain after chain, so that one look-up is for all
     line = np.concatenate([each + 2 * apart * number for number, each in enumerate(sums)])
     step = -(-len(sums) * most * most // _MOST_LOOK_UPS)
-    stages = np.arange(step, most + step, step)
+    every = np.arange(1, most + 1)
+    looked = np.unique(((every if wanted is None else wanted) - 1) // step)
+    stages = step * (looked + 1)
+    more = np.searchsorted(stages, np.arange(stages[-1]), side="right").tolist()  # [stage] where those of more begin
     firsts = np.repeat(np.arange(len(sums)) * count, len(stages)).reshape(len(sums), len(stages))
     whole = np.array([each[-1] for each in sums])[:, None]
     blocks = np.array([np.diff(each).max() for each in sums])[:, None]
@@ -420,13 +458,14 @@ def longest_stages(sums: Sequence[Array], most: int) -> Array:
     for _ in range(_HALVINGS):
         middle = (low + high) // 2
         at = firsts.copy()
-        for stage in checked(range(int(stages[-1])), 16):
-            own = slice(stage // step, None)  # those of more stages
+        for first in checked(more, 16):
+            own = slice(first, None)
             at[:, own] = np.searchsorted(line, line[at[:, own]] + middle[:, own], side="right") - 1
         reached = at == firsts + count - 1
         high, low = np.where(reached, middle, high), np.where(reached, low, middle + 1)
-    every = np.arange(1, most + 1)
-    found: Array = np.maximum(np.maximum(-(-whole // every), blocks), low[:, (every - 1) // step])
+    lows = np.zeros((len(sums), most), dtype=low.dtype)
+    lows[:, looked] = low
+    found: Array = np.maximum(np.maximum(-(-whole // every), blocks), lows[:, (every - 1) // step])
     return found
 
 
@@ -496,7 +535,8 @@ class _BoundTable:
         lines = {id(each.sums_ns): each.sums_ns for _, each in alike.values()}
         line = {key: place for place, key in enumerate(lines)}
         of_line = np.array([line[id(each.sums_ns)] for _, each in alike.values()])[rows]
-        longest = longest_stages(list(lines.values()), int((p * per_position).max()))
+        wanted = np.unique(np.concatenate((p, p * per_position))).astype(np.int64)
+        longest = longest_stages(list(lines.values()), int(wanted[-1]), wanted)
         evenest = longest[of_line, (p * per_position).astype(np.int64) - 1].astype(np.float64)
         one_each = (per_position == 1) & (routes == 1)
 

@@ -26,6 +26,7 @@ from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.texts import counted, number_ranges, printable
 from pipeplan.units import format_bytes, format_ns
+from pipeplan.workload.slices import parts_words
 from pipeplan.workload.workload import Workload
 
 LINES = 10
@@ -105,7 +106,8 @@ def _plan(request: Request, simulation: Simulation) -> list[Clause]:
     split, context = _span([stage.shards for stage in stages]), _span([stage.context for stage in stages])
     expert = _span([stage.expert for stage in stages])
     recomputed = recomputed_words(stages)
-    sizes = f"{counted(workload.num_microbatches, 'micro-batch', 'es')} of {workload.microbatch_words}"
+    count = counted(workload.num_microbatches, "micro-batch", "es")
+    sizes = f"{count} of {workload.microbatch_words}{parts_words(workload)}"
     return [
         (f"{counted(len(stages), 'stage')}{virtual} x {replicas} replica{'' if replicas == '1' else 's'}{free}", 0),
         ("" if split == "1" else f" x {split}-way tensor split", 0),

@@ -57,7 +57,7 @@ def print_worst(profile: Profile, path: str, cause: str, file: TextIO, most: int
     if not found:
         return
     console = console_for(file)
-    rest = f", the worst first; pipeplan profile --show {path} has all" if len(found) > most else ""
+    rest = f", the worst of each kind first; pipeplan profile --show {path} has all" if len(found) > most else ""
     console.print(flowed(f"{counted(len(found), 'warning')}{rest}", console.width))
     for caution in worst(found, most):
         console.print(flowed(Text.assemble(("warning: ", "yellow"), caution.text), console.width))

@@ -46,7 +46,7 @@ from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.elements import ONCE, Stage
 from pipeplan.workload.kinds import MASTER, MEMORY_KINDS, PARAMETERS, MemoryBytes, Role, in_order, role_of
 from pipeplan.workload.samples import size_in_words
-from pipeplan.workload.slices import num_sliced
+from pipeplan.workload.slices import num_sliced, parts_words
 from pipeplan.workload.workload import Workload
 
 _MAX_STAGES = 30
@@ -218,10 +218,15 @@ def _way(workload: Workload, stage: Stage) -> str:
         (stage.sharers > 1, zero_words([stage])),
         (stage.recomputes, stage.recomputed),
         (workload.num_routes > 1, f"route {stage.route}"),
-        (stage.num_parted > 0, f"{stage.num_parted} sliced"),
+        (stage.num_parted > 0, _first_forwards(stage.num_parted)),
         (bool(stage.cuts), f"in {1 + len(stage.cuts)} parts"),
     ]
     return ", ".join(word for applies, word in words if applies)
+
+
+def _first_forwards(count: int) -> str:
+    """That they run in parts, as AutoPipe slices them."""
+    return f"first {f'{count} forwards' if count > 1 else 'forward'} in 2 parts"
 
 
 def zero_words(stages: Sequence[Stage]) -> str:
@@ -329,7 +334,7 @@ def _headline(simulation: Simulation) -> Text:
     about = [
         plan.placement,
         counted(len(workload.devices), "device"),
-        f"{counted(count, 'micro-batch', 'es')} of {workload.microbatch_words}",
+        f"{counted(count, 'micro-batch', 'es')} of {workload.microbatch_words}{parts_words(workload)}",
     ]
     if plan.provenance.scheduler:
         about.append(f"scheduler: {scheduler_words(plan.provenance.scheduler)}")
@@ -373,6 +378,8 @@ def _figures(simulation: Simulation) -> list[tuple[str, str]]:
     rows.append(("", f"{rates.bubble_rate_span:.2%} by busiest device span"))
     if simulation.bubble_rate_steady is not None:
         rows.append(("", f"{simulation.bubble_rate_steady:.2%} steady"))
+    if choices := simulation.plan.provenance.choices:
+        rows.append(("chosen by", "; ".join(f"{name.replace('_', ' ')}: {by}" for name, by in choices.items())))
     return rows
 
 
@@ -450,7 +457,7 @@ def _timeline(simulation: Simulation, width: int, marks: str, most: int = _MAX_T
     if len(parts) > 1:
         below.append(Text(f"{marks[2]} time left out: the start, the middle and the end are shown"))
     if num_sliced(simulation.workload):
-        below.append(Text("sliced micro-batches: F0.0 and F0.1, or F0 twice where there is no room"))
+        below.append(Text("micro-batches in parts: F0.0 and F0.1, or F0 twice where there is no room"))
     if any(odd_stages(simulation, device) for device, *_ in groups):
         below.append(Text("lower case: every other stage of a device"))
     lines = [line for each in below for line in flowed(each, max(1, width - label - 1)).split("\n")]

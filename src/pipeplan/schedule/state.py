@@ -377,7 +377,8 @@ def scheduler_words(scheduler: str) -> str:
     """
     whole = _in_one(scheduler)
     origin = origin_of(whole)
-    words = _ORIGINS.get(origin, f"rules {origin[7:]}" if origin.startswith("rules: ") else origin)
+    name = origin.removeprefix("rules: ")
+    words = _ORIGINS.get(origin, origin if name == origin else "rules" if name == "rules" else f"rules {name}")
     if whole != origin:
         words = f"optimised, from {words}"
     elif origin == "repetend":

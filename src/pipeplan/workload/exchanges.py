@@ -330,9 +330,9 @@ def microbatches_alike(workload: Workload) -> int:
     found = 1
     for number, stage in enumerate(workload.stages):
         for every, roles in ((stage.unshard_every, PARAMETER_ROLES), (stage.reduce_every, GRADIENT_ROLES)):
-            each = sum(operation.stage == number and operation.role in roles for operation in workload.operations)
             if stage.block_groups and every not in (None, ONCE):
                 assert every is not None
+                each = sum(operation.stage == number and operation.role in roles for operation in workload.operations)
                 found = lcm(found, every // gcd(every, max(1, each)))
     return found
 

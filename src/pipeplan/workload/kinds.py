@@ -244,6 +244,9 @@ class MemoryBytes(Mapping[MemoryKind, int]):
     def __hash__(self) -> int:
         return hash(self._sizes)
 
+    def __eq__(self, other: object) -> bool:
+        return self._sizes == other._sizes if isinstance(other, MemoryBytes) else super().__eq__(other)
+
     def __repr__(self) -> str:
         return f"MemoryBytes({', '.join(f'{kind.name}={size}' for kind, size in self.items() if size)})"
 

@@ -25,6 +25,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pipeplan.errors import InfeasibleError, UsageError
 from pipeplan.graphs import connected_parts
 from pipeplan.time_limit import checked
@@ -101,11 +104,16 @@ class OneMicrobatch:
 
     def holds_on(self, device: int) -> list[Hold]:
         """What a device holds until one action has ended; what waits for several, or for none, searches leave out."""
-        return [
-            hold
-            for hold in self.workload.holds
-            if device in self.workload.holders[hold.source] and len(hold.targets) == 1
-        ]
+        return self._holds_on.get(device, [])
+
+    @cached_property
+    def _holds_on(self) -> dict[int, list[Hold]]:
+        found: dict[int, list[Hold]] = {}
+        for hold in self.workload.holds:
+            if len(hold.targets) == 1:
+                for device in self.workload.holders[hold.source]:
+                    found.setdefault(device, []).append(hold)
+        return found
 
     @property
     def microbatches_per_round(self) -> int:
@@ -187,20 +195,19 @@ class OneMicrobatch:
 
     def path(self, source: int, target: int) -> int:
         """Longest path from the start of one operation to the end of another in a micro-batch; -1 without one."""
-        return self._paths[source][target]
+        return int(self._paths[target, source])
 
     @cached_property
-    def _paths(self) -> list[list[int]]:
-        paths = []
-        for source in checked(range(self.num_operations), 4):
-            ends = [-1] * self.num_operations
-            ends[source] = self.durations[source]
-            for middle in self.order:
-                if ends[middle] >= 0:
-                    for target, lag in self.outgoing[middle]:
-                        ends[target] = max(ends[target], ends[middle] + lag + self.durations[target])
-            paths.append(ends)
-        return paths
+    def _paths(self) -> NDArray[np.int64]:
+        """[target, source]: of thousands of stages from all operations at once."""
+        found = np.full((self.num_operations, self.num_operations), -1, dtype=np.int64)
+        for target in checked(self.order, 16):
+            found[target, target] = self.durations[target]
+            for middle, lag in self.incoming[target]:
+                begun = found[middle]
+                through = np.where(begun >= 0, begun + (lag + self.durations[target]), -1)
+                np.maximum(found[target], through, out=found[target])
+        return found
 
     def needed_bytes(self, device: int) -> int:
         """What the device must hold at some moment of every schedule, beside its static memory.

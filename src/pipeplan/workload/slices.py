@@ -23,6 +23,12 @@ def num_sliced(workload: Workload) -> int:
     return max(stage.num_parted for stage in workload.stages)
 
 
+def parts_words(workload: Workload) -> str:
+    """Which forwards run in parts, to be said after micro-batches: ``, the first 3 in 2 parts``; none are nothing."""
+    count = num_sliced(workload)
+    return f", the first{f' {count}' if count > 1 else ''} in 2 parts" if count else ""
+
+
 def without_parts(workload: Workload) -> Workload:
     """The same with whole micro-batches."""
     return replace(

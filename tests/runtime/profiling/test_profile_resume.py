@@ -285,7 +285,7 @@ def test_a_profile_comes_out_on_a_disk_without_room_for_what_is_unfinished(
 def test_the_command_says_where_it_is_kept_instead(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("pipeplan.cli.profile_verb._model", lambda *_: model([], KeyboardInterrupt(), at=19))
+    monkeypatch.setattr("pipeplan.cli.profile_verb._model", lambda *_: (model([], KeyboardInterrupt(), at=19), (1,)))
     options = ("--microbatch", "1,2", "--repeats", "4", "--warmup", "1")
     assert measure_without_room(path, monkeypatch, "runtime_support.models:chain", *options) == 130
     (there,) = path.parent.glob("pipeplan-*")

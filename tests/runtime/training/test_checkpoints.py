@@ -150,7 +150,7 @@ def test_no_checkpoint_behind_numbers_that_are_not_finite(monkeypatch: pytest.Mo
     steps = [StepResult(0, 1.0, 1, 1), StepResult(1, math.nan, 1, 1), StepResult(2, 1.0, 1, 1, math.inf)]
     trainer, progress, plan = MagicMock(), MagicMock(), MagicMock()
     plan.provenance.tokens_per_sample = None
-    trainer.resume.return_value = 0
+    trainer.resume.return_value = trainer.stopping = 0
     trainer.step.side_effect = [(step, []) for step in steps]
     trainer.all_ranks.gather.return_value = [1]
     monkeypatch.setattr(training, "Trainer", lambda *_: trainer)

@@ -59,7 +59,7 @@ class Mean:
             return "samples"
         if self.table:
             but = "" if self.ignored is None else f" that are not {self.ignored}"
-            return f"the entries of {self.over!r}{but}, by the weights {self.table!r} of their classes"
+            return f"the entries of {self.over!r}{but}, weighted by class ({self.table!r})"
         if self.ignored is None:
             return f"the weights {self.over!r}"
         return f"the entries of {self.over!r} that are not {self.ignored}"
@@ -431,8 +431,8 @@ class _TwoSamples:
         mean = next(iter(found.values()))
         return Finding(
             found,
-            f"the loss of {name} is a mean over {mean.text} ({texts[0]}): each micro-batch counts by how much of them "
-            "it has, so gradients are those of the mean over the mini-batch, whatever the plan",
+            f"the loss of {name} is a mean over {mean.text} ({texts[0]}): each micro-batch is weighted by its "
+            "share of them, so gradients are those of the mean over the mini-batch, whatever the plan",
             f"the loss of {name} is a mean over {mean.text}, as it is trained under every plan",
         )
 

@@ -251,10 +251,11 @@ class Chooser:
         """The action a device would start now; None if there is none it may."""
         mine = self._devices[device]
         types = mine.settings.types
-        if not isinstance(types.first, str):
-            return self._by_function(device, self._kinds(types.first, device))
-        if len(mine.owed) > mine.settings.weights_late and self._obstacle(mine.owed[0]) is None:
+        kinds = None if isinstance(types.first, str) else self._kinds(types.first, device)
+        if self._is_too_late(mine, kinds or ()):
             return mine.owed[0]
+        if kinds is not None:
+            return self._by_function(device, kinds)
         for lane in mine.ordered():
             task = self._pick(device, lane)
             if task is not None:
@@ -262,6 +263,16 @@ class Chooser:
             if types.wait and lane.name in _IN_TURN and self._is_waited_for(lane):
                 break
         return self._filling(mine)
+
+    def _is_too_late(self, mine: _DeviceLanes, kinds: Sequence[str]) -> bool:
+        """Whether more weight gradients are owed than may be, and the oldest may start.
+
+        A function that names their kind decides when they run, unless the rules say how late they may be.
+        """
+        late = mine.settings.weights_late
+        if late is None and any(role_of(kind) is Role.WEIGHT_GRAD for kind in kinds):
+            return False
+        return len(mine.owed) > (late or 0) and self._obstacle(mine.owed[0]) is None
 
     def _is_waited_for(self, lane: _Lane) -> bool:
         """Whether nothing but time keeps all actions of a lane that are left, and one would be allowed."""

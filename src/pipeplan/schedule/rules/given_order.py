@@ -26,8 +26,10 @@ def actions_of(order: Texts) -> list[list[Action]]:
 def _action(text: str, device: int) -> Action:
     try:
         found = Action.parse(text)
-    except ValueError as error:
-        raise ValueError(f"order of device {device}: {error}") from None
+    except ValueError:
+        raise ValueError(
+            f"order of device {device}: {text!r} is not an action; write stage, kind and micro-batch, as 2F0"
+        ) from None
     if not found.is_compute:
         raise ValueError(
             f"order of device {device}: {text} is a message, which comes with what it carries; leave it out"
@@ -77,7 +79,7 @@ def _checked(graph: TaskGraph, device: int, texts: Sequence[str], tasks: Sequenc
     for text, task in zip(texts, tasks, strict=True):
         if task not in left:
             what = "is there twice" if task in own else "is none of its actions"
-            stands = f"they are {_some([graph.label(each) for each in own])}"
+            stands = f"the device's actions are {_some([graph.label(each) for each in own])}"
             raise UsageError(f"order of device {device}: {text} {what}; {stands}")
         left.remove(task)
     if left:

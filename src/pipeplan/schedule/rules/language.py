@@ -192,7 +192,8 @@ class Settings(Stated):
     ``in_flight_device`` the sum over a device's stages (Fig. 7 (i)), stages of all devices left out;
     ``in_flight_shared`` is the bound per stage for stages that stand on all devices of their submodule.
     Where backward is split, a device's oldest W runs as soon as more than ``weights_late`` are owed there, at once
-    by default; ``weights_fill`` lets it run whenever the device had to wait.
+    by default; ``weights_fill`` lets it run whenever the device had to wait. A function for ``first`` that returns W
+    among its kinds places the W itself, unless ``weights_late`` is given.
     """
 
     types: TypeTraversal | None = None

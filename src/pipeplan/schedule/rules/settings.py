@@ -29,7 +29,10 @@ class Traversal:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSettings:
-    """How one device chooses. ``limit`` is what it may have in flight over all its own stages; None is no limit."""
+    """How one device chooses. ``limit`` is what it may have in flight over all its own stages; None is no limit.
+
+    ``weights_late`` is None where the rules do not say it: then it is 0, unless a function places weight gradients.
+    """
 
     types: TypeTraversal
     forward_unit: int
@@ -37,7 +40,7 @@ class DeviceSettings:
     forward: Traversal
     backward: Traversal
     limit: int | None
-    weights_late: int
+    weights_late: int | None
     weights_fill: bool
 
 
@@ -242,7 +245,7 @@ class Resolved:
             _traversal("forward", settings.forward, sizes),
             _traversal("backward", settings.backward, sizes),
             _limit("in_flight_device", settings.in_flight_device, sizes["d"], sizes["D"], sizes, f"{first}F0"),
-            evaluate("weights_late", settings.weights_late or 0, sizes, least=0),
+            None if settings.weights_late is None else evaluate("weights_late", settings.weights_late, sizes, least=0),
             bool(settings.weights_fill),
         )
 
@@ -262,7 +265,7 @@ def _limit(key: str, limit: Limit | None, place: int, count: int, sizes: Mapping
         return None
     if isinstance(limit, tuple) and len(limit) != count:
         what = "devices" if key == "in_flight_device" else "stages"
-        raise UsageError(f"{key} has {len(limit)} numbers for {count} {what} of the submodule; write one each, or one")
+        raise UsageError(f"{key} has {len(limit)} numbers for {count} {what}; write one each, or one")
     name, number = (f"{key}[{place}]", limit[place]) if isinstance(limit, tuple) else (key, limit)
     try:
         return evaluate(name, number, sizes)

@@ -68,7 +68,10 @@ class Stated:
         known = [field.alias or name for name, field in fields_of(cls).items() if not field.exclude]
         spelled: dict[str, object] = {}
         for key, entry in value.items():
-            has_table = isinstance(entry, dict) and any(each.startswith(f"{key}.") for each in known)
+            of_table = any(each.startswith(f"{key}.") for each in known)
+            if of_table and not isinstance(entry, dict):
+                raise TableError(f"{key} is {shown(entry)}; write a table [{key}]")
+            has_table = of_table and isinstance(entry, dict)
             spelled |= {f"{key}.{inner}": each for inner, each in entry.items()} if has_table else {key: entry}
         unknown = next((key for key in spelled if key not in known), None)
         if unknown is not None:
@@ -135,6 +138,8 @@ def reason_of(error: ValidationError) -> str:
     reason = context.get("error", first["msg"])
     if isinstance(reason, TableError):
         return f"{path}.{reason}".removeprefix(".")
+    if not path and first["type"] == "value_error":
+        return str(reason)  # of the table as a whole: the text names its place
     if first["type"] == "missing":
         return f"{path} is missing"
     if first["type"] in _REMEDIES:

@@ -302,11 +302,12 @@ def longer(
         raise InvalidPlanError(f"{microbatches} micro-batches are no round of this workload that can be repeated")
     larger = task_graph(workload.with_microbatches(workload.num_microbatches + copies * microbatches))
     own = rounds or [0] * len(counts)
+    num_rounds = 1 + max(own)
     found = []
     for order in orders:
         entries = [(item, task - graph.offsets[item]) for task in order for item in (graph.operation_of[task],)]
         times = [(entries, 0)]  # parts, and how many copies later they are; the last is to be cut
-        for number in range(max(own) + 1):
+        for number in range(num_rounds):
             rest, _ = times.pop()
             here = {item for item, _ in entries if own[item] == number}
             states = [_state(begins[item], counts[item], its) if item in here else None for item, its in rest]

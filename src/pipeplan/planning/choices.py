@@ -1,0 +1,75 @@
+"""Who made each choice of a plan: a flag, a planner or rules that were named, or the search."""
+
+from __future__ import annotations
+
+from pipeplan.files import Placement
+from pipeplan.planning.request import Request
+from pipeplan.schedule.classic import CLASSIC
+
+SEARCHED = "searched"
+
+_SIZES = ("replicas", "shards", "context", "expert", "positions", "chunks", "zero", "zero_group", "spread")
+
+
+def choices_of(request: Request, source: str, scheduler: str, *, late_inputs: bool = False) -> dict[str, str]:
+    """Each choice that a plan needs, and who made it; sizes only where they were said.
+
+    ``source`` is what made the stages, ``scheduler`` what made the schedule, as plans say both. ``late_inputs`` is
+    whether actions wait inside for messages, which is left out where it is neither so nor said.
+    """
+    said = dict(request.said)
+    named = _schedule_named(request)
+    whole = SEARCHED if named is None else named
+    found = {
+        "placement": _placement_by(request, source),
+        **{name: said[name] for name in _SIZES if name in said},
+        "microbatch": said.get("microbatch") or _microbatch_by(request),
+        "schedule": named or _search_of(request, scheduler),
+        "recompute": said.get("recompute", SEARCHED),
+        "backward": said.get("split_backward", whole),
+        "slices": said.get("num_parted") or _slices_by(request, whole),
+    }
+    if late_inputs or "late_inputs" in said:
+        found["late_inputs"] = said.get("late_inputs", SEARCHED)
+    return found
+
+
+def _placement_by(request: Request, source: str) -> str:
+    """A strategy says where stages stand, and not which they are."""
+    if request.planner != "auto":
+        return f"--planner {request.planner}"
+    stated = dict(request.said).get("placement")
+    if isinstance(request.placement, Placement):
+        return stated or "as given"
+    made = f"{SEARCHED} ({source})"
+    return made if stated is None else f"{stated}, stages {made}"
+
+
+def _microbatch_by(request: Request) -> str:
+    """Planners choose sizes with their stages, where there is more than one."""
+    if len(request.sizes) < 2:
+        return "the only size there is"
+    return f"--planner {request.planner}" if request.planner != "auto" else SEARCHED
+
+
+def _schedule_named(request: Request) -> str | None:
+    """The flag that says the schedule; None where one is searched or tuned."""
+    if request.rules is not None:
+        return f"--rules {request.rules.name}"
+    return f"--scheduler {request.scheduler}" if request.scheduler in CLASSIC else None
+
+
+def _search_of(request: Request, scheduler: str) -> str:
+    """What kind of search found a schedule, and what it was."""
+    said = dict(request.said)
+    flags = [] if request.scheduler == "auto" else [f"--scheduler {request.scheduler}"]
+    flags += [said[name] for name in ("unroll", "max_span") if name in said]
+    return ", ".join([f"{SEARCHED} ({scheduler})", *flags])
+
+
+def _slices_by(request: Request, whole: str) -> str:
+    """What needs whole forwards leaves nothing to slice."""
+    said = dict(request.said)
+    if request.max_span is not None:
+        return said.get("max_span", whole)
+    return said["late_inputs"] if request.late_inputs and "late_inputs" in said else whole
