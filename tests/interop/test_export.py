@@ -154,7 +154,8 @@ def test_groups_of_another_size_are_a_flag() -> None:
 
 def test_a_divided_sequence_is_a_flag_or_a_note() -> None:
     plan = with_blocks(layered(base(2, 1, 4), [1, 1]), [["layer0"], ["layer1"]], shards=2)
-    for options in ({}, {"sequence_parallel": False}, {"sequence_parallel": True}):
+    tried: list[dict[str, bool]] = [{}, {"sequence_parallel": False}, {"sequence_parallel": True}]
+    for options in tried:
         made = plan.provenance.model_copy(update={"options": options})
         found = face.export(plan.model_copy(update={"provenance": made}), "megatron")
         assert ("--sequence-parallel" in found.text.splitlines()) == options.get("sequence_parallel", False)
@@ -176,7 +177,7 @@ def test_plans_say_whether_their_costs_divide_the_sequence(divided: bool) -> Non
         for block in profile.blocks
     )
     split = profile.model_copy(update={"blocks": blocks})
-    asked = {"devices": 2, "placement": "one-to-one", "microbatches": 4, "scheduler": "1f1b"}
+    asked: dict[str, Any] = {"devices": 2, "placement": "one-to-one", "microbatches": 4, "scheduler": "1f1b"}
     plan = face.search(split, tp=2, pp=1, **asked).plan
     assert plan.provenance.options.get("sequence_parallel", False) is divided
     assert "sequence_parallel" not in face.search(split, **asked).plan.provenance.options
@@ -240,8 +241,8 @@ def test_any_plan_is_exported_exactly_or_refused_with_its_place() -> None:
                     wanted = {
                         block.split(".")[0]: again for block, again in zip(stage.blocks, stage.again, strict=True)
                     }
-                    own = [again for block, again in wanted.items() if block.startswith("layer")]
-                    assert again_in_megatron(found.text.splitlines(), count) == own
+                    agains = [again for block, again in wanted.items() if block.startswith("layer")]
+                    assert again_in_megatron(found.text.splitlines(), count) == agains
     assert done > 50
     assert all("stages[" in said or "programs[" in said for said in places)
 
@@ -253,7 +254,7 @@ def test_what_megatron_cannot_run_is_refused_with_its_place() -> None:
     swapped = list(moved)
     swapped[first], swapped[second] = swapped[second], swapped[first]
     programs = (chain.programs[0], tuple(swapped), chain.programs[2])
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "programs\\[1\\]: its compute action 0 is 1F1, and Megatron-LM runs 1F0": {"programs": programs},
         "stages\\[1\\]\\.recompute": {
             "stages": (chain.stages[0], replace(chain.stages[1], recompute=True), chain.stages[2])
