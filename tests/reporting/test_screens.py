@@ -233,6 +233,16 @@ def test_reasons_to_idle_add_up_to_the_bubble_rate(name: str) -> None:
     assert simulation.idle.total == pytest.approx(simulation.rates.bubble_rate)
 
 
+def test_a_timeline_says_what_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = chain_workload(2, 1, forward=10, backward=20)
+    stages = tuple(replace(stage, sync_ns=20) for stage in workload.stages)
+    for each, shown in ((workload, False), (replace(workload, stages=stages), True)):
+        simulation = simulate(plan_of(each, one_f_one_b(workload)))
+        lines = lines_of(print_timeline, simulation, width=80, monkeypatch=monkeypatch)
+        assert lines[0].endswith("60ns")
+        assert (lines[-1].strip() == "not drawn: after the last action 20ns summing gradients") is shown
+
+
 def test_reasons_to_idle_by_hand() -> None:
     """Devices 0 and 1 run 30 of 60 ns each; device 2 is not used; then come 20 ns of sums."""
     workload = chain_workload(3, 1, devices=[(0,), (1,)], forward=10, backward=20)

@@ -348,19 +348,23 @@ def _headline(simulation: Simulation) -> Text:
     return Text.assemble((plan.name, "bold"), ": ", ", ".join(about))
 
 
+def _after_actions(simulation: Simulation) -> str:
+    """What of the iteration comes after its last action, in words."""
+    tail = simulation.rates.tail
+    parts = [
+        (tail.exposed_reduction_ns, "summing gradients"),
+        (tail.exposed_step_ns, "in the optimizer's step"),
+        (tail.exposed_gather_ns, "gathering parameters"),
+    ]
+    return f"after the last action {', '.join(f'{format_ns(ns)} {what}' for ns, what in parts if ns)}"
+
+
 def _figures(simulation: Simulation) -> list[tuple[str, str]]:
     rates, repetend = simulation.rates, simulation.repetend
     estimated = ", estimated" if simulation.yardstick.estimated else ""
     rows = [("makespan", f"{format_ns(rates.makespan_ns)}{estimated}")]
     if simulation.iteration_ns > rates.makespan_ns:
-        tail = rates.tail
-        parts = [
-            (tail.exposed_reduction_ns, "summing gradients"),
-            (tail.exposed_step_ns, "in the optimizer's step"),
-            (tail.exposed_gather_ns, "gathering parameters"),
-        ]
-        after = ", ".join(f"{format_ns(ns)} {what}" for ns, what in parts if ns)
-        rows.append(("iteration", f"{format_ns(simulation.iteration_ns)}; after the last action {after}"))
+        rows.append(("iteration", f"{format_ns(simulation.iteration_ns)}; {_after_actions(simulation)}"))
     rows.append(("throughput", simulation.throughput.words))
     gap = "which is reached" if simulation.gap == 0 else f"gap {simulation.gap:.2%}"
     rows.append(("lower bound", f"{format_ns(simulation.lower_bound_ns)} for this placement, {gap}"))
@@ -422,10 +426,12 @@ def _sizes(values: Sequence[int]) -> list[str]:
 
 
 def print_timeline(simulation: Simulation, file: TextIO | None = None) -> None:
-    """Print the timeline of a few devices, to stdout unless ``file`` is given."""
+    """Print the timeline of a few devices, and what follows it, to stdout unless ``file`` is given."""
     console = console_for(file)
     marks = _marks(ascii_only=console.options.ascii_only)
-    console.print(_timeline(simulation, console.width, marks, _FEW_TIMELINE_ROWS))
+    ends = [format_ns(ns) for ns in (simulation.rates.makespan_ns, simulation.iteration_ns)]
+    after = f"not drawn: {_after_actions(simulation)}" if ends[0] != ends[1] else ""
+    console.print(_timeline(simulation, console.width, marks, _FEW_TIMELINE_ROWS, after))
 
 
 def _marks(*, ascii_only: bool) -> str:
@@ -433,8 +439,11 @@ def _marks(*, ascii_only: bool) -> str:
     return "-.:" if ascii_only else "─·┊"
 
 
-def _timeline(simulation: Simulation, width: int, marks: str, most: int = _MAX_TIMELINE_ROWS) -> Text:
-    """At most ``most`` rows of cells under a ruler, one for devices that run the same at the same time; a legend."""
+def _timeline(simulation: Simulation, width: int, marks: str, most: int = _MAX_TIMELINE_ROWS, after: str = "") -> Text:
+    """At most ``most`` rows of cells under a ruler, one for devices that run the same at the same time; a legend.
+
+    The legend ends with what comes ``after`` the picture.
+    """
     groups = groups_of_equal(map(tuple, simulation.orders))
     rows = shown_rows(len(groups), most)
     names = [more(row) if isinstance(row, range) else number_ranges(groups[row]) for row in rows]
@@ -460,6 +469,8 @@ def _timeline(simulation: Simulation, width: int, marks: str, most: int = _MAX_T
         below.append(Text("micro-batches in parts: F0.0 and F0.1, or F0 twice where there is no room"))
     if any(odd_stages(simulation, device) for device, *_ in groups):
         below.append(Text("lower case: every other stage of a device"))
+    if after:
+        below.append(Text(after))
     lines = [line for each in below for line in flowed(each, max(1, width - label - 1)).split("\n")]
     text.append_text(Text("\n").join(Text.assemble(" " * (label + 1), line) for line in lines))
     return text
