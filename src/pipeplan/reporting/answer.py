@@ -88,9 +88,10 @@ def _rows(request: Request, result: Result, simulation: Simulation, written: str
     yield "memory", _memory(simulation)
     yield "idle", _idle(simulation)
     if lacks := cannot_train(simulation.plan):
-        said = f"emulates this plan; training with {' and '.join(lacks)} is not built yet"
-        nearest = "; run --precision bf16-autocast trains it" if lacks == ["bf16-mixed"] else ""
-        yield "run", [(said, 1), (nearest, 2)]
+        said = f"training with {' and '.join(lacks)} is not built yet"
+        trains = lacks == ["bf16-mixed"]  # one line of 80 columns
+        said = f"{said}; --precision bf16-autocast is" if trains else f"emulates this plan; {said}"
+        yield "run", [(said, 1)]
     for number, step in enumerate(next_steps(request, result, simulation, written, keep)[:_STEPS]):
         yield "" if number else "next", [(printable(f"{step.what}: {step.brings}"), 2 * number)]
 
