@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 import pipeplan as face
-from builders.chains import chain_plan, chain_workload
+from builders.chains import chain_plan, chain_profile, chain_workload
 from builders.orders import Orders
 from builders.plans import plan_of
 from pipeplan import Plan, UsageError
@@ -139,7 +140,7 @@ def test_layouts_of_random_plans_count_right() -> None:
         said = dict(flag.split(" ", 1) for flag in flags if " " in flag)
         assert said["--num-layers"] == str(sum(counts))
         assert said["--pipeline-model-parallel-size"] == str(positions)
-        assert said["--pipeline-model-parallel-layout"] == line
+        assert shlex.split(said["--pipeline-model-parallel-layout"]) == [line]
         assert said["--micro-batch-size"] == "1"
         assert said["--global-batch-size"] == str(2 * positions)
 
@@ -149,6 +150,37 @@ def test_groups_of_another_size_are_a_flag() -> None:
     orders: Orders = [[(f"{s}{kind}", m) for kind, s, m in order(2, 2, 6, 3, rank)] for rank in range(2)]
     text = face.export(layered(plan_of(workload, orders), [1, 1, 1, 1]), "megatron").text
     assert "--microbatch-group-size-per-virtual-pipeline-stage 3" in text.splitlines()
+
+
+def test_a_divided_sequence_is_a_flag_or_a_note() -> None:
+    plan = with_blocks(layered(base(2, 1, 4), [1, 1]), [["layer0"], ["layer1"]], shards=2)
+    tried: list[dict[str, bool]] = [{}, {"sequence_parallel": False}, {"sequence_parallel": True}]
+    for options in tried:
+        made = plan.provenance.model_copy(update={"options": options})
+        found = face.export(plan.model_copy(update={"provenance": made}), "megatron")
+        assert ("--sequence-parallel" in found.text.splitlines()) == options.get("sequence_parallel", False)
+        assert any("--sequence-parallel" in note for note in found.notes) == (True not in options.values())
+
+
+@pytest.mark.parametrize("divided", [False, True])
+def test_plans_say_whether_their_costs_divide_the_sequence(divided: bool) -> None:
+    profile = chain_profile(4, placed=False)
+    blocks = tuple(
+        block.model_copy(
+            update={
+                "costs": (
+                    *block.costs,
+                    *(row.model_copy(update={"shards": 2, "sequence_parallel": divided}) for row in block.costs),
+                )
+            }
+        )
+        for block in profile.blocks
+    )
+    split = profile.model_copy(update={"blocks": blocks})
+    asked: dict[str, Any] = {"devices": 2, "placement": "one-to-one", "microbatches": 4, "scheduler": "1f1b"}
+    plan = face.search(split, tp=2, pp=1, **asked).plan
+    assert plan.provenance.options.get("sequence_parallel", False) is divided
+    assert "sequence_parallel" not in face.search(split, **asked).plan.provenance.options
 
 
 @pytest.mark.parametrize(
@@ -165,6 +197,56 @@ def test_recomputation_is_a_flag(changes: dict[str, Any], flags: list[str]) -> N
     assert set(flags) <= set(face.export(changed, "megatron").text.splitlines())
 
 
+def again_in_megatron(flags: Sequence[str], count: int) -> list[object]:
+    """[layer of a stage] what Megatron-LM computes again of it, as its arguments are documented."""
+    said = dict(flag.split(" ", 1) for flag in flags if " " in flag)
+    method, granularity = said.get("--recompute-method"), said.get("--recompute-granularity")
+    if granularity != "full":
+        return [granularity == "selective" and "selective"] * count
+    return [method == "uniform" or layer < int(said["--recompute-num-layers"]) for layer in range(count)]
+
+
+def test_any_plan_is_exported_exactly_or_refused_with_its_place() -> None:
+    """Recomputation by block, sizes, state, names of blocks and programs at random; no other error ends an export."""
+    draw = random.Random(20)
+    done, places = 0, list[str]()
+    for _ in range(600):
+        positions, chunks = draw.randint(1, 3), draw.randint(1, 2)
+        counts = [draw.randint(0, 3) for _ in range(positions * chunks)]
+        counts[0] += not sum(counts)
+        plan = layered(base(positions, chunks, 2 * positions), counts, halves=draw.random() < 0.3)
+        first = draw.randint(0, 3)
+        stages = []
+        for stage in plan.stages:
+            layers = [block for block in stage.blocks if block.startswith("layer")]
+            own = set(layers[:first] if draw.random() < 0.9 else draw.sample(layers, len(layers) // 2))
+            again: Any = tuple(block in own for block in stage.blocks) if draw.random() < 0.9 else "selective"
+            changes: dict[str, Any] = draw.choice(
+                [{}] * 20 + [{"zero": 1}, {"zero": 3}, {"replicas": 2}, {"shards": 2}]
+            )
+            stages.append(replace(stage, recompute=again, **changes))
+        programs = list(plan.programs)
+        if draw.random() < 0.1:  # some actions are not there
+            programs[-1] = tuple(text for text in programs[-1] if draw.random() < 0.9 and "B" not in text)
+        plan = plan.model_copy(update={"stages": tuple(stages), "programs": tuple(programs)})
+        for target in export_targets():
+            try:
+                found = face.export(plan, target)
+            except UsageError as error:
+                places.append(str(error))
+                continue
+            if target == "megatron":
+                done += any(stage.recomputes for stage in stages)
+                for stage, count in zip(stages, counts, strict=True):
+                    wanted = {
+                        block.split(".")[0]: again for block, again in zip(stage.blocks, stage.again, strict=True)
+                    }
+                    agains = [again for block, again in wanted.items() if block.startswith("layer")]
+                    assert again_in_megatron(found.text.splitlines(), count) == agains
+    assert done > 50
+    assert all("stages[" in said or "programs[" in said for said in places)
+
+
 def test_what_megatron_cannot_run_is_refused_with_its_place() -> None:
     chain = layered(base(3, 1, 6), [1, 2, 1])
     moved = chain.programs[1]
@@ -172,7 +254,7 @@ def test_what_megatron_cannot_run_is_refused_with_its_place() -> None:
     swapped = list(moved)
     swapped[first], swapped[second] = swapped[second], swapped[first]
     programs = (chain.programs[0], tuple(swapped), chain.programs[2])
-    cases = {
+    cases: dict[str, dict[str, Any]] = {
         "programs\\[1\\]: its compute action 0 is 1F1, and Megatron-LM runs 1F0": {"programs": programs},
         "stages\\[1\\]\\.recompute": {
             "stages": (chain.stages[0], replace(chain.stages[1], recompute=True), chain.stages[2])
@@ -205,7 +287,7 @@ def test_layer_lists_have_one_number_for_each_rank(target: str) -> None:
 def test_a_layer_list_may_have_the_head_alone() -> None:
     found = face.export(layered(base(4, 1, 8), [4, 4, 4, 0]), "vllm")
     assert found.text == "VLLM_PP_LAYER_PARTITION=4,4,4,0\n"
-    assert any("stages 3 have no layer" in note for note in found.notes)
+    assert any("stage 3 has no layer" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
@@ -233,6 +315,9 @@ def test_names_of_modules_are_asked_for() -> None:
     }
     for template in ("layers", "layers.N,layers.N", "a b,layers.N"):
         with pytest.raises(UsageError, match="with N for its number"):
+            face.export(plan, "huggingface", names=template)
+    for template in ("a,a,layers.N", "layers.N,layers.5"):
+        with pytest.raises(UsageError, match="is named twice"):
             face.export(plan, "huggingface", names=template)
     with pytest.raises(UsageError, match="names is for targets that are told names"):
         face.export(plan, "vllm", names="layers.N")

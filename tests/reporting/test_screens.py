@@ -37,6 +37,8 @@ from pipeplan.reporting.terminal import (
     print_simulation,
     print_stages,
     print_timeline,
+    recomputed_words,
+    zero_words,
 )
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.state import Schedule
@@ -359,9 +361,28 @@ def test_what_run_cannot_train_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cannot_train(each) == lacks
         shown = lines_of(print_answer, request, result_of(each, 1), simulate(each), width=140, monkeypatch=monkeypatch)
         said = [line for line in shown if line.startswith("run ")]
-        assert said == [f"run     emulates this plan; training with {' and '.join(lacks)} is not built yet"] * bool(
-            lacks
-        )
+        row = f"run     emulates this plan; training with {' and '.join(lacks)} is not built yet"
+        assert said == [f"{row}; run --precision bf16-autocast trains it"] * bool(lacks)
+
+
+@pytest.mark.parametrize(
+    ("recompute", "said"),
+    [
+        (False, ""),
+        (True, "2 stages recomputed"),
+        ("selective", "2 stages recomputed (attention)"),
+        ((True, False, False), "2 stages recomputed (2 of 6 blocks)"),
+        ((True, "selective", False), "2 stages recomputed (2 of 6 blocks, attention of 2 blocks)"),
+    ],
+)
+def test_how_much_is_recomputed_is_said(recompute: Any, said: str) -> None:
+    stages = [replace(stage, blocks=("a", "b", "c"), recompute=recompute) for stage in chain_workload(2, 4).stages]
+    assert recomputed_words(stages) == said
+
+
+def test_state_exchanged_with_every_action_is_said_so() -> None:
+    stage = replace(replicated(2, zero=3).stages[0], unshard_every=1, reduce_every=1)
+    assert zero_words([stage]) == "ZeRO 3 over 2 replicas (gathered with every action, reduced with every micro-batch)"
 
 
 def test_one_hidden_row_is_shown_instead_of_counted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -12,7 +13,14 @@ from pipeplan.files import Plan
 from pipeplan.interop import megatron
 from pipeplan.interop.layer_lists import device_map, layer_list, read_device_map, read_layer_list, read_names
 from pipeplan.interop.layers import PlanLayers, again_of_layers, layers_of
-from pipeplan.interop.settings import MEGATRON_FULL, MEGATRON_SELECTIVE, megatron_sizes, megatron_zero
+from pipeplan.interop.settings import (
+    MEGATRON_FULL,
+    MEGATRON_SELECTIVE,
+    divides_sequence,
+    megatron_block,
+    megatron_sizes,
+    megatron_zero,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +87,14 @@ def _device_map(plan: Plan, layers: PlanLayers, target: ExportTarget, template: 
 
 
 def _megatron(plan: Plan, layers: PlanLayers, target: ExportTarget, template: Sequence[str]) -> str:
-    """The layout alone on the first line, then the arguments, one per line."""
+    """The layout alone on the first line, bare, then the arguments, one per line, as a shell takes them."""
     layout, positions = megatron.layout_of(layers), len(layers.groups)
     line = megatron.layout_text(layout)
     group = megatron.group_size(plan, layers)
     arguments = [
         f"--num-layers {layers.count}",
-        *megatron_sizes(plan.workload, positions),
-        f"--pipeline-model-parallel-layout {line}",
+        *megatron_sizes(plan.workload, positions, divided=divides_sequence(plan)),
+        f"--pipeline-model-parallel-layout {shlex.quote(line)}",
     ]
     if layers.chunks > 1 and group != positions:
         arguments.append(f"--microbatch-group-size-per-virtual-pipeline-stage {group}")
@@ -115,16 +123,18 @@ def _recomputation(plan: Plan) -> Sequence[str]:
     for number, stage in enumerate(plan.stages):
         if stage.cuts:
             raise UsageError(f"stages[{number}].cuts: Megatron-LM waits for all inputs; search with --late-inputs no")
-    found = again_of_layers(plan)
-    if len(found) > 1:
-        number = next(
-            number for number, stage in enumerate(plan.stages) if set(stage.again) != set(plan.stages[0].again)
-        )
-        raise UsageError(
-            f"stages[{number}].recompute: Megatron-LM's settings recompute all layers alike; search "
-            "with --recompute all, selective or none"
-        )
-    return {True: MEGATRON_FULL, "selective": MEGATRON_SELECTIVE, False: ()}[found.pop()]
+    by_stage = again_of_layers(plan, "Megatron-LM")
+    kinds = {again for layers in by_stage for again in layers}
+    if len(kinds) == 1:
+        return {True: MEGATRON_FULL, "selective": MEGATRON_SELECTIVE, False: ()}[kinds.pop()]
+    most = next((layers.count(True) for layers in by_stage if False in layers), 0)  # a stage with fewer: all of its
+    for number, layers in enumerate(by_stage):
+        if layers != [index < most for index in range(len(layers))]:
+            raise UsageError(
+                f"stages[{number}].recompute: Megatron-LM recomputes all layers alike, or the first few of each stage, "
+                "as many in all; search with --recompute all, selective or none"
+            )
+    return megatron_block(most)
 
 
 def _require_same(read: object, written: object) -> None:
@@ -137,9 +147,14 @@ def _notes(plan: Plan, layers: PlanLayers, target: ExportTarget, own_names: bool
     """What of the plan the target does its own way, for a person."""
     stage = plan.stages[0]
     if target.names and not own_names:
-        yield f"the plan names no modules: they are {', '.join(target.names)}; --names says others"
+        yield f"the plan has no module names; assuming Llama's ({', '.join(target.names)}); --names changes them"
     if not target.trains:
         yield f"{target.title} is told where layers are, and not the plan's schedule or its training state"
+    if target.trains and stage.shards > 1 and not divides_sequence(plan):
+        yield (
+            "the plan does not say that its costs are with the sequence divided, too; if they are, as those of older "
+            "plans may be (profile --show --details: tp with *), add --sequence-parallel"
+        )
     if not target.trains and stage.replicas > 1:
         yield f"this is one pipeline, and the plan has {stage.replicas} of them (data parallel)"
     for tied in plan.tied:
@@ -160,6 +175,6 @@ def _notes(plan: Plan, layers: PlanLayers, target: ExportTarget, own_names: bool
     if in_order != list(range(len(in_order))) and target.placements is not None:
         groups = "; ".join(f"rank {rank} on {', '.join(map(str, group))}" for rank, group in enumerate(layers.groups))
         yield f"the plan's pipeline ranks are not in the order of its devices: {groups}; number the devices so"
-    empty = [number for number, each in enumerate(layers.stages) if not each.count]
+    empty = [str(number) for number, each in enumerate(layers.stages) if not each.count]
     if empty:
-        yield f"stages {', '.join(map(str, empty))} have no layer"
+        yield f"stage {empty[0]} has no layer" if len(empty) == 1 else f"stages {', '.join(empty)} have no layer"

@@ -46,6 +46,10 @@ def read_names(template: Sequence[str]) -> Names:
             "model.embed_tokens,model.layers.N,model.norm,lm_head"
         )
     at = layers[0]
+    layer = r"\.".join(r"\d+" if part == "N" else part for part in template[at].split("."))
+    for index, name in enumerate(template):
+        if template.index(name) != index or re.fullmatch(layer, name):
+            raise UsageError(f"--names {','.join(template)!r}: {name!r} is named twice; give every module once")
     return tuple(template[:at]), (template[at],), tuple(template[at + 1 :])
 
 

@@ -67,14 +67,25 @@ def layers_of(plan: Plan, target: ExportTarget) -> PlanLayers:
     return found
 
 
-def again_of_layers(plan: Plan) -> set[Again]:
-    """What is computed again of blocks that are of layers."""
-    return {
-        again
-        for stage in plan.stages
-        for block, again in zip(stage.blocks, stage.again, strict=True)
-        if _LAYER.fullmatch(block)
-    }
+def again_of_layers(plan: Plan, title: str) -> list[list[Again]]:
+    """[stage][layer] what is computed again of it.
+
+    Raises:
+        UsageError: of one layer's blocks not the same.
+    """
+    found: list[list[Again]] = []
+    for number, stage in enumerate(plan.stages):
+        layers: dict[str, Again] = {}
+        for index, (block, again) in enumerate(zip(stage.blocks, stage.again, strict=True)):
+            layer = _LAYER.fullmatch(block)
+            if layer is not None and layers.setdefault(layer["number"], again) != again:
+                raise UsageError(
+                    f"stages[{number}].recompute[{index}], of {block!r}, differs from the rest of layer "
+                    f"{layer['number']}; {title} recomputes whole layers: search with "
+                    "--recompute all, selective or none"
+                )
+        found.append(list(layers.values()))
+    return found
 
 
 def _by_stage(plan: Plan, title: str) -> Iterator[StageLayers]:

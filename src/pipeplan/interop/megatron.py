@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
@@ -177,7 +177,7 @@ def _compute(program: Sequence[str], device: int) -> Iterator[tuple[str, int, in
 
 
 def _require_order(found: Sequence[object], wanted: Sequence[tuple[str, int, int]], device: int, chunks: int) -> None:
-    for index, (own, theirs) in enumerate(zip(found, wanted, strict=True)):
+    for index, (own, theirs) in enumerate(zip_longest(found, wanted)):
         if own != theirs:
             name = "interleaved-1f1b" if chunks > 1 else "1f1b"
             raise UsageError(
@@ -187,6 +187,7 @@ def _require_order(found: Sequence[object], wanted: Sequence[tuple[str, int, int
 
 
 def _text(entry: object) -> str:
-    assert isinstance(entry, tuple)
+    if not isinstance(entry, tuple):
+        return "none"
     kind, stage, microbatch = entry
     return f"{stage}{kind}{microbatch}"

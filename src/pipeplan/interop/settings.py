@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeplan.catalog import export_target
+from pipeplan.files import Plan
 from pipeplan.schedule.state import origin_of
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.workload.elements import Stage
@@ -28,10 +29,10 @@ _TORCHTITAN_SCHEDULES = {
 
 def trainer_settings(simulation: Simulation) -> list[tuple[str, list[str]]]:
     """For each trainer its title, what to set in it, and what of the plan it has no setting for."""
-    scheduler = simulation.plan.provenance.scheduler
+    scheduler, divided = simulation.plan.provenance.scheduler, divides_sequence(simulation.plan)
     return [
         ("torchtitan 0.3", torchtitan_settings(simulation.workload, scheduler)),
-        ("Megatron-LM", megatron_settings(simulation.workload, scheduler)),
+        ("Megatron-LM", megatron_settings(simulation.workload, scheduler, divided=divided)),
     ]
 
 
@@ -77,13 +78,13 @@ def torchtitan_settings(workload: Workload, scheduler: str) -> list[str]:
     return [*lines, *_recomputation(workload, [kept.format("FullAC")], [near])]
 
 
-def megatron_settings(workload: Workload, scheduler: str) -> list[str]:
+def megatron_settings(workload: Workload, scheduler: str, *, divided: bool = False) -> list[str]:
     """Arguments of Megatron-LM, a line each; remarks on what it has no argument for begin with ``#``."""
     stage, remark = _uniform(workload, "megatron")
     if stage is None:
         return [remark]
     positions, chunks = _pipeline(workload)
-    lines = megatron_sizes(workload, positions)
+    lines = megatron_sizes(workload, positions, divided=divided)
     if chunks > 1:
         lines.append(f"--num-virtual-stages-per-pipeline-rank {chunks}")
     lines += megatron_zero(stage)
@@ -101,12 +102,23 @@ MEGATRON_FULL = ["--recompute-granularity full", "--recompute-method uniform", "
 MEGATRON_SELECTIVE = ["--recompute-granularity selective"]
 
 
-def megatron_sizes(workload: Workload, positions: int) -> list[str]:
-    """Arguments for the sizes of a pipeline whose stages are all split alike."""
+def megatron_block(layers: int) -> list[str]:
+    """The first so many layers of every stage, virtual ones too, are computed again."""
+    return ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {layers}"]
+
+
+def divides_sequence(plan: Plan) -> bool:
+    """Whether the plan says that devices which split blocks divide the sequence beside that."""
+    return plan.provenance.options.get("sequence_parallel") is True
+
+
+def megatron_sizes(workload: Workload, positions: int, *, divided: bool = False) -> list[str]:
+    """Arguments for the sizes of a pipeline whose stages are all split alike, and ``divided`` by sequence beside it."""
     stage = workload.stages[0]
     return [
         f"--pipeline-model-parallel-size {positions}",
         f"--tensor-model-parallel-size {stage.shards}",
+        *(["--sequence-parallel"] if divided and stage.shards > 1 else []),
         f"--context-parallel-size {stage.context}",
         *([f"--expert-model-parallel-size {stage.expert}"] if stage.expert > 1 else []),
         f"--micro-batch-size {workload.microbatch_size // stage.replicas}",

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from pipeplan._version import __version__
 from pipeplan.checker import check
+from pipeplan.costs.blocks import places_divided
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.costs.zero import AUTO
 from pipeplan.display import Displayed
@@ -198,12 +199,21 @@ def _provenance(request: Request, candidate: PlacementCandidate, scheduler: str,
             "stages": candidate.source,
             "backward": "split" if workload.splits_backward else "whole",
             "sliced_microbatches": num_sliced(workload),
+            **_sequence_parallel(request.profile, workload),
         },
         request.seed,
         ortools=version("ortools"),
     )
     chosen = choices_of(request, candidate.source, scheduler, late_inputs=workload.has_parts)
     return made.model_copy(update={"rules": _lines_of(request.rules), "choices": chosen})
+
+
+def _sequence_parallel(profile: Profile, workload: Workload) -> dict[str, bool]:
+    """Where devices that split blocks divide the sequence outside of split products, too, that they do."""
+    blocks = profile.by_id
+    stages = [stage for stage in workload.stages if stage.shards > 1]
+    split = [(blocks[name], stage.shards) for stage in stages for name in stage.blocks if name in blocks]
+    return {"sequence_parallel": True} if any(places_divided(*each) > 1 for each in split) else {}
 
 
 def provenance_of(

@@ -114,8 +114,10 @@ def _more_microbatches(request: Request, result: Result, simulation: Simulation)
     now, then = (each.throughput.samples_per_second for each in (simulation, twice))
     if now and then and then / now - 1 >= _LEAST_GAIN:
         brings = f"{then / now - 1:.1%} more samples/s, idle {simulation.idle.total:.1%} -> {twice.idle.total:.1%}"
-        more = twice.workload
-        flag = f"--mini-batch {more.mini_batch}" if request.sizes else f"--microbatches {more.num_microbatches}"
+        more = 2 * count  # a number that people choose; what is replayed is the one next to it with whole repetends
+        about = "" if more == twice.workload.num_microbatches else "about "
+        flag = f"--mini-batch {more * result.plan.microbatch_size}" if request.sizes else f"--microbatches {more}"
+        brings = about + brings
         yield NextStep(flag, brings, 1 - now / then)
 
 

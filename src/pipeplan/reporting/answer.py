@@ -21,7 +21,7 @@ from pipeplan.reporting.layout import (
     idle_devices,
     labelled,
 )
-from pipeplan.reporting.terminal import Bottleneck, zero_words
+from pipeplan.reporting.terminal import Bottleneck, recomputed_words, zero_words
 from pipeplan.schedule.state import scheduler_words
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.texts import counted, number_ranges, printable
@@ -88,7 +88,9 @@ def _rows(request: Request, result: Result, simulation: Simulation, written: str
     yield "memory", _memory(simulation)
     yield "idle", _idle(simulation)
     if lacks := cannot_train(simulation.plan):
-        yield "run", [(f"emulates this plan; training with {' and '.join(lacks)} is not built yet", 1)]
+        said = f"emulates this plan; training with {' and '.join(lacks)} is not built yet"
+        nearest = "; run --precision bf16-autocast trains it" if lacks == ["bf16-mixed"] else ""
+        yield "run", [(said, 1), (nearest, 2)]
     for number, step in enumerate(next_steps(request, result, simulation, written, keep)[:_STEPS]):
         yield "" if number else "next", [(printable(f"{step.what}: {step.brings}"), 2 * number)]
 
@@ -103,7 +105,7 @@ def _plan(request: Request, simulation: Simulation) -> list[Clause]:
     free = " (links are free)" if replicas != "1" and request.cluster is None else ""
     split, context = _span([stage.shards for stage in stages]), _span([stage.context for stage in stages])
     expert = _span([stage.expert for stage in stages])
-    recomputed = sum(stage.recomputes for stage in stages)
+    recomputed = recomputed_words(stages)
     count = counted(workload.num_microbatches, "micro-batch", "es")
     sizes = f"{count} of {workload.microbatch_words}{parts_words(workload)}"
     return [
@@ -115,7 +117,7 @@ def _plan(request: Request, simulation: Simulation) -> list[Clause]:
         (f", {plan.placement}" if len(stages) > 1 else ", data parallel" if replicas != "1" else "", 3),
         (f"; {scheduler_words(plan.provenance.scheduler)}" if plan.provenance.scheduler else "", 0),
         (", backward split" if workload.splits_backward else "", 4),
-        (f", {counted(recomputed, 'stage')} recomputed" if recomputed else "", 1),
+        (f", {recomputed}" if recomputed else "", 1),
         (f"; {sizes}", 0),
     ]
 

@@ -241,14 +241,36 @@ def zero_words(stages: Sequence[Stage]) -> str:
     level, group = ("-".join(map(str, dict.fromkeys((min(each), max(each))))) for each in (levels, groups))
     found = f"ZeRO {level} over {group} {'copies' if any(stage.context > 1 for stage in dividing) else 'replicas'}"
     every = [
-        f"{done} once" if min(counts) == ONCE else f"{done} every {_between(counts)} {what}"
-        for done, what, counts in (
-            ("gathered", "actions", [stage.unshard_every for stage in dividing if stage.unshard_every]),
-            ("reduced", "micro-batches", [stage.reduce_every for stage in dividing if stage.reduce_every]),
+        f"{done} once"
+        if min(counts) == ONCE
+        else f"{done} with every {one}"
+        if {*counts} == {1}
+        else f"{done} every {_between(counts)} {more}"
+        for done, one, more, counts in (
+            ("gathered", "action", "actions", [stage.unshard_every for stage in dividing if stage.unshard_every]),
+            (
+                "reduced",
+                "micro-batch",
+                "micro-batches",
+                [stage.reduce_every for stage in dividing if stage.reduce_every],
+            ),
         )
         if counts
     ]
     return f"{found} ({', '.join(every)})" if every else found
+
+
+def recomputed_words(stages: Sequence[Stage]) -> str:
+    """How many stages recompute, and how much of their blocks where that is not all: ``(5 of 28 blocks)``."""
+    some = [again for stage in stages if (again := stage.again) and stage.recomputes]
+    if not some:
+        return ""
+    each = [one for again in some for one in again]
+    blocks, cores = each.count(True), each.count("selective")
+    parts = [f"{blocks} of {len(each)} blocks"] * (0 < blocks < len(each))
+    parts += ["attention" if cores == len(each) else f"attention of {counted(cores, 'block')}"] * bool(cores)
+    how = ", ".join(parts)
+    return f"{counted(len(some), 'stage')} recomputed{f' ({how})' if how else ''}"
 
 
 def _between(counts: Sequence[int]) -> str:
