@@ -269,10 +269,9 @@ class Chooser:
 
         A function that names their kind decides when they run, unless the rules say how late they may be.
         """
-        late = mine.settings.weights_late
-        if late is None and any(role_of(kind) is Role.WEIGHT_GRAD for kind in kinds):
+        if not mine.settings.says_late and any(role_of(kind) is Role.WEIGHT_GRAD for kind in kinds):
             return False
-        return len(mine.owed) > (late or 0) and self._obstacle(mine.owed[0]) is None
+        return len(mine.owed) > mine.settings.weights_late and self._obstacle(mine.owed[0]) is None
 
     def _is_waited_for(self, lane: _Lane) -> bool:
         """Whether nothing but time keeps all actions of a lane that are left, and one would be allowed."""

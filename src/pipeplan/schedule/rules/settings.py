@@ -31,7 +31,7 @@ class Traversal:
 class DeviceSettings:
     """How one device chooses. ``limit`` is what it may have in flight over all its own stages; None is no limit.
 
-    ``weights_late`` is None where the rules do not say it: then it is 0, unless a function places weight gradients.
+    ``says_late``: ``weights_late`` is from the rules, and holds beside a function that places weight gradients, too.
     """
 
     types: TypeTraversal
@@ -40,8 +40,9 @@ class DeviceSettings:
     forward: Traversal
     backward: Traversal
     limit: int | None
-    weights_late: int | None
+    weights_late: int
     weights_fill: bool
+    says_late: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +246,9 @@ class Resolved:
             _traversal("forward", settings.forward, sizes),
             _traversal("backward", settings.backward, sizes),
             _limit("in_flight_device", settings.in_flight_device, sizes["d"], sizes["D"], sizes, f"{first}F0"),
-            None if settings.weights_late is None else evaluate("weights_late", settings.weights_late, sizes, least=0),
+            evaluate("weights_late", settings.weights_late or 0, sizes, least=0),
             bool(settings.weights_fill),
+            settings.weights_late is not None,
         )
 
 
