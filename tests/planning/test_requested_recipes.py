@@ -148,11 +148,11 @@ def test_frozen_and_tied_at_once_is_refused() -> None:
     frozen = last.model_copy(update={"parameters": 0, "frozen_parameters": 10})
     table = TiedParameter(name="table", blocks=("a", "b"), parameters=10)
     with pytest.raises(ValueError, match="of which block 'b' trains only 0: it has 10 frozen ones"):
-        Profile(**{**Profile.of("p", [first, frozen], recipe="fp32").__dict__, "tied": (table,)})
+        Profile(**{**dict(Profile.of("p", [first, frozen], recipe="fp32")), "tied": (table,)})
 
 
 def test_what_is_tied_is_kept_once(path: str) -> None:
     blocks = read_profile(path).blocks
     table = TiedParameter(name="table", blocks=("b0", "b1"), parameters=300)
-    profile = Profile(**{**Profile.of("p", blocks, recipe="bf16-mixed").__dict__, "tied": (table,)})
+    profile = Profile(**{**dict(Profile.of("p", blocks, recipe="bf16-mixed")), "tied": (table,)})
     assert kept_state(profile) == MemoryBytes({PARAMETERS: 2, GRADIENTS: 4, MASTER: 4, OPTIMIZER: 8}) * 1700

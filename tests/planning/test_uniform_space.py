@@ -325,7 +325,7 @@ def test_pipelines_are_as_long_as_asked_for() -> None:
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        ({"shards": 8}, "choose --tp 1, 2, 4, or profile with --shards of 1, 2, 4, 7, 14, 28: blocks have 28 heads"),
+        ({"shards": 8}, "choose --tp 1, 2, 4, or profile with --shards of 1, 2, 4, 7, 14, 28 ("),
         ({"shards": 7}, "choose --tp 1, 2, 4, or profile with --shards 7"),
         ({"devices": 6, "shards": 4}, "does not divide 6 devices; choose --tp 1, 2, or --devices 8"),
         ({"shards": 2, "replicas": 8}, "--tp 2 x --replicas 8 does not divide 8 devices; choose --tp 1, or"),

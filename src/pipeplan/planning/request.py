@@ -666,8 +666,8 @@ def _other_shards(profile: Profile, common: Sequence[int], shards: int) -> str:
         heads = math.gcd(*(block.dimensions["heads"] for block in profile.blocks if "heads" in block.dimensions))
         able = _listed([count for count in range(1, heads + 1) if heads % count == 0])
         remedy = (
-            f"profile with --shards of {able} that key-value heads, where they are fewer, can be "
-            f"divided by, too: blocks have {heads} heads, which {shards} devices cannot share"
+            f"profile with --shards of {able} (those that divide fewer key-value heads, too): blocks have {heads} "
+            f"heads, which {shards} devices cannot share"
         )
     return f"choose --tp {_listed(common)}, or {remedy}" if common else remedy
 
