@@ -206,17 +206,17 @@ def open_splits(request: Request) -> tuple[SplitSizes, ...]:
     if None not in asked or request.placement != "auto" or request.spread:
         return (SplitSizes(*(count or 1 for count in asked)),)
     blocks = {
-        (bool(block.expert_parameters), *((row.shards, row.context, row.expert) for row in block.costs))
+        (bool(block.expert_parameters), tuple((row.shards, row.context, row.expert) for row in block.costs))
         for block in request.profile.kinds
     }
-    sizes = sorted({expert for _, *rows in blocks for _, _, expert in rows})
+    sizes = sorted({expert for _, rows in blocks for _, _, expert in rows})
     known = (
         {
             SplitSizes(shards, context, each)
             for shards, context, expert in rows
             for each in ((expert,) if has_experts else sizes)
         }
-        for has_experts, *rows in blocks
+        for has_experts, rows in blocks
     )
     most = max(min(request.unit, request.num_devices), (request.shards or 1) * (request.context or 1))
     common = [
