@@ -42,6 +42,7 @@ from pipeplan.files import (
     TiedParameter,
     parse,
     read_cluster,
+    read_modules,
     read_placement,
     read_plan,
     read_profile,
@@ -353,6 +354,7 @@ def test_what_is_no_action(text: str) -> None:
 READERS: dict[str, Callable[[str], FileModel]] = {
     "profile": read_profile,
     "placement": read_placement,
+    "modules": read_modules,
     "cluster": read_cluster,
     "plan": read_plan,
 }
