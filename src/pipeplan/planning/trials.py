@@ -448,6 +448,8 @@ class PlanSearch:
     notes: list[str] = field(default_factory=list)
     sizes: set[int] = field(default_factory=set)
     begun: bool = False
+    started: bool = False
+    start_ns: int | None = None
     making_seconds: float = 0.0
     made: MadePlan | None = None
     given_up: bool = False
