@@ -12,6 +12,7 @@ the two take turns; a ratio is of two neighbours.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import random
 import sys
@@ -24,9 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tables import machine, markdown
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 WIDTHS = {64: 33, 256: 127, 1024: 127}
 """Hidden size of a layer, and the length of its sequences: odd, so that what is between products stays whole."""
@@ -53,13 +54,12 @@ def of_torch(layer: Any, plan: dict[str, str], rotary: nn.Module) -> Callable[[T
     )
 
     styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
-    whole = {"input_layouts": (Replicate(),), "desired_input_layouts": (Replicate(),)}
-    named = {
-        "input_kwarg_layouts": {"hidden_states": Replicate()},
-        "desired_input_kwarg_layouts": {"hidden_states": Replicate()},
-    }
+    whole = Replicate()
+    once = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
+    )
     ways: dict[str, Any] = {pattern.removeprefix("layers.*."): styles[way]() for pattern, way in plan.items()}
-    ways |= {"self_attn": PrepareModuleInput(**named), "mlp": PrepareModuleInput(**whole)}
+    ways |= {"self_attn": once, "mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole)}
     made = parallelize_module(layer, init_device_mesh("cpu", (2,)), ways)
 
     def run(x: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ def compared(rank: int, width: int, pairs: int, port: int, found: Any) -> None:
         dist.barrier()
         begin = time.perf_counter()
         made = run(given)
-        made.backward(torch.ones_like(made))
+        torch.autograd.backward(made, torch.ones_like(made))
         taken = torch.tensor([time.perf_counter() - begin], dtype=torch.float64)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         assert given.grad is not None
@@ -136,8 +136,8 @@ def main() -> None:
     given = parser.parse_args()
     rows = []
     for number, width in enumerate(given.width or WIDTHS):
-        found = mp.get_context("spawn").SimpleQueue()
-        mp.spawn(compared, (width, given.pairs, 29531 + number, found), nprocs=2)
+        found = multiprocessing.get_context("spawn").SimpleQueue()
+        spawn(compared, (width, given.pairs, 29531 + number, found), nprocs=2)  # type: ignore[no-untyped-call]  # torch has it without types
         times, apart = found.get()
         ratios = [ours / theirs for ours, theirs in times]
         low, high = interval(ratios)

@@ -185,7 +185,7 @@ class _OwnWords(nn.Module):
     def forward(self, indices: Tensor) -> Tensor:
         """[...] of all words to [..., width], whole on every device."""
         words, count = self.split
-        found = super().forward(traced("own_words", words, count)(indices))  # type: ignore[misc]  # a table's
+        found = super().forward(traced("own_words", words, count)(indices))
         made = traced("sum_words", indices, words, count)(found)
         return traced("share_whole", count)(made) if self.divides else made
 
