@@ -41,7 +41,7 @@ class _Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Messages:
+class Crossings:
     """The tensors between each two stages of a route, either way.
 
     Everything is sent whole if ``whole``: instructions in between look at all of it.
@@ -135,20 +135,20 @@ def edge_bytes(edge: Edge, microbatch_size: int, parts: int = 1) -> int:
 
 
 def with_gathers(
-    messages: Messages, costs: Sequence[StageCost], given: Collection[int], cluster: Cluster | None
+    crossings: Crossings, costs: Sequence[StageCost], given: Collection[int], cluster: Cluster | None
 ) -> list[StageCost]:
     """Costs of stages with what it takes to gather what leaves them in larger slices than their devices have.
 
     Outputs are gathered in F, and gradients in B or I. Stages in ``given`` have costs of their own.
     """
-    found, stages = list(costs), messages.stages
+    found, stages = list(costs), crossings.stages
     if cluster is None or all(stage.shards == 1 for stage in stages):
         return found
     leaving: dict[tuple[int, bool], dict[object, _Sent]] = defaultdict(dict)
-    for (source, target), edges in messages.crossing().items():
+    for (source, target), edges in crossings.crossing().items():
         ways = (
-            (source, True, messages.outputs(source, target, edges)),
-            (target, False, messages.gradients(source, target, edges)),
+            (source, True, crossings.outputs(source, target, edges)),
+            (target, False, crossings.gradients(source, target, edges)),
         )
         for number, forth, every in ways:
             for sent in every:
@@ -176,18 +176,18 @@ def _gathering_ns(stage: Stage, sent: _Sent, cluster: Cluster) -> int:
 
 
 def dependencies(
-    messages: Messages, placement: Placement, operations: Sequence[Operation], cluster: Cluster | None
+    crossings: Crossings, placement: Placement, operations: Sequence[Operation], cluster: Cluster | None
 ) -> tuple[Dependency, ...]:
     """Within a stage F before B or I, I before W; between stages of a route outputs down the edges, gradients up.
 
     Where stages are run in line each also waits for its neighbour, by a message of no bytes where no edge joins them.
     """
-    stages, num_routes = messages.stages, placement.num_routes
+    stages, num_routes = crossings.stages, placement.num_routes
     back = {operation.stage: operation.kind for operation in operations if operation.role in BACKWARD_ROLES}
     deferred = {operation.stage for operation in operations if operation.role is Role.WEIGHT_GRAD}
     found = [Dependency(source=f"{stage}F", target=f"{stage}{back[stage]}") for stage in sorted(back)]
     found += [Dependency(source=f"{stage}{back[stage]}", target=f"{stage}W") for stage in sorted(deferred)]
-    crossing = messages.crossing()
+    crossing = crossings.crossing()
     if is_in_line(placement.strategy):
         crossing |= {pair: [] for pair in pairwise(range(len(stages))) if pair not in crossing}
 
@@ -197,9 +197,9 @@ def dependencies(
         return Dependency(source=ends[0], target=ends[1], hops=hops, slices=slices)
 
     for (source, target), edges in checked(sorted(crossing.items()), 16):
-        forth = messages.outputs(source, target, edges)
+        forth = crossings.outputs(source, target, edges)
         found.append(joined((f"{source}F", f"{target}F"), source, target, forth))
-        upward = messages.gradients(source, target, edges)
+        upward = crossings.gradients(source, target, edges)
         if upward or not edges:
             found.append(joined((f"{target}{back[target]}", f"{source}{back[source]}"), target, source, upward))
     assert all(dependency.payload for dependency in found if dependency.hops)

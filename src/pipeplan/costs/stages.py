@@ -12,7 +12,7 @@ from typing import Any
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
 from pipeplan.costs.buckets import with_buckets
 from pipeplan.costs.experts import ExpertState, kept_of
-from pipeplan.costs.messages import Messages, dependencies, distinct, edge_bytes, with_gathers
+from pipeplan.costs.messages import Crossings, dependencies, distinct, edge_bytes, with_gathers
 from pipeplan.costs.recipes import state_of, states_of, step_ns
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.zero import (
@@ -261,7 +261,7 @@ def build_workload(
     _require_one_size(placed, placement.num_routes)
     _require_alike(placed)
     costs = _costs_of(profile, placed, given or {}, cluster)
-    costs = with_gathers(Messages(profile, placed, whole_messages), costs, given or {}, cluster)
+    costs = with_gathers(Crossings(profile, placed, whole_messages), costs, given or {}, cluster)
     operations = _operations(costs, split_backward, split_overhead_ns)
     stages, tied = _with_shared(profile, placed, costs, operations, given or {}, cluster)
     operations = tuple(_with_parts(profile, stages[each.stage], each, cluster) for each in operations)
@@ -294,7 +294,7 @@ def build_workload(
         ),
         stages=tuple(stages),
         operations=operations,
-        dependencies=dependencies(Messages(profile, stages, whole_messages), placement, operations, cluster),
+        dependencies=dependencies(Crossings(profile, stages, whole_messages), placement, operations, cluster),
         num_routes=placement.num_routes,
         tied=tuple(tied),
     )
