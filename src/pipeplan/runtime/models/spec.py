@@ -275,6 +275,11 @@ class Model:
         split = self._splits_of(share).get(SHARDS)
         return split is not None and split.divides(share.mesh.size_of(SHARDS))
 
+    def divides_shards(self, id_: str, count: int) -> bool:
+        """Whether so many devices that split a block divide what it takes and gives along the sequence."""
+        split = self.block(id_).split
+        return split is not None and split.divides(count)
+
     def _splits_of(self, share: Share) -> dict[str, Split]:
         """How a block is split along each axis of its share's mesh that splits it. Raises UsageError."""
         spec = self.block(share.block)
