@@ -451,6 +451,27 @@ class Request:
         return min((limit for limit in self.memory if limit is not None), default=None)
 
     @property
+    def speeds(self) -> list[float]:
+        """[device] how much it computes in the time in which one that the profile's times are of computes 1."""
+        known = () if self.cluster is None else self.cluster.speeds[: self.num_devices]
+        return [*known, *[1.0] * (self.num_devices - len(known))]
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some devices are faster than others."""
+        return len(set(self.speeds)) > 1
+
+    @property
+    def unlinked(self) -> Request:
+        """The same with links that cost nothing; devices keep their speeds, where they have others than the profile's.
+
+        What takes no less time than that is so wherever devices are that are alike.
+        """
+        if self.cluster is None or set(self.speeds) == {1.0}:
+            return replace(self, cluster=None)
+        return replace(self, cluster=self.cluster.model_copy(update={"levels": (), "measured": ()}))
+
+    @property
     def unit(self) -> int:
         """Devices of a node: those that the innermost links join; all where there is one kind of links."""
         levels = () if self.cluster is None else self.cluster.levels
@@ -713,6 +734,10 @@ def _request_notes(request: Request) -> Iterator[str]:
         other = other_device(preset or profile.source.device, cluster, request.num_devices)
         if other is not None:
             yield other
+        kinds = cluster.first(min(request.num_devices, cluster.num_devices)).devices
+        if any(kind.speed != 1 for kind in kinds):
+            each = ", ".join(f"{kind.count} {kind.name} {kind.speed:g} times" for kind in kinds)
+            yield f"devices are as fast as the profile's times a speed, each stage as its slowest: {each}"
     if request.num_devices == 1:
         return
     inside = (request.shards or 1) * (request.context or 1)

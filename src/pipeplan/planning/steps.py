@@ -683,7 +683,7 @@ class LookAtCandidates(PlanStep):
         """Only known schedules, unless the candidate cannot be better, or must be searched in any case."""
         request, slicing, best = search.request, named(search.steps, SliceForwards), search.best
         try:
-            if best is not None and self._refuted(replace(request, cluster=None), candidate, best, slicing):
+            if best is not None and self._refuted(request.unlinked, candidate, best, slicing):
                 search.looked_at += 1
                 search.refuted += 1
                 return  # wherever its devices are
