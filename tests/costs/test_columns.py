@@ -106,7 +106,7 @@ def asked(rng: random.Random) -> tuple[int, int, dict[str, Any]]:
     zero = Zero(level, 2) if level else WHOLE
     experts = Experts.among(rng.choice([1, 2]), shards, 2, zero.level, zero.group)
     near = Exchanging.on_first(CLUSTER, shards, 2, zero, experts)
-    how: dict[str, Any] = {"context": context, "zero": zero, "experts": experts}
+    how: dict[str, Any] = {"context": context, "zero": zero, "experts": experts, "speed": rng.choice([1.0, 1.0, 0.37])}
     return rng.choice([*SIZES, 3, 4, 6]), shards, how | {"exchanging": rng.choice([Exchanging(), near])}
 
 

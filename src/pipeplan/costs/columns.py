@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.costs.blocks import StageCost, TiedShare
+from pipeplan.costs.speeds import at_speed
 from pipeplan.costs.states import States
 from pipeplan.costs.zero import Exchanging, Experts, Zero
 from pipeplan.files import Block, CostRow, Recipe
@@ -27,8 +28,9 @@ Column = NDArray[np.int64]
 MANY = 64
 """From so many blocks on columns are quicker than rows."""
 
+_TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
 _NAMES = (
-    *("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns", "selective_ns"),
+    *(*_TIMES, "selective_ns"),
     *("activation_bytes", "weight_grad_bytes", "workspace_bytes", "selective_activation_bytes"),
 )
 _NUMBERS = attrgetter(*_NAMES)
@@ -67,6 +69,7 @@ class Columns:
         zero: Zero,
         exchanging: Exchanging,
         experts: Experts,
+        speed: float,
     ) -> Columns | None:
         """Of blocks that run so ``again`` and have inputs of ``taken`` bytes; None where rows must say what is wrong.
 
@@ -82,6 +85,8 @@ class Columns:
         if numbers is None:
             return None
         _run_again(numbers, again, np.array([each is not None and each[2] for each in chosen]), taken)
+        for name in _TIMES if speed != 1 else ():
+            numbers[name] = np.array([ns if ns == _NONE else at_speed(ns, speed) for ns in numbers[name].tolist()])
         states = States.of(blocks, recipe)
         numbers["workspace_bytes"] += states.cast(shards, experts)
         split = numbers["input_grad_ns"] != _NONE

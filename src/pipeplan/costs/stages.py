@@ -173,7 +173,8 @@ def _costs_of_groups(
             again = tuple(chain.from_iterable(each))
         taken = [taken_by(id_) if each is True else 0 for id_, each in zip(ids, again, strict=True)]
         kept_so: dict[str, Any] = {"recipe": recipe, "zero": zero, "exchanging": exchanging, "experts": experts}
-        return Columns.of(chosen, again, taken, microbatch_size, shards, context=context, **kept_so)
+        kept_so |= {"context": context, "speed": speed}
+        return Columns.of(chosen, again, taken, microbatch_size, shards, **kept_so)
 
     sizes = [len(blocks) for blocks, _ in groups]
     if sum(sizes) >= MANY and (columns := in_columns()) is not None:
