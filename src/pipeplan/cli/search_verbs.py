@@ -17,6 +17,7 @@ from pipeplan.cli.shared import (
     RULES_OPTION,
     SCHEDULER,
     Status,
+    given_file,
     given_rules,
     limited,
     planning_options,
@@ -36,6 +37,14 @@ if TYPE_CHECKING:
 @RULES_OPTION(
     help="Scheduling rules: a TOML file, the name of a built-in set, or Rules of a module that is imported, with "
     "functions of yours.  [default: all built-in sets]"
+)
+@click.option(
+    "--start",
+    "start_path",
+    type=FILE,
+    metavar="PLAN",
+    help="Start from this plan, such as one of import: what is found is never slower. Devices and mini-batch are its "
+    "own unless said.",
 )
 @click.option(
     "--workers",
@@ -120,14 +129,14 @@ def search_command(
             outputs.write(result.plan.placed, placement_output)
         if result.interrupted:
             say("pipeplan: interrupted; this is the best plan so far", err=True)
-        notes = (*result.notes, *_rules_alone(flags), *_api.input_notes(request))
+        alone = tuple(_rules_alone(flags))
         if as_json or outputs.on_stdout:
-            say_notes(notes)
+            say_notes((*result.notes, *alone, *_api.input_notes(request)))
         if as_json:
             say(json.dumps((tuning or result).figures()))
         elif not outputs.on_stdout:
             written = output if output is not None and outputs.has(output) else None
-            _print_result(request, result, notes, tuning, written, details=details)
+            print_result(request, result, tuning, written, details=details, said=alone)
         outputs.say_written("plan", None if as_json else output)
 
 
@@ -144,7 +153,8 @@ def search_request(flags: Mapping[str, Any]) -> Request:
     if rules is not None and scheduler not in ("auto", "rules"):
         raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
     rules = given_rules(rules)
-    return read_request(flags, scheduler if rules is None else "rules", rules)
+    start = given_file("plan", flags["start_path"])
+    return read_request(flags, scheduler if rules is None else "rules", rules, start=start)
 
 
 def _rules_alone(flags: Mapping[str, Any]) -> Iterator[str]:
@@ -157,16 +167,19 @@ def _rules_alone(flags: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _print_result(
+def print_result(
     request: Request,
     result: Result,
-    known: Sequence[str],
     tuning: Tuning | None,
     written: str | None,
     *,
     details: bool,
+    said: Sequence[str] = (),
 ) -> None:
-    """The answer and the timeline, or with ``details`` all there is; ``written`` is the plan's file, if it is there."""
+    """The answer and the timeline, or with ``details`` all there is; ``written`` is the plan's file, if it is there.
+
+    ``said`` are notes beside those of the result and of the request.
+    """
     from pipeplan.reporting.answer import print_answer
     from pipeplan.reporting.layout import print_notes
     from pipeplan.reporting.tables import print_ranking
@@ -180,7 +193,7 @@ def _print_result(
     from pipeplan.reporting.trainers import print_settings
 
     simulation = _api.simulate(result.plan)
-    notes = [*known, *([] if details else simulation.notes)]
+    notes = [*result.notes, *said, *_api.input_notes(request), *([] if details else simulation.notes)]
     print_answer(request, result, simulation, written, file=sys.stdout)
     if result.explanation is not None:
         print_explanation(result.explanation, file=sys.stdout)

@@ -103,6 +103,8 @@ Nanoseconds = Annotated[int, Ge(0), Le(MAX_NS)]
 PositiveNs = Annotated[int, Ge(1), Le(MAX_NS)]
 Bytes = Annotated[int, Ge(0), Le(MAX_BYTES)]
 Share = Annotated[float, Ge(0), Le(1)]
+Speed = Annotated[float, Ge(0.001), Le(1000)]
+SPEED = "how much it computes in the time in which a device that the profile's times are of computes 1"
 Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
 DeviceCount = Annotated[int, Ge(1), Le(MAX_DEVICES)]
 Index = Annotated[int, Ge(0), Le(MAX_COUNT)]
@@ -393,6 +395,7 @@ class Stage(Element):
         Items[BlockGroup],
         Meaning("that UNSHARD, RESHARD and REDUCE_GRAD are of, where actions exchange state", said_only=True),
     ] = ()
+    speed: Annotated[Speed, Meaning(f"of its slowest device: {SPEED}", said_only=True)] = 1.0
 
     @property
     def copies(self) -> int:
@@ -443,6 +446,15 @@ class Stage(Element):
     def mesh_of(self, index: int) -> Mesh:
         """How the devices of a replica stand for a block. Raises ValueError where ``check`` would refuse it."""
         return mesh_of(self.configurations, index, self.shards)
+
+
+def speeds_of(stages: Iterable[Stage], num_devices: int) -> list[float]:
+    """[device] that of the fastest of its stages, and so its own where it is the slowest of one; 1 without any."""
+    found = dict[int, float]()
+    for stage in stages:
+        for device in stage.devices:
+            found[device] = max(found.get(device, 0.0), stage.speed)
+    return [found.get(device, 1.0) for device in range(num_devices)]
 
 
 def odd_neighbour(stage: Stage, stages: Iterable[Stage]) -> int | None:
@@ -586,6 +598,9 @@ class Dependency(Element):
 
     Which samples an action holds is said in :mod:`pipeplan.workload.samples`; between stages of equal size and route
     micro-batch m depends on micro-batch m. Where an instruction is at one of the ends, ``needs`` may say otherwise.
+
+    With ``slices`` the shards of the target keep equal slices of the sequence, in their order, and a hop carries its
+    receiver's, of those tensors that all blocks take so.
     """
 
     source: OperationId
@@ -599,6 +614,14 @@ class Dependency(Element):
         Index | None, Meaning("the part of the source that makes it, from 0 on; null: the last", said_only=True)
     ] = None
     target_part: Annotated[Index, Meaning("the part of the target that waits for it, from 0 on", said_only=True)] = 0
+    slices: Annotated[
+        Count,
+        Meaning(
+            "into how many slices of the sequence the target's devices divide what its messages bring, of which each "
+            "is sent its own; 1: all of it",
+            said_only=True,
+        ),
+    ] = 1
 
     @property
     def has_parts(self) -> bool:
