@@ -127,7 +127,7 @@ def one_side(pieces: Pieces, name: str, devices: int, side: str, seconds: float)
 
         def piece(layout: dict[str, Any] = layout) -> dict[str, Any] | None:
             found = searched(name, devices, side, layout, seconds / len(every))
-            return found and asdict(found)
+            return None if found is None else asdict(found)
 
         words = ", ".join(f"{flag} {value}" for flag, value in layout.items())
         known = pieces.get(f"{name}, {side}, {words or 'any layout'}, {seconds:g} s", piece)
