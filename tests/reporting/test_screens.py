@@ -23,7 +23,7 @@ from pipeplan.cli.shared import Status
 from pipeplan.costs.throughput import one_device_ns
 from pipeplan.errors import UsageError
 from pipeplan.examples.shapes import ShapeCosts, shape
-from pipeplan.files import Plan, Profile, Recipe, Source, read_cluster, read_profile, write_file
+from pipeplan.files import Edge, Plan, Profile, Recipe, Source, read_cluster, read_profile, write_file
 from pipeplan.interop.settings import megatron_settings, torchtitan_settings
 from pipeplan.planning.build_plan import CandidateCounts, Result, provenance_of
 from pipeplan.planning.next_steps import cannot_train, next_steps
@@ -364,6 +364,21 @@ def test_what_run_cannot_train_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         row = f"run     training with {' and '.join(lacks)} is not built yet; --precision bf16-autocast is"
         assert len(row) <= 80
         assert said == [row] * bool(lacks)
+
+
+def test_a_block_that_hands_on_several_tensors_is_said_not_to_train() -> None:
+    """Of a model of torch; one that several blocks take has a name, and those of other profiles may mean anything."""
+    profile = chain_profile(3)
+    first, second, third = (block.id for block in profile.blocks)
+    own = Edge(source=first, target=third)
+    shared = tuple(Edge(source=first, target=each, tensor="0") for each in (second, third))
+    for edges, versions, lacks in (
+        ((own, *profile.edges), {"torch": "2"}, [f"several tensors of one block ({first})"]),
+        ((*shared, profile.edges[-1]), {"torch": "2"}, []),
+        ((own, *profile.edges), {}, []),
+    ):
+        source = profile.source.model_copy(update={"versions": versions})
+        assert cannot_train(replicated(2), profile.model_copy(update={"edges": edges, "source": source})) == lacks
 
 
 @pytest.mark.parametrize(

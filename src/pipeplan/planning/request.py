@@ -19,6 +19,7 @@ from pipeplan.costs.inspection import cautions
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
+from pipeplan.costs.uniform.shares import faster_than_reached
 from pipeplan.costs.zero import AUTO, GATHERED, WHOLE, Zero
 from pipeplan.errors import PipeplanError, UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
@@ -705,6 +706,11 @@ def _request_notes(request: Request) -> Iterator[str]:
         other = other_device(preset or profile.source.device, cluster, request.num_devices)
         if other is not None:
             yield other
+        elif profile.source.method == "estimated" and faster_than_reached(cluster):
+            yield (
+                "the cluster's links are faster than published runs find them, as data sheets have them: what replicas "
+                "exchange looks cheaper than it is; pipeplan example cluster-... writes links as runs reach them"
+            )
     if request.num_devices == 1:
         return
     inside = (request.shards or 1) * (request.context or 1)
