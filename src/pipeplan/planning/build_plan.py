@@ -56,6 +56,7 @@ def assemble(
     split_overhead_ns: int = 0,
     launch_overhead_ns: int = 0,
     recipe: Recipe | None = None,
+    modules: Mapping[str, tuple[str, ...]] | None = None,
     provenance: Provenance | None = None,
     where: str = "",
     cut: tuple[Sequence[int], int] | None = None,
@@ -64,9 +65,9 @@ def assemble(
     """The plan of a workload whose devices run ``orders``, with its predicted figures.
 
     ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload: with a ``loop``, of all its
-    micro-batches. ``recipe`` is what training keeps, ``where`` the profile's file. ``cut`` [operation] is the first
-    micro-batch of the repetend, and its unroll; None: whatever can be repeated, or with ``repeated`` what the orders
-    themselves repeat.
+    micro-batches. ``recipe`` is what training keeps, ``modules`` are those of blocks, ``where`` is the profile's file.
+    ``cut`` [operation] is the first micro-batch of the repetend, and its unroll; None: whatever can be repeated, or with
+    ``repeated`` what the orders themselves repeat.
 
     Raises:
         UsageError: a figure is larger than a plan can say, such as the bytes that a device holds.
@@ -91,6 +92,7 @@ def assemble(
             workload.with_microbatches(workload.num_microbatches + (0 if loop is None else loop.skipped)),
             starts_ns=by_operation,
             recipe=recipe,
+            modules=dict(modules or {}),
             split_overhead_ns=split_overhead_ns,
             launch_overhead_ns=launch_overhead_ns,
             programs=written,
@@ -150,6 +152,7 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
         split_overhead_ns=request.split_overhead_ns,
         launch_overhead_ns=request.launch_overhead_ns,
         recipe=request.profile.recipe,
+        modules=request.profile.modules,
         provenance=_provenance(request, candidate, schedule.scheduler, schedule.workload),
         where=request.profile.where,
         cut=schedule.repetend,
