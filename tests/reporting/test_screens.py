@@ -20,8 +20,10 @@ from builders.orders import one_f_one_b
 from builders.plans import plan_of
 from builders.requests import request_of
 from pipeplan.cli.shared import Status
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.throughput import one_device_ns
 from pipeplan.errors import UsageError
+from pipeplan.examples import model
 from pipeplan.examples.shapes import ShapeCosts, shape
 from pipeplan.files import Edge, Plan, Profile, Recipe, Source, read_cluster, read_profile, write_file
 from pipeplan.interop.settings import megatron_settings, torchtitan_settings
@@ -342,6 +344,24 @@ def replicated(count: int, zero: int = 0) -> Plan:
     stage = replace(workload.stages[0], shards=1, replicas=count, zero=zero)
     workload = replace(workload, stages=(stage,), microbatch_size=count)
     return plan_of(workload, [one_f_one_b(workload)[0]] * count)
+
+
+def test_a_named_strategy_says_what_it_leaves_out() -> None:
+    """Replicas, where a cluster prices them, and split blocks, where there are costs for these."""
+    profile = model("gpt2-124m", shards=(1, 2), microbatch_sizes=[1])
+    cluster = named_cluster("tessel", 4)
+    request = request_of(profile, "one-to-one", Batch(4, 1), 4)
+    dp, tp = "one copy of the pipeline (--dp)", "no block split over devices (--tp)"
+    for changes, lacks in (
+        ({}, [tp]),
+        ({"cluster": cluster}, [dp, tp]),
+        ({"cluster": cluster, "replicas": 2}, [tp]),
+        ({"cluster": cluster, "replicas": 2, "shards": 1}, []),
+        ({"cluster": cluster, "placement": "auto"}, []),
+    ):
+        notes = [note for note in input_notes(replace(request, **changes)) if note.startswith("--placement")]
+        expected = f"--placement one-to-one looks at {' and '.join(lacks)}, unless you say otherwise"
+        assert notes == [expected] * bool(lacks)
 
 
 def test_the_bound_says_which_sizes_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -269,6 +269,8 @@ def sharing_left_out(request: Request, workload: Workload) -> tuple[str, ...]:
     asked = f"--zero {request.zero}{'' if group is None else f' --zero-group {group}'}"
     has = "no replicas" if group is None else f"no replicas in groups of {group}"
     remedy = f"give --replicas {'' if group is None else f'{group}, or a multiple, '}to look at no others"
+    if request.replicas is None and isinstance(request.placement, str) and request.placement != "auto":
+        remedy = f"--placement {request.placement} looks at no replicas unless --dp says so"
     if group is not None and devices % group:
         factor = next(each for each in range(2, devices + 1) if devices % each == 0)
         remedy = f"choose a --zero-group that divides {devices} devices, such as {factor}"

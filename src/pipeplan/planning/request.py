@@ -689,6 +689,19 @@ def input_notes(request: Request) -> Iterator[str]:
         yield f"the profile has {len(found)} warning{'s' if len(found) > 1 else ''}: {where}"
 
 
+def _one_of_each(request: Request) -> str | None:
+    """What a strategy that is named leaves out, where nothing is said of it and the costs make it a question."""
+    named = isinstance(request.placement, str) and request.placement not in ("auto", "all")
+    if not named or request.positions is not None or request.spread:
+        return None
+    splits = any(row.shards > 1 for block in request.profile.kinds for row in block.costs)
+    lacks = ["one copy of the pipeline (--dp)"] if request.replicas is None and request.cluster is not None else []
+    lacks += ["no block split over devices (--tp)"] if request.shards is None and splits else []
+    if not lacks:
+        return None
+    return f"--placement {request.placement} looks at {' and '.join(lacks)}, unless you say otherwise"
+
+
 def _request_notes(request: Request) -> Iterator[str]:
     if request.samples_assumed:
         samples = request.batch.mini_batch
@@ -713,6 +726,8 @@ def _request_notes(request: Request) -> Iterator[str]:
             )
     if request.num_devices == 1:
         return
+    if one := _one_of_each(request):
+        yield one
     inside = (request.shards or 1) * (request.context or 1)
     if inside > request.unit:
         yield (
