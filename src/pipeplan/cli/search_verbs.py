@@ -16,6 +16,7 @@ from pipeplan.cli.shared import (
     RULES_OPTION,
     SCHEDULER,
     Status,
+    given_file,
     given_rules,
     limited,
     planning_options,
@@ -35,6 +36,14 @@ if TYPE_CHECKING:
 @RULES_OPTION(
     help="Scheduling rules: a TOML file, the name of a built-in set, or Rules of a module that is imported, with "
     "functions of yours.  [default: all built-in sets]"
+)
+@click.option(
+    "--start",
+    "start_path",
+    type=FILE,
+    metavar="PLAN",
+    help="Start from this plan, such as one of import: what is found is never slower. Devices and mini-batch are its "
+    "own unless said.",
 )
 @click.option(
     "--workers",
@@ -142,7 +151,8 @@ def search_request(flags: Mapping[str, Any]) -> Request:
     if rules is not None and scheduler not in ("auto", "rules"):
         raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
     rules = given_rules(rules)
-    return read_request(flags, scheduler if rules is None else "rules", rules)
+    start = given_file("plan", flags["start_path"])
+    return read_request(flags, scheduler if rules is None else "rules", rules, start=start)
 
 
 def print_result(

@@ -23,7 +23,7 @@ from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.units import bytes_of, ns_of
 
 if TYPE_CHECKING:
-    from pipeplan._api import Limit, Planning, Profile, Progress, Request, Rules
+    from pipeplan._api import Limit, Plan, Planning, Profile, Progress, Request, Rules
 
 
 _MOST = 1_000_000
@@ -445,7 +445,9 @@ def planning_options(command: _Command) -> _Command:
     return command
 
 
-def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules | None = None) -> Request:
+def read_request(
+    flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules | None = None, *, start: Plan | None = None
+) -> Request:
     """The request that the flags of :func:`planning_options` make, with the files that they name.
 
     Raises:
@@ -473,6 +475,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         reserve_bytes=flags["memory_reserve"],
         scheduler=scheduler,
         rules=rules,
+        start=start,
         unroll=_number(flags["unroll"]),
         max_span=flags["max_span"],
         split_overhead_ns=flags["split_overhead"],

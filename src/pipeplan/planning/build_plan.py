@@ -357,7 +357,7 @@ class Result(Displayed):
         """The throughput of the predicted iteration."""
         plan = self.plan
         measure = Yardstick.of_plan(plan)
-        return measure.throughput(plan.mini_batch, plan.predicted.iteration_ns, len(plan.devices))
+        return measure.throughput(plan.mini_batch, plan.predicted.iteration_ns, sum(plan.device_speeds))
 
     @property
     def tail(self) -> Tail:
