@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from decimal import Decimal
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
@@ -34,6 +34,7 @@ from pipeplan.workload.kinds import (
     GRADIENT_ROLES,
     GRADIENTS,
     MASTER,
+    MEMORY_KINDS,
     OPTIMIZER,
     PARAMETERS,
     STATE_KINDS,
@@ -321,19 +322,19 @@ def _share(state: MemoryBytes, parts: int, stage: Stage, known: _Known, *, least
     cast at each use, their master copy is all that is kept of them, and whole. Level 2 divides gradients, too, and
     level 3 everything.
     """
-    return _shared_out(state, parts, stage.zero, _sharers(stage), known.cast, least)
+    counts = _parts_of_each(parts, stage.zero, _sharers(stage), known.cast)
+    if least:
+        return MemoryBytes((kind, size // counts[kind]) for kind, size in state.items())
+    return MemoryBytes((kind, (size + counts[kind] - 1) // counts[kind]) for kind, size in state.items())
 
 
-@lru_cache(maxsize=4096)
-def _shared_out(state: MemoryBytes, parts: int, zero: int, sharers: int, cast: bool, least: bool) -> MemoryBytes:
+@cache
+def _parts_of_each(parts: int, zero: int, sharers: int, cast: bool) -> dict[MemoryKind, int]:
+    """{kind of memory: into how many parts it is cut}"""
     divided = {OPTIMIZER} if cast else {OPTIMIZER, MASTER}
     divided |= {GRADIENTS} if zero > 1 else set()
     divided |= set(STATE_KINDS) if zero > 2 else set()
-    found = {}
-    for kind, size in state.items():
-        cut = parts * (sharers if kind in divided and zero else 1)
-        found[kind] = size // cut if least else (size + cut - 1) // cut
-    return MemoryBytes(found)
+    return {kind: parts * (sharers if kind in divided and zero else 1) for kind in MEMORY_KINDS}
 
 
 _NOTHING = MemoryBytes()
@@ -497,6 +498,10 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
     for number, stage in enumerate(plan.stages):
         for block in stage.blocks:
             stages_of[block].append(number)
+    actions: dict[int, Operation] = {}
+    for each in plan.operations:
+        if each.role in GRADIENT_ROLES:
+            actions.setdefault(each.stage, each)
     for number, stage in enumerate(plan.stages):
         if not stage.blocks:
             continue
@@ -514,7 +519,9 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
 
         time = partial(_both_summed_ns, (rest, others), (experts, sides), known, cluster)
         expected, gathered = time(own, experts.state[GRADIENTS])
-        _check_buckets(number, plan, profile, known, {each.name for each in apart}, time, findings)
+        if stage.buckets and number in actions:
+            names = {each.name for each in apart}
+            _check_buckets(number, stage, actions[number], profile, known, names, time, findings)
         if stage.configurations:
             expected += _inside_ns(stage, profile, {each.name for each in apart}, known, cluster)
         _compare(f"stages[{number}]", stage, {"sync_ns": expected, "gather_ns": gathered}, findings)
@@ -558,7 +565,8 @@ def _summed_ns(
 
 def _check_buckets(
     number: int,
-    plan: Plan,
+    stage: Stage,
+    action: Operation,
     profile: Profile,
     known: _Known,
     apart: Collection[str],
@@ -567,13 +575,9 @@ def _check_buckets(
 ) -> None:
     """Bytes of each bucket are those of its blocks, each with what it shares with none before it in the stage.
 
-    Its gradients are there when the blocks before it have as much of the stage's last action left as their part of
+    Its gradients are there when the blocks before it have as much of the stage's last ``action`` left as their part of
     all blocks' times is.
     """
-    stage = plan.stages[number]
-    own = (each for each in plan.operations if each.stage == number and each.role in GRADIENT_ROLES)
-    if not stage.buckets or (action := next(own, None)) is None:
-        return
     if stage.configurations:
         findings.add("profile", f"stages[{number}].buckets", "are of blocks that each are split in a way of their own")
         return

@@ -33,7 +33,7 @@ from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatc
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
 from pipeplan.units import MAX_BYTES, format_bytes, format_ns
-from pipeplan.workload.elements import Again
+from pipeplan.workload.elements import MAX_DEVICES, Again
 
 
 @dataclass(frozen=True, slots=True)
@@ -900,6 +900,8 @@ def _count(profile: Profile, num_devices: int | None) -> int:
     count = num_devices or (None if profile.placement is None else profile.placement.num_devices)
     if count is None:
         raise UsageError(f"profile {profile.name!r} has no placement; give --devices or a --cluster")
+    if count > MAX_DEVICES:
+        raise UsageError(f"{count} devices are more than the {MAX_DEVICES} that a plan may have; lower --devices")
     return count
 
 
