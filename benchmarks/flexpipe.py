@@ -6,9 +6,9 @@
 Prints Markdown tables (FlexPipe, section 7.1, Fig. 12 to 15). Costs are estimated and iterations simulated: nothing is
 measured. Every schedule has the best of all depths, replicas and micro-batch sizes that are powers of two, the others
 with and without recomputation, the rules without. Those that search, Tessel and the rules, have the same seconds in all
-(``--limit``), then both twice as many, until two doublings shorten neither by a thousandth. A side with its seconds is
-a piece; pieces that are done are kept in a file, so that it can be run in parts. Fails where the rules are slower than
-even 1F1B or T-1F1B.
+(``--limit``), then both twice as many, until two doublings shorten neither by a thousandth. What the rules find in theirs
+is a piece, and what each choice of depth and size brings Tessel; pieces that are done are kept in a file, so that it can
+be run in parts. Fails where the rules are slower than even 1F1B or T-1F1B.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pipeplan.partition.placement import place
 from pipeplan.planning.build_plan import planned
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Batch, Request
-from pipeplan.planning.trials import Trial, iteration_of
+from pipeplan.planning.trials import Trial
 from pipeplan.planning.tuning import tune
 from pipeplan.planning.tuning_cells import Cell, settled_cell
 from pipeplan.schedule.cpsat.solver import Budget
@@ -140,29 +140,44 @@ def cell_of(request: Request, rival: Rival, layers: int, fixed: Fixed) -> Cell:
     return settled_cell(request, Cell(PlacementCandidate(placement, batch, fixed.recompute, rival.name)), lambda: False)
 
 
-def rival_plan(request: Request, rival: Rival, layers: int, seconds: float, fixed: Fixed | None = None) -> Plan | None:
+def rival_plan(
+    request: Request,
+    rival: Rival,
+    layers: int,
+    seconds: float,
+    fixed: Fixed | None = None,
+    pieces: Pieces | None = None,
+) -> Plan | None:
     """Its shortest iteration over all it may choose, or with what is fixed; None where nothing fits into the memory.
 
-    A search has ``seconds`` for all choices together: each its equal share of what is left.
+    A search has ``seconds`` for all choices together: each its equal share of what is left. Each is one of the pieces.
     """
     choices = settings(request, rival, layers) if fixed is None else [fixed]
     cells = [cell_of(request, rival, layers, choice) for choice in choices]
     waiting = sorted((cell for cell in cells if cell.candidate), key=lambda cell: cell.bound_ns)
-    best, end = None, time.monotonic() + seconds
+    best, left, pieces = None, seconds, pieces or Pieces()
     for index, cell in enumerate(waiting):
-        assert cell.candidate is not None
-        if best is not None and cell.bound_ns >= iteration_of(best[1]):
+        if best is not None and cell.bound_ns >= best.predicted.iteration_ns:
             break
-        workload = Trial.of(request, cell.candidate).ways[0]
-        promising = [each for each in waiting[index:] if best is None or each.bound_ns < iteration_of(best[1])]
-        budget = Budget(max(1.0, (end - time.monotonic()) / len(promising)), 0) if rival.searches else Budget(0.0, 0)
-        try:
-            found = search_schedule(workload, budget, scheduler=rival.scheduler)
-        except (InfeasibleError, SearchTimeoutError):
-            continue
-        if best is None or iteration_of(found) < iteration_of(best[1]):
-            best = cell.candidate, found
-    return None if best is None else planned(request, *best, best[1].workload)
+        promising = [each for each in waiting[index:] if best is None or each.bound_ns < best.predicted.iteration_ns]
+        share = max(1.0, left / len(promising)) if rival.searches else 0.0
+        name = f"{request.profile.name}, {rival.name}, {seconds:g} s, choice {index}"
+        found = pieces.get(name, partial(searched, request, rival, cell, share))
+        left -= found["seconds"]
+        best = shorter(best, None if found["plan"] is None else parse(found["plan"], Plan))
+    return best
+
+
+def searched(request: Request, rival: Rival, cell: Cell, seconds: float) -> dict[str, Any]:
+    """The text of the plan of one choice, None where none is found, and the seconds that took."""
+    assert cell.candidate is not None
+    workload, begun = Trial.of(request, cell.candidate).ways[0], time.monotonic()
+    try:
+        found = search_schedule(workload, Budget(seconds, 0), scheduler=rival.scheduler)
+        plan = planned(request, cell.candidate, found, found.workload).model_dump_json()
+    except (InfeasibleError, SearchTimeoutError):
+        plan = None
+    return {"plan": plan, "seconds": time.monotonic() - begun}
 
 
 def rules_plan(request: Request, kept: str | None) -> Plan:
@@ -170,6 +185,11 @@ def rules_plan(request: Request, kept: str | None) -> Plan:
     found = tune(request, cache=kept)
     note(f"  {found.said}")
     return found.result.plan
+
+
+def rules_text(request: Request, cells: str | None) -> str:
+    """The same as a text."""
+    return rules_plan(request, cells).model_dump_json()
 
 
 def even_plans(
@@ -190,27 +210,16 @@ def even_plans(
             GPUS,
             {"spread": True, "recompute": False, "time_limit": seconds if seconds == limit else seconds / 2},
         )
-        makes: dict[str, Callable[[], Plan | None]] = {"rules": partial(rules_plan, asked, cells)}
-        makes |= {rival.name: partial(rival_plan, whole, rival, layers, seconds) for rival in RIVALS if rival.searches}
-        found = {
-            name: kept_plan(pieces, f"{profile.name}, {name}, {seconds:g} s", make) for name, make in makes.items()
-        }
+        rules = pieces.get(f"{profile.name}, rules, {seconds:g} s", partial(rules_text, asked, cells))
+        found: dict[str, Plan | None] = {"rules": parse(rules, Plan)}
+        for rival in RIVALS:
+            if rival.searches:
+                found[rival.name] = rival_plan(whole, rival, layers, seconds, pieces=pieces)
         still = 0 if any(shortened(plans.get(name), plan) for name, plan in found.items()) else still + 1
         plans |= {name: shorter(plans.get(name), plan) for name, plan in found.items()}
         note(f"  {seconds:g} s: " + ", ".join(f"{name} {described(plan)}" for name, plan in plans.items()))
         seconds *= 2
     return plans, seconds / 2
-
-
-def kept_plan(pieces: Pieces, name: str, make: Callable[[], Plan | None]) -> Plan | None:
-    """A piece that is a plan, or None where nothing fits."""
-
-    def piece() -> str | None:
-        plan = make()
-        return None if plan is None else plan.model_dump_json()
-
-    text = pieces.get(name, piece)
-    return None if text is None else parse(text, Plan)
 
 
 def shortened(before: Plan | None, after: Plan | None) -> bool:
