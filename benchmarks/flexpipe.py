@@ -6,9 +6,9 @@
 Prints Markdown tables (FlexPipe, section 7.1, Fig. 12 to 15). Costs are estimated and iterations simulated: nothing is
 measured. Every schedule has the best of all depths, replicas and micro-batch sizes that are powers of two, the others
 with and without recomputation, the rules without. Those that search, Tessel and the rules, have the same seconds in all
-(``--limit``), then both twice as many, until two doublings shorten neither by a thousandth. What the rules find in theirs
-is a piece, and what each choice of depth and size brings Tessel; pieces that are done are kept in a file, so that it can
-be run in parts. Fails where the rules are slower than even 1F1B or T-1F1B.
+(``--limit``), then both twice as many, until two doublings shorten neither by a thousandth. What the rules find is a
+piece, and what each choice of depth and size brings Tessel; pieces that are done are kept in a file, so that it can be
+run in parts. Fails where the rules are slower than even 1F1B or T-1F1B.
 """
 
 from __future__ import annotations
