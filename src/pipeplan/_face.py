@@ -1141,12 +1141,13 @@ def example(
 
 
 @_public
-def example_cluster(name: str, *, devices: int | None = None) -> Cluster:
+def example_cluster(name: str, *, devices: int | None = None, nominal: bool = False) -> Cluster:
     """A ready-made cluster, with as many devices as you like.
 
     Args:
         name: such as ``"cluster-h100"`` or ``"testbed-tessel"``; ``pipeplan example --help`` lists them.
         devices: number of devices; by default the cluster's own.
+        nominal: links at the rates of their data sheets, not at what published runs reach of them.
 
     Returns:
         The cluster, for :func:`search`.
@@ -1160,4 +1161,4 @@ def example_cluster(name: str, *, devices: int | None = None) -> Cluster:
     """
     if devices is not None:
         devices = _asked("example", {"devices": devices}).params["devices"]
-    return _api.make_cluster(name, devices)
+    return _api.make_cluster(name, devices, nominal=nominal)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--workers",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=1, max=1024),
     help="Processes that evaluate candidates.  [default: 1; for auto-tuning, one per core]",
 )
 @click.option(
