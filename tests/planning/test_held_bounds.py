@@ -13,7 +13,7 @@ from builders.requests import request_of
 from pipeplan.errors import InfeasibleError
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.planning.bounds import held_bound, request_bound
-from pipeplan.planning.held_bounds import HeldBound, Way, undominated
+from pipeplan.planning.held_bounds import BlockWay, HeldBound, undominated
 from pipeplan.planning.request import Batch, Request
 from pipeplan.planning.steps import search_plan
 from references.every_width import every_width
@@ -88,7 +88,7 @@ def test_it_is_never_above_what_is_found(seed: int) -> None:
 
 def test_one_block_that_fills_a_device() -> None:
     """It holds all that there is while it runs, and half the time where there is twice as much."""
-    way = Way(100.0, 50.0, 100.0)
+    way = BlockWay(100.0, 50.0, 100.0)
     for room, expected in ((50, 800), (100, 800), (25, 1600)):
         assert HeldBound([[way]], [0], 8, 1.0, room, 0).least_ns() == pytest.approx(expected, rel=0.05, abs=1)
         assert HeldBound([[way]], [0], 8, 1.0, room, 0).least_ns() <= expected
@@ -96,14 +96,14 @@ def test_one_block_that_fills_a_device() -> None:
 
 def test_blocks_wait_for_each_other() -> None:
     """Of four in a line the first holds while all run: 4 + 3 + 2 + 1 times a block's time, on four devices."""
-    way = Way(100.0, 10.0, 100.0)
+    way = BlockWay(100.0, 10.0, 100.0)
     bound = HeldBound([[way]], [0] * 4, 20, 4.0, 40, 0).least_ns()
     assert 0.95 * (20 * 10 * 100 * 10 / 40) <= bound <= 20 * 10 * 100 * 10 / 40
 
 
 def test_of_two_ways_each_block_may_have_its_own() -> None:
     """The quicker one where it fits, and a mixture of both where it fits in part: between the bounds of each alone."""
-    quick, small = Way(100.0, 40.0, 100.0), Way(150.0, 5.0, 150.0)
+    quick, small = BlockWay(100.0, 40.0, 100.0), BlockWay(150.0, 5.0, 150.0)
     alone = [HeldBound([[way]], [0] * 4, 20, 4.0, 60, 0).least_ns() for way in (quick, small)]
     both = HeldBound([[quick, small]], [0] * 4, 20, 4.0, 60, 0).least_ns()
     assert 2000 < both <= min(alone)
@@ -111,8 +111,8 @@ def test_of_two_ways_each_block_may_have_its_own() -> None:
 
 def test_ways_that_are_worse_in_everything_are_left_out() -> None:
     """Of equal ones one stays."""
-    ways = [Way(1, 2, 3), Way(1, 2, 3), Way(2, 2, 3), Way(1, 3, 2), Way(1, 2, 3, 1)]
-    assert undominated(ways) == [Way(1, 2, 3), Way(1, 3, 2)]
+    ways = [BlockWay(1, 2, 3), BlockWay(1, 2, 3), BlockWay(2, 2, 3), BlockWay(1, 3, 2), BlockWay(1, 2, 3, 1)]
+    assert undominated(ways) == [BlockWay(1, 2, 3), BlockWay(1, 3, 2)]
 
 
 def test_nothing_is_said_where_backward_does_not_wait() -> None:

@@ -49,7 +49,7 @@ _FINER = 3
 _SLACK = 1 - 1e-9
 
 
-class Way(NamedTuple):
+class BlockWay(NamedTuple):
     """How a block may run: device ns and bytes of a sample, of all devices together, and ns until that has passed.
 
     ``beside`` are the bytes of its workspace times how long they are there, of a sample.
@@ -68,7 +68,7 @@ class HeldBound(NamedTuple):
     the optimizer takes of them.
     """
 
-    ways: Sequence[Sequence[Way]]
+    ways: Sequence[Sequence[BlockWay]]
     kinds: Sequence[int]
     samples: int
     computing: float
@@ -108,7 +108,9 @@ class HeldBound(NamedTuple):
         return (self.samples * float(least.min()) + self.steps_ns) / (self.computing + weight * self.room)
 
 
-def _one_more(before: FloatArray, ways: Sequence[Way], times: FloatArray, cell: float, weight: float) -> FloatArray:
+def _one_more(
+    before: FloatArray, ways: Sequence[BlockWay], times: FloatArray, cell: float, weight: float
+) -> FloatArray:
     """[time] the least with one block more before those, in each of its ways."""
     after: FloatArray = np.full(len(before), math.inf)
     for way in ways:
@@ -119,9 +121,9 @@ def _one_more(before: FloatArray, ways: Sequence[Way], times: FloatArray, cell: 
     return after
 
 
-def undominated(ways: Sequence[Way]) -> list[Way]:
+def undominated(ways: Sequence[BlockWay]) -> list[BlockWay]:
     """Those that no other is better than in everything."""
-    kept: list[Way] = []
+    kept: list[BlockWay] = []
     for way in sorted(set(ways)):
         if not any(all(one <= another for one, another in zip(other, way, strict=True)) for other in kept):
             kept.append(way)
@@ -137,7 +139,7 @@ def input_bytes(blocks: Blocks, block: Block, samples: int, shards: int, context
     )
 
 
-def way_of(row: CostRow, half: CostRow | None, fastest: float, *, splits: bool) -> Way:
+def way_of(row: CostRow, half: CostRow | None, fastest: float, *, splits: bool) -> BlockWay:
     """A row as a way, whose forward may run in two of ``half``."""
     devices, samples = row.shards * row.context, row.microbatch_size
     forward, passing = row.forward_ns, row.forward_ns
@@ -149,4 +151,4 @@ def way_of(row: CostRow, half: CostRow | None, fastest: float, *, splits: bool) 
         back = min(back, row.input_grad_ns)
     work = (forward + backward) * devices / samples
     held, beside = row.activation_bytes * devices / samples, row.workspace_bytes * work / fastest
-    return Way(work, held, (passing + back) / fastest, beside)
+    return BlockWay(work, held, (passing + back) / fastest, beside)
