@@ -207,7 +207,7 @@ def _more_sharing(request: Request, result: Result, simulation: Simulation) -> I
             yield NextStep("--zero auto", brings, gain)
 
 
-_TRAINABLE = (None, "fp32", "bf16", "bf16-autocast")
+_TRAINABLE = (None, "fp32", "bf16", "bf16-autocast", "bf16-mixed", "fp16-mixed")
 """Recipes that ``pipeplan run`` can train by; None is a profile's that names none."""
 
 
