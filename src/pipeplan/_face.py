@@ -224,6 +224,7 @@ def search(
     deterministic: bool = False,
     scheduler: str = "auto",
     rules: Rules | Path | None = None,
+    start: Plan | Path | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,
     cache: Path | None = None,
@@ -289,6 +290,8 @@ def search(
         scheduler: ``"auto"``, ``"repetend"``, ``"rules"`` or a classic schedule such as ``"1f1b"``.
         rules: for the scheduler ``"rules"``: :class:`Rules`, the name of a built-in set, the path of a TOML file, or
             ``pkg.mod:name``, which is imported.
+        start: a plan to start from, such as one of :func:`import_plan`: what is found is never slower. Devices and
+            mini-batch are its own unless said.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
             (``scheduler="rules"`` without ``rules``). They import your main module, so guard what it runs with
             ``if __name__ == "__main__"``.
@@ -1138,12 +1141,13 @@ def example(
 
 
 @_public
-def example_cluster(name: str, *, devices: int | None = None) -> Cluster:
+def example_cluster(name: str, *, devices: int | None = None, nominal: bool = False) -> Cluster:
     """A ready-made cluster, with as many devices as you like.
 
     Args:
         name: such as ``"cluster-h100"`` or ``"testbed-tessel"``; ``pipeplan example --help`` lists them.
         devices: number of devices; by default the cluster's own.
+        nominal: links at the rates of their data sheets, not at what published runs reach of them.
 
     Returns:
         The cluster, for :func:`search`.
@@ -1157,4 +1161,4 @@ def example_cluster(name: str, *, devices: int | None = None) -> Cluster:
     """
     if devices is not None:
         devices = _asked("example", {"devices": devices}).params["devices"]
-    return _api.make_cluster(name, devices)
+    return _api.make_cluster(name, devices, nominal=nominal)

@@ -16,6 +16,7 @@ from pipeplan.cli.shared import (
     RULES_OPTION,
     SCHEDULER,
     Status,
+    given_file,
     given_rules,
     limited,
     planning_options,
@@ -37,8 +38,16 @@ if TYPE_CHECKING:
     "functions of yours.  [default: all built-in sets]"
 )
 @click.option(
+    "--start",
+    "start_path",
+    type=FILE,
+    metavar="PLAN",
+    help="Start from this plan, such as one of import: what is found is never slower. Devices and mini-batch are its "
+    "own unless said.",
+)
+@click.option(
     "--workers",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=1, max=1024),
     help="Processes that evaluate candidates.  [default: 1; for auto-tuning, one per core]",
 )
 @click.option(
@@ -142,7 +151,8 @@ def search_request(flags: Mapping[str, Any]) -> Request:
     if rules is not None and scheduler not in ("auto", "rules"):
         raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
     rules = given_rules(rules)
-    return read_request(flags, scheduler if rules is None else "rules", rules)
+    start = given_file("plan", flags["start_path"])
+    return read_request(flags, scheduler if rules is None else "rules", rules, start=start)
 
 
 def print_result(

@@ -87,7 +87,7 @@ def _rows(request: Request, result: Result, simulation: Simulation, written: str
     yield "bound", _bound(request, result)
     yield "memory", _memory(simulation)
     yield "idle", _idle(simulation)
-    if lacks := cannot_train(simulation.plan):
+    if lacks := cannot_train(simulation.plan, request.profile):
         said = f"training with {' and '.join(lacks)} is not built yet"
         trains = lacks == ["fp8-mixed"]  # one line of 80 columns
         said = f"{said}; --precision bf16-mixed is" if trains else f"emulates this plan; {said}"
