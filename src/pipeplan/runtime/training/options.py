@@ -179,12 +179,13 @@ class TrainOptions(RunOptions):
         own = None if name is None else RUNNABLE[name]
         if self.dtype is not None and own not in (None, self.dtype):
             raise UsageError(f"--precision {name} trains parameters in {own}; leave --dtype {self.dtype} out")
-        how = {"dtype": own or self.dtype, "precision": name, "optimizer": self.optimizer or made_for.optimizer}
+        optimizer = self.optimizer or made_for.optimizer
+        found = replace(self, dtype=own or self.dtype, precision=name, optimizer=optimizer)
         if name is None or not keeps or self.gradients is not None:
-            return replace(self, **how)
+            return found
         recipe = made_for if made_for.name == name else Recipe(name=name)
         wide = bytes_per_parameter(recipe.model_copy(update={"optimizer": ADAMW}))[GRADIENTS] == _WIDE
-        return replace(self, **how, gradients="float32" if wide else own)
+        return replace(found, gradients="float32" if wide else own)
 
     @property
     def autocast(self) -> str | None:
