@@ -1023,7 +1023,8 @@ def run(
         warmup_steps: steps over which the learning rate grows.
         lr_steps: steps of the schedule; by default all.
         clip_norm: clip the norm of all gradients together to this; inf only reports it.
-        precision: recipe to train by: ``"fp32"``, ``"bf16"`` or ``"bf16-autocast"``; by default the plan's.
+        precision: recipe to train by: ``"fp32"``, ``"bf16"``, ``"bf16-mixed"``, ``"bf16-autocast"`` or
+            ``"fp16-mixed"``; by default the plan's.
         autocast: the same as ``precision="bf16-autocast"``.
         checkpoint: folder for checkpoints, from which any plan of the model can resume.
         checkpoint_every: write one every so many steps; by default at the end.
