@@ -167,14 +167,15 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
         text = f"are {len(plan.devices)}, the cluster has {cluster.num_devices}"
         findings.add("cluster", "devices", text)
         return
+    expected = _contention(cluster, [range(len(plan.devices))])
     for number, stage in enumerate(plan.stages):
         slowest = min(cluster.speeds[device] for device in stage.devices)
         if stage.blocks and stage.speed != slowest:
             text = f"is {stage.speed:g}, the slowest of its devices in the cluster has {slowest:g}"
             findings.add("cluster", f"stages[{number}].speed", text)
     for device, own in enumerate(plan.devices):
-        if own.contention not in (0, cluster.contention):  # plans from before it counted beside sums say nothing
-            text = f"is {own.contention}, the cluster's is {cluster.contention}"
+        if own.contention not in (0, expected):  # plans from before it counted beside sums say nothing
+            text = f"is {own.contention}, the cluster's is {expected}"
             findings.add("cluster", f"devices[{device}].contention", text)
     for device, (peak, memory) in enumerate(zip(peaks, cluster.usable_bytes, strict=False)):
         if memory is not None and peak > memory:
@@ -675,6 +676,12 @@ def _in_actions(stage: Stage, blocks: Iterable[str], known: _Known, cluster: Clu
     return found
 
 
+def _contention_of(stage: Stage, cluster: Cluster | None) -> float:
+    """Of all groups of a stage that exchange."""
+    sides = [side for side, _ in _sharing(stage)]
+    return _contention(cluster, [group for side in sides for group in _groups_in(side, _sharers(side)).values()])
+
+
 def _exchanged(stage: Stage, block: str, known: _Known, *, of_experts: bool = False) -> tuple[int, int, int]:
     """Bytes on a device of what is whole while a block runs: the copy that computes, gradients, the cast part of that.
 
@@ -701,21 +708,21 @@ def _exchanging(stage: Stage, rows: list[CostRow], known: _Known, cluster: Clust
         return rows
     if stage.reduce_every is not None:
         return _beside_actions(stage, rows, known, cluster)
-    found = list[CostRow]()
+    contention, found = _contention_of(stage, cluster), list[CostRow]()
     for block, row in zip(stage.blocks, rows, strict=True):
         copy, gradient, cast, gather, reduce = _in_actions(stage, [block], known, cluster)
         whole = row.backward_ns
         if whole is None:
             whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
         changes = {
-            "forward_ns": _beside(gather, row.forward_ns, cluster),
-            "backward_ns": _beside(gather + reduce, whole, cluster),
+            "forward_ns": _beside(gather, row.forward_ns, contention),
+            "backward_ns": _beside(gather + reduce, whole, contention),
             "workspace_bytes": row.workspace_bytes + copy + copy - cast + gradient + gradient,
         }
         if row.input_grad_ns is not None and row.weight_grad_ns is not None:
             changes |= {
-                "input_grad_ns": _beside(gather, row.input_grad_ns, cluster),
-                "weight_grad_ns": _beside(reduce, row.weight_grad_ns, cluster),
+                "input_grad_ns": _beside(gather, row.input_grad_ns, contention),
+                "weight_grad_ns": _beside(reduce, row.weight_grad_ns, contention),
             }
         found.append(row.model_copy(update=changes))
     return found
@@ -727,12 +734,13 @@ def _beside_actions(stage: Stage, rows: list[CostRow], known: _Known, cluster: C
     An exchange for several actions slows each of them by as much. What is cast for it is no workspace of a block.
     """
     per_use, per_sum, found = stage.unshard_every or 1, stage.reduce_every or 1, list[CostRow]()
+    contention = _contention_of(stage, cluster)
     for block, row in zip(stage.blocks, rows, strict=True):
         own = _in_actions(stage, [block], known, cluster)
         gather, reduce = own.gather_ns / per_use, own.reduce_ns / per_sum
 
         def slowed(time: int, beside: float) -> int:
-            return time if cluster is None else time + round(cluster.contention * beside)
+            return time + round(contention * beside)
 
         whole = row.backward_ns
         if whole is None:
@@ -781,9 +789,23 @@ def _check_groups(
         begin = end
 
 
-def _beside(exchange: int, compute: int, cluster: Cluster | None) -> int:
-    """Ns of compute and an exchange at the same time: the first is slower by the cluster's contention meanwhile."""
-    slowed = compute if cluster is None else compute + round(cluster.contention * exchange)
+def _contention(cluster: Cluster | None, groups: Iterable[Sequence[int]]) -> float:
+    """What part of its speed a device loses while these exchange: the cluster's, of links that are as fast as any.
+
+    Over a level that carries less it is less by as much.
+    """
+    if cluster is None or not cluster.levels:
+        return 0.0 if cluster is None else cluster.contention
+    places = [{device // level.group_size for device in group} for group in groups for level in cluster.levels]
+    inner = len(cluster.levels)
+    held = [all(len(place) == 1 for place in places[number::inner]) for number in range(inner)]
+    ratio = cluster.levels[held.index(True)].bandwidth_bytes_per_s / cluster.levels[0].bandwidth_bytes_per_s
+    return cluster.contention * min(1.0, ratio)
+
+
+def _beside(exchange: int, compute: int, contention: float) -> int:
+    """Ns of compute and an exchange at the same time: the first is slower by the contention meanwhile."""
+    slowed = compute + round(contention * exchange)
     return slowed if slowed > exchange else exchange
 
 

@@ -149,7 +149,8 @@ class _PlacementOption(click.Option):
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """The flag and its help, which is made when it is shown."""
         self.help = (
-            f"auto (the profile's own, else all), all (strategies), {', '.join(_api.STRATEGIES)}, or a placement file."
+            f"auto (the profile's own, else all), all (strategies), {', '.join(_api.STRATEGIES)}, or a placement file. "
+            "With all or a name there are no replicas and no split blocks unless --dp and --tp say so."
         )
         return super().get_help_record(ctx)
 

@@ -125,15 +125,15 @@ def _costs_of_groups(
     if zero.level >= IN_ACTIONS:
         require_apart(profile, zero.level, set(chain.from_iterable(blocks for blocks, _ in groups)))
     kept = cache(lambda first: kept_of(by_id[first], recipe, shards, zero, experts))
-    times = cache(exchanging.times)
+    times, contention = cache(exchanging.times), exchanging.contention
     rows: dict[tuple[str, Again, int], CostRow] = {}
     how: dict[str, Any] = {"context": context, "expert": experts.size, "recipe": recipe, "speed": speed}
 
     def exchanged(block: Block, row: CostRow) -> CostRow:
         own = Exchanged.of(block, recipe, zero, shards, experts)
         if exchanging.every is not None:
-            return beside_exchanges(row, own, times(own), exchanging)
-        return with_exchanges(row, own, times(own), exchanging.contention) if any(own) else row
+            return beside_exchanges(row, own, times(own), exchanging.every, contention)
+        return with_exchanges(row, own, times(own), contention) if any(own) else row
 
     def row_of(block: Block, again: Again, taken: int) -> CostRow:
         """Of blocks that are alike worked out for one; where it has none, that one is named."""
@@ -321,7 +321,7 @@ def build_workload(
                 name=names[index] if names else "device",
                 memory_bytes=memory[index],
                 reserve_bytes=reserve[index],
-                contention=0.0 if cluster is None else cluster.contention,
+                contention=0.0 if cluster is None else cluster.contention_among([range(placement.num_devices)]),
             )
             for index in range(placement.num_devices)
         ),
