@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -59,8 +58,10 @@ def test_points_of_one_stage_are_described_as_their_plans_are(monkeypatch: pytes
         raise AssertionError("a plan was made")
 
     monkeypatch.setattr(sharding_frontier, "plan_of_strategy", fail)
-    found = frontiers._of_plans(replace(request, time_limit=1.0), None, None, quickest=False)
-    assert any(point.what.startswith("1 stage on (2 devices, blocks split") for point in found.points)
+    search = _FrontierSearch(Limit(), iter(()), rough=[2])
+    search.one_stage(request)
+    assert search.best
+    assert all(_words(point).startswith("1 stage on ") for point in search.best)
 
 
 @pytest.mark.parametrize("left", [0.0, 1.0, 30.0])
