@@ -95,6 +95,7 @@ FUNCTIONS = {
     "simulate": ("simulate",),
     "check": ("check",),
     "export": ("export",),
+    "import": ("import_plan",),
     "profile": ("profile", "estimate", "inspect", "measure_links", "add_links"),
     "run": ("run",),
     "example": ("example", "example_cluster"),
@@ -122,6 +123,8 @@ def test_every_flag_is_an_argument_with_the_same_default(verb: str) -> None:
                 continue
             if (function, name) == ("inspect", "profile"):
                 name = "show"
+            if (function, name) == ("import_plan", "form"):
+                name = "from"  # a word of Python's own
             assert name in flags, f"{function}({name}=...) is no flag of {verb}"
             found.add(name)
             if argument.default not in (argument.empty, None):

@@ -7,6 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -165,6 +166,11 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
         text = f"are {len(plan.devices)}, the cluster has {cluster.num_devices}"
         findings.add("cluster", "devices", text)
         return
+    for number, stage in enumerate(plan.stages):
+        slowest = min(cluster.speeds[device] for device in stage.devices)
+        if stage.blocks and stage.speed != slowest:
+            text = f"is {stage.speed:g}, the slowest of its devices in the cluster has {slowest:g}"
+            findings.add("cluster", f"stages[{number}].speed", text)
     for device, own in enumerate(plan.devices):
         if own.contention not in (0, cluster.contention):  # plans from before it counted beside sums say nothing
             text = f"is {own.contention}, the cluster's is {cluster.contention}"
@@ -239,10 +245,10 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
 def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> CostRow:
     """Costs of one of a stage's blocks, looked at once for all that are alike. Raises UsageError without any."""
     taken = sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ()))
-    how = samples, stage.shards, stage.context, stage.expert, stage.configuration, again, taken
+    how = samples, stage.shards, stage.context, stage.expert, stage.configuration, again, taken, stage.speed
     key = (known.alike[id_], *how)
     if key not in known.rows:
-        known.rows[key] = block_costs(
+        row = block_costs(
             _of_configuration(known.blocks[id_], stage.configuration),
             samples,
             stage.shards,
@@ -252,7 +258,25 @@ def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> C
             input_bytes=taken,
             recipe=known.recipe,
         )
+        known.rows[key] = _on_device(row, stage.speed)
     return known.rows[key]
+
+
+def _on_device(row: CostRow, speed: float) -> CostRow:
+    """A row on a device that computes so much in the time in which one of the profile's computes 1."""
+    if speed == 1:
+        return row
+    times = {key: ns for key in _ROW_TIMES if (ns := getattr(row, key)) is not None}
+    return row.model_copy(update={key: _slowed(ns, speed) for key, ns in times.items()})
+
+
+_ROW_TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
+
+
+def _slowed(ns: int, speed: float) -> int:
+    """Ns over a speed, as it is written, rounded up."""
+    over, under = Decimal(repr(speed)).as_integer_ratio()
+    return -(-ns * under // over)
 
 
 def _of_configuration(block: Block, configuration: str | None) -> Block:
@@ -415,7 +439,7 @@ def _check_steps(plan: Plan, profile: Profile, findings: Findings) -> None:
             ):
                 state -= own[0].state
         moved, rate = step_bytes(state, profile.recipe), profile.step_bytes_per_s
-        expected = 0 if rate is None else -(-moved * 10**9 // rate)
+        expected = 0 if rate is None else _slowed(-(-moved * 10**9 // rate), stage.speed)
         _compare(f"stages[{number}]", stage, {"step_ns": expected}, findings)
 
 

@@ -16,6 +16,7 @@ from pipeplan.cli.shared import (
     RULES_OPTION,
     SCHEDULER,
     Status,
+    given_file,
     given_rules,
     limited,
     planning_options,
@@ -35,6 +36,14 @@ if TYPE_CHECKING:
 @RULES_OPTION(
     help="Scheduling rules: a TOML file, the name of a built-in set, or Rules of a module that is imported, with "
     "functions of yours.  [default: all built-in sets]"
+)
+@click.option(
+    "--start",
+    "start_path",
+    type=FILE,
+    metavar="PLAN",
+    help="Start from this plan, such as one of import: what is found is never slower. Devices and mini-batch are its "
+    "own unless said.",
 )
 @click.option(
     "--workers",
@@ -125,7 +134,7 @@ def search_command(
             say(json.dumps((tuning or result).figures()))
         elif not outputs.on_stdout:
             written = output if output is not None and outputs.has(output) else None
-            _print_result(request, result, tuning, written, details=details)
+            print_result(request, result, tuning, written, details=details)
         outputs.say_written("plan", None if as_json else output)
 
 
@@ -142,10 +151,11 @@ def search_request(flags: Mapping[str, Any]) -> Request:
     if rules is not None and scheduler not in ("auto", "rules"):
         raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
     rules = given_rules(rules)
-    return read_request(flags, scheduler if rules is None else "rules", rules)
+    start = given_file("plan", flags["start_path"])
+    return read_request(flags, scheduler if rules is None else "rules", rules, start=start)
 
 
-def _print_result(
+def print_result(
     request: Request, result: Result, tuning: Tuning | None, written: str | None, *, details: bool
 ) -> None:
     """The answer and the timeline, or with ``details`` all there is; ``written`` is the plan's file, if it is there."""

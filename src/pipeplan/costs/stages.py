@@ -15,6 +15,7 @@ from pipeplan.costs.experts import ExpertState, kept_of
 from pipeplan.costs.messages import Crossings, dependencies, distinct, edge_bytes, with_gathers
 from pipeplan.costs.recipes import state_of, states_of, step_ns
 from pipeplan.costs.shared import SharedState, with_syncs
+from pipeplan.costs.speeds import at_speed
 from pipeplan.costs.zero import (
     ALONE,
     IN_ACTIONS,
@@ -63,6 +64,7 @@ def stage_costs(
     zero: Zero = WHOLE,
     exchanging: Exchanging = ALONE,
     experts: Experts = TOGETHER,
+    speed: float = 1.0,
 ) -> StageCost:
     """Costs of blocks that run one after another on each device of a group.
 
@@ -70,13 +72,13 @@ def stage_costs(
     once (of blocks that divide it along the sequence, a slice), and so are parameters that they share. Workspace is the
     largest, since only one block runs at a time. Of what replicas divide by ``zero`` there is one part, and what they
     exchange of each block takes its time where they are ``exchanging``; by default that is left out. A device has one
-    of ``context`` parts of each sequence, and what ``experts`` says of those of its blocks.
+    of ``context`` parts of each sequence, and what ``experts`` says of those of its blocks; it has this ``speed``.
 
     Raises:
         UsageError: a block has no costs for this micro-batch size or shard count, or shares what it would gather.
     """
     how: dict[str, Any] = {"context": context, "recompute": recompute, "zero": zero, "exchanging": exchanging}
-    how["experts"] = experts
+    how |= {"experts": experts, "speed": speed}
     (cost,) = group_costs(profile, [tuple(blocks)], microbatch_size, shards, **how)
     return cost
 
@@ -92,6 +94,7 @@ def group_costs(
     zero: Zero = WHOLE,
     exchanging: Exchanging = ALONE,
     experts: Experts = TOGETHER,
+    speed: float = 1.0,
 ) -> list[StageCost]:
     """:func:`stage_costs` of every group of blocks: the profile is looked through once for all.
 
@@ -99,6 +102,7 @@ def group_costs(
         UsageError: a block has no costs for this micro-batch size or shard count, or shares what it would gather.
     """
     how: dict[str, Any] = {"context": context, "zero": zero, "exchanging": exchanging, "experts": experts}
+    how["speed"] = speed
     return _costs_of_groups(profile, [(group, recompute) for group in groups], microbatch_size, shards, **how)
 
 
@@ -112,6 +116,7 @@ def _costs_of_groups(
     zero: Zero,
     exchanging: Exchanging,
     experts: Experts,
+    speed: float,
 ) -> list[StageCost]:
     """The same of groups that each say what they compute again."""
     by_id, into, alike = profile.by_id, profile.edges_into, profile.alike
@@ -121,7 +126,7 @@ def _costs_of_groups(
     kept = cache(lambda first: kept_of(by_id[first], recipe, shards, zero, experts))
     times = cache(exchanging.times)
     rows: dict[tuple[str, Again, int], CostRow] = {}
-    how: dict[str, Any] = {"context": context, "expert": experts.size, "recipe": recipe}
+    how: dict[str, Any] = {"context": context, "expert": experts.size, "recipe": recipe, "speed": speed}
 
     def exchanged(block: Block, row: CostRow) -> CostRow:
         own = Exchanged.of(block, recipe, zero, shards, experts)
@@ -233,6 +238,7 @@ def build_workload(
     memory_bytes: Sequence[int | None] | None = None,
     reserve_bytes: Sequence[int] | None = None,
     given: Mapping[int, StageCost] | None = None,
+    speeds: Sequence[float] | None = None,
     whole_messages: bool = False,
 ) -> Workload:
     """Everything one iteration runs under a placement, with its costs.
@@ -242,7 +248,7 @@ def build_workload(
     ``split_backward`` every stage whose blocks allow it runs I and W instead of B, each ``split_overhead_ns`` longer
     than the profile says: a split backward is two launches. ``given`` are costs of actions of stages, by number, that
     are not the profile's: of those whose blocks have configurations. ``whole_messages``: no message is a slice of its
-    sequence, for instructions are to see all of it.
+    sequence, for instructions are to see all of it. ``speeds`` [device] go before the cluster's.
 
     Raises:
         UsageError: a missing cost row, a stage with configurations whose costs are not given, a mini-batch that stages
@@ -255,7 +261,8 @@ def build_workload(
         )
     mini_batch = num_microbatches * microbatch_size
     blocks = profile.by_id
-    placed = [_settled(stage, blocks, microbatch_size, recompute) for stage in placement.stages]
+    speeds = speeds or ((1.0,) * placement.num_devices if cluster is None else cluster.speeds)
+    placed = [_settled(stage, blocks, microbatch_size, recompute, speeds) for stage in placement.stages]
     for stage in placed:
         _require_shared_out(stage, mini_batch, placement.num_routes)
     _require_one_size(placed, placement.num_routes)
@@ -360,7 +367,7 @@ def with_steps(profile: Profile, stages: Sequence[Stage], tied: Sequence[TiedSta
                 stepped[number] -= each.state
             before.update(devices)
     return [
-        replace(stage, step_ns=step_ns(state, profile.recipe, profile.step_bytes_per_s))
+        replace(stage, step_ns=at_speed(step_ns(state, profile.recipe, profile.step_bytes_per_s), stage.speed))
         for stage, state in zip(stages, stepped, strict=True)
     ]
 
@@ -450,8 +457,8 @@ def _costs_of(
     profile: Profile, stages: Sequence[Stage], given: Mapping[int, StageCost], cluster: Cluster | None
 ) -> list[StageCost]:
     """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
-    found = dict(given)
-    alike = defaultdict[tuple[int, int, int, Experts, Zero, Exchanging], list[tuple[int, Recompute]]](list)
+    found = {number: _at_speed_of(stages[number], cost) for number, cost in given.items()}
+    alike = defaultdict[tuple[int, int, int, Experts, Zero, float, Exchanging], list[tuple[int, Recompute]]](list)
     for number, stage in enumerate(stages):
         if number in given:
             continue
@@ -462,10 +469,10 @@ def _costs_of(
             )
         again = stage.again if stage.recompute is True else stage.recompute  # the ends of a model, too, where so said
         samples, exchanging = stage.microbatch_size // stage.replicas, Exchanging.of(stage, cluster)
-        how_shared = stage.shards, stage.context, Experts.of(stage), Zero.of(stage)
+        how_shared = stage.shards, stage.context, Experts.of(stage), Zero.of(stage), stage.speed
         alike[samples, *how_shared, exchanging._replace(cluster=None)].append((number, again))
-    for (samples, shards, context, experts, zero, exchanging), those in alike.items():
-        how: dict[str, Any] = {"context": context, "zero": zero, "experts": experts}
+    for (samples, shards, context, experts, zero, speed, exchanging), those in alike.items():
+        how: dict[str, Any] = {"context": context, "zero": zero, "experts": experts, "speed": speed}
         how["exchanging"] = exchanging._replace(cluster=cluster)
         groups = [(stages[number].blocks, again) for number, again in those]
         costs = _costs_of_groups(profile, groups, samples, shards, **how)
@@ -473,13 +480,35 @@ def _costs_of(
     return [found[number] for number in range(len(stages))]
 
 
-def _settled(placed: PlacedStage, blocks: Mapping[str, Block], microbatch_size: int, recompute: Recompute) -> Stage:
+def _at_speed_of(stage: Stage, cost: StageCost) -> StageCost:
+    """What a stage costs whose costs are ``given`` at speed 1."""
+    if stage.speed == 1:
+        return cost
+    split = cost.input_grad_ns is not None and cost.weight_grad_ns is not None
+    return replace(
+        cost,
+        forward_ns=at_speed(cost.forward_ns, stage.speed),
+        backward_ns=at_speed(cost.backward_ns, stage.speed),
+        input_grad_ns=at_speed(cost.input_grad_ns or 0, stage.speed) if split else None,
+        weight_grad_ns=at_speed(cost.weight_grad_ns or 0, stage.speed) if split else None,
+    )
+
+
+def _settled(
+    placed: PlacedStage,
+    blocks: Mapping[str, Block],
+    microbatch_size: int,
+    recompute: Recompute,
+    speeds: Sequence[float],
+) -> Stage:
     """A stage as placed, with what it does not say itself; what it keeps comes later.
 
-    What is computed again is said of each block where those at a model's ends are not.
+    It is as fast as its slowest device, of [device] ``speeds``: the others wait for that one. What is computed again is
+    said of each block where those at a model's ends are not.
     """
     said: dict[str, Any] = {name: getattr(placed, name) for name in PlacedStage.model_fields}
     own = {name: value for name, value in said.items() if value is not None}
+    own["speed"] = min(speeds[device] for device in placed.devices)
     stage = Stage(**({"microbatch_size": microbatch_size, "recompute": recompute} | own))
     return replace(stage, recompute=recompute_of(asked_again([blocks[id_] for id_ in stage.blocks], stage.recompute)))
 
@@ -549,6 +578,7 @@ def _with_parts(profile: Profile, stage: Stage, operation: Operation, cluster: C
         zero=zero,
         exchanging=exchanging,
         experts=Experts.of(stage),
+        speed=stage.speed,
     )
     return replace(operation, part_ns=max(1, cost.forward_ns))
 
@@ -582,6 +612,7 @@ def _block_groups(
             zero=zero,
             exchanging=exchanging,
             experts=experts,
+            speed=stage.speed,
         )
         own = [Exchanged.of(by_id[id_], profile.recipe, zero, stage.shards, experts) for id_ in blocks]
         whole = Exchanged(*map(sum, zip(*own, strict=True)))

@@ -9,7 +9,18 @@ from pydantic import Field, model_validator
 
 from pipeplan.files.base import MIGRATIONS, CurrentVersion, File, FileModel, Source, current_version, said_only
 from pipeplan.units import bytes_of, ns_of
-from pipeplan.workload.elements import MAX_DEVICES, Bytes, Count, DeviceCount, Items, Name, Nanoseconds, PositiveNs
+from pipeplan.workload.elements import (
+    MAX_DEVICES,
+    SPEED,
+    Bytes,
+    Count,
+    DeviceCount,
+    Items,
+    Name,
+    Nanoseconds,
+    PositiveNs,
+    Speed,
+)
 
 Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
@@ -24,6 +35,7 @@ class DeviceKind(FileModel):
     memory_reserve_bytes: Annotated[
         Bytes, Field(description="of that memory, what plans leave to context, communication buffers and allocator")
     ] = 0
+    speed: Annotated[Speed, said_only(1.0, f"of each: {SPEED}")] = 1.0
 
     @model_validator(mode="after")
     def _reserves_of_its_memory(self) -> DeviceKind:
@@ -183,6 +195,11 @@ class Cluster(File):
         """What plans may use of each device's memory; None is no limit."""
         reserved = zip(self.memory_bytes, self.reserve_bytes, strict=True)
         return tuple(None if size is None else size - reserve for size, reserve in reserved)
+
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """How much each device computes in the time in which one that a profile's times are of computes 1."""
+        return tuple(kind.speed for kind in self.devices for _ in range(kind.count))
 
     def first(self, num_devices: int) -> Cluster:
         """The first ``num_devices`` devices only, at least one, with the links between them."""

@@ -15,7 +15,16 @@ from typing import Annotated, Any, Literal, overload
 
 from pydantic import Field, SerializerFunctionWrapHandler, StringConstraints, model_serializer, model_validator
 
-from pipeplan.files.base import MIGRATIONS, SAID_ONLY, Content, CurrentVersion, File, FileModel, current_version
+from pipeplan.files.base import (
+    MIGRATIONS,
+    SAID_ONLY,
+    Content,
+    CurrentVersion,
+    File,
+    FileModel,
+    current_version,
+    said_only,
+)
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.profile import FlopsPerSample, TokensPerSample
 from pipeplan.files.recipe import AUTOCAST, Recipe
@@ -49,6 +58,7 @@ from pipeplan.workload.elements import (
     recompute_problem,
     sharing_problem,
     slots_of,
+    speeds_of,
 )
 from pipeplan.workload.kinds import GRADIENT_ROLES, MASTER, PARAMETERS, PARTED_ROLES, Role
 from pipeplan.workload.network_jobs import gradient_sums
@@ -164,6 +174,10 @@ class Plan(File):
     ] = None
     devices: Annotated[Items[Device], Field(min_length=1, max_length=MAX_DEVICES)]
     stages: Annotated[Items[Stage], Field(min_length=1)]
+    modules: Annotated[
+        dict[Name, Items[Name]],
+        said_only({}, "of the model that the profile was taken from, those that each block is, by block"),
+    ] = {}
     tied: Annotated[Items[TiedState], Field(description="parameters that stages share")] = ()
     sum_order: Annotated[
         Items[Index],
@@ -217,6 +231,8 @@ class Plan(File):
                     del stage[key]
             if not stage.get("cuts"):
                 stage.pop("cuts", None)
+            if stage.get("speed") == 1:
+                del stage["speed"]
         for operation in found.get("operations", ()):
             if not operation.get("parts_ns"):
                 operation.pop("parts_ns", None)
@@ -482,6 +498,11 @@ class Plan(File):
     def _require_one_per_device(self, name: str, number: int) -> None:
         if number != len(self.devices):
             raise ValueError(f"{name} has {number} entries for {len(self.devices)} devices")
+
+    @property
+    def device_speeds(self) -> list[float]:
+        """[device] how much it computes in the time in which one that the profile's times are of computes 1."""
+        return speeds_of(self.stages, len(self.devices))
 
     @property
     def mini_batch(self) -> int:

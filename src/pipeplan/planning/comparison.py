@@ -134,7 +134,7 @@ class Comparison(Displayed):
     An iteration has ``mini_batch`` samples. ``memory_bytes`` [device] are what plans may use, beside ``reserve_bytes``.
     ``yardstick`` says what a sample is, ``notes`` what is free. Where no row fits, ``shortage`` says what would do.
     Where something is not reached, it should be in about ``enough_seconds``, by what took how long until then; None
-    where that is not known.
+    where that is not known. ``full_devices`` counts each device by its speed; 0 is as many as there are.
     """
 
     name: str
@@ -149,6 +149,7 @@ class Comparison(Displayed):
     shortage: PipeplanError | None = None
     enough_seconds: float | None = None
     reserve_bytes: tuple[int, ...] = ()
+    full_devices: float = 0.0
 
     def __repr__(self) -> str:
         return f"<Comparison {self.name!r}: {len(self.rows)} rows, {len(self.missing)} missing>"
@@ -161,7 +162,7 @@ class Comparison(Displayed):
 
     def throughput(self, row: ComparisonRow) -> Throughput:
         """The throughput of a row's iteration."""
-        return self.yardstick.throughput(self.mini_batch, row.iteration_ns, self.num_devices)
+        return self.yardstick.throughput(self.mini_batch, row.iteration_ns, self.full_devices or self.num_devices)
 
     def figures(self) -> dict[str, object]:
         """The object of ``compare --json``."""
@@ -433,6 +434,7 @@ class _RowsSoFar:
             None if fits else most_telling(self._failures),
             self._enough_seconds,
             tuple(request.reserve),
+            sum(request.speeds),
         )
 
     @property

@@ -64,7 +64,8 @@ class BlockSpec:
     are of a block that is one device's share of a larger one. ``split`` says how a stage of several devices runs it;
     None if only whole. ``splits`` are other ways, by the name of an axis of a mesh; those of one ``build`` may be used
     together. ``divided``: it is a share that takes and gives slices of the sequence. ``names`` are those of its
-    parameters and kept buffers in the module it is of; without, ``ID.NAME``. ``form`` is equal for blocks whose modules
+    parameters and kept buffers in the module it is of; without, ``ID.NAME``. ``modules`` are those of that module which
+    the block runs, each whole. ``form`` is equal for blocks whose modules
     ``build`` makes alike, whatever the numbers in them; None if not known.
     """
 
@@ -81,12 +82,14 @@ class BlockSpec:
     splits: Mapping[str, Split] = field(default_factory=dict)
     divided: bool = False
     names: Mapping[str, str] | None = None
+    modules: tuple[str, ...] = ()
     form: Hashable = None
 
     @property
     def described(self) -> dict[str, Any]:
         """The keys of its profile that describe it, apart from costs."""
-        return {"operator": self.operator, "dimensions": dict(self.dimensions), "shared": self.shared}
+        known = {"operator": self.operator, "dimensions": dict(self.dimensions), "shared": self.shared}
+        return {**known, "modules": self.modules} if self.modules else known
 
     @property
     def inputs(self) -> tuple[tuple[str, int], ...]:
@@ -256,7 +259,7 @@ class Model:
             place = axis.place(share.index)
             if name in splits and parameter in splits[name].cuts:
                 slices.append(Slice(splits[name].cuts[parameter], axis.size, place))
-            elif name not in splits or not splits[name].divides(axis.size):  # else gradients are of slices, and add up
+            elif name not in splits or not splits[name].adds_up(parameter, axis.size):
                 copies, copy = copies * axis.size, copy * axis.size + place
         return ParameterPart(tuple(slices), copies, copy)
 
@@ -290,8 +293,8 @@ class Model:
         for name in axes:
             if not known:
                 raise UsageError(
-                    "it does not say how (BlockSpec.split), as blocks of configurations and captured modules never "
-                    "do: their shares are for planning, and they run whole only"
+                    "it does not say how (BlockSpec.split), as blocks of captured modules and of some configurations "
+                    "(docs/executor.md) do not, and runs whole only"
                 )
             if name not in known:
                 raise UsageError(f"it can be split by {', '.join(sorted(known))}, and not by {name}")

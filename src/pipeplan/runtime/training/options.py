@@ -268,7 +268,7 @@ class RunOutcome:
         tokens, planned = self.result.tokens_per_sample, self.plan.provenance
         same = self.result.as_planned and tokens == planned.tokens_per_sample
         measure = Yardstick(where, dtype, tokens, planned.forward_flops_per_sample if same else None)
-        return measure.throughput(self.plan.mini_batch, self.warm_ns, len(self.plan.devices))
+        return measure.throughput(self.plan.mini_batch, self.warm_ns, sum(self.plan.device_speeds))
 
     @property
     def warm_ns(self) -> int:

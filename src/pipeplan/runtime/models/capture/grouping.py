@@ -21,7 +21,7 @@ from pipeplan.runtime.models.spec import Grain
 HEAVY = {
     "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "scaled_dot_product_attention", "embedding",
     "embedding_bag", "conv1d", "conv2d", "conv3d", "convolution", "cross_entropy_loss", "lstm", "gru", "_grouped_mm",
-    "grouped_mm_fallback",
+    "grouped_mm_fallback", "word_losses",
 }  # fmt: skip
 """Operators worth a block of their own."""
 
@@ -175,6 +175,32 @@ def _is_list(module: nn.Module, at_top: bool) -> bool:
     """Whether it is a list of layers; further down, such as a feed-forward in a layer, not one of single operators."""
     of_operators = not any(True for child in module.children() for _ in child.children())
     return isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0 and (at_top or not of_operators)
+
+
+def modules_of(groups: Sequence[OpGroup]) -> list[tuple[str, ...]]:
+    """[group] the modules that it runs all of, outermost ones in the order in which they run.
+
+    What a module of several groups does by itself, such as adding to what it was given, is of none.
+    """
+    users: dict[str, set[int]] = {}
+    for number, group in enumerate(groups):
+        for path in dict.fromkeys(op.path for op in group.operations):
+            for outer in _around(path):
+                users.setdefault(outer, set()).add(number)
+    found = []
+    for group in groups:
+        own: dict[str, None] = {}
+        for op in group.operations:
+            inside = (path for path in _around(op.path) if not group.in_layer or _is_inside(path, group.path))
+            own.update(dict.fromkeys([path for path in inside if len(users[path]) == 1][:1]))
+        found.append(tuple(own))
+    return found
+
+
+def _around(path: str) -> Iterator[str]:
+    """The paths of the modules that a path leads through, from the outside in, itself the last; not the whole."""
+    parts = path.split(".")
+    return (".".join(parts[: length + 1]) for length in range(len(parts)) if path)
 
 
 def joined_path(path: str, name: str) -> str:
