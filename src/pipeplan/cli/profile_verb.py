@@ -498,7 +498,7 @@ def _model(
     model, uneven = _api.load_where_even(given["name"], **how, meta=meta)
     for reason in uneven.values():
         tell(f"left out: {reason}")
-    if advice := _api.advice_on(model):
+    for advice in filter(None, (_api.advice_on(model), _api.hindrance_of(model))):
         tell(advice)
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
         tell(

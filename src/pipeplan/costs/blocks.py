@@ -91,6 +91,10 @@ def _row_for(
         return _core_recomputed(
             _row_for(block, microbatch_size, shards, context, expert, recompute=False, input_bytes=0)
         )
+    measured = (microbatch_size, shards, context, expert if block.expert_parameters else 1, None, recompute)
+    exact = next((row for row in block.costs if row.microbatch_size == microbatch_size and row.key == measured), None)
+    if exact is not None:
+        return exact
     own = (row for row in block.rows(context, expert) if row.shards == shards and row.recompute == recompute)
     rows = sorted((row for row in own if not row.configuration), key=lambda row: row.microbatch_size)
     if not rows and recompute:

@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
 from pipeplan.costs.buckets import with_buckets
+from pipeplan.costs.columns import MANY, Columns
 from pipeplan.costs.experts import ExpertState, kept_of
 from pipeplan.costs.messages import Crossings, dependencies, distinct, edge_bytes, with_gathers
 from pipeplan.costs.recipes import state_of, states_of, step_ns
@@ -124,15 +125,15 @@ def _costs_of_groups(
     if zero.level >= IN_ACTIONS:
         require_apart(profile, zero.level, set(chain.from_iterable(blocks for blocks, _ in groups)))
     kept = cache(lambda first: kept_of(by_id[first], recipe, shards, zero, experts))
-    times = cache(exchanging.times)
+    times, contention = cache(exchanging.times), exchanging.contention
     rows: dict[tuple[str, Again, int], CostRow] = {}
     how: dict[str, Any] = {"context": context, "expert": experts.size, "recipe": recipe, "speed": speed}
 
     def exchanged(block: Block, row: CostRow) -> CostRow:
         own = Exchanged.of(block, recipe, zero, shards, experts)
         if exchanging.every is not None:
-            return beside_exchanges(row, own, times(own), exchanging)
-        return with_exchanges(row, own, times(own), exchanging.contention) if any(own) else row
+            return beside_exchanges(row, own, times(own), exchanging.every, contention)
+        return with_exchanges(row, own, times(own), contention) if any(own) else row
 
     def row_of(block: Block, again: Again, taken: int) -> CostRow:
         """Of blocks that are alike worked out for one; where it has none, that one is named."""
@@ -145,15 +146,40 @@ def _costs_of_groups(
     parts = cache(lambda first: context * places_divided(by_id[first], shards))
     tied = _tied_in(profile, shards, cut)
 
+    def taken_by(id_: str) -> int:
+        return sum(edge_bytes(edge, microbatch_size, parts(alike[id_])) for edge in into.get(id_, ()))
+
+    def counted_again(blocks: Sequence[str]) -> int:
+        edges = ((edge, parts(alike[id_])) for id_ in blocks for edge in into.get(id_, ()))
+        return _counted_again(edges, microbatch_size)
+
+    def shared(blocks: Sequence[str]) -> Mapping[TiedShare, int]:
+        return Counter(each for id_ in blocks for each in tied.get(id_, ())) if tied else {}
+
     def summed(blocks: Sequence[str], recompute: Recompute) -> StageCost:
         chosen = [by_id[id_] for id_ in blocks]
-        edges = [[(edge, parts(alike[id_])) for edge in into.get(id_, ())] for id_ in blocks]
-        taken = [sum(edge_bytes(edge, microbatch_size, among) for edge, among in each) for each in edges]
+        taken = map(taken_by, blocks)
         own = [row_of(*each) for each in zip(chosen, asked_again(chosen, recompute), taken, strict=True)]
         state = sum((kept(alike[id_]) for id_ in blocks), MemoryBytes())
-        again = _counted_again(chain.from_iterable(edges), microbatch_size)
-        return _summed(own, state, again, Counter(each for id_ in blocks for each in tied.get(id_, ())))
+        return _summed(own, state, counted_again(blocks), shared(blocks))
 
+    def in_columns() -> Columns | None:
+        ids = list(chain.from_iterable(blocks for blocks, _ in groups))
+        chosen = [by_id[id_] for id_ in ids]
+        if len({recompute for _, recompute in groups}) == 1 and not isinstance(groups[0][1], tuple):
+            again = asked_again(chosen, groups[0][1])
+        else:
+            each = (asked_again([by_id[id_] for id_ in blocks], recompute) for blocks, recompute in groups)
+            again = tuple(chain.from_iterable(each))
+        taken = [taken_by(id_) if each is True else 0 for id_, each in zip(ids, again, strict=True)]
+        kept_so: dict[str, Any] = {"recipe": recipe, "zero": zero, "exchanging": exchanging, "experts": experts}
+        kept_so |= {"context": context, "speed": speed}
+        return Columns.of(chosen, again, taken, microbatch_size, shards, **kept_so)
+
+    sizes = [len(blocks) for blocks, _ in groups]
+    if sum(sizes) >= MANY and (columns := in_columns()) is not None:
+        twice = [counted_again(blocks) if len(blocks) > 1 else 0 for blocks, _ in groups]
+        return list(columns.stages(sizes, twice, [shared(blocks) for blocks, _ in groups]))
     return [summed(*group) for group in checked(groups, 64)]
 
 
@@ -295,7 +321,7 @@ def build_workload(
                 name=names[index] if names else "device",
                 memory_bytes=memory[index],
                 reserve_bytes=reserve[index],
-                contention=0.0 if cluster is None else cluster.contention,
+                contention=0.0 if cluster is None else cluster.contention_among([range(placement.num_devices)]),
             )
             for index in range(placement.num_devices)
         ),

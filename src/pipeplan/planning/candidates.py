@@ -164,6 +164,21 @@ def placed(request: Request, point: Choice | PlacementCandidate, cut: Cut | None
     return point if isinstance(point, PlacementCandidate) else _tried(_chain, request, point, "balanced", cut)
 
 
+def kept_choice(candidate: PlacementCandidate) -> Choice | None:
+    """A strategy's candidate with nothing recomputed, before it is cut; None if stages are no strategy's, or unlike."""
+    strategy, stages = STRATEGIES.get(candidate.placement.strategy), candidate.placement.stages
+    alike = {(each.shards, each.replicas, each.context, each.expert, Zero.of(each)) for each in stages}
+    groups = {each.devices for each in stages}
+    if strategy is None or len(alike) > 1 or any(each.configurations or each.num_parted for each in stages):
+        return None
+    ((shards, replicas, context, expert, zero),) = alike
+    chunks, rest = divmod(len(stages), len(groups) * candidate.placement.num_routes)
+    if rest:
+        return None
+    own = (candidate.placement.strategy, replicas, candidate.batch, False, False, shards, len(groups), zero)
+    return Choice(*own, chunks=chunks if strategy.chunked else None, context=context, expert=expert)
+
+
 def _as_is(candidate: CandidateOrError) -> CandidateOrError:
     return candidate
 

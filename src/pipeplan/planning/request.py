@@ -19,6 +19,7 @@ from pipeplan.costs.inspection import cautions
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
+from pipeplan.costs.uniform.shares import faster_than_reached
 from pipeplan.costs.zero import AUTO, GATHERED, WHOLE, Zero
 from pipeplan.errors import PipeplanError, UsageError, choose_from
 from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, read_placement
@@ -32,7 +33,7 @@ from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatc
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
 from pipeplan.units import MAX_BYTES, format_bytes, format_ns
-from pipeplan.workload.elements import Again
+from pipeplan.workload.elements import MAX_DEVICES, Again
 
 
 @dataclass(frozen=True, slots=True)
@@ -717,11 +718,29 @@ def input_notes(request: Request) -> Iterator[str]:
         yield f"the profile has {len(found)} warning{'s' if len(found) > 1 else ''}: {where}"
 
 
+def _one_of_each(request: Request) -> str | None:
+    """What a strategy that is named leaves out, where nothing is said of it and the costs make it a question."""
+    named = isinstance(request.placement, str) and request.placement not in ("auto", "all")
+    if not named or request.positions is not None or request.spread:
+        return None
+    splits = any(row.shards > 1 for block in request.profile.kinds for row in block.costs)
+    lacks = ["one copy of the pipeline (--dp)"] if request.replicas is None and request.cluster is not None else []
+    lacks += ["no block split over devices (--tp)"] if request.shards is None and splits else []
+    if not lacks:
+        return None
+    return f"--placement {request.placement} looks at {' and '.join(lacks)}, unless you say otherwise"
+
+
 def _request_notes(request: Request) -> Iterator[str]:
     if request.samples_assumed:
         samples = request.batch.mini_batch
         yield f"{samples} samples assumed ({samples // request.num_devices} per device); --mini-batch changes that"
     profile = request.profile
+    if request.launch_overhead_ns and profile.source.method == "measured":
+        yield (
+            "the times of the profile are measured, and launches are in them: a launch overhead counts them again "
+            "(it is for estimated times)"
+        )
     computes = computing_dtype(profile.recipe)
     if computes is not None and profile.source.dtype not in ("", computes):
         yield (
@@ -734,12 +753,19 @@ def _request_notes(request: Request) -> Iterator[str]:
         other = other_device(preset or profile.source.device, cluster, request.num_devices)
         if other is not None:
             yield other
+        elif profile.source.method == "estimated" and faster_than_reached(cluster):
+            yield (
+                "the cluster's links are faster than published runs find them, as data sheets have them: what replicas "
+                "exchange looks cheaper than it is; pipeplan example cluster-... writes links as runs reach them"
+            )
         kinds = cluster.first(min(request.num_devices, cluster.num_devices)).devices
         if any(kind.speed != 1 for kind in kinds):
             each = ", ".join(f"{kind.count} {kind.name} {kind.speed:g} times" for kind in kinds)
             yield f"devices are as fast as the profile's times a speed, each stage as its slowest: {each}"
     if request.num_devices == 1:
         return
+    if one := _one_of_each(request):
+        yield one
     inside = (request.shards or 1) * (request.context or 1)
     if inside > request.unit:
         yield (
@@ -879,6 +905,8 @@ def _count(profile: Profile, num_devices: int | None) -> int:
     count = num_devices or (None if profile.placement is None else profile.placement.num_devices)
     if count is None:
         raise UsageError(f"profile {profile.name!r} has no placement; give --devices or a --cluster")
+    if count > MAX_DEVICES:
+        raise UsageError(f"{count} devices are more than the {MAX_DEVICES} that a plan may have; lower --devices")
     return count
 
 

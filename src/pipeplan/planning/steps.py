@@ -39,6 +39,8 @@ from pipeplan.planning.candidates import (
     even_cuts,
     has_table,
     is_large,
+    kept_choice,
+    placed,
     strategy_choices,
 )
 from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_choose, quickest_every
@@ -762,10 +764,45 @@ class SearchCandidates(PlanStep):
                     search.others[trial.candidate.key] = trial.bound_ns
 
 
+@dataclass(frozen=True)
+class KeepAll(PlanStep):
+    """The sizes of the best plan, if it recomputes, cut once more as if there were memory for everything.
+
+    What a cut recomputes is chosen for the memory of one usual schedule. Another one of the same stages may need less,
+    and then nothing has to be recomputed, nor stages to be uneven for that.
+    """
+
+    name = "keep all"
+    when = "in turn with the search; the best plan recomputes; recomputation and splits of blocks are open"
+    in_turn = True
+
+    def run(self, search: PlanSearch) -> None:
+        best, request = search.best, search.request
+        if best is None or request.recompute is not None or request.scheduler != "auto" or not has_table(request):
+            return
+        choice = kept_choice(best.candidate) if _recomputes(best) else None
+        candidate = None if choice is None else placed(request, choice)
+        if not isinstance(candidate, PlacementCandidate) or not search.is_new(candidate):
+            return
+        with suppress(PipeplanError):  # there is a plan
+            trial = search.trial_of(candidate)
+            if not trial.worse(best):
+                trial.look(thorough=True)
+            if trial.best is not None:
+                search.trials.append(trial)
+                search.report(trial)
+                _secure(search)
+
+
+def _recomputes(trial: Trial) -> bool:
+    return trial.best is not None and any(stage.recomputes for stage in trial.best.workload.stages)
+
+
 STEPS: tuple[SearchStep, ...] = (
     StartPlan(),
     EvenCut(),
     LookAtCandidates(),
+    KeepAll(),
     EveryWidth(),
     RecomputedBlocks(),
     StageGraphs(),

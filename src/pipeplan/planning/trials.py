@@ -609,12 +609,17 @@ class PlanSearch:
         elif candidate is not None and candidate.fallback != self.fallback:
             if not self.fallback:
                 self._leave(candidate)
-        elif candidate is not None and candidate.key not in self._seen:
-            self._seen.add(candidate.key)
+        elif candidate is not None and self.is_new(candidate):
             self.sizes.add(candidate.size_per_replica)
             self.others.pop(candidate.key, None)
             return candidate
         return None
+
+    def is_new(self, candidate: PlacementCandidate) -> bool:
+        """Whether nothing was made of a candidate yet, which is so once."""
+        new = candidate.key not in self._seen
+        self._seen.add(candidate.key)
+        return new
 
     def _given_away(self, proposals: Iterator[Proposal]) -> Iterator[Proposal]:
         """The proposals in their order, which workers make ahead, where there are some."""

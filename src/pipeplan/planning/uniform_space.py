@@ -700,8 +700,11 @@ def _paced(choices: Sequence[Choice], lines: Sequence[Array]) -> Iterator[float]
 
 
 def _exchanged_ns(request: Request, blocks: Blocks, choices: Sequence[Choice], sums: Sequence[_Sums]) -> Iterator[int]:
-    """[choice] ns that a micro-batch's actions wait for what copies exchange, on the cluster's first devices."""
-    known: dict[tuple[int, Zero, int, Experts], int] = {}
+    """[choice] ns by which a micro-batch's actions are longer for what copies exchange, on the cluster's first devices.
+
+    They wait for what compute does not hide, or are slower beside it, as in :func:`pipeplan.costs.zero.with_exchanges`.
+    """
+    known: dict[tuple[int, Zero, int, Experts], tuple[int, int]] = {}
     for choice, own in zip(choices, sums, strict=True):
         if request.cluster is None or choice.zero.level < IN_ACTIONS:
             yield 0
@@ -710,8 +713,10 @@ def _exchanged_ns(request: Request, blocks: Blocks, choices: Sequence[Choice], s
         key = pricing.shards, choice.zero, choice.copies, pricing.experts
         if key not in known:
             near = Exchanging.on_first(request.cluster, choice.shards, choice.copies, choice.zero, pricing.experts)
-            known[key] = blocks.exchanged_ns(pricing, near)
-        yield max(0, known[key] - own.compute_ns)
+            exchanged = blocks.exchanged_ns(pricing, near)
+            known[key] = exchanged, round(near.contention * exchanged)
+        exchanged, slowed = known[key]
+        yield max(slowed, exchanged - own.compute_ns)
 
 
 def _hops_ns(request: Request, choices: Sequence[Choice]) -> Iterator[float]:

@@ -62,11 +62,12 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
     _require_as_fast(plan, cluster)
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
     memory, reserve = cluster.memory_bytes, cluster.reserve_bytes
+    contention = cluster.contention_among([range(len(plan.devices))])
     stages, tied = with_syncs(plan.stages, plan.tied, plan.recipe or Recipe(), cluster)
     return replace(
         plan.workload,
         devices=tuple(
-            Device(name=names[d], memory_bytes=memory[d], reserve_bytes=reserve[d], contention=cluster.contention)
+            Device(name=names[d], memory_bytes=memory[d], reserve_bytes=reserve[d], contention=contention)
             for d in range(len(plan.devices))
         ),
         stages=tuple(stages),
