@@ -18,12 +18,12 @@ from pipeplan.planning.comparison import Comparison
 from pipeplan.planning.frontier import FrontierResult
 from pipeplan.planning.tuning import Tuning
 from pipeplan.reporting.answer import print_answer
+from pipeplan.reporting.drawing.svg import timeline_svg
 from pipeplan.reporting.frontier import frontier_svg, print_frontier, print_points
 from pipeplan.reporting.frontier_answer import print_frontier_answer
 from pipeplan.reporting.profile import print_blocks, print_inspection
 from pipeplan.reporting.tables import print_comparison, print_measured, print_ranking
 from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages, print_timeline
-from pipeplan.reporting.timeline import timeline_svg
 from pipeplan.simulator.simulation import Simulation, simulate
 
 _KEEP = "pipeplan.write(result.plan, 'plan.json')"
