@@ -23,13 +23,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 from pipeplan.simulator.metrics import StepsBefore
-from pipeplan.simulator.simulation import Simulation
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.memory import capacities, memory_curves
+
+if TYPE_CHECKING:
+    from pipeplan.simulator.simulation import Simulation
 
 Cause = Literal["warmup", "message", "memory", "order", "imbalance"]
 
@@ -45,7 +47,10 @@ CAUSES: dict[Cause, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Idle time of a device from ``begin_ns`` to ``end_ns``, of what is written, and the device that it waits for."""
+    """Idle time of a device from ``begin_ns`` to ``end_ns``, of what is written, and the device that it waits for.
+
+    None: for no other device, such as for an exchange of state, or for a message of its own on its way to another.
+    """
 
     begin_ns: int
     end_ns: int
@@ -73,7 +78,8 @@ def waits_of(simulation: Simulation) -> tuple[Waits, ...]:
     looking = _Looking(simulation)
     for device, leader in enumerate(simulation.workload.leaders):
         if leader not in found:
-            found[leader] = _summed(simulation, tuple(looking.waits(device)))
+            waits = (replace(wait, whom=None) if wait.whom == device else wait for wait in looking.waits(device))
+            found[leader] = _summed(simulation, tuple(waits))
     return tuple(found[leader] for leader in simulation.workload.leaders)
 
 

@@ -286,7 +286,7 @@ class Timeline {
       ArrowUp: () => this.step(0, -1),
       ArrowDown: () => this.step(0, 1),
       Home: () => this.focus && this.focusOn({ ...this.focus, bar: 0 }),
-      End: () => this.focus && this.focusOn({ ...this.focus, bar: Infinity && this.focus.run.lanes[this.focus.lane].starts.length - 1 }),
+      End: () => this.focus && this.focusOn({ ...this.focus, bar: this.focus.run.lanes[this.focus.lane].starts.length - 1 }),
       "+": act.in,
       "=": act.in,
       "-": act.out,
@@ -576,9 +576,9 @@ class CanvasPainter {
 
   resize() {
     const { timeline, canvas } = this;
-    this.space.style.height = `${timeline.height}px`;
     this.ratio = window.devicePixelRatio || 1;
-    this.viewHeight = Math.min(timeline.height, timeline.stage.clientHeight || timeline.height);
+    this.viewHeight = Math.min(timeline.height, Math.round(0.7 * window.innerHeight));
+    this.space.style.height = `${timeline.height - this.viewHeight}px`;
     canvas.width = Math.round(timeline.width * this.ratio);
     canvas.height = Math.round(this.viewHeight * this.ratio);
     canvas.style.width = `${timeline.width}px`;
@@ -725,7 +725,7 @@ function decoded(run, number) {
     longest: listed(lane.durations).reduce((a, b) => Math.max(a, b), 0),
     memory: lane.memory && { ...lane.memory, times: summed(lane.memory.times), sizes: summed(lane.memory.sizes) },
   }));
-  return { ...run, number, lanes, plan: run.plan ?? number, hidden: false };
+  return { ...run, number, lanes, hidden: false };
 }
 
 function summed(differences) {

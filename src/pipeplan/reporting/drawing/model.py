@@ -66,13 +66,13 @@ class MemoryCurve:
 class Lane:
     """A device, devices with the same stages, or a link: its bars in time, and what is to say of it.
 
-    ``frame`` is the time of the repetend's first copy there.
+    ``devices`` are those of it, or at its ends; ``frame`` is the time of the repetend's first copy there.
     """
 
     name: str
     about: str
     bars: tuple[Bar, ...]
-    device: int
+    devices: tuple[int, ...]
     memory: MemoryCurve | None = None
     frame: tuple[int, int] | None = None
 
@@ -82,7 +82,8 @@ class Run:
     """One run: a plan as it is predicted, or a step of it as measured.
 
     ``clock`` is when something happens that is drawn at a time. ``repetend`` is what a frame is called, if there are
-    any, and ``repetend_tip`` what it says.
+    any, and ``repetend_tip`` what it says; ``plan`` is the letter of the
+    plan in a report.
     """
 
     title: str
@@ -94,6 +95,7 @@ class Run:
     clock: Callable[[int], int]
     repetend: str = ""
     repetend_tip: str = ""
+    plan: str = ""
     simulation: Simulation | None = None
 
     @property
@@ -103,7 +105,7 @@ class Run:
 
 
 def predicted_run(
-    simulation: Simulation, title: str, figures: str, *, memory: bool = False, links: bool = False
+    simulation: Simulation, title: str, figures: str, *, memory: bool = False, links: bool = False, plan: str = ""
 ) -> Run:
     """The lanes of a simulation; devices with the same stages have one. With ``memory`` and ``links`` these, too."""
     groups: dict[int, list[int]] = {}
@@ -115,7 +117,7 @@ def predicted_run(
             _name("device", devices),
             _about(simulation, leader, devices),
             tuple(_bars(simulation, leader)),
-            leader,
+            tuple(devices),
             None if curves is None else _memory(simulation, devices, curves[leader]),
             _frame(simulation, leader),
         )
@@ -131,6 +133,7 @@ def predicted_run(
         clock=simulation.clock,
         repetend="" if simulation.copies is None else repetend_words(simulation),
         repetend_tip=_repetend_tip(simulation),
+        plan=plan,
         simulation=simulation,
     )
 
@@ -196,7 +199,10 @@ def _repetend_tip(simulation: Simulation) -> str:
 
 
 def _links(simulation: Simulation) -> Iterator[Lane]:
-    """A lane for the messages from one device to another; of devices with the same stages those of the first two."""
+    """A lane for the messages from one device to another; of devices with the same stages those of the first two.
+
+    Links whose messages take no time have none.
+    """
     leaders, ends = simulation.workload.leaders, dict[tuple[int, int], tuple[int, int]]()
     bars: dict[tuple[int, int], list[Bar]] = {}
     sizes: dict[tuple[int, int], int] = {}
@@ -207,24 +213,24 @@ def _links(simulation: Simulation) -> Iterator[Lane]:
             bar = Bar(each.written_ns, each.duration_ns, each.begin_ns, each.payload, False, each.number, name)
             bars.setdefault(pair, []).append(bar)
             sizes[pair] = sizes.get(pair, 0) + each.size_bytes
-    for pair in sorted(bars):
+    for pair in sorted(pair for pair, own in bars.items() if any(bar.duration_ns for bar in own)):
         own = sorted(bars[pair], key=lambda bar: bar.start_ns)
         about = f"{counted(len(own), 'message')} from device {pair[0]} to device {pair[1]}, {format_bytes(sizes[pair])}"
-        yield Lane(f"link {pair[0]} to {pair[1]}", about, tuple(own), pair[0])
+        yield Lane(f"link {pair[0]} to {pair[1]}", about, tuple(own), pair)
 
 
-def measured_run(simulation: Simulation, trace: MeasuredTrace, step: int, title: str, figures: str) -> Run:
+def measured_run(simulation: Simulation, trace: MeasuredTrace, step: int, title: str, figures: str, plan: str) -> Run:
     """The lanes of a measured step, counted from 0: what devices computed, from the first start on."""
     actions = trace.steps[step]
     begin = min(start for own in actions for text, start, _ in own if "_" not in text)
     odd = {device: set(odd_stages(simulation, device)) for device in range(len(actions))}
     lanes = tuple(
-        Lane(f"device {device}", f"device {device}, measured", tuple(_measured(own, begin, odd[device])), device)
+        Lane(f"device {device}", f"device {device}, measured", tuple(_measured(own, begin, odd[device])), (device,))
         for device, own in enumerate(actions)
     )
     ends = [bar.start_ns + bar.duration_ns for lane in lanes for bar in lane.bars]
     kinds = in_order(bar.kind for lane in lanes for bar in lane.bars)
-    return Run(title, figures, lanes, (), max(ends), tuple(kinds), lambda time: time)
+    return Run(title, figures, lanes, (), max(ends), tuple(kinds), lambda time: time, plan=plan)
 
 
 def _measured(actions: Iterable[tuple[str, int, int]], begin_ns: int, odd: set[int]) -> Iterator[Bar]:

@@ -34,7 +34,7 @@ GEOMETRY = {
 
 def drawing_data(runs: Sequence[Run]) -> dict[str, Any]:
     """What the script draws: the runs, their lanes, and the sizes that the SVG has."""
-    return {"geometry": GEOMETRY, "end": max(run.end_ns for run in runs), "runs": [*map(_run, runs)]}
+    return {"geometry": GEOMETRY, "left": svg.LEFT, "end": max(run.end_ns for run in runs), "runs": [*map(_run, runs)]}
 
 
 def _run(run: Run) -> dict[str, Any]:
@@ -43,6 +43,7 @@ def _run(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {
         "title": run.title,
         "figures": run.figures,
+        "plan": run.plan,
         "end": run.end_ns,
         "numLinks": len(run.links),
         "lanes": lanes,
@@ -76,6 +77,7 @@ def _lane(lane: Lane, kinds: _Numbers[tuple[str, bool]]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "name": lane.name,
         "about": lane.about,
+        "devices": lane.devices,
         "starts": [*_differences(bar.start_ns for bar in lane.bars)],
         "durations": _repeated([bar.duration_ns for bar in lane.bars]),
         "kinds": _repeated([kinds.of((bar.kind, bar.odd)) for bar in lane.bars]),
