@@ -39,6 +39,7 @@ from pipeplan.examples import ShapeCosts, shape
 from pipeplan.files import Plan, parse
 from pipeplan.planning.build_plan import assemble
 from pipeplan.runtime.executor.interpreter import Executor
+from pipeplan.runtime.executor.message_graph import TensorKey
 from pipeplan.runtime.executor.rank_program import ProgramStep, programs_of
 from pipeplan.runtime.executor.stage import MiniBatch
 from pipeplan.runtime.executor.tensors import Produced, Received, TensorSpec
@@ -224,7 +225,9 @@ class NoStage:
 
     def __init__(self, specs: Mapping[str, TensorSpec]) -> None:
         self.idle = True
-        self.tensors = {name: torch.zeros(spec.of(1), dtype=spec.dtype) for name, spec in specs.items()}
+        self.tensors: dict[TensorKey, Tensor] = {
+            name: torch.zeros(spec.of(1), dtype=spec.dtype) for name, spec in specs.items()
+        }
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """The tensors, whatever the action."""

@@ -96,6 +96,7 @@ FUNCTIONS = {
     "check": ("check",),
     "export": ("export",),
     "report": ("report",),
+    "import": ("import_plan",),
     "profile": ("profile", "estimate", "inspect", "measure_links", "add_links"),
     "run": ("run",),
     "example": ("example", "example_cluster"),
@@ -124,6 +125,8 @@ def test_every_flag_is_an_argument_with_the_same_default(verb: str) -> None:
                 continue
             if (function, name) == ("inspect", "profile"):
                 name = "show"
+            if (function, name) == ("import_plan", "form"):
+                name = "from"  # a word of Python's own
             assert name in flags, f"{function}({name}=...) is no flag of {verb}"
             found.add(name)
             if argument.default not in (argument.empty, None):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeplan.files import Plan as Plan
     from pipeplan.files import Profile as Profile
     from pipeplan.files import read_cluster as read_cluster
+    from pipeplan.files import read_modules as read_modules
     from pipeplan.files import read_placement as read_placement
     from pipeplan.files import read_plan as read_plan
     from pipeplan.files import read_profile as read_profile
@@ -36,7 +37,11 @@ if TYPE_CHECKING:
     from pipeplan.files.recipe import GradientDtype
     from pipeplan.interop.export import Export as Export
     from pipeplan.interop.export import export_targets as export_targets
+    from pipeplan.interop.imports import Imported as Imported
+    from pipeplan.interop.imports import imported as imported
+    from pipeplan.interop.imports import read_source as read_source
     from pipeplan.interop.settings import trainer_settings as trainer_settings
+    from pipeplan.interop.torch_schedule import MODULES_ENDING as MODULES_ENDING
     from pipeplan.partition.strategies import STRATEGIES as STRATEGIES
     from pipeplan.planning.build_plan import Result as Result
     from pipeplan.planning.comparison import Comparison as Comparison
@@ -75,10 +80,12 @@ _PARTS = {
     "pipeplan.files": (
         *("Block", "Cluster", "CostRow", "DeviceKind", "Edge", "LinkLevel", "PlacedStage", "Placement"),
         *("Plan", "Profile", "Source"),
-        *("read_cluster", "read_placement", "read_plan", "read_profile", "require_writable"),
+        *("read_cluster", "read_modules", "read_placement", "read_plan", "read_profile", "require_writable"),
         *("to_json", "write_elsewhere", "write_file", "write_text"),
     ),
     "pipeplan.interop.export": ("Export", "export_targets"),
+    "pipeplan.interop.imports": ("Imported", "imported", "read_source"),
+    "pipeplan.interop.torch_schedule": ("MODULES_ENDING",),
     "pipeplan.interop.settings": ("trainer_settings",),
     "pipeplan.partition.strategies": ("STRATEGIES",),
     "pipeplan.planning.build_plan": ("Result",),

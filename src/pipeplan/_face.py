@@ -664,12 +664,14 @@ def export(plan: Plan | Path, to: str, *, names: str | None = None) -> Export:
 
     Args:
         plan: the plan, or the path of its file.
-        to: who is to read it: ``"megatron"``, ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"`` or ``"huggingface"``.
-        names: the model's modules with commas, N for a layer's number, for ``"huggingface"``; by default
-            ``"model.embed_tokens,model.layers.N,model.norm,lm_head"``.
+        to: who is to read it: ``"torch"``, ``"megatron"``, ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"`` or
+            ``"huggingface"``.
+        names: the model's modules with commas, N for a layer's number, for ``"torch"`` and ``"huggingface"``; by
+            default those that the plan says, else ``"model.embed_tokens,model.layers.N,model.norm,lm_head"``.
 
     Returns:
-        ``.text`` as the tool reads it, and ``.notes`` on what the tool does its own way.
+        ``.text`` as the tool reads it, ``.beside`` for files beside it, and ``.notes`` on what the tool does its own
+        way.
 
     Raises:
         FileError: the file cannot be read.
@@ -684,6 +686,57 @@ def export(plan: Plan | Path, to: str, *, names: str | None = None) -> Export:
 
     given = _asked("export", locals()).params
     return _api.export(given_file("plan", given["plan_path"]), given["to"], template_of(given["names"]))
+
+
+@_public
+def import_plan(
+    source: Path,
+    form: Literal["torch", "megatron", "layers"],
+    profile: Profile | Path,
+    *,
+    modules: Path | None = None,
+    devices: int | None = None,
+    cluster: Cluster | Path | None = None,
+    memory: Size | None = None,
+    microbatch_size: int | None = None,
+    microbatches: int | None = None,
+    scheduler: str | None = None,
+    recompute: bool | Literal["auto", "none", "selective", "all"] = "auto",
+    time_limit: Duration = "30s",
+) -> Result:
+    """Read what another tool runs today as a plan: to check, simulate, compare and improve.
+
+    Args:
+        source: the path of a file, or what it would have: ``"Et*6|t*6|t*6|t*6L"``, ``"6,6,6,6"``.
+        form: what it is: a schedule's CSV as torch's ``_PipelineScheduleRuntime`` reads it, a pipeline layout of
+            Megatron-LM (its arguments may follow, one per line), or a list of layers per stage, as vLLM takes it.
+        profile: of the model that it is about.
+        modules: for ``"torch"``, the path of a file that says which modules each stage is; by default
+            ``SOURCE.modules.json``, where it is there. Without it stages are cut evenly by time.
+        devices: how many there are; by default one for each rank of the pipeline. More are replicas.
+        cluster: devices, memory and links.
+        memory: of each device; by default the cluster's.
+        microbatch_size: samples per micro-batch over all replicas, where the source does not say.
+        microbatches: per iteration, where the source does not say.
+        scheduler: a schedule by name, instead of the source's own order; for lists of layers by default ``"1f1b"``.
+        recompute: what backward computes again, where the source does not say: by default nothing.
+        time_limit: for the command.
+
+    Returns:
+        ``.plan``, whose stages stand and whose actions run as the source has them, and what is proved of it; ``.notes``
+        say what was assumed.
+
+    Raises:
+        FileError: a file cannot be read.
+        InfeasibleError: it does not fit into memory.
+        UsageError: the source cannot be read, or does not suit the profile or what is said beside it.
+
+    Example:
+        >>> pipeplan.import_plan("6,6,6,6", "layers", "gpt2-345m.json").plan.predicted.iteration_ns
+    """
+    from pipeplan.cli.import_verb import import_result
+
+    return import_result({**_asked("import", {**locals(), "from": form}).params})[1]
 
 
 # Profiles ---------------------------------------------------------------------------------------------------------

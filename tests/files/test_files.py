@@ -29,6 +29,7 @@ from pipeplan.files import (
     FileModel,
     LinkLevel,
     MeasuredCurve,
+    Modules,
     PlacedStage,
     Placement,
     Plan,
@@ -37,9 +38,11 @@ from pipeplan.files import (
     Provenance,
     Recipe,
     Source,
+    StageModules,
     TiedParameter,
     parse,
     read_cluster,
+    read_modules,
     read_placement,
     read_plan,
     read_profile,
@@ -85,6 +88,15 @@ EXAMPLES: dict[str, FileModel] = {
     "placement": chain_profile(3).placement or Placement.model_construct(),
     "cluster": CLUSTER,
     "plan": chain_plan(3, 4, repetend=True),
+    "modules": Modules(
+        name="m",
+        placement="one-to-one",
+        num_ranks=1,
+        num_microbatches=4,
+        stages=(
+            StageModules(rank=0, devices=(0, 1), blocks=("b",), modules=("layers.0",), microbatch_size=2, shards=2),
+        ),
+    ),
 }
 
 
@@ -342,6 +354,7 @@ def test_what_is_no_action(text: str) -> None:
 READERS: dict[str, Callable[[str], FileModel]] = {
     "profile": read_profile,
     "placement": read_placement,
+    "modules": read_modules,
     "cluster": read_cluster,
     "plan": read_plan,
 }
@@ -455,6 +468,8 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Edge of a profile": Edge,
     "Placement": Placement,
     "Stage of a placement": PlacedStage,
+    "Modules": Modules,
+    "Stage of a file of modules": StageModules,
     "Cluster": Cluster,
     "Devices of a cluster": DeviceKind,
     "Level of a cluster": LinkLevel,

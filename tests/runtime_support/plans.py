@@ -64,14 +64,19 @@ PLACEMENTS = {
 
 def profile_of(model: Model) -> Profile:
     """Blocks and edges of a model with made-up costs."""
+    divides = model.divides_shards
     row = CostRow(microbatch_size=1, forward_ns=1000, input_grad_ns=1100, weight_grad_ns=900, activation_bytes=64)
     rows = tuple(row.model_copy(update={"microbatch_size": size}) for size in (1, 2, 4))
     rows += tuple(row.model_copy(update={"recompute": True}) for row in rows)
-    rows = tuple(row.model_copy(update={"shards": shards}) for row in rows for shards in (1, 2, 3, 4))
+
+    def rows_of(block: str) -> tuple[CostRow, ...]:
+        split = {shards: {"shards": shards, "sequence_parallel": divides(block, shards)} for shards in (1, 2, 3, 4)}
+        return tuple(row.model_copy(update=update) for row in rows for update in split.values())
+
     return Profile(
         name=model.name,
         source=Source(method="estimated"),
-        blocks=tuple(Block(id=block.id, operator=block.operator, costs=rows) for block in model.blocks),
+        blocks=tuple(Block(id=block.id, operator=block.operator, costs=rows_of(block.id)) for block in model.blocks),
         edges=tuple(Edge(source=s, target=t, bytes_per_sample=64, transfer_ns=100) for s, t in model.edges),
     )
 

@@ -156,7 +156,7 @@ class ExportTarget:
     are read; ``most_chunks`` by placement where they are limited; ``source`` says where that is known from.
     ``layer_list`` is how it is told the number of layers of each stage, which stand for ``{}``; ``names`` are the
     modules that have a model's beginning, its layer N, and its end, where it has names; ``tied`` says what becomes of a
-    table that stages on several ranks share.
+    table that stages on several ranks share, and ``sums_tied`` whether its gradients are summed as a plan has it.
     """
 
     title: str
@@ -170,6 +170,7 @@ class ExportTarget:
     separator: str = ","
     names: Sequence[str] = ()
     tied: str = ""
+    sums_tied: bool = False
 
 
 def export_target(name: str) -> ExportTarget:

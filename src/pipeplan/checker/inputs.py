@@ -68,7 +68,8 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
     for each in plan.operations:
         if not is_instruction(each.kind):
             operations[each.stage].append(each)
-    ends = _gathers_at_ends(plan, profile, known, cluster)
+    between = _between(plan, profile)
+    ends = _gathers_at_ends(plan, between, known, cluster)
     for number, stage in checked(enumerate(plan.stages), 1):
         rows = _rows(number, stage, stage.microbatch_size // stage.replicas, known, findings)
         if rows or stage.configurations:
@@ -86,7 +87,7 @@ def check_profile(plan: Plan, profile: Profile, cluster: Cluster | None, finding
                     _check_part(number, stage, operation, known, cluster, findings)
                 if operation.parts_ns and timed:
                     _check_parts(stage, operation, rows, findings)
-    _check_dependencies(plan, profile, cluster, findings)
+    _check_dependencies(plan, profile, between, known, cluster, findings)
     _check_tied(plan, profile, known, findings)
     _check_steps(plan, profile, findings)
     if _knows_links(plan, cluster):
@@ -892,7 +893,14 @@ def _duration(row: CostRow, role: Role) -> int | None:
     return times[role]
 
 
-def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, findings: Findings) -> None:
+def _check_dependencies(
+    plan: Plan,
+    profile: Profile,
+    between: dict[tuple[int, int, bool], _Between],
+    known: _Known,
+    cluster: Cluster | None,
+    findings: Findings,
+) -> None:
     """Dependencies between stages are the profile's edges: outputs along them, gradients against them."""
     expected = _expected(plan, profile)
     stated = {(dependency.source, dependency.target) for dependency in plan.dependencies}
@@ -912,7 +920,14 @@ def _check_dependencies(plan: Plan, profile: Profile, cluster: Cluster | None, f
         if pair in expected:
             if dependency.has_parts:
                 _check_part_ends(plan, number, dependency, expected[pair], findings)
-            _check_hops(plan, number, dependency, expected[pair], cluster, findings)
+            ends = dependency.source_stage, dependency.target_stage, dependency.source_role is not Role.FORWARD
+            tensors = between[ends].tensors.values() if ends in between else ()
+            cuts = [between[ends].cut(each, dependency.slices, known) for each in tensors]
+            if dependency.slices > 1 and max(cuts, default=1) == 1:
+                text = f"is {dependency.slices}, but no block of {pair[1]}'s stage takes slices of what it brings"
+                findings.add("profile", f"dependencies[{number}].slices", text)
+            sent = [(each[0], cut) for each, cut in zip(tensors, cuts, strict=True)]
+            _check_hops(plan, number, dependency, sent, cluster, findings)
         elif dependency.source_stage != dependency.target_stage and not dependency.has_instruction:
             text = f"{pair[0]} -> {pair[1]} comes from no edge of the profile"
             findings.add("profile", f"dependencies[{number}]", text)
@@ -981,47 +996,89 @@ def _taken_bytes(edge: Edge, samples: int, stage: Stage, known: _Known) -> int:
     return _tensor_bytes(edge, samples, parts)
 
 
-def _gathers_at_ends(
-    plan: Plan, profile: Profile, known: _Known, cluster: Cluster | None
-) -> dict[int, tuple[int | None, int | None]]:
-    """[stage] how long F and B gather what crosses its ends, where its blocks divide it along the sequence.
+class _Between(NamedTuple):
+    """The edges from one stage to another, or those that gradients go back along, by the tensor they carry."""
 
-    Between stages tensors are whole on every device. The times are not known without the plan's cluster.
-    """
+    tensors: dict[object, list[Edge]]
+    sender: Stage
+    receiver: Stage
+    back: bool
+
+    def cut(self, edges: Sequence[Edge], slices: int, known: _Known) -> int:
+        """Of how many slices a message brings each device one: those that its receiver's blocks all take."""
+        blocks = {edges[0].source} if self.back else {edge.target for edge in edges}
+        kept = all(_is_divided(block, self.receiver, known) for block in blocks)
+        return slices if kept and not edges[0].broadcast else 1
+
+    def held(self, edges: Sequence[Edge], known: _Known) -> int:
+        """Into how many slices its sender's devices divide a tensor."""
+        blocks = {edge.target for edge in edges} if self.back else {edges[0].source}
+        divided = any(_is_divided(block, self.sender, known) for block in blocks)
+        return self.sender.shards if divided and not edges[0].broadcast else 1
+
+
+def _between(plan: Plan, profile: Profile) -> dict[tuple[int, int, bool], _Between]:
+    """{(stage, stage, whether gradients go back)}: what the first sends to the second."""
     homes = {(stage.route, block): number for number, stage in enumerate(plan.stages) for block in stage.blocks}
-    crossing: dict[tuple[int, int], dict[object, Edge]] = defaultdict(dict)  # by stage and direction
+    found: dict[tuple[int, int, bool], _Between] = {}
     for index, edge in enumerate(profile.edges):
         key = index if edge.tensor is None else (edge.source, edge.tensor)
-        for route in range(plan.num_routes if not edge.broadcast else 0):
+        for route in range(plan.num_routes):
             source, target = homes.get((route, edge.source)), homes.get((route, edge.target))
             if source is None or target is None or source == target:
                 continue
-            if _is_divided(edge.source, plan.stages[source], known):
-                crossing[source, 0][key] = edge
-            if edge.gradient and _is_divided(edge.target, plan.stages[target], known):
-                crossing[target, 1][key] = edge
-    found: dict[int, list[int | None]] = defaultdict(lambda: [0, 0])
-    for (number, direction), edges in crossing.items():
-        stage = plan.stages[number]
-        samples = stage.microbatch_size // stage.replicas
-        replicas = [stage.devices[first : first + stage.shards] for first in range(0, len(stage.devices), stage.shards)]
-        times = [
-            max(all_gather_time(cluster, replica, _tensor_bytes(edge, samples, stage.context)) for replica in replicas)
-            for edge in edges.values()
-        ]
-        found[number][direction] = sum(times) if _knows_links(plan, cluster) else None
-    return {number: (forth, back) for number, (forth, back) in found.items()}
+            for sender, receiver, back in ((source, target, False), (target, source, True)):
+                if edge.gradient or not back:
+                    ends = plan.stages[sender], plan.stages[receiver]
+                    own = found.setdefault((sender, receiver, back), _Between({}, *ends, back))
+                    own.tensors.setdefault(key, []).append(edge)
+    return found
+
+
+def _gathers_at_ends(
+    plan: Plan, between: dict[tuple[int, int, bool], _Between], known: _Known, cluster: Cluster | None
+) -> dict[int, tuple[int | None, int | None]]:
+    """[stage] how long F and B gather what leaves in larger slices than its devices have, each tensor once.
+
+    What instructions move, they have whole. The times are not known without the plan's cluster.
+    """
+    said = {
+        (each.source_stage, each.target_stage, each.source_role is not Role.FORWARD): each.slices
+        for each in plan.dependencies
+        if not each.has_instruction
+    }
+    gathered: dict[int, tuple[dict[object, int], dict[object, int]]] = defaultdict(lambda: ({}, {}))
+    for (number, other, back), own in between.items():
+        stage = own.sender
+        for name, edges in own.tensors.items():
+            held = own.held(edges, known)
+            left = math.gcd(held, own.cut(edges, said.get((number, other, back), 1), known))
+            if left == held:
+                continue
+            size = _tensor_bytes(edges[0], stage.microbatch_size // stage.replicas, stage.context * left)
+            firsts = range(0, len(stage.devices), held // left)
+            times = [all_gather_time(cluster, stage.devices[at : at + held // left], size) for at in firsts]
+            gathered[number][back][name, left] = max(times)
+    known_links = _knows_links(plan, cluster)
+
+    def total(times: dict[object, int]) -> int | None:
+        return sum(times.values()) if known_links or not times else None
+
+    return {number: (total(forth), total(back)) for number, (forth, back) in gathered.items()}
 
 
 def _check_hops(
     plan: Plan,
     number: int,
     dependency: Dependency,
-    edges: Sequence[Edge],
+    sent: Sequence[tuple[Edge, int]],
     cluster: Cluster | None,
     findings: Findings,
 ) -> None:
-    """Bytes of the samples it carries at most; a fixed time goes before the cluster's and occupies no link."""
+    """Bytes of the samples it carries at most; a fixed time goes before the cluster's and occupies no link.
+
+    Of each tensor that is ``sent`` it carries one of so many slices.
+    """
     source, target = plan.stage_of(dependency.source), plan.stage_of(dependency.target)
     if not (source.route == target.route and shares_evenly(source) and shares_evenly(target)):
         return
@@ -1031,19 +1088,19 @@ def _check_hops(
     for index, hop in enumerate(dependency.hops):
         place = f"dependencies[{number}].hops[{index}]"
         samples = max(carried.get((hop.target_device, makers[hop.source_device]), {}).values(), default=0)
-        expected = {"bytes": sum(_tensor_bytes(edge, samples, source.context) for edge in edges)}
+        sizes = [(edge, _tensor_bytes(edge, samples, source.context * cut)) for edge, cut in sent]
+        expected = {"bytes": sum(size for _, size in sizes)}
         if _knows_links(plan, cluster):
-            expected |= _times(hop, edges, samples, source.context, cluster)
+            expected |= _times(hop, sizes, cluster)
         _compare(place, hop, expected, findings)
 
 
-def _times(hop: Hop, edges: Sequence[Edge], samples: int, parts: int, cluster: Cluster | None) -> dict[str, int]:
-    priced = [edge for edge in edges if edge.transfer_ns is None]
-    fixed = max((edge.transfer_ns for edge in edges if edge.transfer_ns is not None), default=0)
+def _times(hop: Hop, sizes: Sequence[tuple[Edge, int]], cluster: Cluster | None) -> dict[str, int]:
+    priced = [size for edge, size in sizes if edge.transfer_ns is None]
+    fixed = max((edge.transfer_ns for edge, _ in sizes if edge.transfer_ns is not None), default=0)
     latency, occupancy = 0, 0
     if priced:
-        size = sum(_tensor_bytes(edge, samples, parts) for edge in priced)
-        latency, occupancy = transfer_time(cluster, hop.source_device, hop.target_device, size)
+        latency, occupancy = transfer_time(cluster, hop.source_device, hop.target_device, sum(priced))
     return {"latency_ns": max(latency, fixed), "occupancy_ns": occupancy}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection
 
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, goes_with, period_of, shares_evenly
@@ -68,6 +69,7 @@ def _check_dependencies(plan: Plan, findings: Findings) -> None:
         _check_ends(number, dependency, messages, findings)
         if dependency.payload:
             _check_deliveries(plan, number, dependency, findings)
+            _check_slices(plan, number, dependency, findings)
 
 
 def _check_shares(plan: Plan, findings: Findings) -> None:
@@ -222,6 +224,38 @@ def _check_deliveries(plan: Plan, number: int, dependency: Dependency, findings:
         devices = " or ".join(map(str, source.devices[copy * source.shards : (copy + 1) * source.shards]))
         text = f"{dependency.target} on device {device} works on samples made on device {devices}; a hop is missing"
         findings.add("hops", f"dependencies[{number}].hops", text)
+
+
+def _check_slices(plan: Plan, number: int, dependency: Dependency, findings: Findings) -> None:
+    """Every device of the target is sent its slice by one that has it, or whose neighbours have the rest of it."""
+    source, target = plan.stage_of(dependency.source), plan.stage_of(dependency.target)
+    place = f"dependencies[{number}]"
+    if dependency.slices == 1:
+        return
+    if dependency.has_instruction or source is target or source.configurations or target.configurations:
+        text = f"is {dependency.slices}, and only stages that split all blocks by shards send each other slices"
+        findings.add("hops", f"{place}.slices", text)
+        return
+    if dependency.slices != target.shards:
+        text = f"is {dependency.slices}, but {target.shards} devices split the blocks of {dependency.target}"
+        findings.add("hops", f"{place}.slices", text)
+        return
+    common = math.gcd(source.shards, target.shards)
+    held, taken = (
+        {device: index % stage.shards * common // stage.shards for index, device in enumerate(stage.devices)}
+        for stage in (source, target)
+    )
+    for index, hop in enumerate(dependency.hops):
+        if held[hop.source_device] != taken[hop.target_device]:
+            text = f"brings device {hop.target_device} a slice that device {hop.source_device} does not have"
+            findings.add("hops", f"{place}.hops[{index}]", text)
+    for device in sorted(held.keys() & taken.keys()):
+        if held[device] != taken[device]:
+            text = (
+                f"is {dependency.slices}, but device {device}, which has both stages, has another slice than it takes"
+            )
+            findings.add("hops", f"{place}.slices", text)
+            return
 
 
 def _some(numbers: Collection[int]) -> str:

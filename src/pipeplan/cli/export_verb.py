@@ -18,14 +18,14 @@ from pipeplan.cli.shared import FILE, TARGET
     required=True,
     type=TARGET,
     metavar="TARGET",
-    help="Who is to read it: megatron (layout string, then arguments), vllm, sglang or tensorrt-llm (layers per "
-    "stage), huggingface (device_map).",
+    help="Who is to read it: torch (a schedule's CSV; with -o also FILE.modules.json), megatron (layout string, then "
+    "arguments), vllm, sglang or tensorrt-llm (layers per stage), huggingface (device_map).",
 )
 @click.option(
     "--names",
     metavar="LIST",
-    help="For huggingface: the model's modules with commas, N for a layer's number.  "
-    "[default: model.embed_tokens,model.layers.N,model.norm,lm_head]",
+    help="For torch and huggingface: the model's modules with commas, N for a layer's number.  "
+    "[default: tok_embeddings,layers.N,norm,lm_head, or model.embed_tokens,model.layers.N,model.norm,lm_head]",
 )
 @click.option("-o", "--output", type=FILE, default="-", metavar="FILE", help="Where to write; - for stdout.")
 def export_command(plan_path: str, to: str, names: str | None, output: str) -> None:
@@ -34,14 +34,15 @@ def export_command(plan_path: str, to: str, names: str | None, output: str) -> N
     What the tool cannot run is refused, with its place in the plan. What it does its own way is said on stderr, so that
     stdout has only what the tool reads. PLAN may be - for stdin.
     """
-    with Outputs({"-o": output}) as outputs:
-        found = _api.export(_api.read_plan(plan_path), to, template_of(names))
+    found = _api.export(_api.read_plan(plan_path), to, template_of(names))
+    beside = {} if output == "-" else {f"{output}{ending}": text for ending, text in found.beside.items()}
+    with Outputs({"-o": output, **{f"-o ({path})": path for path in beside}}) as outputs:
         say_notes(found.notes)
         if output == "-":
             sys.stdout.write(found.text)
-        else:
-            outputs.write_text(found.text, output)
-            outputs.say_written(f"plan for {to}", output)
+        for path, text in {} if output == "-" else {output: found.text, **beside}.items():
+            outputs.write_text(text, path)
+            outputs.say_written(f"plan for {to}", path)
 
 
 def template_of(names: str | None) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ VERBS = {
     "profile": ("profile_verb", "Measure or estimate a model block by block."),
     "check": ("plan_verbs", "Verify a plan independently of what made it."),
     "export": ("export_verb", "Write a plan in the words of another tool."),
+    "import": ("import_verb", "Read what another tool runs as a plan."),
     "example": ("example_verb", "Write a ready input: a literature shape or a paper's model."),
 }
 """Verb -> the module that has its ``VERB_command``, and one line of help."""

@@ -125,7 +125,7 @@ def search_command(
             say(json.dumps((tuning or result).figures()))
         elif not outputs.on_stdout:
             written = output if output is not None and outputs.has(output) else None
-            _print_result(request, result, tuning, written, details=details)
+            print_result(request, result, tuning, written, details=details)
         outputs.say_written("plan", None if as_json else output)
 
 
@@ -145,7 +145,7 @@ def search_request(flags: Mapping[str, Any]) -> Request:
     return read_request(flags, scheduler if rules is None else "rules", rules)
 
 
-def _print_result(
+def print_result(
     request: Request, result: Result, tuning: Tuning | None, written: str | None, *, details: bool
 ) -> None:
     """The answer and the timeline, or with ``details`` all there is; ``written`` is the plan's file, if it is there."""

@@ -200,7 +200,12 @@ def granularity(text: str) -> Callable[[_Command], _Command]:
 
 
 _YES_NO = {"auto": None, "yes": True, "no": False}
-_RECOMPUTE: dict[str, bool | str | None] = {"auto": None, "none": False, "selective": "selective", "all": True}
+_RECOMPUTE: dict[str, bool | Literal["selective"] | None] = {
+    "auto": None,
+    "none": False,
+    "selective": "selective",
+    "all": True,
+}
 
 _RECIPE = (
     click.option(
@@ -305,7 +310,7 @@ _SPLITS = (
     ),
 )
 
-_RECOMPUTE_OPTION = click.option(
+RECOMPUTE_OPTION = click.option(
     "--recompute",
     type=Switch(_RECOMPUTE),
     default="auto",
@@ -315,7 +320,7 @@ _RECOMPUTE_OPTION = click.option(
 
 def size_options(command: _Command) -> _Command:
     """Give a command the flags that say how devices are shared out, and what is recomputed."""
-    for option in reversed((*_COPIES, *_SPLITS, _RECOMPUTE_OPTION)):
+    for option in reversed((*_COPIES, *_SPLITS, RECOMPUTE_OPTION)):
         command = option(command)
     return command
 
@@ -325,8 +330,13 @@ def asked_sizes(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **{name: flags[name] for name in ("chunks", "replicas", "positions")},
         **{name: _number(flags[name]) for name in ("shards", "context", "expert")},
-        "recompute": _RECOMPUTE[flags["recompute"]],
+        "recompute": asked_recompute(flags),
     }
+
+
+def asked_recompute(flags: Mapping[str, Any]) -> bool | Literal["selective"] | None:
+    """What the flag says of recomputation; None is left open."""
+    return _RECOMPUTE[flags["recompute"]]
 
 
 MEMORY_RESERVE = click.option(
@@ -391,7 +401,7 @@ _OPTIONS = (
         help="Who chooses the stages: a published planner alone, by its own algorithm and objective (graphpipe, "
         "autopipe, pipedream, piper, dapple); or auto, which is ours. compare takes all: a row for each.",
     ),
-    _RECOMPUTE_OPTION,
+    RECOMPUTE_OPTION,
     click.option(
         "--max-span",
         type=click.IntRange(min=1),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -12,8 +11,8 @@ from typing import Any
 
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
 from pipeplan.costs.buckets import with_buckets
-from pipeplan.costs.communication import all_gather_time, transfer_time
 from pipeplan.costs.experts import ExpertState, kept_of
+from pipeplan.costs.messages import Crossings, dependencies, distinct, edge_bytes, with_gathers
 from pipeplan.costs.recipes import state_of, states_of, step_ns
 from pipeplan.costs.shared import SharedState, with_syncs
 from pipeplan.costs.zero import (
@@ -37,19 +36,14 @@ from pipeplan.workload.elements import (
     MAX_COUNT,
     Again,
     BlockGroup,
-    Dependency,
     Device,
-    Hop,
     Operation,
     Recompute,
     Stage,
     TiedState,
-    is_in_line,
     recompute_of,
-    slots_of,
 )
-from pipeplan.workload.kinds import BACKWARD_ROLES, STATE_KINDS, MemoryBytes, MemoryKind, Role
-from pipeplan.workload.samples import carried
+from pipeplan.workload.kinds import STATE_KINDS, MemoryBytes, MemoryKind, Role
 from pipeplan.workload.workload import Workload
 
 
@@ -149,7 +143,7 @@ def _costs_of_groups(
     def summed(blocks: Sequence[str], recompute: Recompute) -> StageCost:
         chosen = [by_id[id_] for id_ in blocks]
         edges = [[(edge, parts(alike[id_])) for edge in into.get(id_, ())] for id_ in blocks]
-        taken = [sum(_edge_bytes(edge, microbatch_size, among) for edge, among in each) for each in edges]
+        taken = [sum(edge_bytes(edge, microbatch_size, among) for edge, among in each) for each in edges]
         own = [row_of(*each) for each in zip(chosen, asked_again(chosen, recompute), taken, strict=True)]
         state = sum((kept(alike[id_]) for id_ in blocks), MemoryBytes())
         again = _counted_again(chain.from_iterable(edges), microbatch_size)
@@ -221,17 +215,9 @@ def _counted_again(edges: Iterable[tuple[Edge, int]], microbatch_size: int) -> i
             shared[parts].append(edge)
 
     def size(edges: Iterable[Edge], parts: int) -> int:
-        return sum(_edge_bytes(edge, microbatch_size, parts) for edge in edges)
+        return sum(edge_bytes(edge, microbatch_size, parts) for edge in edges)
 
-    return sum(size(own, parts) - size(_distinct(own), parts) for parts, own in shared.items())
-
-
-def _distinct(edges: Iterable[Edge]) -> list[Edge]:
-    """One edge for each tensor."""
-    found: dict[object, Edge] = {}
-    for number, edge in enumerate(edges):
-        found.setdefault(number if edge.tensor is None else (edge.source, edge.tensor), edge)
-    return list(found.values())
+    return sum(size(own, parts) - size(distinct(own), parts) for parts, own in shared.items())
 
 
 def build_workload(
@@ -247,6 +233,7 @@ def build_workload(
     memory_bytes: Sequence[int | None] | None = None,
     reserve_bytes: Sequence[int] | None = None,
     given: Mapping[int, StageCost] | None = None,
+    whole_messages: bool = False,
 ) -> Workload:
     """Everything one iteration runs under a placement, with its costs.
 
@@ -254,7 +241,8 @@ def build_workload(
     per device and goes before the cluster's, and so has ``reserve_bytes``, by default 0 with it. With
     ``split_backward`` every stage whose blocks allow it runs I and W instead of B, each ``split_overhead_ns`` longer
     than the profile says: a split backward is two launches. ``given`` are costs of actions of stages, by number, that
-    are not the profile's: of those whose blocks have configurations.
+    are not the profile's: of those whose blocks have configurations. ``whole_messages``: no message is a slice of its
+    sequence, for instructions are to see all of it.
 
     Raises:
         UsageError: a missing cost row, a stage with configurations whose costs are not given, a mini-batch that stages
@@ -273,7 +261,7 @@ def build_workload(
     _require_one_size(placed, placement.num_routes)
     _require_alike(placed)
     costs = _costs_of(profile, placed, given or {}, cluster)
-    costs = _with_whole_ends(profile, placed, costs, given or {}, placement.num_routes, cluster)
+    costs = with_gathers(Crossings(profile, placed, whole_messages), costs, given or {}, cluster)
     operations = _operations(costs, split_backward, split_overhead_ns)
     stages, tied = _with_shared(profile, placed, costs, operations, given or {}, cluster)
     operations = tuple(_with_parts(profile, stages[each.stage], each, cluster) for each in operations)
@@ -306,7 +294,7 @@ def build_workload(
         ),
         stages=tuple(stages),
         operations=operations,
-        dependencies=_dependencies(profile, stages, placement, operations, cluster),
+        dependencies=dependencies(Crossings(profile, stages, whole_messages), placement, operations, cluster),
         num_routes=placement.num_routes,
         tied=tuple(tied),
     )
@@ -485,48 +473,6 @@ def _costs_of(
     return [found[number] for number in range(len(stages))]
 
 
-def _with_whole_ends(
-    profile: Profile,
-    stages: Sequence[Stage],
-    costs: Sequence[StageCost],
-    given: Collection[int],
-    num_routes: int,
-    cluster: Cluster | None,
-) -> list[StageCost]:
-    """Costs with what it takes to make whole what leaves a stage whose blocks divide it along the sequence.
-
-    Tensors between stages are whole on every device: those that go on are gathered in F, and the gradients that go back
-    in B or I. What comes is cut, at no cost.
-    """
-    found = list(costs)
-    blocks = profile.by_id
-    crossing = _crossing(profile, stages) if any(stage.shards > 1 for stage in stages) and cluster is not None else {}
-    leaving: dict[tuple[int, bool], list[Edge]] = defaultdict(list)
-    for (source, target), edges in crossing.items():
-        for edge in edges:
-            leaving[source, True] += [edge] if _is_divided(blocks[edge.source], stages[source]) else []
-            back = edge.gradient and _is_divided(blocks[edge.target], stages[target])
-            leaving[target, False] += [edge] if back else []
-    for (number, is_forward), edges in leaving.items():
-        stage, cost = stages[number], found[number]
-        if number in given or not edges:
-            continue
-        groups = [stage.devices[at : at + stage.shards] for at in range(0, len(stage.devices), stage.shards)]
-        samples = stage.microbatch_size // stage.replicas
-        sizes = [_edge_bytes(edge, samples, stage.context) for edge in _distinct(edges) if not edge.broadcast]
-        more = sum(max(all_gather_time(cluster, group, size) for group in groups) for size in sizes)
-        if is_forward:
-            found[number] = replace(cost, forward_ns=cost.forward_ns + more)
-        else:
-            split = None if cost.input_grad_ns is None else cost.input_grad_ns + more
-            found[number] = replace(cost, backward_ns=cost.backward_ns + more, input_grad_ns=split)
-    return found
-
-
-def _is_divided(block: Block, stage: Stage) -> bool:
-    return places_divided(block, stage.shards) > 1
-
-
 def _settled(placed: PlacedStage, blocks: Mapping[str, Block], microbatch_size: int, recompute: Recompute) -> Stage:
     """A stage as placed, with what it does not say itself; what it keeps comes later.
 
@@ -695,106 +641,3 @@ def _operation(
         release_bytes=release_bytes,
         workspace_bytes=cost.workspace_bytes,
     )
-
-
-def _dependencies(
-    profile: Profile,
-    stages: Sequence[Stage],
-    placement: Placement,
-    operations: Sequence[Operation],
-    cluster: Cluster | None,
-) -> tuple[Dependency, ...]:
-    """Within a stage F before B or I, I before W; between stages of a route outputs down the edges, gradients up.
-
-    Where stages are run in line each also waits for its neighbour, by a message of no bytes where no edge joins them.
-    """
-    num_routes = placement.num_routes
-    back = {operation.stage: operation.kind for operation in operations if operation.role in BACKWARD_ROLES}
-    deferred = {operation.stage for operation in operations if operation.role is Role.WEIGHT_GRAD}
-    found = [Dependency(source=f"{stage}F", target=f"{stage}{back[stage]}") for stage in sorted(back)]
-    found += [Dependency(source=f"{stage}{back[stage]}", target=f"{stage}W") for stage in sorted(deferred)]
-    crossing = _crossing(profile, stages)
-    if is_in_line(placement.strategy):
-        crossing |= {pair: [] for pair in pairwise(range(len(stages))) if pair not in crossing}
-    for (source, target), edges in checked(sorted(crossing.items()), 16):
-        hops = _hops(stages[source], stages[target], num_routes, _distinct(edges), cluster)
-        found.append(Dependency(source=f"{source}F", target=f"{target}F", hops=hops))
-        upward = _distinct(edge for edge in edges if edge.gradient)
-        if upward or not edges:
-            hops = _hops(stages[target], stages[source], num_routes, upward, cluster)
-            found.append(Dependency(source=f"{target}{back[target]}", target=f"{source}{back[source]}", hops=hops))
-    assert all(dependency.payload for dependency in found if dependency.hops)
-    return tuple(found)
-
-
-def _crossing(profile: Profile, stages: Sequence[Stage]) -> dict[tuple[int, int], list[Edge]]:
-    """The edges between each two stages of a route."""
-    stages_of: dict[str, dict[int, int]] = defaultdict(dict)  # block -> route -> stage
-    for index, stage in enumerate(stages):
-        for block in stage.blocks:
-            stages_of[block][stage.route] = index
-    found: dict[tuple[int, int], list[Edge]] = defaultdict(list)
-    for edge in profile.edges:
-        for route, source in stages_of[edge.source].items():
-            target = stages_of[edge.target][route]
-            if source != target:
-                found[source, target].append(edge)
-    return found
-
-
-def _hops(
-    source: Stage, target: Stage, num_routes: int, edges: Sequence[Edge], cluster: Cluster | None
-) -> tuple[Hop, ...]:
-    """A message from each device to each that works on the samples and does not hold them already."""
-    by_target: dict[int, list[Hop]] = defaultdict(list)
-    for (sender, receiver), samples in _carried(source, target, num_routes).items():
-        size = max(samples.values())
-        hop = _hop(sender, receiver, edges, size, source.context, cluster)
-        period = _period(source, target)
-        first, last = min(samples), max(samples)
-        if len(samples) < period:
-            assert last - first + 1 == len(samples), "neighbouring micro-batches hold neighbouring samples"
-            hop = replace(hop, every=period, run=len(samples), first=first)
-        by_target[receiver].append(hop)
-    return tuple(hop for device in target.devices for hop in by_target[device])
-
-
-def _period(source: Stage, target: Stage) -> int:
-    """Number of micro-batches of the source after which both stages begin a micro-batch together again."""
-    return math.lcm(source.microbatch_size, target.microbatch_size) // source.microbatch_size
-
-
-def _carried(source: Stage, target: Stage, num_routes: int) -> dict[tuple[int, int], dict[int, int]]:
-    """{(source device, target device): {micro-batch of the source: samples sent}}, for the first micro-batches."""
-    period = _period(source, target)
-    total = period * source.microbatch_size * num_routes
-    own, others = (slots_of(stage, "B", total, num_routes) for stage in (source, target))
-    found: dict[tuple[int, int], dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    for m in range(period):
-        samples = own.samples(m)
-        for other in others.sharing(samples):
-            for sender, receiver, (begin, end) in carried(source, samples, target, others.samples(other)):
-                found[sender, receiver][m] += end - begin
-    return found
-
-
-def _hop(sender: int, receiver: int, edges: Sequence[Edge], samples: int, parts: int, cluster: Cluster | None) -> Hop:
-    """A message of so many samples, of each of whose sequences it carries one of ``parts``."""
-    size = sum(_edge_bytes(edge, samples, parts) for edge in edges)
-    priced = sum(_edge_bytes(edge, samples, parts) for edge in edges if edge.transfer_ns is None)
-    fixed = max((edge.transfer_ns for edge in edges if edge.transfer_ns is not None), default=0)
-    latency, occupancy = transfer_time(cluster, sender, receiver, priced)
-    if all(edge.transfer_ns is not None for edge in edges):
-        latency, occupancy = 0, 0
-    return Hop(
-        source_device=sender,
-        target_device=receiver,
-        bytes=size,
-        latency_ns=max(latency, fixed),
-        occupancy_ns=occupancy,
-    )
-
-
-def _edge_bytes(edge: Edge, microbatch_size: int, parts: int = 1) -> int:
-    """Bytes of an edge's tensor, or of one of its slices; a tensor for all samples is not sliced."""
-    return edge.bytes_per_sample if edge.broadcast else -(-edge.bytes_per_sample * microbatch_size // parts)

@@ -1,4 +1,4 @@
-"""The file formats: profile, cluster, placement, plan; frozen types, JSON in and out, every version read.
+"""The file formats: profile, cluster, placement, plan, modules; frozen types, JSON in and out, every version read.
 
 Here: what a file may say, its versions and migrations, traces. Not here: what follows from it in time and memory
 (workload), whether a plan is right (checker).
@@ -6,6 +6,7 @@ Here: what a file may say, its versions and migrations, traces. Not here: what f
 
 from pipeplan.files.base import File, FileModel, Source, sha256_of
 from pipeplan.files.cluster import Cluster, DeviceKind, LinkLevel, MeasuredCurve
+from pipeplan.files.modules import Modules, StageModules
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.plan import Plan, Predicted, Provenance
 from pipeplan.files.profile import Block, CostRow, Edge, Profile, TiedParameter
@@ -13,6 +14,7 @@ from pipeplan.files.read_write import (
     FORMATS,
     parse,
     read_cluster,
+    read_modules,
     read_placement,
     read_plan,
     read_profile,
@@ -35,6 +37,7 @@ __all__ = [
     "FileModel",
     "LinkLevel",
     "MeasuredCurve",
+    "Modules",
     "PlacedStage",
     "Placement",
     "Plan",
@@ -43,9 +46,11 @@ __all__ = [
     "Provenance",
     "Recipe",
     "Source",
+    "StageModules",
     "TiedParameter",
     "parse",
     "read_cluster",
+    "read_modules",
     "read_placement",
     "read_plan",
     "read_profile",

@@ -15,7 +15,16 @@ from typing import Annotated, Any, Literal, overload
 
 from pydantic import Field, SerializerFunctionWrapHandler, StringConstraints, model_serializer, model_validator
 
-from pipeplan.files.base import MIGRATIONS, SAID_ONLY, Content, CurrentVersion, File, FileModel, current_version
+from pipeplan.files.base import (
+    MIGRATIONS,
+    SAID_ONLY,
+    Content,
+    CurrentVersion,
+    File,
+    FileModel,
+    current_version,
+    said_only,
+)
 from pipeplan.files.placement import PlacedStage, Placement
 from pipeplan.files.profile import FlopsPerSample, TokensPerSample
 from pipeplan.files.recipe import AUTOCAST, Recipe
@@ -191,6 +200,10 @@ class Plan(File):
     ] = None
     devices: Annotated[Items[Device], Field(min_length=1, max_length=MAX_DEVICES)]
     stages: Annotated[Items[Stage], Field(min_length=1)]
+    modules: Annotated[
+        dict[Name, Items[Name]],
+        said_only({}, "of the model that the profile was taken from, those that each block is, by block"),
+    ] = {}
     tied: Annotated[Items[TiedState], Field(description="parameters that stages share")] = ()
     sum_order: Annotated[
         Items[Index],

@@ -173,12 +173,15 @@ class Block(Parts):
     master_bytes: MasterBytes = 0
     optimizer_bytes: OptimizerBytes = 0
     shared: Annotated[bool, Field(description="spread over all devices by placements that know shared blocks")] = False
+    modules: Annotated[
+        Items[Name], said_only((), "of the model that it was taken from, those that it is: names such as layers.3.mlp")
+    ] = ()
     costs: Annotated[Items[CostRow], Field(min_length=1)]
 
     @property
     def meaning(self) -> Hashable:
-        """All that it says but for its name."""
-        own, of_row = _fields_but(type(self), "id", "dimensions", "costs"), _fields_but(CostRow, "spread")
+        """All that it says but for its names."""
+        own, of_row = _fields_but(type(self), "id", "modules", "dimensions", "costs"), _fields_but(CostRow, "spread")
         rows = [(of_row(row), *sorted(row.spread.items())) for row in self.costs]
         return own(self), tuple(sorted(self.dimensions.items())), tuple(rows)
 
@@ -501,6 +504,11 @@ class Profile(File):
     def by_id(self) -> dict[str, Block]:
         """{id: block}"""
         return {block.id: block for block in self.blocks}
+
+    @property
+    def modules(self) -> dict[str, tuple[str, ...]]:
+        """{block: the modules that it is of}; blocks of which none are known are left out."""
+        return {block.id: block.modules for block in self.blocks if block.modules}
 
     @cached_property
     def alike(self) -> dict[str, str]:

@@ -35,6 +35,7 @@ from pipeplan.files.base import (
     sha256_of_text,
 )
 from pipeplan.files.cluster import Cluster
+from pipeplan.files.modules import Modules
 from pipeplan.files.placement import Placement
 from pipeplan.files.plan import Plan
 from pipeplan.files.profile import Profile
@@ -194,6 +195,7 @@ FORMATS: dict[str, type[File]] = {
     "cluster": Cluster,
     "plan": Plan,
     "placement": Placement,
+    "modules": Modules,
 }
 """Every file format by its ``kind``."""
 
@@ -222,6 +224,11 @@ def read_cluster(path: str) -> Cluster:
 def read_plan(path: str) -> Plan:
     """Read and validate a plan file; ``-`` is stdin. Raises FileError."""
     return _read(path, Plan)
+
+
+def read_modules(path: str) -> Modules:
+    """Read and validate a file of modules; ``-`` is stdin. Raises FileError."""
+    return _read(path, Modules)
 
 
 def read_placement(path: str) -> Placement:

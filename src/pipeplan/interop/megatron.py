@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby, zip_longest
 
+from pipeplan.catalog import export_target
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.interop.layers import PlanLayers
-from pipeplan.workload.action import Action, StateAction
+from pipeplan.interop.ranks import order_of
 from pipeplan.workload.kinds import Role, role_of
 
 EMBEDDING, LAYER, PREDICTION, LOSS = "EtmL"
@@ -133,17 +134,16 @@ def group_size(plan: Plan, layers: PlanLayers) -> int:
         UsageError: the plan's order is none of Megatron-LM's; the text has the place.
     """
     positions, chunks, count = len(layers.groups), layers.chunks, plan.num_microbatches
-    programs = [list(_compute(program, device)) for device, program in enumerate(plan.whole_programs)]
+    target = export_target("megatron")
+    orders = [order_of(plan, devices, target) for devices in layers.groups]
+    programs = [[(each.kind, each.stage, each.microbatch) for each in order] for order in orders]
     group = count
     if chunks > 1:
-        first = programs[layers.groups[0][0]]
-        run = ((role_of(kind), stage) for kind, stage, _ in first)
+        run = ((role_of(kind), stage) for kind, stage, _ in programs[0])
         group = next((index for index, each in enumerate(run) if each != (Role.FORWARD, 0)), count)
         _require_group(group, positions, count)
     for rank, devices in enumerate(layers.groups):
-        wanted = list(order(positions, chunks, count, group, rank))
-        for device in devices:
-            _require_order(programs[device], wanted, device, chunks)
+        _require_order(programs[rank], [*order(positions, chunks, count, group, rank)], devices[0], chunks)
     return group
 
 
@@ -155,25 +155,6 @@ def _require_group(group: int, positions: int, count: int) -> None:
             f"programs[0] runs {group} of {count} micro-batches through its first stage before the next; Megatron-LM "
             f"takes groups of at least {positions}, the last one too; search with --scheduler interleaved-1f1b"
         )
-
-
-def _compute(program: Sequence[str], device: int) -> Iterator[tuple[str, int, int]]:
-    """The compute actions of a program. Raises UsageError for what Megatron-LM does not run."""
-    for index, text in enumerate(program):
-        where = f"programs[{device}][{index}] is {text}"
-        if StateAction.read(text) is not None:
-            raise UsageError(f"{where}: Megatron-LM gathers no state within a pipeline; search with --zero 0 or 1")
-        action = Action.parse(text)
-        if not action.is_compute:
-            continue
-        role = role_of(action.kind)
-        if role in (Role.INPUT_GRAD, Role.WEIGHT_GRAD):
-            raise UsageError(f"{where}: Megatron-LM runs whole backwards; search with --split-backward no")
-        if role not in (Role.FORWARD, Role.BACKWARD):
-            raise UsageError(f"{where}: Megatron-LM has no such action")
-        if action.part is not None:
-            raise UsageError(f"{where}: Megatron-LM runs micro-batches whole; search with --slices 0")
-        yield action.kind, action.stage, action.microbatch
 
 
 def _require_order(found: Sequence[object], wanted: Sequence[tuple[str, int, int]], device: int, chunks: int) -> None:

@@ -56,6 +56,7 @@ def assemble(
     split_overhead_ns: int = 0,
     launch_overhead_ns: int = 0,
     recipe: Recipe | None = None,
+    modules: Mapping[str, tuple[str, ...]] | None = None,
     provenance: Provenance | None = None,
     where: str = "",
     cut: tuple[Sequence[int], int] | None = None,
@@ -63,8 +64,8 @@ def assemble(
     """The plan of a workload whose devices run ``orders``, with its predicted figures.
 
     ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload: with a ``loop``, of all its
-    micro-batches. ``recipe`` is what training keeps, ``where`` the profile's file. ``cut`` [operation] is the first
-    micro-batch of the repetend, and its unroll; None: whatever repeats.
+    micro-batches. ``recipe`` is what training keeps, ``modules`` are those of blocks, ``where`` is the profile's file.
+    ``cut`` [operation] is the first micro-batch of the repetend, and its unroll; None: whatever repeats.
 
     Raises:
         UsageError: a figure is larger than a plan can say, such as the bytes that a device holds.
@@ -89,6 +90,7 @@ def assemble(
             workload.with_microbatches(workload.num_microbatches + (0 if loop is None else loop.skipped)),
             starts_ns=by_operation,
             recipe=recipe,
+            modules=dict(modules or {}),
             split_overhead_ns=split_overhead_ns,
             launch_overhead_ns=launch_overhead_ns,
             programs=written,
@@ -148,6 +150,7 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
         split_overhead_ns=request.split_overhead_ns,
         launch_overhead_ns=request.launch_overhead_ns,
         recipe=request.profile.recipe,
+        modules=request.profile.modules,
         provenance=_provenance(request, candidate, schedule.scheduler, schedule.workload),
         where=request.profile.where,
         cut=schedule.repetend,

@@ -692,6 +692,7 @@ def workload_of(request: Request, candidate: PlacementCandidate, *, split_backwa
         memory_bytes=request.whole_memory,
         reserve_bytes=request.reserve,
         given=candidate.given,
+        whole_messages=bool(request.rules and request.rules.instructions),
     )
 
 

@@ -305,6 +305,7 @@ def plan_of_strategy(
         Fraction(split.costs.forward_ns + split.costs.backward_ns),
         "strategy",
         recipe=profile.recipe,
+        modules=profile.modules,
         where=profile.where,
         provenance=provenance_of(
             profile,

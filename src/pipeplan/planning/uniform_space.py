@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, chain, pairwise
 from operator import mul
 from typing import NamedTuple, TypeVar
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from pipeplan.costs import StageCost, can_split, transfer_time
 from pipeplan.costs.after import AfterActions, least_steps_ns
+from pipeplan.costs.blocks import places_divided
 from pipeplan.costs.recipes import state_of
 from pipeplan.costs.stages import require_apart
 from pipeplan.costs.states import States
@@ -685,18 +686,23 @@ def _exchanged_ns(request: Request, blocks: Blocks, choices: Sequence[Choice], s
 
 def _hops_ns(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
     """[choice] ns of a message of one micro-batch between neighbours, of the profile's edges that of a middling one."""
-    edges = request.profile.edges
-    of_sample = sorted(edge.bytes_per_sample for edge in edges if edge.transfer_ns is None) or [0]
+    edges, by_id = request.profile.edges, request.profile.by_id
+    sent = sorted((edge for edge in edges if edge.transfer_ns is None), key=lambda edge: edge.bytes_per_sample)
     fixed = sorted(edge.transfer_ns for edge in edges if edge.transfer_ns is not None)
-    middling, least = of_sample[len(of_sample) // 2], fixed[len(fixed) // 2] if 2 * len(fixed) > len(edges) else 0
+    middling, least = (
+        sent[len(sent) // 2] if sent else None,
+        fixed[len(fixed) // 2] if 2 * len(fixed) > len(edges) else 0,
+    )
     known: dict[tuple[int, int, int], int] = {}
+    slices = cache(lambda shards: 1 if middling is None else places_divided(by_id[middling.target], shards))
     for choice in choices:
-        samples, parts, apart = choice.pricing.samples, choice.context, choice.width * choice.replicas
+        parts, apart = choice.context * slices(choice.shards), choice.width * choice.replicas
+        samples = choice.pricing.samples
         if apart >= request.num_devices:
             yield 0.0
             continue
         if (samples, parts, apart) not in known:
-            size = middling * samples // parts
+            size = 0 if middling is None else middling.bytes_per_sample * samples // parts
             known[samples, parts, apart] = least or sum(transfer_time(request.cluster, 0, apart, size))
         yield known[samples, parts, apart]
 

@@ -159,12 +159,13 @@ class _Built:
                 cluster=cluster,
                 memory_bytes=None if cluster else [device.memory_bytes for device in plan.devices],
                 reserve_bytes=None if cluster else [device.reserve_bytes for device in plan.devices],
+                whole_messages=any(not stage.blocks for stage in plan.stages),
             )
             cuts = [stage.cuts for stage in plan.stages if stage.blocks]
             self._workloads[variant] = with_late_inputs(profile, built, cluster, cuts) if any(cuts) else built
         self.any = next(iter(self._workloads.values()))
         self._operations = {v: {op.id: op for op in w.operations} for v, w in self._workloads.items()}
-        self._hops = {v: _hops(w.dependencies) for v, w in self._workloads.items()}
+        self._between = {v: _between(w.dependencies) for v, w in self._workloads.items()}
 
     def stage(self, index: int) -> Stage:
         """A stage with the profile's state; one of instructions has none."""
@@ -193,13 +194,14 @@ class _Built:
         if dependency.has_instruction:
             return self._relinked(dependency)
         message = _message(dependency)
-        hops = self._hops[self._variant_of[message[0]]]
-        if message[0] != message[2] and message not in hops:
+        between = self._between[self._variant_of[message[0]]]
+        if message[0] != message[2] and message not in between:
             raise UsageError(
                 f"dependencies[{index}] of the plan hands {dependency.source} to {dependency.target}, but profile "
                 f"{self._name!r} has no such edge between their blocks"
             )
-        return replace(dependency, hops=hops.get(message, ()))
+        found = between.get(message)
+        return dependency if found is None else replace(dependency, hops=found.hops, slices=found.slices)
 
     def _relinked(self, dependency: Dependency) -> Dependency:
         """A dependency of an instruction keeps its bytes and gets the cluster's times, where there is one."""
@@ -208,8 +210,8 @@ class _Built:
         return replace(dependency, hops=hops)
 
 
-def _hops(dependencies: Iterable[Dependency]) -> dict[_Message, tuple[Hop, ...]]:
-    return {_message(d): d.hops for d in dependencies if d.source_stage != d.target_stage}
+def _between(dependencies: Iterable[Dependency]) -> dict[_Message, Dependency]:
+    return {_message(d): d for d in dependencies if d.source_stage != d.target_stage}
 
 
 def _message(dependency: Dependency) -> _Message:

@@ -586,6 +586,9 @@ class Dependency(Element):
 
     Which samples an action holds is said in :mod:`pipeplan.workload.samples`; between stages of equal size and route
     micro-batch m depends on micro-batch m. Where an instruction is at one of the ends, ``needs`` may say otherwise.
+
+    With ``slices`` the shards of the target keep equal slices of the sequence, in their order, and a hop carries its
+    receiver's, of those tensors that all blocks take so.
     """
 
     source: OperationId
@@ -599,6 +602,14 @@ class Dependency(Element):
         Index | None, Meaning("the part of the source that makes it, from 0 on; null: the last", said_only=True)
     ] = None
     target_part: Annotated[Index, Meaning("the part of the target that waits for it, from 0 on", said_only=True)] = 0
+    slices: Annotated[
+        Count,
+        Meaning(
+            "into how many slices of the sequence the target's devices divide what its messages bring, of which each "
+            "is sent its own; 1: all of it",
+            said_only=True,
+        ),
+    ] = 1
 
     @property
     def has_parts(self) -> bool:

@@ -140,7 +140,7 @@ def replica_samples(samples: Range, replicas: int, replica: int) -> Range:
 
 
 def carried(
-    source: Group, source_samples: Range, target: Group, target_samples: Range
+    source: Group, source_samples: Range, target: Group, target_samples: Range, *, in_slices: bool = False
 ) -> Iterator[tuple[int, int, Range]]:
     """(source device, target device, samples): what has to be sent for one action of the target of one of the source.
 
@@ -160,5 +160,7 @@ def carried(
             begin, end = max(begin, needed[0]), min(end, needed[1])
             maker = replica * source.context + part
             if maker != own and begin < end:
-                sender = source.devices[maker * source.shards + index % target.shards % source.shards]
+                shard = index % target.shards
+                shard = shard * source.shards // target.shards if in_slices else shard % source.shards
+                sender = source.devices[maker * source.shards + shard]
                 yield sender, device, (begin, end)

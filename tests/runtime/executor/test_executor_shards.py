@@ -35,7 +35,9 @@ from runtime_support.plans import (
 )
 from support.marks import asked_for, slow_but
 
-WORDED, TRANSLATING, PAIRING = (f"runtime_support.models:{name}" for name in ("worded", "translating", "pairing"))
+WORDED, TRANSLATING, PAIRING, FOUR_HEADS = (
+    f"runtime_support.models:{name}" for name in ("worded", "translating", "pairing", "four_heads")
+)
 ALL = (0, 1, 2, 3)
 
 Group = tuple[str, tuple[int, ...], int]
@@ -90,6 +92,26 @@ SHAPES: dict[str, tuple[str, list[Group]]] = {
             ("embedding layer0.attention layer0.ffn layer1.attention", ALL, 2),
             ("layer1.ffn layer2.attention", (2, 0), 1),
             ("layer2.ffn layer3.attention layer3.ffn head", (1, 3), 2),
+        ],
+    ),
+    "slices of equal shards": (
+        FOUR_HEADS,
+        [
+            ("embedding layer0.attention", (0, 1), 2),
+            ("layer0.ffn layer1.attention layer1.ffn", (2, 3), 2),
+            ("layer2.attention layer2.ffn", (0, 1), 2),
+            ("layer3.attention", (0, 1), 2),
+            ("layer3.ffn head", (3, 2), 2),
+        ],
+    ),
+    "slices of unequal shards": (
+        FOUR_HEADS,
+        [
+            ("embedding layer0.attention", (0, 1), 2),
+            ("layer0.ffn layer1.attention layer1.ffn", ALL, 4),
+            ("layer2.attention", (0, 2, 1, 3), 2),
+            ("layer2.ffn", (1,), 1),
+            ("layer3.attention layer3.ffn head", (0, 1, 3, 2), 4),
         ],
     ),
     "four, three, two and one": (
@@ -241,6 +263,8 @@ QUICK = (
     "mllm split",
     "tensor-parallel GPT-2 split",
     "four, three, two and one split",
+    "slices of equal shards split",
+    "slices of unequal shards split",
     "words over 4, layers 2 x 2 split",
     "matrix products split",
     "by operator",
@@ -269,6 +293,30 @@ def test_the_middle_of_a_frontier_is_a_mixture(model: str) -> None:
     axes = {name for text in stage.configurations for name, _ in Mesh.parse(text).axes}
     assert len(set(stage.configurations)) >= 3
     assert len(axes) >= 3
+
+
+def test_messages_are_slices() -> None:
+    """Otherwise the cases of slices would send none: of each dependency between stages, in how many it goes."""
+    found = [
+        {
+            (each.source, each.target): each.slices
+            for each in plan.dependencies
+            if each.source_stage != each.target_stage
+        }
+        for plan, _ in (cases()[f"slices of {kind} shards split"]() for kind in ("equal", "unequal"))
+    ]
+    assert found[0] == {
+        **{(f"{stage}F", f"{stage + 1}F"): 2 for stage in range(3)},
+        **{(f"{stage + 1}I", f"{stage}I"): 2 for stage in range(3)},
+        ("3F", "4F"): 2,
+        ("4I", "3I"): 2,
+    }
+    assert found[1] == {
+        ("0F", "1F"): 1, ("1I", "0I"): 1,
+        ("1F", "2F"): 2, ("2I", "1I"): 4,
+        ("2F", "3F"): 1, ("3I", "2I"): 2,
+        ("3F", "4F"): 4, ("4I", "3I"): 1,
+    }  # fmt: skip
 
 
 def test_ranks_have_shares(reports: Reports) -> None:

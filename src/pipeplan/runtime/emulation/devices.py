@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeplan.files import Plan
 from pipeplan.runtime.executor.channels import Channels
-from pipeplan.runtime.executor.message_graph import Hops, Message, Numbers
+from pipeplan.runtime.executor.message_graph import Hops, Message, Numbers, TensorKey
 from pipeplan.runtime.executor.process_groups import (
     RankGroup,
 )
@@ -153,7 +153,7 @@ class EmulatedRunner:
         return made
 
     def _made(self, step: ProgramStep, at_ns: int) -> Produced:
-        found: dict[Numbers, dict[str, Tensor]] = defaultdict(dict)
+        found: dict[Numbers, dict[TensorKey, Tensor]] = defaultdict(dict)
         for message, own in step.gives:
             for name in self.tensors[message]:
                 found[own][name] = _stamped(self.specs[name].of(len(own)), at_ns)

@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeplan.runtime.executor.message_graph import TensorKey
 from pipeplan.runtime.executor.rank_program import Program, ProgramStep
-from pipeplan.runtime.executor.tensors import TensorSpec
+from pipeplan.runtime.executor.tensors import TensorSpec, spec_of
 from pipeplan.runtime.launch.status import Cause, transport_errors
 
 Ranks = tuple[int, ...]
@@ -134,8 +135,8 @@ class Channels:
         """Post the receives of a message; :meth:`take` waits for them. Raises TransferError."""
         assert step.message is not None
         with _on(self._inbound):
-            names, count = self._program.tensors[step.message], len(step.samples[0])
-            self._awaited[step.counter] = self._begun(step, [self._buffer(name, count) for name in names])
+            keys, count = self._program.keys(step.message), len(step.samples[0])
+            self._awaited[step.counter] = self._begun(step, [self._buffer(key, count) for key in keys])
 
     def take(self, step: ProgramStep) -> list[Tensor]:
         """The tensors of a posted message, waited for. Raises TransferError."""
@@ -197,9 +198,9 @@ class Channels:
         first = 1 + (self._index[message] * 2 * self._program.mini_batch + number) * self._width
         return range(first, first + self._width)
 
-    def _buffer(self, name: str, num_samples: int) -> Tensor:
+    def _buffer(self, key: TensorKey, num_samples: int) -> Tensor:
         """On NCCL torch's allocator reuses the memory of GPUs; ours does on hosts."""
-        spec = self._specs[name]
+        spec = spec_of(self._specs, key)
         if self._nccl:
             return torch.empty(spec.of(num_samples), dtype=spec.dtype, device=self._device)
         return self.buffers.lend(spec.of(num_samples), spec.dtype)

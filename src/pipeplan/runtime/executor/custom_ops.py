@@ -175,7 +175,8 @@ class CustomOpRunner:
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """What later actions take of it here. Raises StageError where the function fails, and TransferError."""
-        context = self._context(step, dict(itertools.chain.from_iterable(inputs.values())))
+        given = itertools.chain.from_iterable(inputs.values())  # all of it whole, by the names of blocks
+        context = self._context(step, {str(key): tensor for key, tensor in given})
         with stage_errors(f"instruction {self.part.kind}"), torch.no_grad():
             made = self.function(context)
         missing = [block for block in context.wanted if not isinstance(made.get(block), Tensor)]

@@ -16,18 +16,18 @@ from typing import Protocol
 from torch import Tensor
 
 from pipeplan.runtime.executor.channels import Channels, TransferError
-from pipeplan.runtime.executor.message_graph import Numbers
+from pipeplan.runtime.executor.message_graph import Numbers, TensorKey
 from pipeplan.runtime.executor.rank_program import Program, ProgramLoop, ProgramStep, Turn, moved
 from pipeplan.runtime.executor.stage import MiniBatch, StageError
-from pipeplan.runtime.executor.tensors import Made, Produced, Received, Taking, TensorSlots, TensorSpec
+from pipeplan.runtime.executor.tensors import Made, Produced, Received, Taking, TensorSlots, TensorSpec, spec_of
 from pipeplan.runtime.launch.status import Cause, Phase, Progress, RankError
 from pipeplan.runtime.parallel.device import Clock, Mark, Span
 from pipeplan.workload.kinds import Role
 
-_Taken = tuple[Numbers, tuple[str, ...], Taking]
+_Taken = tuple[Numbers, tuple[TensorKey, ...], Taking]
 """Samples, blocks, and where their tensors are."""
 
-_Given = tuple[Numbers, tuple[str, ...], int, bool]
+_Given = tuple[Numbers, tuple[TensorKey, ...], int, bool]
 """Samples, blocks, the slot for their tensors, and whether these are taken from there."""
 
 
@@ -87,13 +87,17 @@ class Executor:
     _spans: list[Span] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        slots, loop = TensorSlots(self.program.tensors, self.specs), self.program.loop
-        given: list[tuple[ProgramStep, list[_Taken], list[tuple[Numbers, tuple[str, ...], int]]]] = []
+        program, loop = self.program, self.program.loop
+        slots = TensorSlots(program.tensors, self.specs, program.slices)
+        given: list[tuple[ProgramStep, list[_Taken], list[tuple[Numbers, tuple[TensorKey, ...], int]]]] = []
         before = [slots.count]
         for step in self.program.steps:
-            names = self.program.tensors
-            takes = [(own, names[message], slots.take(message, own)) for message, own in step.takes]
-            gives = [(own, names[message], slots.put(message, own)) for message, own in step.gives]
+            taker, made = program.rank if step.message is None else step.peer, step.message is None
+            takes = [(own, program.keys(message), slots.take(message, own, taker)) for message, own in step.takes]
+            gives = [
+                (own, program.keys(message, made=made), slots.put(message, own, made=made))
+                for message, own in step.gives
+            ]
             given.append((step, takes, gives))
             before.append(slots.count)
         if loop is not None:
@@ -151,7 +155,7 @@ class Executor:
 
     def _compute(self, step: ProgramStep, takes: Sequence[_Taken], gives: Sequence[_Given], samples: MiniBatch) -> None:
         self.progress.begin(Phase.RUNNING, step.counter)
-        inputs: dict[Numbers, list[tuple[str, Tensor]]] = defaultdict(list)
+        inputs: dict[Numbers, list[tuple[TensorKey, Tensor]]] = defaultdict(list)
         for own, names, taking in takes:
             inputs[own] += zip(names, self._made(taking, step.counter).tensors, strict=True)
         start = self.clock.mark()
@@ -232,11 +236,12 @@ class Executor:
             if taken:
                 self._slots[slot] = Made(tensors, at)
 
-    def _declared(self, name: str, tensor: Tensor, num_samples: int) -> Tensor:
+    def _declared(self, key: TensorKey, tensor: Tensor, num_samples: int) -> Tensor:
         """Receivers have made room for what the model declares; anything else would end in the transport."""
-        spec = self.specs[name]
+        spec = spec_of(self.specs, key)
         if tensor.shape != spec.of(num_samples) or tensor.dtype != spec.dtype:
             found = TensorSpec(tuple(tensor.shape), tensor.dtype, None).text(0)
+            name = key if isinstance(key, str) else key[0]
             raise StageError(f"block {name!r} made {found}, and the model declares {spec.text(num_samples)}")
         return tensor
 

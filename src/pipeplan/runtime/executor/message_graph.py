@@ -45,6 +45,32 @@ class Message:
         return cls(dependency.payload, dependency.source_stage, dependency.target_stage)
 
 
+TensorKey = str | tuple[str, int]
+"""A block's output, or its gradient: all of it by the block's name, or one of so many slices of the sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """What a message brings in slices, of which each of the ``places`` [rank] of a replica is sent its own of ``sent``.
+
+    ``made`` [block] is of how many slices the ranks that make a tensor have one, from which what is sent is cut.
+    """
+
+    made: Mapping[str, int]
+    sent: int
+    places: Mapping[int, int]
+
+    def keys(self, names: Sequence[str], *, made: bool) -> tuple[TensorKey, ...]:
+        """The tensors as they are made, or as they are sent."""
+        counts = [(self.made[name] if made else self.sent) if name in self.made else 1 for name in names]
+        return tuple(name if count == 1 else (name, count) for name, count in zip(names, counts, strict=True))
+
+    def piece(self, name: str, rank: int) -> tuple[int, int]:
+        """Which part of a tensor as it is made a rank is sent, and of how many."""
+        count = self.sent // self.made[name] if name in self.made else 1
+        return self.places[rank] % count, count
+
+
 Hops = Mapping[tuple[Message, int, int], Hop]
 """[message, source rank, target rank]"""
 

@@ -7,9 +7,10 @@ model's edges say is refused before anything starts.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pipeplan.errors import UsageError
@@ -19,6 +20,8 @@ from pipeplan.runtime.executor.message_graph import (
     MessageGraph,
     Numbers,
     SampleOwnership,
+    Slices,
+    TensorKey,
     hops_of,
     model_messages,
     planned_messages,
@@ -152,7 +155,8 @@ class StagePart:
     attention core.
     ``parameter_bytes`` the plan expects on each device, and ``waiting_bytes`` held for a micro-batch's W; 0 if it says
     nothing of them. ``cuts`` are how many blocks run before each part of its forward but the first. Where actions
-    exchange its state, ``block_groups`` are how many blocks they are of.
+    exchange its state, ``block_groups`` are how many blocks they are of. ``leaving`` says of outputs that go, or
+    whose gradients come, in slices of the sequence, of how many they are wanted; ``returning`` the same of gradients.
     """
 
     index: int
@@ -172,6 +176,8 @@ class StagePart:
     cores: frozenset[str] = frozenset()
     cuts: tuple[int, ...] = ()
     block_groups: tuple[int, ...] = ()
+    leaving: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    returning: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def counts_loss(self) -> bool:
@@ -219,6 +225,12 @@ class Program:
     edges: tuple[tuple[int, int], ...] = ()
     loop: ProgramLoop | None = None
     divisions: tuple[Division, ...] = ()
+    slices: Mapping[Message, Slices] = field(default_factory=dict)
+
+    def keys(self, message: Message, *, made: bool = False) -> tuple[TensorKey, ...]:
+        """The tensors of a message as they are sent, or as they are made."""
+        names, slices = self.tensors[message], self.slices.get(message)
+        return names if slices is None else slices.keys(names, made=made)
 
     @property
     def remote(self) -> tuple[tuple[Message, int, int], ...]:
@@ -231,27 +243,63 @@ class Program:
         return tuple(sorted(found))
 
 
-def programs_of(plan: Plan, blocks: Sequence[str], edges: Sequence[tuple[str, str]], model: str) -> tuple[Program, ...]:
+Divides = Callable[[str, int], bool]
+"""(block, shards) -> whether these devices divide what the block takes and gives along the sequence."""
+
+
+def programs_of(
+    plan: Plan,
+    blocks: Sequence[str],
+    edges: Sequence[tuple[str, str]],
+    model: str,
+    divides: Divides = lambda block, shards: False,
+) -> tuple[Program, ...]:
     """The program of every rank of a plan that ``check`` accepts.
 
     ``edges`` are the model's, as (source block, target block); ``model`` is its name, for errors. Raises UsageError for
     the first block or edge in which plan and model differ.
     """
     _require_same_blocks(plan, blocks, model)
-    return _programs(plan, model_messages(plan, edges, model))
+    graph = model_messages(plan, edges, model)
+    return _programs(plan, graph, _slices_of(plan, graph, edges, divides))
+
+
+def _slices_of(
+    plan: Plan, graph: MessageGraph, edges: Sequence[tuple[str, str]], divides: Divides
+) -> dict[Message, Slices]:
+    """What messages bring in slices: what both the plan says, and all blocks of the receiver take so."""
+    found = {}
+    for each in plan.dependencies:
+        message = Message.of(each)
+        if each.slices == 1 or message not in graph.tensors:
+            continue
+        sender, receiver = plan.stages[message.source], plan.stages[message.target]
+        taking, making = (sender, receiver) if message.is_gradient else (receiver, sender)
+        made = {}
+        for name in graph.tensors[message]:
+            takers = [block for source, block in edges if source == name and block in taking.blocks]
+            taken = all(divides(block, taking.shards) for block in takers)
+            given = divides(name, making.shards)
+            held, kept = (taken, given) if message.is_gradient else (given, taken)
+            if kept:
+                made[name] = math.gcd(sender.shards if held else 1, each.slices)
+        places = {device: number % receiver.shards for number, device in enumerate(receiver.devices)}
+        found[message] = Slices(made, each.slices, places)
+    return found
 
 
 def planned_programs(plan: Plan) -> tuple[Program, ...]:
     """As :func:`programs_of`, where no model is known: a stage gives each other one tensor, named ``0>1``."""
-    return _programs(plan, planned_messages(plan))
+    return _programs(plan, planned_messages(plan), {})
 
 
-def _programs(plan: Plan, graph: MessageGraph) -> tuple[Program, ...]:
+def _programs(plan: Plan, graph: MessageGraph, slices: Mapping[Message, Slices]) -> tuple[Program, ...]:
     holders, lines = _holders(plan), _lines(plan)
     copies = _copies_apart(plan)
     short = plan if plan.loop is None else plan.with_copies(copies).unrolled()
     ownership = SampleOwnership(short)
-    found = [_Lowering(short, rank, graph, ownership).program(holders, lines) for rank in range(len(plan.devices))]
+    ranks = range(len(plan.devices))
+    found = [_Lowering(short, rank, graph, ownership, slices).program(holders, lines) for rank in ranks]
     if plan.loop is None:
         return tuple(found)
     return tuple(_looped(plan, plan.loop, program, copies) for program in found)
@@ -333,8 +381,16 @@ def _require_same_blocks(plan: Plan, blocks: Sequence[str], model: str) -> None:
 class _Lowering:
     """What a plan means to one rank."""
 
-    def __init__(self, plan: Plan, rank: int, graph: MessageGraph, ownership: SampleOwnership) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        graph: MessageGraph,
+        ownership: SampleOwnership,
+        slices: Mapping[Message, Slices],
+    ) -> None:
         self._plan, self._rank, self._graph, self._ownership, self._hops = plan, rank, graph, ownership, hops_of(plan)
+        self._slices = slices
         self._sent: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
         self._received: dict[tuple[int, str], list[tuple[Message, int]]] = defaultdict(list)
         for message, source, target in self._hops:
@@ -368,11 +424,27 @@ class _Lowering:
             lines=lines,
             edges=tuple(sorted({(source, target) for _, source, target in self._hops})),
             divisions=tuple(_divisions(plan)),
+            slices=self._slices,
         )
+
+    def _in_slices(self, index: int) -> tuple[dict[str, frozenset[int]], dict[str, int]]:
+        """Of how many slices a stage's outputs are wanted, and the gradients that it gives, where not all are whole."""
+        leaving: dict[str, set[int]] = defaultdict(set)
+        returning: dict[str, int] = {}
+        for message, names in self._graph.tensors.items():
+            made = self._slices[message].made if message in self._slices else {}
+            if message.source == index and message.is_gradient:
+                returning |= made
+            elif message.source == index:
+                for name in names:
+                    leaving[name].add(made.get(name, 1))
+        back = {name for m, each in self._slices.items() if m.target == index and m.is_gradient for name in each.made}
+        return {name: frozenset(own) for name, own in leaving.items() if own != {1} or name in back}, returning
 
     def _stage(self, index: int) -> StagePart:
         stage, crossings, gradients = self._plan.stages[index], self._graph.crossings, self._graph.gradients
         operations = [each for each in self._plan.operations if each.stage == index]
+        leaving, returning = self._in_slices(index)
         return StagePart(
             index=index,
             blocks=stage.blocks,
@@ -391,6 +463,8 @@ class _Lowering:
             awaits=frozenset(target for source, target in gradients if source == index),
             parameter_bytes=self._plan.held_parameters(stage),
             waiting_bytes=sum(each.release_bytes for each in operations if each.role is Role.WEIGHT_GRAD),
+            leaving=leaving,
+            returning=returning,
         )
 
     def _custom_op(self, index: int) -> CustomOpPart:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeplan.runtime.executor.channels import TransferError
-from pipeplan.runtime.executor.message_graph import Numbers
+from pipeplan.runtime.executor.message_graph import Numbers, TensorKey
 from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
 from pipeplan.runtime.executor.tensors import WHOLE_TENSOR, Produced, Received, StageLayouts, TensorLayout
 from pipeplan.runtime.models.spec import BlockSpec
@@ -97,7 +97,7 @@ class _ForwardGraphs:
     inputs: dict[str, Tensor]
     values: _Values | None
     graphs: list[_PartGraph] = field(default_factory=list)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
+    outputs: dict[TensorKey, Tensor] = field(default_factory=dict)
     gradients: list[tuple[str, Tensor]] = field(default_factory=list)
 
 
@@ -147,6 +147,15 @@ class _Values:
     def whole(self, block: str) -> Tensor:
         """A block's output, whole on every device."""
         return self._in(block, WHOLE_TENSOR)
+
+    def own(self, block: str) -> Tensor:
+        """A block's output as it was made."""
+        return self._found[block, self._given[block]]
+
+    def sliced(self, block: str, layout: TensorLayout) -> Tensor:
+        """The values of a block's output in a layout, for others: no gradient comes back this way."""
+        with torch.no_grad():
+            return self._layouts.converted(self.own(block).detach(), self._given[block], layout, self._num_samples)
 
     def _in(self, block: str, layout: TensorLayout) -> Tensor:
         if (block, layout) not in self._found:
@@ -212,8 +221,8 @@ class StageRunner:
         return self.backward(step.action.microbatch, given, step.part, names)
 
     def forward(
-        self, own: Numbers, received: Mapping[str, Tensor], samples: MiniBatch, part: int = 0
-    ) -> dict[str, Tensor]:
+        self, own: Numbers, received: Mapping[TensorKey, Tensor], samples: MiniBatch, part: int = 0
+    ) -> dict[TensorKey, Tensor]:
         """Run the blocks on this rank's samples of a micro-batch or half; what leaves is returned detached, by block.
 
         Or those of a ``part``, and all that leaves so far. Autograd runs inside a part only, as inside a stage.
@@ -221,8 +230,8 @@ class StageRunner:
         Raises StageError where a block fails, or makes what needs a gradient that the plan does not bring, and, as all
         methods, TransferError where ranks that split a block lost each other.
         """
-        returned, entering = self._returned(), self._entering(received)
-        kept = {name: self._kept(tensor, entering[name], len(own)) for name, tensor in received.items()}
+        returned, entering = self._returned(), self._entering(map(_name, received))
+        kept = {_name(key): self._kept(key, tensor, entering[_name(key)], len(own)) for key, tensor in received.items()}
         leaves = {name: _leaf(tensor, name in returned) for name, tensor in kept.items()}
         if part == 0:
             self._held[own] = _ForwardGraphs(leaves, _Values(self.layouts, len(own), leaves, entering))
@@ -237,11 +246,14 @@ class StageRunner:
             self._run_block(number, values, own, samples)
         here = set(self.part.blocks[begin:end])
         names = dict.fromkeys(itertools.chain.from_iterable(self.part.outputs.values()))
-        outputs = {name: values.whole(name) for name in names if name in here}
+        sliced = self.part.leaving
+        outputs = {name: values.own(name) if name in sliced else values.whole(name) for name in names if name in here}
         self._require_way_back(outputs)
         loss = self._loss_of(self.part.blocks[begin:end], values, samples)
         ends = {name: get_gradient_edge(tensor) for name, tensor in outputs.items() if tensor.requires_grad}
-        held.outputs |= {name: tensor.detach() for name, tensor in outputs.items()}
+        held.outputs |= {name: tensor.detach() for name, tensor in outputs.items() if name not in sliced}
+        wanted = [(name, count) for name in outputs if name in sliced for count in sorted(sliced[name])]
+        held.outputs |= {_key(*each): values.sliced(each[0], self._in_slices(each[1])) for each in wanted}
         last = end == len(self.part.blocks)
         held.graphs.append(_PartGraph(ends, {} if last else values.hand_on(self._taken_later(begin, end)), loss))
         found = held.outputs
@@ -292,29 +304,41 @@ class StageRunner:
         last = part is None or part == len(self.part.cuts)
         helds = {own: self._held.pop(own) if last else self._held[own] for own in gradients}
         for own, held in helds.items():
-            held.gradients += gradients[own]
+            held.gradients += [(_name(key), self._as_made(key, given, len(own))) for key, given in gradients[own]]
         blocks = slice(*self._blocks_of(len(self.part.cuts) - (part or 0)))
         roots = [root for held in helds.values() for root in _roots(held)]
         with stage_errors(f"backward of its blocks {_range(self.part.blocks[blocks])}"):
             self._differentiate(microbatch, roots, last=last)
         returned = sorted(self._returned() if names is None else names)  # all ranks gather slices in one order
-        entering = self._entering(returned)
+        entering, counts = self._entering(returned), {name: self.part.returning.get(name, 1) for name in returned}
         return {
             own: {
-                name: self.layouts.converted(_gradient(held.inputs[name]), entering[name], WHOLE_TENSOR, len(own))
-                for name in returned
+                _key(name, count): self.layouts.converted(
+                    _gradient(held.inputs[name]), entering[name], self._in_slices(count), len(own)
+                )
+                for name, count in counts.items()
             }
             for own, held in helds.items()
         }
+
+    def _in_slices(self, count: int) -> TensorLayout:
+        """Of so many slices of the sequence each device of the replica has one; 1: all of it."""
+        return self.layouts.in_slices(count, len(self.part.group))
+
+    def _as_made(self, key: TensorKey, gradient: Tensor, num_samples: int) -> Tensor:
+        """The gradient of an output, as the block made that if it leaves in slices, else whole."""
+        if key not in self.part.leaving:  # whole, or a slice like its own
+            return gradient
+        return self.layouts.converted(gradient, WHOLE_TENSOR, self.layouts.given[_name(key)], num_samples)
 
     def _entering(self, names: Iterable[str]) -> dict[str, TensorLayout]:
         """How what the stage receives, by block, is kept for its own blocks."""
         takers = {name: [b for b in self.part.blocks if name in dict(self.specs[b].inputs)] for name in names}
         return {name: self.layouts.entering(blocks) for name, blocks in takers.items()}
 
-    def _kept(self, tensor: Tensor, layout: TensorLayout, num_samples: int) -> Tensor:
+    def _kept(self, key: TensorKey, tensor: Tensor, layout: TensorLayout, num_samples: int) -> Tensor:
         """What is kept of a tensor that has come: all, or a slice as a tensor of its own."""
-        if layout == WHOLE_TENSOR:
+        if layout == WHOLE_TENSOR or key != _name(key):
             return tensor
         return self.layouts.converted(tensor.detach(), WHOLE_TENSOR, layout, num_samples).contiguous()
 
@@ -419,6 +443,14 @@ def _begin_random_numbers(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
     else:
         torch.default_generator.manual_seed(seed)
+
+
+def _name(key: TensorKey) -> str:
+    return key if isinstance(key, str) else key[0]
+
+
+def _key(name: str, count: int) -> TensorKey:
+    return name if count == 1 else (name, count)
 
 
 def _leaf(tensor: Tensor, with_gradient: bool) -> Tensor:

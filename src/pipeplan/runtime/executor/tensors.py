@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeplan.errors import UsageError
-from pipeplan.runtime.executor.message_graph import Message, Numbers
+from pipeplan.runtime.executor.message_graph import Message, Numbers, Slices, TensorKey
 from pipeplan.runtime.executor.rank_program import StagePart
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.sharding import Shards
@@ -29,10 +29,10 @@ from pipeplan.workload.mesh import PLACES, SAMPLES, SHARDS, MeshAxis
 
 Shape = tuple[int, ...]
 
-Received = Mapping[Numbers, Sequence[tuple[str, Tensor]]]
+Received = Mapping[Numbers, Sequence[tuple[TensorKey, Tensor]]]
 """[samples] what an action takes, by block; a block whose output goes to several stages has several gradients."""
 
-Produced = Mapping[Numbers, Mapping[str, Tensor]]
+Produced = Mapping[Numbers, Mapping[TensorKey, Tensor]]
 """[samples][block] what an action gives."""
 
 
@@ -69,6 +69,10 @@ class TensorSpec:
             return self.shape
         return (*self.shape[: self.axis], num_samples * self.shape[self.axis], *self.shape[self.axis + 1 :])
 
+    def cut(self, count: int) -> TensorSpec:
+        """That of one of so many slices of the sequence, which is the second dimension."""
+        return replace(self, shape=(self.shape[0], self.shape[1] // count, *self.shape[2:])) if count > 1 else self
+
     def rows(self, tensor: Tensor, begin: int, end: int) -> Tensor:
         """The part of a tensor that is of its samples from the ``begin``-th up to the ``end``-th."""
         assert self.axis is not None, "what is of one size has no rows"
@@ -78,6 +82,11 @@ class TensorSpec:
     def text(self, num_samples: int) -> str:
         """Format and shape for a number of samples, for errors."""
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.of(num_samples))}"
+
+
+def spec_of(specs: Mapping[str, TensorSpec], key: TensorKey) -> TensorSpec:
+    """Shape and format of a tensor, or of a slice."""
+    return specs[key] if isinstance(key, str) else specs[key[0]].cut(key[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +106,15 @@ class Taking:
     """Where an action finds the tensors of a message.
 
     ``is_whole`` is whether it takes what is in one slot as it is, ``frees`` are the slots of which nothing is needed
-    afterwards. ``parts`` [run] is how much of its slot a run is.
+    afterwards. ``parts`` [run] is how much of its slot a run is, ``pieces`` [run][tensor] which part of the sequence in
+    it is taken, and of how many.
     """
 
     message: Message
     specs: Sequence[TensorSpec]
     runs: tuple[_Run, ...]
     parts: tuple[float, ...]
+    pieces: tuple[tuple[tuple[int, int], ...], ...]
     is_whole: bool
     frees: list[int] = field(default_factory=list)
 
@@ -117,15 +128,17 @@ class Taking:
         if self.is_whole:
             return here(self.runs[0][0])
         whole = [here(slot).tensors for slot, _, _ in self.runs]
-        return Made([self._joined(spec, [each[n] for each in whole]) for n, spec in enumerate(self.specs)])
+        return Made([self._joined(n, spec, [each[n] for each in whole]) for n, spec in enumerate(self.specs)])
 
-    def _joined(self, spec: TensorSpec, found: Sequence[Tensor]) -> Tensor:
+    def _joined(self, number: int, spec: TensorSpec, found: Sequence[Tensor]) -> Tensor:
         """One tensor of what is in the runs' slots."""
         if spec.axis is None:
             if role_of(self.message.payload) is Role.FORWARD:
                 return found[0]
             return torch.stack([tensor * part for tensor, part in zip(found, self.parts, strict=True)]).sum(0)
         rows = [spec.rows(each, begin, end) for each, (_, begin, end) in zip(found, self.runs, strict=True)]
+        pieces = (own[number] for own in self.pieces)
+        rows = [each.chunk(count, 1)[place] for each, (place, count) in zip(rows, pieces, strict=True)]
         return rows[0] if len(rows) == 1 else torch.cat(rows, spec.axis)
 
 
@@ -136,7 +149,13 @@ class TensorSlots:
     for any number of samples is the same for all of them; of its gradient each has an equal part.
     """
 
-    def __init__(self, tensors: Mapping[Message, tuple[str, ...]], specs: Mapping[str, TensorSpec]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[Message, tuple[str, ...]],
+        specs: Mapping[str, TensorSpec],
+        slices: Mapping[Message, Slices] | None = None,
+    ) -> None:
+        self._tensors, self._slices, self._made = tensors, slices or {}, set[int]()
         self._specs = {message: tuple(specs[name] for name in names) for message, names in tensors.items()}
         self._places: dict[tuple[Message, int], tuple[int, int]] = {}
         self._sizes: list[int] = []
@@ -147,15 +166,19 @@ class TensorSlots:
         """How many things have been put."""
         return len(self._sizes)
 
-    def put(self, message: Message, samples: Numbers) -> int:
-        """The slot for what a message brings for these samples."""
+    def put(self, message: Message, samples: Numbers, *, made: bool = False) -> int:
+        """The slot for what a message brings for these samples; or for what it is made of, on a rank that makes it."""
         slot = self.count
+        self._made |= {slot} if made and message in self._slices else set()
         self._sizes.append(len(samples))
         self._places.update({(message, sample): (slot, place) for place, sample in enumerate(samples)})
         return slot
 
-    def take(self, message: Message, samples: Numbers) -> Taking:
-        """How to get at the tensors of a message for these samples. Raises UsageError where some are not there."""
+    def take(self, message: Message, samples: Numbers, rank: int = 0) -> Taking:
+        """How to get at the tensors of a message for these samples and the rank that is to have them.
+
+        Raises UsageError where some are not there.
+        """
         missing = next((sample for sample in samples if (message, sample) not in self._places), None)
         if missing is not None:
             raise UsageError(
@@ -165,13 +188,21 @@ class TensorSlots:
             )
         runs = tuple(_runs([self._places[message, sample] for sample in samples]))
         parts = tuple((end - begin) / self._sizes[slot] for slot, begin, end in runs)
-        taking = Taking(message, self._specs[message], runs, parts, parts == (1.0,))
+        pieces = tuple(self._pieces(message, slot, rank) for slot, _, _ in runs)
+        is_whole = parts == (1.0,) and all(count == 1 for _, count in pieces[0])
+        taking = Taking(message, self._specs[message], runs, parts, pieces, is_whole)
         for slot in dict.fromkeys(slot for slot, _, _ in runs):
             if slot in self._last:
                 self._last[slot].frees.remove(slot)
             self._last[slot] = taking
             taking.frees.append(slot)
         return taking
+
+    def _pieces(self, message: Message, slot: int, rank: int) -> tuple[tuple[int, int], ...]:
+        """[tensor] which part of the sequence in a slot a rank is to have, and of how many."""
+        if slot not in self._made:
+            return ((0, 1),) * len(self._tensors[message])
+        return tuple(self._slices[message].piece(name, rank) for name in self._tensors[message])
 
     @property
     def taken(self) -> frozenset[int]:
@@ -242,6 +273,10 @@ class StageLayouts:
             is_loss = block in divided and model.block(block).loss  # which is the same on all of them
             given[block] = TensorLayout(samples, gives, _ALONE if is_loss else places)
         return cls(taken, given, frozenset(divided), lambda axis: along(part.line(axis)))
+
+    def in_slices(self, count: int, shards: int) -> TensorLayout:
+        """A tensor of whose slices each of so many shards has one: neighbours the same, if there are fewer."""
+        return replace(WHOLE_TENSOR, places=MeshAxis(count, shards // count)) if count > 1 else WHOLE_TENSOR
 
     def entering(self, takers: Sequence[str]) -> TensorLayout:
         """How a tensor that enters the stage is kept for these blocks: divided along the sequence if all take it so."""

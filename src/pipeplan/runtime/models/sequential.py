@@ -61,6 +61,7 @@ def sequential_model(
                 sources=(before,) if before else (),
                 samples=() if before else ("input",),
                 names=_names(parts, children),
+                modules=tuple(name for name, child in _named(children) if any(child is part for part in parts)),
             ),
             parts,
         )

@@ -64,7 +64,8 @@ class BlockSpec:
     are of a block that is one device's share of a larger one. ``split`` says how a stage of several devices runs it;
     None if only whole. ``splits`` are other ways, by the name of an axis of a mesh; those of one ``build`` may be used
     together. ``divided``: it is a share that takes and gives slices of the sequence. ``names`` are those of its
-    parameters and kept buffers in the module it is of; without, ``ID.NAME``. ``form`` is equal for blocks whose modules
+    parameters and kept buffers in the module it is of; without, ``ID.NAME``. ``modules`` are those of that module which
+    the block runs, each whole. ``form`` is equal for blocks whose modules
     ``build`` makes alike, whatever the numbers in them; None if not known.
     """
 
@@ -81,12 +82,14 @@ class BlockSpec:
     splits: Mapping[str, Split] = field(default_factory=dict)
     divided: bool = False
     names: Mapping[str, str] | None = None
+    modules: tuple[str, ...] = ()
     form: Hashable = None
 
     @property
     def described(self) -> dict[str, Any]:
         """The keys of its profile that describe it, apart from costs."""
-        return {"operator": self.operator, "dimensions": dict(self.dimensions), "shared": self.shared}
+        known = {"operator": self.operator, "dimensions": dict(self.dimensions), "shared": self.shared}
+        return {**known, "modules": self.modules} if self.modules else known
 
     @property
     def inputs(self) -> tuple[tuple[str, int], ...]:
@@ -271,6 +274,11 @@ class Model:
         """Whether a share takes and gives slices of the sequence, along the axis of shards."""
         split = self._splits_of(share).get(SHARDS)
         return split is not None and split.divides(share.mesh.size_of(SHARDS))
+
+    def divides_shards(self, id_: str, count: int) -> bool:
+        """Whether so many devices that split a block divide what it takes and gives along the sequence."""
+        split = self.block(id_).split
+        return split is not None and split.divides(count)
 
     def _splits_of(self, share: Share) -> dict[str, Split]:
         """How a block is split along each axis of its share's mesh that splits it. Raises UsageError."""

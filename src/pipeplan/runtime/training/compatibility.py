@@ -19,7 +19,7 @@ from pipeplan.files import Plan, sha256_of
 from pipeplan.runtime.executor.message_graph import Message, hops_of
 from pipeplan.runtime.executor.process_groups import require_alike
 from pipeplan.runtime.executor.rank_program import Program
-from pipeplan.runtime.executor.tensors import TensorSpec
+from pipeplan.runtime.executor.tensors import TensorSpec, spec_of
 from pipeplan.runtime.launch.status import warn
 from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
@@ -210,8 +210,8 @@ def _messages(
     for (message, source, target), hop in hops_of(plan).items():
         samples = longest.get((message, source, target), 0)
         if samples and hop.bytes:
-            names = programs[source].tensors[message]
-            yield message, samples, (hop.bytes, sum(_bytes(specs[name], samples, dtype) for name in names))
+            keys = programs[source].keys(message)
+            yield message, samples, (hop.bytes, sum(_bytes(spec_of(specs, key), samples, dtype) for key in keys))
 
 
 def _bytes(spec: TensorSpec, samples: int, dtype: torch.dtype) -> int:
@@ -253,7 +253,7 @@ def require_agreement(
     """
     carried = {
         f"{message.payload} {message.source} {message.target}": [
-            f"{name} {specs[name].text(program.microbatch_size)}" for name in program.tensors[message]
+            f"{key} {spec_of(specs, key).text(program.microbatch_size)}" for key in program.keys(message)
         ]
         for message, _, _ in program.remote
     }

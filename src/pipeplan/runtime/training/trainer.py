@@ -176,7 +176,9 @@ class Trainer:
         options = options.by_plan(plan)
         self.rank, self.model, self.options, self.progress = progress.rank, model, options, progress
         self.dtype = dtype = dtype_of(options)
-        programs = programs_of(plan, [block.id for block in model.blocks], model.edges, model.name)
+        programs = programs_of(
+            plan, [block.id for block in model.blocks], model.edges, model.name, model.divides_shards
+        )
         require_splittable(plan, model)
         if options.instructions is not None:
             found_at(options.instructions, "--instructions")

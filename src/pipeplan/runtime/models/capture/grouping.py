@@ -177,6 +177,32 @@ def _is_list(module: nn.Module, at_top: bool) -> bool:
     return isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 0 and (at_top or not of_operators)
 
 
+def modules_of(groups: Sequence[OpGroup]) -> list[tuple[str, ...]]:
+    """[group] the modules that it runs all of, outermost ones in the order in which they run.
+
+    What a module of several groups does by itself, such as adding to what it was given, is of none.
+    """
+    users: dict[str, set[int]] = {}
+    for number, group in enumerate(groups):
+        for path in dict.fromkeys(op.path for op in group.operations):
+            for outer in _around(path):
+                users.setdefault(outer, set()).add(number)
+    found = []
+    for group in groups:
+        own: dict[str, None] = {}
+        for op in group.operations:
+            inside = (path for path in _around(op.path) if not group.in_layer or _is_inside(path, group.path))
+            own.update(dict.fromkeys([path for path in inside if len(users[path]) == 1][:1]))
+        found.append(tuple(own))
+    return found
+
+
+def _around(path: str) -> Iterator[str]:
+    """The paths of the modules that a path leads through, from the outside in, itself the last; not the whole."""
+    parts = path.split(".")
+    return (".".join(parts[: length + 1]) for length in range(len(parts)) if path)
+
+
 def joined_path(path: str, name: str) -> str:
     """The path of what has this name in a module."""
     return f"{path}.{name}" if path else name

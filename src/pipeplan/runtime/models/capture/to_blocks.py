@@ -22,6 +22,7 @@ from pipeplan.runtime.models.capture.grouping import (
     group_operations,
     joined_path,
     made_from,
+    modules_of,
     needed_by,
 )
 from pipeplan.runtime.models.capture.tracing import trace
@@ -143,6 +144,7 @@ def _blocks(
 ) -> tuple[BlockSpec, ...]:
     operators = [operator_of(group, recipe.crossing, grain) for group, recipe in zip(groups, recipes, strict=True)]
     ids = block_ids(groups, operators, grain)
+    modules = modules_of(groups)
     places: dict[OpNode, Output] = {}
     for id_, recipe in zip(ids, recipes, strict=True):
         single = len(recipe.outputs) == 1
@@ -157,9 +159,10 @@ def _blocks(
             loss=traced.output in recipe.outputs and traced.output.shape == (),
             dimensions=dimensions_of(group, operator),
             names={own: kept[name] for own, name in {**recipe.parameters, **recipe.buffers}.items() if name in kept},
+            modules=own,
             form=recipe.form(traced.tensors),
         )
-        for id_, operator, group, recipe in zip(ids, operators, groups, recipes, strict=True)
+        for id_, operator, group, recipe, own in zip(ids, operators, groups, recipes, modules, strict=True)
     )
 
 

@@ -390,7 +390,12 @@ def _named_as_in_transformers(model: Model) -> Model:
         return name.removeprefix("model.")
 
     blocks = (
-        replace(block, names={key: own(name) for key, name in (block.names or {}).items()}) for block in model.blocks
+        replace(
+            block,
+            names={key: own(name) for key, name in (block.names or {}).items()},
+            modules=tuple(own(name) for name in block.modules if own(name) != "model"),
+        )
+        for block in model.blocks
     )
     aliases = {own(alias): own(name) for alias, name in model.aliases.items()}
     return replace(model, blocks=tuple(blocks), aliases=aliases)
