@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from pipeplan.planning.request import Splitting as Splitting
     from pipeplan.planning.request import input_notes as input_notes
     from pipeplan.planning.tuning import Tuning as Tuning
-    from pipeplan.reporting.html.source import PlanReport as PlanReport
+    from pipeplan.reporting.html.report import PlanReport as PlanReport
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
     from pipeplan.runtime.launch.job import StepResult as StepResult
     from pipeplan.runtime.models.load import advice_on as advice_on
@@ -94,7 +94,7 @@ _PARTS = {
     "pipeplan.planning.frontier_file": ("read_frontier",),
     "pipeplan.planning.tuning": ("Tuning",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
-    "pipeplan.reporting.html.source": ("PlanReport",),
+    "pipeplan.reporting.html.report": ("PlanReport",),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
     "pipeplan.runtime.models.load": ("advice_on", "load_where_even", "takes_sequence"),
     "pipeplan.runtime.models.spec": ("Model",),
@@ -256,8 +256,8 @@ def with_measured(simulation: Simulation, paths: Sequence[str]) -> Simulation:
 def report(
     plans: Sequence[Plan], measured: Sequence[str] = (), frontier: FrontierResult | None = None, command: str = ""
 ) -> PlanReport:
-    """Plans as a page; see :func:`pipeplan.reporting.html.source.report_of`. Raises UsageError."""
-    from pipeplan.reporting.html.source import report_of
+    """Plans as a page; see :func:`pipeplan.reporting.html.report.report_of`. Raises UsageError."""
+    from pipeplan.reporting.html.report import report_of
 
     return report_of(plans, measured, frontier, command)
 

@@ -15,7 +15,7 @@ from builders.orders import one_f_one_b
 from pipeplan.files import Plan, read_plan, sha256_of, write_file
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
 from pipeplan.planning.frontier_file import read_frontier
-from pipeplan.reporting.html.source import PlanReport, report_of
+from pipeplan.reporting.html.report import PlanReport, report_of
 from pipeplan.simulator.simulation import simulate
 from support.browser import Opened, browser, in_browser, opened
 from support.commands import pipeplan

@@ -19,7 +19,7 @@ from pipeplan.reporting.drawing.model import predicted_run
 from pipeplan.reporting.drawing.payload import drawing_data
 from pipeplan.reporting.drawing.svg import COLOURS, DARK
 from pipeplan.reporting.html.answer import frontier_command, verdict
-from pipeplan.reporting.html.source import report_of
+from pipeplan.reporting.html.report import report_of
 from pipeplan.simulator.simulation import simulate
 from support.commands import pipeplan
 from support.paths import GOLDEN, ROOT

@@ -22,7 +22,7 @@ from pipeplan.reporting.drawing.svg import timeline_svg
 from pipeplan.reporting.frontier import frontier_svg, print_frontier, print_points
 from pipeplan.reporting.frontier_answer import print_frontier_answer
 from pipeplan.reporting.html.page import MOST_SVG, frame
-from pipeplan.reporting.html.source import PlanReport
+from pipeplan.reporting.html.report import PlanReport
 from pipeplan.reporting.profile import print_blocks, print_inspection
 from pipeplan.reporting.tables import print_comparison, print_measured, print_ranking
 from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages, print_timeline

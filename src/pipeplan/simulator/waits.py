@@ -24,14 +24,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from pipeplan.simulator.metrics import StepsBefore
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.memory import capacities, memory_curves
-
-if TYPE_CHECKING:
-    from pipeplan.simulator.simulation import Simulation
+from pipeplan.workload.steady_state.loop import LoopCut
+from pipeplan.workload.task_graph import TaskGraph
+from pipeplan.workload.workload import Workload
 
 Cause = Literal["warmup", "message", "memory", "order", "imbalance"]
 
@@ -45,8 +45,36 @@ CAUSES: dict[Cause, str] = {
 """Every cause, and what is waited for in words."""
 
 
+class Replayed(Protocol):
+    """What is needed of a :class:`~pipeplan.simulator.simulation.Simulation`."""
+
+    @property
+    def workload(self) -> Workload:
+        """Of all that runs."""
+
+    @property
+    def graph(self) -> TaskGraph:
+        """Of what is written."""
+
+    @property
+    def orders(self) -> list[list[int]]:
+        """[device] its tasks."""
+
+    @property
+    def starts(self) -> list[int]:
+        """[task] ns."""
+
+    @property
+    def loop(self) -> LoopCut | None:
+        """What runs more often than it is written."""
+
+    @property
+    def written_ns(self) -> int:
+        """When the last of what is written ends."""
+
+
 @dataclass(frozen=True, slots=True)
-class Wait:
+class IdlePart:
     """Idle time of a device from ``begin_ns`` to ``end_ns``, of what is written, and the device that it waits for.
 
     None: for no other device, such as for an exchange of state, or for a message of its own on its way to another.
@@ -64,7 +92,7 @@ class Waits:
 
     by_cause: dict[Cause, int]
     by_device: dict[int, int]
-    waits: tuple[Wait, ...]
+    waits: tuple[IdlePart, ...]
 
     @property
     def longest(self) -> tuple[int, int] | None:
@@ -72,7 +100,7 @@ class Waits:
         return max(self.by_device.items(), key=lambda each: (each[1], -each[0]), default=None)
 
 
-def waits_of(simulation: Simulation) -> tuple[Waits, ...]:
+def waits_of(simulation: Replayed) -> tuple[Waits, ...]:
     """[device] what it waits for; devices with the same stages wait alike, and are looked at once."""
     found: dict[int, Waits] = {}
     looking = _Looking(simulation)
@@ -83,7 +111,7 @@ def waits_of(simulation: Simulation) -> tuple[Waits, ...]:
     return tuple(found[leader] for leader in simulation.workload.leaders)
 
 
-def _summed(simulation: Simulation, waits: tuple[Wait, ...]) -> Waits:
+def _summed(simulation: Replayed, waits: tuple[IdlePart, ...]) -> Waits:
     """Sums, in which waits in a loop's round count as often as it runs."""
     by_cause: dict[Cause, int] = dict.fromkeys(CAUSES, 0)
     by_device: Counter[int] = Counter()
@@ -95,7 +123,7 @@ def _summed(simulation: Simulation, waits: tuple[Wait, ...]) -> Waits:
     return Waits(by_cause, dict(sorted(by_device.items())), waits)
 
 
-def _whole(simulation: Simulation, begin_ns: int, end_ns: int) -> int:
+def _whole(simulation: Replayed, begin_ns: int, end_ns: int) -> int:
     """How long a time of what is written is in all that runs."""
     time, loop = end_ns - begin_ns, simulation.loop
     for begin, length in () if loop is None else loop.moments:
@@ -110,7 +138,7 @@ _Part = tuple[int, int, bool, int | None, int | None]
 class _Looking:
     """Looks for what idle devices wait for."""
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: Replayed) -> None:
         self._simulation, self._graph, self._starts = simulation, simulation.graph, simulation.starts
         orders = [*simulation.orders, *in_time(simulation)]
         self._steps = StepsBefore(self._graph, orders, self._starts)
@@ -120,7 +148,7 @@ class _Looking:
         self._ends = ends
         self._last = max(range(self._graph.num_actions), key=lambda task: (ends[task], -task))
 
-    def waits(self, device: int) -> Iterator[Wait]:
+    def waits(self, device: int) -> Iterator[IdlePart]:
         """All of a device's, in time."""
         order, until = self._simulation.orders[device], 0
         phases = self._phases(order)
@@ -178,21 +206,21 @@ class _Looking:
             return workload.holders[item][0]
         return workload.links[workload.transfers[item - len(workload.operations)].link][0]
 
-    def _wait(self, part: _Part, *, ramp: bool, later: _Later | None) -> Iterator[Wait]:
+    def _wait(self, part: _Part, *, ramp: bool, later: _Later | None) -> Iterator[IdlePart]:
         """A part of an idle time with its cause, or with two, one after the other."""
         begin, end, message, whom, task = part
         if message or task is None:
-            yield Wait(begin, end, "message", whom)
+            yield IdlePart(begin, end, "message", whom)
         elif later is None and not ramp:  # it runs nothing at all
-            yield Wait(begin, end, "imbalance", whom)
+            yield IdlePart(begin, end, "imbalance", whom)
         elif ramp or later is None:
-            yield Wait(begin, end, "imbalance" if self._at_full_pace(task) else "warmup", whom)
+            yield IdlePart(begin, end, "imbalance" if self._at_full_pace(task) else "warmup", whom)
         else:
             ready, fitting = later.ready_ns(begin, end)
             bounds = (begin, min(max(ready, begin), end), min(max(fitting, begin), end), end)
             for cause, since, until in zip(_IN_BETWEEN, bounds, bounds[1:], strict=False):
                 if since < until:
-                    yield Wait(since, until, cause, whom)
+                    yield IdlePart(since, until, cause, whom)
 
     def _at_full_pace(self, task: int) -> bool:
         """Whether it began when its device had just run the same for another micro-batch."""
@@ -255,7 +283,7 @@ class _Later:
         return ready, fitting
 
 
-def in_time(simulation: Simulation) -> Iterator[list[int]]:
+def in_time(simulation: Replayed) -> Iterator[list[int]]:
     """The messages of every link, and what runs on networks, in time."""
     graph = simulation.graph
     count = len(graph.workload.devices)

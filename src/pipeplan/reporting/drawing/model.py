@@ -63,7 +63,7 @@ class MemoryCurve:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class TimelineLane:
     """A device, devices with the same stages, or a link: its bars in time, and what is to say of it.
 
     ``devices`` are those of it, or at its ends; ``frame`` is the time of the repetend's first copy there.
@@ -78,7 +78,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class DrawnRun:
     """One run: a plan as it is predicted, or a step of it as measured.
 
     ``clock`` is when something happens that is drawn at a time. ``repetend`` is what a frame is called, if there are
@@ -88,8 +88,8 @@ class Run:
 
     title: str
     figures: str
-    lanes: tuple[Lane, ...]
-    links: tuple[Lane, ...]
+    lanes: tuple[TimelineLane, ...]
+    links: tuple[TimelineLane, ...]
     end_ns: int
     kinds: tuple[str, ...]
     clock: Callable[[int], int]
@@ -106,14 +106,14 @@ class Run:
 
 def predicted_run(
     simulation: Simulation, title: str, figures: str, *, memory: bool = False, links: bool = False, plan: str = ""
-) -> Run:
+) -> DrawnRun:
     """The lanes of a simulation; devices with the same stages have one. With ``memory`` and ``links`` these, too."""
     groups: dict[int, list[int]] = {}
     for device, leader in enumerate(simulation.workload.leaders):
         groups.setdefault(leader, []).append(device)
     curves = memory_curves(simulation.graph, simulation.starts) if memory else None
     lanes = tuple(
-        Lane(
+        TimelineLane(
             _name("device", devices),
             _about(simulation, leader, devices),
             tuple(_bars(simulation, leader)),
@@ -123,7 +123,7 @@ def predicted_run(
         )
         for leader, devices in groups.items()
     )
-    return Run(
+    return DrawnRun(
         title=title,
         figures=figures,
         lanes=lanes,
@@ -198,7 +198,7 @@ def _repetend_tip(simulation: Simulation) -> str:
     return tip
 
 
-def _links(simulation: Simulation) -> Iterator[Lane]:
+def _links(simulation: Simulation) -> Iterator[TimelineLane]:
     """A lane for the messages from one device to another; of devices with the same stages those of the first two.
 
     Links whose messages take no time have none.
@@ -216,21 +216,25 @@ def _links(simulation: Simulation) -> Iterator[Lane]:
     for pair in sorted(pair for pair, own in bars.items() if any(bar.duration_ns for bar in own)):
         own = sorted(bars[pair], key=lambda bar: bar.start_ns)
         about = f"{counted(len(own), 'message')} from device {pair[0]} to device {pair[1]}, {format_bytes(sizes[pair])}"
-        yield Lane(f"link {pair[0]} to {pair[1]}", about, tuple(own), pair)
+        yield TimelineLane(f"link {pair[0]} to {pair[1]}", about, tuple(own), pair)
 
 
-def measured_run(simulation: Simulation, trace: MeasuredTrace, step: int, title: str, figures: str, plan: str) -> Run:
+def measured_run(
+    simulation: Simulation, trace: MeasuredTrace, step: int, title: str, figures: str, plan: str
+) -> DrawnRun:
     """The lanes of a measured step, counted from 0: what devices computed, from the first start on."""
     actions = trace.steps[step]
     begin = min(start for own in actions for text, start, _ in own if "_" not in text)
     odd = {device: set(odd_stages(simulation, device)) for device in range(len(actions))}
     lanes = tuple(
-        Lane(f"device {device}", f"device {device}, measured", tuple(_measured(own, begin, odd[device])), (device,))
+        TimelineLane(
+            f"device {device}", f"device {device}, measured", tuple(_measured(own, begin, odd[device])), (device,)
+        )
         for device, own in enumerate(actions)
     )
     ends = [bar.start_ns + bar.duration_ns for lane in lanes for bar in lane.bars]
     kinds = in_order(bar.kind for lane in lanes for bar in lane.bars)
-    return Run(title, figures, lanes, (), max(ends), tuple(kinds), lambda time: time, plan=plan)
+    return DrawnRun(title, figures, lanes, (), max(ends), tuple(kinds), lambda time: time, plan=plan)
 
 
 def _measured(actions: Iterable[tuple[str, int, int]], begin_ns: int, odd: set[int]) -> Iterator[Bar]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from pipeplan.reporting.drawing import svg
-from pipeplan.reporting.drawing.model import Bar, Lane, Run
+from pipeplan.reporting.drawing.model import Bar, DrawnRun, TimelineLane
 from pipeplan.reporting.timeline import kind_name
 from pipeplan.simulator.metrics import StepsBefore
 from pipeplan.simulator.simulation import Simulation
@@ -32,13 +32,13 @@ GEOMETRY = {
 }
 
 
-def drawing_data(runs: Sequence[Run]) -> dict[str, Any]:
+def drawing_data(runs: Sequence[DrawnRun]) -> dict[str, Any]:
     """What the script draws: the runs, their lanes, and the sizes that the SVG has."""
     return {"geometry": GEOMETRY, "left": svg.LEFT, "end": max(run.end_ns for run in runs), "runs": [*map(_run, runs)]}
 
 
-def _run(run: Run) -> dict[str, Any]:
-    kinds = _Numbers[tuple[str, bool]]()
+def _run(run: DrawnRun) -> dict[str, Any]:
+    kinds = _Numbering[tuple[str, bool]]()
     lanes = [_lane(lane, kinds) for lane in (*run.lanes, *run.links)]
     found: dict[str, Any] = {
         "title": run.title,
@@ -54,7 +54,7 @@ def _run(run: Run) -> dict[str, Any]:
     }
     if run.simulation is not None:
         places = {bar.task: (row, at) for row, lane in enumerate(run.lanes) for at, bar in enumerate(lane.bars)}
-        waits = _Waits(run.simulation, places)
+        waits = _WaitTexts(run.simulation, places)
         for lane, data in zip(run.lanes, lanes, strict=False):
             data["waits"] = [waits.number(bar.task, at) for at, bar in enumerate(lane.bars)]
         found["waits"] = waits.texts
@@ -70,9 +70,9 @@ def _words(kind: str) -> str:
     return f"{kind}, an instruction" if is_instruction(kind) else kind_name(kind)
 
 
-def _lane(lane: Lane, kinds: _Numbers[tuple[str, bool]]) -> dict[str, Any]:
+def _lane(lane: TimelineLane, kinds: _Numbering[tuple[str, bool]]) -> dict[str, Any]:
     """Starts are differences, durations the same numbers as long as they do not change."""
-    names = _Numbers[str]()
+    names = _Numbering[str]()
     stems = [_stem(bar, names) for bar in lane.bars]
     found: dict[str, Any] = {
         "name": lane.name,
@@ -102,7 +102,7 @@ def _lane(lane: Lane, kinds: _Numbers[tuple[str, bool]]) -> dict[str, Any]:
     return found
 
 
-def _stem(bar: Bar, names: _Numbers[str]) -> int:
+def _stem(bar: Bar, names: _Numbering[str]) -> int:
     """A bar's name with ``#`` for its micro-batch, of which a lane has few."""
     before, found, after = bar.name.partition(f"{bar.kind}{bar.number}")
     return names.of(f"{before}{bar.kind}#{after}" if found else bar.name)
@@ -130,7 +130,7 @@ def _jumps(simulation: Simulation | None) -> list[tuple[int, int]]:
     return [] if loop is None else [(begin + time, (loop.copies - 1) * time) for begin, time in loop.moments]
 
 
-class _Numbers(Generic[T]):
+class _Numbering(Generic[T]):
     """Numbers of things as they come."""
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class _Numbers(Generic[T]):
         return self._number[thing]
 
 
-class _Waits:
+class _WaitTexts:
     """What every action waited for: 0 for the one before it in its lane, else a number in ``texts``, counted from 1."""
 
     def __init__(self, simulation: Simulation, places: Mapping[int, Place]) -> None:

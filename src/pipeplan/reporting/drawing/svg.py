@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeplan.reporting.drawing.model import Bar, Lane, Run, predicted_run
+from pipeplan.reporting.drawing.model import Bar, DrawnRun, TimelineLane, predicted_run
 from pipeplan.reporting.layout import xml_text
 from pipeplan.reporting.timeline import kind_name
 from pipeplan.simulator.simulation import Simulation
@@ -77,7 +77,7 @@ def timelines_svg(runs: Mapping[str, Simulation]) -> str:
     return _file(scale.width, sum(map(run_height, drawn)), stacked(drawn, scale))
 
 
-def page_scale(runs: Sequence[Run]) -> TimeScale:
+def page_scale(runs: Sequence[DrawnRun]) -> TimeScale:
     """The scale at which the longest of some runs is as wide as a page."""
     return TimeScale(_MIN_WIDTH, max(run.end_ns for run in runs))
 
@@ -92,7 +92,7 @@ def in_figures(simulation: Simulation) -> str:
     )
 
 
-def stacked(runs: Sequence[Run], scale: TimeScale) -> Iterator[str]:
+def stacked(runs: Sequence[DrawnRun], scale: TimeScale) -> Iterator[str]:
     """Runs below each other."""
     top = 0
     for run in runs:
@@ -102,12 +102,12 @@ def stacked(runs: Sequence[Run], scale: TimeScale) -> Iterator[str]:
         top += run_height(run)
 
 
-def lane_height(lane: Lane, *, link: bool = False) -> int:
+def lane_height(lane: TimelineLane, *, link: bool = False) -> int:
     """Pixels of a lane, its memory included."""
     return LINK_ROW if link else ROW + (MEMORY_ROW if lane.memory is not None else 0)
 
 
-def run_height(run: Run) -> int:
+def run_height(run: DrawnRun) -> int:
     """Pixels of a run with its heading."""
     rows = sum(map(lane_height, run.lanes)) + sum(lane_height(lane, link=True) for lane in run.links)
     return TOP + rows + MARGIN
@@ -143,7 +143,7 @@ def _file(width: int, height: int, parts: Iterator[str]) -> str:
     return "\n".join([*root, *parts, "</svg>", ""])
 
 
-def run_parts(run: Run, scale: TimeScale) -> Iterator[str]:
+def run_parts(run: DrawnRun, scale: TimeScale) -> Iterator[str]:
     """A run: heading, legend, axis, a row for each lane, and frames around the repetend."""
     yield f'<text class="title" x="{MARGIN}" y="20">{xml_text(run.title)}</text>'
     yield f'<text class="figures" x="{MARGIN}" y="36">{xml_text(run.figures)}</text>'
@@ -165,7 +165,7 @@ def class_of(kind: str) -> str:
     return "instruction" if is_instruction(kind) else kind
 
 
-def _legend(run: Run) -> Iterator[str]:
+def _legend(run: DrawnRun) -> Iterator[str]:
     """A colour for each kind, and the repetend's frame."""
     x = MARGIN
     for kind in run.kinds:
@@ -178,7 +178,7 @@ def _legend(run: Run) -> Iterator[str]:
         yield f'<text class="legend" x="{x + 17}" y="53">{run.repetend}</text>'
 
 
-def _axis(run: Run, scale: TimeScale) -> Iterator[str]:
+def _axis(run: DrawnRun, scale: TimeScale) -> Iterator[str]:
     """A line and a label at every round time, about 100 pixels apart."""
     step = _round_step(100 / scale.span(1))
     bottom = run_height(run) - MARGIN
@@ -196,7 +196,7 @@ def _round_step(at_least: float) -> int:
     return next(step for step in (power, 2 * power, 5 * power) if step >= at_least)
 
 
-def _row(lane: Lane, scale: TimeScale, y: int, *, link: bool = False) -> Iterator[str]:
+def _row(lane: TimelineLane, scale: TimeScale, y: int, *, link: bool = False) -> Iterator[str]:
     """A lane's label, bars and memory."""
     height, name = (LINK_BAR, "lane link") if link else (BAR, "lane")
     yield f'<g class="{name}" transform="translate(0,{y})">'
@@ -233,7 +233,7 @@ def fitting(bar: Bar, width: float) -> str:
     return ""
 
 
-def _memory(lane: Lane, scale: TimeScale) -> Iterator[str]:
+def _memory(lane: TimelineLane, scale: TimeScale) -> Iterator[str]:
     """What is held over time, below the bars, and a line at the limit."""
     memory = lane.memory
     assert memory is not None
@@ -253,7 +253,7 @@ def _memory(lane: Lane, scale: TimeScale) -> Iterator[str]:
     yield f'<text class="memory-words" x="{MARGIN}" y="{base - 4}">{format_bytes(memory.peak_bytes)}{limit}</text>'
 
 
-def _frame(run: Run, lane: Lane, scale: TimeScale, y: int) -> Iterator[str]:
+def _frame(run: DrawnRun, lane: TimelineLane, scale: TimeScale, y: int) -> Iterator[str]:
     """A frame around the repetend's first copy."""
     if lane.frame is None:
         return

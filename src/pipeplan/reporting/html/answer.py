@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pipeplan.files import Plan
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
 from pipeplan.reporting.answer import idle_clauses, memory_clauses, plan_clauses
-from pipeplan.reporting.html.source import PlanReport, Shown
-from pipeplan.reporting.html.tables import Cell, Row, Table, count, ns, share, size, text
+from pipeplan.reporting.html.source import ReportSource, ShownPlan
+from pipeplan.reporting.html.tables import ReportTable, TableCell, TableRow, count, ns, share, size, text
 from pipeplan.reporting.layout import Clause
 from pipeplan.reporting.timeline import kind_name
 from pipeplan.simulator.measured_times import MeasuredComparison
@@ -26,7 +26,7 @@ _TIE, _ESTIMATED_TIE = 0.01, 0.05
 """Differences of time below which two plans are a tie: of measured times; of estimated ones, which are as far off."""
 
 
-def answer(report: PlanReport, shown: Shown) -> list[tuple[str, str]]:
+def answer(report: ReportSource, shown: ShownPlan) -> list[tuple[str, str]]:
     """(what, words) of a plan, ten at most."""
     simulation = shown.simulation
     free = not shown.plan.provenance.cluster_sha256
@@ -48,7 +48,7 @@ def _joined(clauses: Sequence[Clause]) -> str:
     return "".join(words for words, _ in clauses)
 
 
-def _speed(shown: Shown) -> str:
+def _speed(shown: ShownPlan) -> str:
     simulation = shown.simulation
     estimated = "estimated " if simulation.yardstick.estimated else ""
     rates = simulation.throughput.words
@@ -57,13 +57,13 @@ def _speed(shown: Shown) -> str:
     return f"{time}, {rates}" if rates else time
 
 
-def _bound(shown: Shown) -> str:
+def _bound(shown: ShownPlan) -> str:
     simulation = shown.simulation
     gap = "reached" if simulation.gap == 0 else f"{simulation.gap:.1%} away"
     return f"no schedule of these stages is below {format_ns(simulation.lower_bound_ns)} ({gap})"
 
 
-def _busiest(shown: Shown) -> str:
+def _busiest(shown: ShownPlan) -> str:
     """The device that computes longest, and with what."""
     simulation, workload = shown.simulation, shown.simulation.workload
     busy = simulation.rates.busy_ns
@@ -84,7 +84,7 @@ def _busiest(shown: Shown) -> str:
     return f"device {device}{others}: {time}, with {which}: {', '.join(parts)}"
 
 
-def _waits(shown: Shown) -> str:
+def _waits(shown: ShownPlan) -> str:
     """The device that idles longest, why, and for whom."""
     idle = shown.simulation.rates.idle_ns
     device = idle.index(max(idle))
@@ -98,7 +98,7 @@ def _waits(shown: Shown) -> str:
     return f"device {device} idles {format_ns(idle[device])}: {', '.join(parts)}{mostly}"
 
 
-def _prediction(shown: Shown) -> str:
+def _prediction(shown: ShownPlan) -> str:
     measured = shown.simulation.measured
     if measured is None:
         return (
@@ -170,7 +170,7 @@ def frontier_command(plan: Plan, memory_bytes: int) -> str:
 # Which plan to run ----------------------------------------------------------------------------------------------------
 
 
-def verdict(plans: Sequence[Shown]) -> str:
+def verdict(plans: Sequence[ShownPlan]) -> str:
     """Which of several plans to run, and why, in one line."""
     fitting = [each for each in plans if each.simulation.overflow is None]
     if not fitting:
@@ -192,31 +192,31 @@ def verdict(plans: Sequence[Shown]) -> str:
     return f"Run {best.name}: {second.letter} takes {slower:.1%} longer per sample; {memory}.{left}"
 
 
-def _per_sample(shown: Shown) -> float:
+def _per_sample(shown: ShownPlan) -> float:
     return shown.simulation.iteration_ns / shown.simulation.workload.mini_batch
 
 
-def _peak_bytes(shown: Shown) -> int:
+def _peak_bytes(shown: ShownPlan) -> int:
     return max(memory.peak_bytes for memory in shown.simulation.memory)
 
 
-def _peak(shown: Shown) -> str:
+def _peak(shown: ShownPlan) -> str:
     return format_bytes(_peak_bytes(shown))
 
 
-def comparison(plans: Sequence[Shown]) -> Table:
+def comparison(plans: Sequence[ShownPlan]) -> ReportTable:
     """Figures of the plans beside each other; with two of them also by how much the second is more."""
     columns = [[cell for _, cell in _figures(shown)] for shown in plans]
     names = [name for name, _ in _figures(plans[0])]
     rows = []
     for name, *cells in zip(names, *columns, strict=True):
         difference = [_difference(cells[0], cells[1])] if len(plans) == 2 else []
-        rows.append(Row((text(name), *cells, *difference)))
+        rows.append(TableRow((text(name), *cells, *difference)))
     head = ("figure", *(shown.name for shown in plans), *(["B to A"] if len(plans) == 2 else []))
-    return Table("The plans beside each other", head, tuple(rows))
+    return ReportTable("The plans beside each other", head, tuple(rows))
 
 
-def _figures(shown: Shown) -> Iterator[tuple[str, Cell]]:
+def _figures(shown: ShownPlan) -> Iterator[tuple[str, TableCell]]:
     simulation = shown.simulation
     rates = simulation.rates
     yield "devices", count(len(simulation.workload.devices))
@@ -232,8 +232,8 @@ def _figures(shown: Shown) -> Iterator[tuple[str, Cell]]:
         yield f"idle: {words}", ns(sum(waits.by_cause[cause] for waits in shown.waits))
 
 
-def _difference(first: Cell, second: Cell) -> Cell:
+def _difference(first: TableCell, second: TableCell) -> TableCell:
     """By how much the second is more; of numbers of things, and where the first is nothing, only whether it differs."""
     if not first.value or second.value is None or first == count(int(first.value)):
         return text("" if first.text == second.text else "differs")
-    return Cell(f"{second.value / first.value - 1:+.1%}", second.value / first.value)
+    return TableCell(f"{second.value / first.value - 1:+.1%}", second.value / first.value)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from pipeplan.reporting.html.source import Shown
-from pipeplan.reporting.html.tables import Cell, Row, Table, alike, count, ns, share, size, text
+from pipeplan.reporting.html.source import ShownPlan
+from pipeplan.reporting.html.tables import ReportTable, TableCell, TableRow, alike, count, ns, share, size, text
 from pipeplan.reporting.terminal import stage_way
 from pipeplan.reporting.timeline import device_messages, kind_name
 from pipeplan.simulator.measured_times import KindTimes, MeasuredComparison
@@ -20,10 +20,8 @@ _MOST_NAMED = 3
 
 _MOST_BLOCKS = 6
 
-_MESSAGES = "messages and exchanges"
 
-
-def waits_table(shown: Shown) -> Table:
+def waits_table(shown: ShownPlan) -> ReportTable:
     """What each device waits for."""
     simulation, rates = shown.simulation, shown.simulation.rates
     rows = [
@@ -36,7 +34,7 @@ def waits_table(shown: Shown) -> Table:
         )
         for device, waits in enumerate(shown.waits)
     ]
-    return Table(
+    return ReportTable(
         "What each device waits for, in sum",
         ("device", "busy", "idle", "of the time", *CAUSES, "and for whom"),
         tuple(_device_row(shown, "waits", numbers, cells) for numbers, cells in alike(rows)),
@@ -55,13 +53,13 @@ def _whom(by_device: dict[int, int]) -> str:
     return ", ".join([*named, f"others ({format_ns(rest)})"] if rest else named) or "nobody"
 
 
-def _device_row(shown: Shown, what: str, numbers: Sequence[int], cells: Sequence[Cell]) -> Row:
+def _device_row(shown: ShownPlan, what: str, numbers: Sequence[int], cells: Sequence[TableCell]) -> TableRow:
     """A row of devices that are alike; the first cell shows them in the drawing."""
     name = f"plan-{shown.letter}-{what}-{numbers[0]}"
-    return Row((Cell(number_ranges(numbers), link=f"lane:{shown.letter}:{numbers[0]}"), *cells), name)
+    return TableRow((TableCell(number_ranges(numbers), link=f"lane:{shown.letter}:{numbers[0]}"), *cells), name)
 
 
-def memory_table(shown: Shown) -> Table:
+def memory_table(shown: ShownPlan) -> ReportTable:
     """What devices hold at their peak, and how many micro-batches are in flight."""
     simulation = shown.simulation
     kinds = [kind for kind in MEMORY_KINDS if any(memory.parts[kind] for memory in simulation.memory)]
@@ -76,26 +74,26 @@ def memory_table(shown: Shown) -> Table:
         )
         for device, memory in enumerate(simulation.memory)
     ]
-    return Table(
+    return ReportTable(
         "Memory of each device at its peak",
         ("device", "in flight", *(kind.name for kind in kinds), "peak", "limit", "used"),
         tuple(_device_row(shown, "memory", numbers, cells) for numbers, cells in alike(rows)),
     )
 
 
-def _left(peak: int, limit: int | None) -> Cell:
+def _left(peak: int, limit: int | None) -> TableCell:
     return text("no limit") if not limit else share(peak / limit)
 
 
-def stages_table(shown: Shown) -> Table:
+def stages_table(shown: ShownPlan) -> ReportTable:
     """Blocks and work of every stage."""
     workload = shown.simulation.workload
     kinds = {operation.stage: operation.kind for operation in workload.operations}
     works = workload.work_of_stages
     rows = [
-        Row(
+        TableRow(
             (
-                Cell(str(number)),
+                TableCell(str(number)),
                 text(number_ranges(sorted(stage.devices))),
                 text(_blocks(stage.blocks) or kinds[number]),
                 ns(works[number]),
@@ -107,7 +105,7 @@ def stages_table(shown: Shown) -> Table:
         for number, stage in enumerate(workload.stages)
     ]
     head = ("stage", "devices", "blocks", "work per micro-batch", "parameters", "runs with")
-    return Table("Stages and their blocks", head, tuple(rows))
+    return ReportTable("Stages and their blocks", head, tuple(rows))
 
 
 def _blocks(names: Sequence[str]) -> str:
@@ -117,7 +115,7 @@ def _blocks(names: Sequence[str]) -> str:
     return f"{names[0]}, {names[1]} .. {names[-1]} ({len(names)} blocks)"
 
 
-def kinds_table(shown: Shown) -> Table:
+def kinds_table(shown: ShownPlan) -> ReportTable:
     """What each device runs, by kind."""
     simulation = shown.simulation
     workload = simulation.workload
@@ -131,14 +129,14 @@ def kinds_table(shown: Shown) -> Table:
         stages = [stage for stage, each in enumerate(workload.stages) if device in each.devices]
         rows.append((text(number_ranges(stages)), *(ns(times[kind]) for kind in kinds)))
     head = ("device", "stages", *(kind if is_instruction(kind) else f"{kind} {kind_name(kind)}" for kind in kinds))
-    return Table(
+    return ReportTable(
         "What each device computes",
         head,
         tuple(_device_row(shown, "work", numbers, cells) for numbers, cells in alike(rows)),
     )
 
 
-def links_table(shown: Shown) -> Table | None:
+def links_table(shown: ShownPlan) -> ReportTable | None:
     """Messages between each two devices; None where there are none."""
     simulation = shown.simulation
     sums: dict[tuple[int, int], list[int]] = {}
@@ -151,10 +149,10 @@ def links_table(shown: Shown) -> Table | None:
     rows = alike([count(number), size(total), ns(time), ns(time / number)] for number, total, time in sums.values())
     pairs = list(sums)
     once = " of what is written, where a loop runs more" if simulation.loop is not None else ""
-    return Table(
+    return ReportTable(
         f"Links: messages from a device to another{once}",
         ("from and to device", "messages", "bytes", "under way", "each"),
-        tuple(Row((text(_pairs([pairs[number] for number in numbers])), *cells)) for numbers, cells in rows),
+        tuple(TableRow((text(_pairs([pairs[number] for number in numbers])), *cells)) for numbers, cells in rows),
     )
 
 
@@ -163,19 +161,18 @@ def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
     return shown + (f" and {len(pairs) - _MOST_BLOCKS} more" if len(pairs) > _MOST_BLOCKS else "")
 
 
-def path_table(shown: Shown) -> Table:
+def path_table(shown: ShownPlan) -> ReportTable:
     """How the critical path's time divides over devices and messages."""
     simulation = shown.simulation
     on_device, transfers = simulation.path_times()
     whole = simulation.written_ns or 1
-    rows = [
-        Row((text(f"device {device}"), ns(time), share(time / whole))) for device, time in sorted(on_device.items())
-    ]
-    rows.append(Row((text("messages and exchanges"), ns(transfers), share(transfers / whole))))
-    return Table("The critical path's time", ("where", "time", "of the path"), tuple(rows))
+    times = [(f"device {device}", time) for device, time in sorted(on_device.items())]
+    times.append(("messages and exchanges", transfers))
+    rows = tuple(TableRow((text(name), ns(time), share(time / whole))) for name, time in times)
+    return ReportTable("The critical path's time", ("where", "time", "of the path"), rows)
 
 
-def measured_tables(shown: Shown) -> Iterator[Table]:
+def measured_tables(shown: ShownPlan) -> Iterator[ReportTable]:
     """Predicted beside measured."""
     measured = shown.simulation.measured
     if measured is None:
@@ -184,21 +181,21 @@ def measured_tables(shown: Shown) -> Iterator[Table]:
     if isinstance(measured, MeasuredComparison):
         rows.append(("if every action lasts as measured", float(measured.replayed_ns)))
     rows += [(f"step {number}", float(time)) for number, time in enumerate(measured.iterations_ns, 1)]
-    cells = (Row((text(name), ns(time), _ratio(time / measured.predicted_ns))) for name, time in rows)
-    yield Table("The iteration, predicted and measured", ("what", "time", "to predicted"), tuple(cells))
+    cells = (TableRow((text(name), ns(time), _ratio(time / measured.predicted_ns))) for name, time in rows)
+    yield ReportTable("The iteration, predicted and measured", ("what", "time", "to predicted"), tuple(cells))
     if measured.kinds:
         yield _kinds(measured.kinds)
     if isinstance(measured, MeasuredComparison):
         yield _devices(shown, measured)
 
 
-def _ratio(ratio: float) -> Cell:
-    return Cell(f"{ratio - 1:+.1%}", ratio)
+def _ratio(ratio: float) -> TableCell:
+    return TableCell(f"{ratio - 1:+.1%}", ratio)
 
 
-def _kinds(kinds: Sequence[KindTimes]) -> Table:
+def _kinds(kinds: Sequence[KindTimes]) -> ReportTable:
     rows = [
-        Row(
+        TableRow(
             (
                 text(kind.kind),
                 count(kind.count),
@@ -209,10 +206,12 @@ def _kinds(kinds: Sequence[KindTimes]) -> Table:
         )
         for kind in kinds
     ]
-    return Table("Actions and messages, mean of each kind", ("kind", "count", "predicted", "measured", ""), tuple(rows))
+    return ReportTable(
+        "Actions and messages, mean of each kind", ("kind", "count", "predicted", "measured", ""), tuple(rows)
+    )
 
 
-def _devices(shown: Shown, measured: MeasuredComparison) -> Table:
+def _devices(shown: ShownPlan, measured: MeasuredComparison) -> ReportTable:
     rows = [
         (
             ns(each.predicted_busy_ns),
@@ -225,22 +224,22 @@ def _devices(shown: Shown, measured: MeasuredComparison) -> Table:
         for each in measured.devices
     ]
     head = ("device", "busy, predicted", "busy", "waiting", "sending", "before and after", "other")
-    return Table(
+    return ReportTable(
         "Devices, as measured",
         head,
         tuple(_device_row(shown, "measured", numbers, cells) for numbers, cells in alike(rows)),
     )
 
 
-def alternatives_table(shown: Shown) -> Table | None:
+def alternatives_table(shown: ShownPlan) -> ReportTable | None:
     """What else the search found; None where the plan does not say."""
     found = shown.plan.provenance.alternatives
     if not found:
         return None
     rows = [
-        Row(
+        TableRow(
             (
-                Cell(f"{number}", None),
+                TableCell(f"{number}", None),
                 text(each.what),
                 ns(each.iteration_ns),
                 _ratio(each.iteration_ns / found[0].iteration_ns),
@@ -254,10 +253,10 @@ def alternatives_table(shown: Shown) -> Table | None:
         for number, each in enumerate(found, 1)
     ]
     head = ("", "plan", "iteration", "to the best", "uneven stages", "waiting", "after the last action", "peak memory")
-    return Table("The best plans of the search that differ", head, tuple(rows))
+    return ReportTable("The best plans of the search that differ", head, tuple(rows))
 
 
-def provenance_table(shown: Shown) -> Table:
+def provenance_table(shown: ShownPlan) -> ReportTable:
     """What made the plan, and from what."""
     made = shown.plan.provenance
     options = [(name, value) for name, value in made.options.items() if value is not None]
@@ -271,5 +270,5 @@ def provenance_table(shown: Shown) -> Table:
         ("seed", str(made.seed)),
         ("versions", ", ".join(f"{name} {version}" for name, version in made.versions.items())),
     ]
-    given = tuple(Row((text(name), text(value))) for name, value in rows if value)
-    return Table("What made the plan, and from what", ("what", "value"), given)
+    given = tuple(TableRow((text(name), text(value))) for name, value in rows if value)
+    return ReportTable("What made the plan, and from what", ("what", "value"), given)

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from pipeplan.reporting.html.answer import answer, comparison, verdict
-from pipeplan.reporting.html.source import PlanReport, Shown
-from pipeplan.reporting.html.tables import Table
+from pipeplan.reporting.html.source import ReportSource, ShownPlan
+from pipeplan.reporting.html.tables import ReportTable
 from pipeplan.reporting.layout import shown_rows
 from pipeplan.reporting.timeline import TimelineWindow, device_row
 from pipeplan.texts import on_one_line
@@ -23,12 +23,12 @@ _MOST_ROWS = 16
 _IDLE = "\u00b7"
 
 
-def markdown(report: PlanReport) -> str:
+def markdown(report: ReportSource) -> str:
     """The first screen of each plan with a picture, and how they compare where there are several."""
     return "\n".join([*_parts(report), ""])
 
 
-def _parts(report: PlanReport) -> Iterator[str]:
+def _parts(report: ReportSource) -> Iterator[str]:
     several = len(report.plans) > 1
     if several:
         yield f"**{_escaped(verdict(report.plans))}**\n"
@@ -43,14 +43,14 @@ def _parts(report: PlanReport) -> Iterator[str]:
         yield from _picture(shown)
 
 
-def _table(table: Table) -> Iterator[str]:
+def _table(table: ReportTable) -> Iterator[str]:
     yield f"| {' | '.join(map(_escaped, table.head))} |"
     yield f"|{'|'.join('---:' if numeric else '---' for numeric in table.numeric)}|"
     for row in table.rows:
         yield f"| {' | '.join(_escaped(cell.text) for cell in row.cells)} |"
 
 
-def _picture(shown: Shown) -> Iterator[str]:
+def _picture(shown: ShownPlan) -> Iterator[str]:
     """Bars of text in a block of code."""
     simulation = shown.simulation
     window = TimelineWindow(0, simulation.written_ns, _CELLS)
@@ -77,7 +77,7 @@ def _name(devices: Sequence[int]) -> str:
     return f"{len(devices)} devices, {devices[0]}.."
 
 
-def _bars(shown: Shown, device: int, window: TimelineWindow) -> str:
+def _bars(shown: ShownPlan, device: int, window: TimelineWindow) -> str:
     cells = device_row(shown.simulation, device, window)
     return "".join(_IDLE if cell.kind is None else "*" if is_instruction(cell.kind) else cell.kind for cell in cells)
 

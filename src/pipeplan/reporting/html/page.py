@@ -17,14 +17,14 @@ from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
 from pipeplan.planning.frontier import FrontierResult
-from pipeplan.reporting.drawing.model import Run, measured_run, predicted_run
+from pipeplan.reporting.drawing.model import DrawnRun, measured_run, predicted_run
 from pipeplan.reporting.drawing.payload import drawing_data
 from pipeplan.reporting.drawing.svg import COLOURS, in_figures, page_scale, run_height, stacked
 from pipeplan.reporting.frontier import frontier_svg
 from pipeplan.reporting.html import figures
 from pipeplan.reporting.html.answer import answer, comparison, verdict
-from pipeplan.reporting.html.source import PlanReport, Shown
-from pipeplan.reporting.html.tables import Row, Table, count, ns, size, text
+from pipeplan.reporting.html.source import ReportSource, ShownPlan
+from pipeplan.reporting.html.tables import ReportTable, TableRow, count, ns, size, text
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.texts import on_one_line
 from pipeplan.units import format_ns
@@ -32,10 +32,10 @@ from pipeplan.units import format_ns
 MOST_SVG = 4_000
 """Bars up to which the drawing is an SVG; above, a canvas."""
 
-Section = tuple[str, Sequence[Table]]
+Section = tuple[str, Sequence[ReportTable]]
 
 
-def page(report: PlanReport) -> str:
+def page(report: ReportSource) -> str:
     """The text of the HTML file."""
     several = len(report.plans) > 1
     return _rendered(
@@ -66,7 +66,7 @@ _TEMPLATES = {
 }
 
 
-def _rendered(template: str, title: str, runs: Sequence[Run], **parts: Any) -> str:
+def _rendered(template: str, title: str, runs: Sequence[DrawnRun], **parts: Any) -> str:
     """A template filled with a drawing and with parts of its own, every text of which is escaped."""
     script = _read("drawing/drawing.js") + _read("html/report.js")
     style = _colours() + _read("html/report.css")
@@ -114,7 +114,7 @@ def data_text(data: dict[str, Any]) -> str:
     return found.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _runs(shown: Shown) -> Iterator[Run]:
+def _runs(shown: ShownPlan) -> Iterator[DrawnRun]:
     """The lanes of a plan as predicted, and as measured."""
     simulation = shown.simulation
     yield predicted_run(simulation, shown.name, in_figures(simulation), memory=True, links=True, plan=shown.letter)
@@ -124,7 +124,7 @@ def _runs(shown: Shown) -> Iterator[Run]:
         yield measured_run(simulation, shown.trace, shown.step, f"{shown.name}, {how}", taken, shown.letter)
 
 
-def drawing_markup(runs: Sequence[Run]) -> str:
+def drawing_markup(runs: Sequence[DrawnRun]) -> str:
     """The SVG of the runs, without its style, or the canvas on which the script draws as many bars."""
     if sum(run.num_bars for run in runs) > MOST_SVG:
         return '<canvas aria-hidden="true"></canvas><div class="space"></div>'
@@ -134,7 +134,7 @@ def drawing_markup(runs: Sequence[Run]) -> str:
     return f'{begin}viewBox="0 0 {scale.width} {height}">{"".join(stacked(runs, scale))}</svg>'
 
 
-def _sections(shown: Shown) -> Iterator[Section]:
+def _sections(shown: ShownPlan) -> Iterator[Section]:
     """What is below the timeline, of one plan."""
     yield "Waiting", [figures.waits_table(shown)]
     yield "Computing", [figures.kinds_table(shown)]
@@ -149,9 +149,9 @@ def _sections(shown: Shown) -> Iterator[Section]:
     yield "Provenance", [figures.provenance_table(shown)]
 
 
-def _frontier_table(frontier: FrontierResult) -> Table:
+def _frontier_table(frontier: FrontierResult) -> ReportTable:
     rows = [
-        Row(
+        TableRow(
             (
                 text(number),
                 count(point.num_devices),
@@ -168,4 +168,4 @@ def _frontier_table(frontier: FrontierResult) -> Table:
     head = ("point", "devices", "memory per device", "iteration", "", "how")
     title = f"Frontier of {frontier.name}: {frontier.of}, {frontier.samples} samples; {frontier.proved}"
     note = "pipeplan frontier with the same arguments and --point N -o plan.json writes the plan of a point."
-    return Table(title, head, tuple(rows), (note,))
+    return ReportTable(title, head, tuple(rows), (note,))

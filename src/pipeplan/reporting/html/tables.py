@@ -11,7 +11,7 @@ Value = int | float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class TableCell:
     """A cell: its text, the number that it rounds, and where it leads, as the id of a row or a place in a drawing."""
 
     text: str
@@ -25,21 +25,21 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A row, which a link can lead to."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[TableCell, ...]
     id: str = ""
     marked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class ReportTable:
     """A table: the first cell of a row says what it is of."""
 
     caption: str
     head: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[TableRow, ...]
     notes: tuple[str, ...] = field(default=())
 
     @property
@@ -48,34 +48,34 @@ class Table:
         return tuple(any(row.cells[at].is_number for row in self.rows) for at in range(len(self.head)))
 
 
-def text(value: object) -> Cell:
+def text(value: object) -> TableCell:
     """A cell of words."""
-    return Cell(str(value))
+    return TableCell(str(value))
 
 
-def count(value: int) -> Cell:
+def count(value: int) -> TableCell:
     """A number of things."""
-    return Cell(f"{value:,}", value)
+    return TableCell(f"{value:,}", value)
 
 
-def ns(value: float) -> Cell:
+def ns(value: float) -> TableCell:
     """A time."""
-    return Cell(format_ns(value), value)
+    return TableCell(format_ns(value), value)
 
 
-def size(value: int | None) -> Cell:
+def size(value: int | None) -> TableCell:
     """A number of bytes."""
-    return Cell("none") if value is None else Cell(format_bytes(value), value)
+    return TableCell("none") if value is None else TableCell(format_bytes(value), value)
 
 
-def share(value: float) -> Cell:
+def share(value: float) -> TableCell:
     """A share, in percent."""
-    return Cell(f"{value:.1%}", value)
+    return TableCell(f"{value:.1%}", value)
 
 
-def alike(rows: Iterable[Sequence[Cell]]) -> list[tuple[list[int], Sequence[Cell]]]:
+def alike(rows: Iterable[Sequence[TableCell]]) -> list[tuple[list[int], Sequence[TableCell]]]:
     """Equal rows once, with their numbers, in the order of their first."""
-    found: dict[tuple[Cell, ...], list[int]] = {}
+    found: dict[tuple[TableCell, ...], list[int]] = {}
     for number, row in enumerate(rows):
         found.setdefault(tuple(row), []).append(number)
     return [(numbers, row) for row, numbers in found.items()]
