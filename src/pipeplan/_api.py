@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
     from pipeplan.runtime.launch.job import StepResult as StepResult
     from pipeplan.runtime.models.load import advice_on as advice_on
+    from pipeplan.runtime.models.load import hindrance_of as hindrance_of
     from pipeplan.runtime.models.load import load_where_even as load_where_even
     from pipeplan.runtime.models.load import takes_sequence as takes_sequence
     from pipeplan.runtime.models.spec import Model as Model
@@ -96,7 +97,7 @@ _PARTS = {
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.reporting.html.report": ("PlanReport",),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
-    "pipeplan.runtime.models.load": ("advice_on", "load_where_even", "takes_sequence"),
+    "pipeplan.runtime.models.load": ("advice_on", "hindrance_of", "load_where_even", "takes_sequence"),
     "pipeplan.runtime.models.spec": ("Model",),
     "pipeplan.runtime.launch.job": ("RunOptions",),
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
@@ -262,11 +263,11 @@ def report(
     return report_of(plans, measured, frontier, command)
 
 
-def export(plan: Plan, to: str, names: Sequence[str] = ()) -> Export:
+def export(plan: Plan, to: str, names: Sequence[str] = (), base: str | None = None) -> Export:
     """A plan in another tool's words; see :func:`pipeplan.interop.export.exported`. Raises UsageError."""
     from pipeplan.interop.export import exported
 
-    return exported(plan, to, names)
+    return exported(plan, to, names, base)
 
 
 # Profiles ---------------------------------------------------------------------------------------------------------
@@ -555,8 +556,14 @@ def make_model(name: str, **how: Any) -> Profile:
     return model(name, **how)
 
 
-def make_cluster(name: str, num_devices: int | None = None) -> Cluster:
-    """A cluster of the catalog, cut or extended: :func:`pipeplan.costs.clusters.named_cluster`. Raises UsageError."""
-    from pipeplan.costs.clusters import named_cluster
+def make_cluster(name: str, num_devices: int | None = None, *, nominal: bool = False) -> Cluster:
+    """A cluster of the catalog, cut or extended: :func:`pipeplan.costs.clusters.named_cluster`. Raises UsageError.
 
-    return named_cluster(name.removeprefix("testbed-"), num_devices)
+    A maker's has links as published runs reach them (:func:`pipeplan.costs.uniform.shares.as_reached`), unless
+    ``nominal``.
+    """
+    from pipeplan.costs.clusters import named_cluster
+    from pipeplan.costs.uniform.shares import as_reached
+
+    cluster = named_cluster(name.removeprefix("testbed-"), num_devices)
+    return cluster if nominal or name.startswith("testbed-") else as_reached(cluster)

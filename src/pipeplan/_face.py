@@ -225,6 +225,7 @@ def search(
     deterministic: bool = False,
     scheduler: str = "auto",
     rules: Rules | Path | None = None,
+    start: Plan | Path | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,
     cache: Path | None = None,
@@ -290,6 +291,8 @@ def search(
         scheduler: ``"auto"``, ``"repetend"``, ``"rules"`` or a classic schedule such as ``"1f1b"``.
         rules: for the scheduler ``"rules"``: :class:`Rules`, the name of a built-in set, the path of a TOML file, or
             ``pkg.mod:name``, which is imported.
+        start: a plan to start from, such as one of :func:`import_plan`: what is found is never slower. Devices and
+            mini-batch are its own unless said.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
             (``scheduler="rules"`` without ``rules``). They import your main module, so guard what it runs with
             ``if __name__ == "__main__"``.
@@ -659,19 +662,20 @@ def report(
 
 
 @_public
-def export(plan: Plan | Path, to: str, *, names: str | None = None) -> Export:
+def export(plan: Plan | Path, to: str, *, names: str | None = None, base: str | None = None) -> Export:
     """Write a plan in the words of another tool.
 
     Args:
         plan: the plan, or the path of its file.
-        to: who is to read it: ``"torch"``, ``"megatron"``, ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"`` or
-            ``"huggingface"``.
-        names: the model's modules with commas, N for a layer's number, for ``"torch"`` and ``"huggingface"``; by
-            default those that the plan says, else ``"model.embed_tokens,model.layers.N,model.norm,lm_head"``.
+        to: who is to read it: ``"torch"``, ``"torchtitan"``, ``"automodel"``, ``"megatron"``, ``"deepspeed"``,
+            ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"`` or ``"huggingface"``.
+        names: the model's modules with commas, N for a layer's number, for targets that are told names; by default
+            those that the plan says, else the target's own.
+        base: for ``"torchtitan"``, your own recipe, as ``"pkg.mod:function"``, which the plan's is made of.
 
     Returns:
-        ``.text`` as the tool reads it, ``.beside`` for files beside it, and ``.notes`` on what the tool does its own
-        way.
+        ``.text`` as the tool reads it, ``.beside`` and ``.files`` for further files (beside it, or of a folder), and
+        ``.notes`` on what the tool does its own way.
 
     Raises:
         FileError: the file cannot be read.
@@ -685,7 +689,7 @@ def export(plan: Plan | Path, to: str, *, names: str | None = None) -> Export:
     from pipeplan.cli.shared import given_file
 
     given = _asked("export", locals()).params
-    return _api.export(given_file("plan", given["plan_path"]), given["to"], template_of(given["names"]))
+    return _api.export(given_file("plan", given["plan_path"]), given["to"], template_of(given["names"]), given["base"])
 
 
 @_public
@@ -1176,12 +1180,13 @@ def example(
 
 
 @_public
-def example_cluster(name: str, *, devices: int | None = None) -> Cluster:
+def example_cluster(name: str, *, devices: int | None = None, nominal: bool = False) -> Cluster:
     """A ready-made cluster, with as many devices as you like.
 
     Args:
         name: such as ``"cluster-h100"`` or ``"testbed-tessel"``; ``pipeplan example --help`` lists them.
         devices: number of devices; by default the cluster's own.
+        nominal: links at the rates of their data sheets, not at what published runs reach of them.
 
     Returns:
         The cluster, for :func:`search`.
@@ -1195,4 +1200,4 @@ def example_cluster(name: str, *, devices: int | None = None) -> Cluster:
     """
     if devices is not None:
         devices = _asked("example", {"devices": devices}).params["devices"]
-    return _api.make_cluster(name, devices)
+    return _api.make_cluster(name, devices, nominal=nominal)

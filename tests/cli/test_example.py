@@ -126,7 +126,7 @@ def test_flags_are_the_documented_ones() -> None:
             "--weight-grad",
         ),
         *("--shared-forward", "--shared-backward", "--comm", "--bytes", "--activation-bytes", "--weight-grad-bytes"),
-        *("--device", "--microbatch", "--shards", "--cluster", "-o", "--output"),
+        *("--device", "--microbatch", "--shards", "--cluster", "--nominal", "-o", "--output"),
     }
 
 

@@ -149,7 +149,9 @@ def test_blocks_that_differ_in_anything_are_not_alike() -> None:
         "spread": {"forward_ns": 0.5},
     }
     assert set(rows) == set(CostRow.model_fields), "a new field belongs here"
-    assert {"id", "costs", *(name for each in changed for name in each.model_fields_set)} == set(Block.model_fields)
+    assert {"id", "modules", "costs", *(name for each in changed for name in each.model_fields_set)} == set(
+        Block.model_fields
+    )
     changed += [block.model_copy(update={"costs": (row.model_copy(update={key: to}),)}) for key, to in rows.items()]
     every = [block, *(each.model_copy(update={"id": f"x{number}"}) for number, each in enumerate(changed))]
     profile = Profile.model_construct(blocks=(*every, block.model_copy(update={"id": "last"})))

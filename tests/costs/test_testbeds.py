@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from builders.requests import request_of
+from pipeplan._api import make_cluster
 from pipeplan.costs.clusters import CLUSTERS, TESTBEDS
 from pipeplan.costs.clusters import named_cluster as cluster_of
-from pipeplan.costs.communication import Exchange, send_time, time_of_groups, transfer_time
+from pipeplan.costs.communication import LINK_CEILING, Exchange, send_time, time_of_groups, transfer_time
 from pipeplan.costs.devices import PRESETS, device_preset
+from pipeplan.costs.uniform.choices import choices
+from pipeplan.costs.uniform.shares import catalog_shares, faster_than_reached, reaching, shares_for
 from pipeplan.errors import UsageError
 from pipeplan.examples import model
 from pipeplan.files import Cluster, parse, to_json
@@ -55,6 +58,36 @@ def test_a_makers_cluster_has_an_adapter_for_each_device(name: str) -> None:
     pairs = [(device, device + per) for device in range(per)]
     assert send_time(cluster, pairs, size) == send_time(cluster, pairs[:1], size)
     assert time_of_groups(cluster, exchange, pairs) == time_of_groups(cluster, exchange, pairs[:1])
+
+
+@pytest.mark.parametrize("name", [name for name in CLUSTERS if name not in TESTBEDS])
+def test_a_makers_cluster_is_written_as_published_runs_reach_it(name: str) -> None:
+    """By the shares that the closed forms of published runs have, or by data sheets where that is asked for."""
+    cluster, nominal = make_cluster(name, 144), make_cluster(name, 144, nominal=True)
+    assert nominal == cluster_of(name, 144)
+    preset = next(each for each in map(device_preset, PRESETS) if each.title == cluster.devices[0].name)
+    shares = shares_for(preset.name, catalog_shares())
+    for level, rated in zip(cluster.levels, nominal.levels, strict=True):
+        assert level.bandwidth_bytes_per_s == round(shares.bandwidth * rated.bandwidth_bytes_per_s)
+        whole, share = level.node_bandwidth_bytes_per_s, rated.node_bandwidth_bytes_per_s
+        assert whole == (None if share is None else round(shares.bandwidth * share))
+    assert (cluster.contention, nominal.contention) == (choices().contention, 0.0)
+    assert f"{shares.bandwidth:.1%} of their nominal rates" in cluster.source.notes
+    assert (faster_than_reached(nominal), faster_than_reached(cluster)) == (True, False)
+    reached = reaching(preset, shares)  # what estimates time messages inside a stage with
+    assert LINK_CEILING * reached.link_bytes_per_s == pytest.approx(cluster.levels[0].bandwidth_bytes_per_s, rel=1e-6)
+    assert parse(to_json(cluster), Cluster) == cluster
+    assert make_cluster("testbed-tessel", 4) == cluster_of("tessel", 4)
+
+
+def test_links_that_carry_less_slow_compute_by_less() -> None:
+    """Between nodes at a ninth of NVLink's rate: a ninth of the cluster's contention, if any of the groups is there."""
+    cluster = cluster_of("cluster-h100", 16).model_copy(update={"contention": 0.45})
+    assert cluster.contention_among([range(8), range(8, 16)]) == pytest.approx(0.45)
+    assert cluster.contention_among([(0, 8), (1, 9)]) == pytest.approx(0.05)
+    assert cluster.contention_among([(0, 1), (7, 8)]) == pytest.approx(0.05)
+    assert cluster.contention_among([(3,)]) == cluster.contention_among([]) == 0.45
+    assert cluster_of("cluster-h100").contention_among([(0, 8)]) == 0.0
 
 
 @pytest.mark.parametrize(("gigabytes", "times"), [(None, 8), (400, 1), (100, 4), (25, 16)])

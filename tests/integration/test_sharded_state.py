@@ -201,7 +201,7 @@ def test_exchanges_hide_behind_the_compute_of_neighbours() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_check_agrees_on_levels_2_and_3_in_any_plan(seed: int) -> None:
-    """Groups, routes, recomputed blocks, split backwards, forwards in parts, shards, recipes, contention."""
+    """Groups, routes, recomputed blocks, split backwards, forwards in parts, shards, recipes, contention, nodes."""
     draw = random.Random(seed)
     shards = draw.choice([1, 2])
     rows = tuple(
@@ -232,6 +232,10 @@ def test_check_agrees_on_levels_2_and_3_in_any_plan(seed: int) -> None:
     )
     placement = Placement(strategy="by hand", num_devices=8 * shards, num_routes=routes, stages=stages)
     cluster = cluster_of(8 * shards).model_copy(update={"contention": draw.choice([0.0, 0.3])})
+    if seed % 2:
+        (outer,), size = cluster.levels, 2 * shards if seed % 4 == 1 else 4 * shards
+        inner = LinkLevel(name="inside", group_size=size, latency_ns=1, bandwidth_bytes_per_s=3 * 10**9)
+        cluster = cluster.model_copy(update={"levels": (inner, outer)})
     workload = build_workload(
         profile,
         placement,
@@ -340,6 +344,21 @@ def test_compute_is_slower_beside_the_network_by_the_clusters_contention() -> No
             assert (workload.stages[0].gather_ns, workload.stages[0].sync_ns) == (111, 201)
             plan = plan_of(workload, gpipe_orders(workload)).model_copy(update={"recipe": MIXED})
             check(plan, profile, cluster).require()
+
+
+def test_slower_links_are_less_in_the_way_of_compute() -> None:
+    """Gathers of 65 ns inside nodes take half of that, of 1,050 across ten times slower links a twentieth."""
+    row = CostRow(microbatch_size=4, forward_ns=5000, backward_ns=9000, activation_bytes=100)
+    profile, cluster = profile_of([60]), NODES.model_copy(update={"contention": 0.5})
+    profile = profile.model_copy(update={"blocks": (profile.blocks[0].model_copy(update={"costs": (row,)}),)})
+    for group, expected in ((2, 5000 + 32), (4, 5000 + 52)):
+        placement = placed(([0], range(4), {"zero": 3, "zero_group": group}))
+        workload = build_workload(profile, placement, num_microbatches=1, microbatch_size=16, cluster=cluster)
+        assert workload.operations[0].duration_ns == expected
+        plan = plan_of(workload, gpipe_orders(workload)).model_copy(update={"recipe": MIXED})
+        check(plan, profile, cluster).require()
+        assert [device.contention for device in plan.devices] == [0.05] * 4  # sums may be over all four
+        assert recosted(plan, profile, cluster) == plan.workload
 
 
 @pytest.mark.parametrize("level", [0, 1])

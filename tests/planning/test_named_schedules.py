@@ -178,8 +178,8 @@ def test_slices_that_are_asked_for_are_made_without_time_too() -> None:
 @pytest.mark.parametrize(
     ("group", "said"),
     [
-        (None, r"--zero 1 divides nothing: .* has no replicas; give --replicas to look at no others"),
-        (2, r"--zero 1 --zero-group 2 .* no replicas in groups of 2; give --replicas 2, or a multiple, to look at"),
+        (None, r"--zero 1 divides nothing: .*; --placement one-to-one looks at no replicas unless --dp says so"),
+        (2, r"--zero 1 --zero-group 2 divides nothing: .* looks at no replicas unless --dp says so"),
         (3, r"--zero 1 --zero-group 3 .* groups of 3; choose a --zero-group that divides 4 devices, such as 2"),
     ],
 )

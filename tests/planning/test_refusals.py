@@ -27,6 +27,7 @@ from pipeplan.planning.infeasibility import ExplainShortage, shortage
 from pipeplan.planning.request import Request
 from pipeplan.time_limit import Limit
 from pipeplan.units import parse_bytes
+from pipeplan.workload.elements import MAX_DEVICES
 
 QUICK = ("--time-limit", "100ms", "--deterministic", "--scheduler", "1f1b")
 SIZES = "the profile has costs for 1 to 4 samples per device; "
@@ -185,6 +186,22 @@ def test_a_schedule_for_shared_stages_names_the_flag_that_makes_them(tmp_path: P
     with pytest.raises(UsageError, match=r"it needs a stage on all devices \(--shard-shared yes, .* 2 shards\)"):
         raise refused("search", path, *asked, "--shard-shared", "no") or AssertionError
     assert refused("search", path, *asked, "--shard-shared", "yes") is None
+
+
+@pytest.mark.parametrize("verb", ["search", "compare"])
+@pytest.mark.parametrize("count", [MAX_DEVICES + 1, 10**20])
+@pytest.mark.parametrize("flag", ["--devices {}", "--dp {} --pp 1 --tp 1"])
+def test_more_devices_than_a_plan_may_have_are_refused(profile_path: str, verb: str, count: int, flag: str) -> None:
+    error = refused(verb, profile_path, *flag.format(count).split(), "--mini-batch", "8")
+    assert isinstance(error, UsageError)
+    assert f"{count} devices are more than the {MAX_DEVICES} that a plan may have; lower --devices" in str(error)
+
+
+def test_more_workers_than_any_machine_starts_are_refused(profile_path: str) -> None:
+    asked = ["search", profile_path, "--devices", "2", "--mini-batch", "8", "--workers"]
+    for count in (1025, 10**20):
+        result = CliRunner().invoke(cli, [*asked, str(count)])
+        assert (result.exit_code, f"{count} is not in the range 1<=x<=1024" in result.output) == (2, True)
 
 
 def test_a_clusters_limit_is_refused_as_one_that_is_given(profile_path: str) -> None:

@@ -13,12 +13,14 @@ import pytest
 from builders.profiles import profile_of
 from builders.requests import request_of
 from builders.shapes import shape_workload
-from pipeplan.examples import ShapeCosts, shape
+from pipeplan.examples import ShapeCosts, model, shape
 from pipeplan.files import CostRow, PlacedStage, Placement
+from pipeplan.partition.placement import place
 from pipeplan.planning import steps as planning_steps
+from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Batch, Request
-from pipeplan.planning.steps import STEPS, search_plan, table, without
-from pipeplan.planning.trials import Trial, preferred
+from pipeplan.planning.steps import STEPS, KeepAll, search_plan, table, without
+from pipeplan.planning.trials import PlanSearch, Trial, preferred
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.longer import ShorterRun
 from pipeplan.schedule.modulo import modulo_schedule
@@ -208,3 +210,27 @@ def test_what_is_searched_does_not_grow_with_the_number_of_microbatches(count: i
     assert found.optimal
     assert found.makespan_ns == weak_iteration_bound(workload)
     assert found.graph.num_tasks < 200
+
+
+@pytest.mark.parametrize("strategy", ["one-to-one", "v-shape"])
+def test_the_best_that_recomputes_is_cut_once_more_without(strategy: str) -> None:
+    """Where that fits it is shorter; its sizes are the same, and it is tried once."""
+    profile = model("gpt2-124m", shards=(1, 2), microbatch_sizes=[1])
+    request = request_of(profile, strategy, Batch(8, 1), 4, memory_bytes=20 * GB, shards=2, replicas=1, positions=2)
+    placement = place(profile, strategy, 4, microbatch_size=1, memory_bytes=request.memory, wide=[(0, 1), (2, 3)])
+    stages = tuple(stage.model_copy(update={"recompute": True}) for stage in placement.stages)
+    candidate = PlacementCandidate(placement.model_copy(update={"stages": stages}), request.batch, False, "by hand")
+    search = PlanSearch(request, Budget(1, deterministic=True), None, STEPS)
+    trial = Trial.of(request, candidate)
+    trial.look()
+    search.trials.append(trial)
+    for _ in range(2):
+        KeepAll().run(search)
+    assert len(search.trials) == 2
+    best = search.best
+    assert best is not None
+    assert best.best is not None
+    assert best.value_ns < trial.value_ns
+    assert not any(stage.recomputes for stage in best.best.workload.stages)
+    assert [each.devices for each in best.candidate.placement.stages] == [each.devices for each in stages]
+    assert {(each.shards, each.replicas) for each in best.candidate.placement.stages} == {(2, 1)}

@@ -20,10 +20,12 @@ from builders.orders import one_f_one_b
 from builders.plans import plan_of
 from builders.requests import request_of
 from pipeplan.cli.shared import Status
+from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.throughput import one_device_ns
 from pipeplan.errors import UsageError
+from pipeplan.examples import model
 from pipeplan.examples.shapes import ShapeCosts, shape
-from pipeplan.files import Plan, Profile, Recipe, Source, read_cluster, read_profile, write_file
+from pipeplan.files import Edge, Plan, Profile, Recipe, Source, read_cluster, read_profile, write_file
 from pipeplan.interop.settings import megatron_settings, torchtitan_settings
 from pipeplan.planning.build_plan import CandidateCounts, Result, provenance_of
 from pipeplan.planning.next_steps import cannot_train, next_steps
@@ -344,6 +346,24 @@ def replicated(count: int, zero: int = 0) -> Plan:
     return plan_of(workload, [one_f_one_b(workload)[0]] * count)
 
 
+def test_a_named_strategy_says_what_it_leaves_out() -> None:
+    """Replicas, where a cluster prices them, and split blocks, where there are costs for these."""
+    profile = model("gpt2-124m", shards=(1, 2), microbatch_sizes=[1])
+    cluster = named_cluster("tessel", 4)
+    request = request_of(profile, "one-to-one", Batch(4, 1), 4)
+    dp, tp = "one copy of the pipeline (--dp)", "no block split over devices (--tp)"
+    for changes, lacks in (
+        ({}, [tp]),
+        ({"cluster": cluster}, [dp, tp]),
+        ({"cluster": cluster, "replicas": 2}, [tp]),
+        ({"cluster": cluster, "replicas": 2, "shards": 1}, []),
+        ({"cluster": cluster, "placement": "auto"}, []),
+    ):
+        notes = [note for note in input_notes(replace(request, **changes)) if note.startswith("--placement")]
+        expected = f"--placement one-to-one looks at {' and '.join(lacks)}, unless you say otherwise"
+        assert notes == [expected] * bool(lacks)
+
+
 def test_the_bound_says_which_sizes_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replicated(2)
     request = request_of(chain_profile(1), "auto", Batch(4, 2), 2)
@@ -364,6 +384,21 @@ def test_what_run_cannot_train_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         row = f"run     training with {' and '.join(lacks)} is not built yet; --precision bf16-autocast is"
         assert len(row) <= 80
         assert said == [row] * bool(lacks)
+
+
+def test_a_block_that_hands_on_several_tensors_is_said_not_to_train() -> None:
+    """Of a model of torch; one that several blocks take has a name, and those of other profiles may mean anything."""
+    profile = chain_profile(3)
+    first, second, third = (block.id for block in profile.blocks)
+    own = Edge(source=first, target=third)
+    shared = tuple(Edge(source=first, target=each, tensor="0") for each in (second, third))
+    for edges, versions, lacks in (
+        ((own, *profile.edges), {"torch": "2"}, [f"several tensors of one block ({first})"]),
+        ((*shared, profile.edges[-1]), {"torch": "2"}, []),
+        ((own, *profile.edges), {}, []),
+    ):
+        source = profile.source.model_copy(update={"versions": versions})
+        assert cannot_train(replicated(2), profile.model_copy(update={"edges": edges, "source": source})) == lacks
 
 
 @pytest.mark.parametrize(

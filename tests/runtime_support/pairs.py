@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 from pipeplan.files import PlacedStage, Plan
 from pipeplan.runtime.models.load import load_model
@@ -10,6 +11,10 @@ from runtime_support.plans import PLACEMENTS, model_plan, placed_plan, split_sta
 
 OPERATORS = "gpt2-tiny-operators"
 TINY, ALL = "gpt2-tiny", (0, 1, 2, 3)
+CONFIGURATION = (
+    "Qwen2Config(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, "
+    "intermediate_size=32, vocab_size=31, max_position_embeddings=8, tie_word_embeddings=True)"
+)
 CHAIN, UNTIED, BRANCHES, WORDED = (
     f"runtime_support.models:{name}" for name in ("chain", "untied_chain", "branches", "worded")
 )
@@ -41,6 +46,18 @@ def worded_on(*groups: tuple[str, tuple[int, ...], int], zero: int = 0) -> Plan:
     """Blocks of the model of words, on devices of which so many split each block; replicas divide what they keep."""
     stages = [split_stage(*group, microbatch_size=2, zero=zero) for group in groups]
     return placed_plan(load_model(WORDED), stages, num_microbatches=4, microbatch_size=2)
+
+
+def configuration_on(*groups: tuple[int, ...], shards: int, zero: int = 0) -> Plan:
+    """Stages of a Hugging Face model on these devices, of which so many split each block."""
+    model = load_model(CONFIGURATION)
+    ids = [block.id for block in model.blocks]
+    bounds = [round(number * len(ids) / len(groups)) for number in range(len(groups) + 1)]
+    stages = [
+        split_stage(" ".join(ids[begin:end]), devices, shards, microbatch_size=2, zero=zero)
+        for (begin, end), devices in zip(itertools.pairwise(bounds), groups, strict=True)
+    ]
+    return placed_plan(model, stages, num_microbatches=4, microbatch_size=2)
 
 
 def operators_as(*turns: str) -> Plan:
@@ -105,6 +122,14 @@ def pairs() -> dict[str, tuple[str, list[Plan]]]:
                 worded_on(("shift words b0 b1 b2 b3 head", (2, 1, 0, 3), 2), zero=1),
                 worded_on(("shift words b0 b1", (1, 2), 1), ("b2 b3 head", (0, 3), 1), zero=1),
                 worded_on(("shift words b0 b1 b2 b3 head", (1,), 1)),
+            ],
+        ),
+        "a configuration's shares in stages, then divided, then whole": (
+            CONFIGURATION,
+            [
+                configuration_on((1, 0), (3, 2), shards=2),
+                configuration_on((0, 2, 3, 1), shards=2, zero=1),
+                configuration_on((1,), (0,), shards=1),
             ],
         ),
         "branches": (BRANCHES, [model_plan(branches, [0, 1, 2, 3]), model_plan(branches, [2, 0], split=True)]),

@@ -110,3 +110,44 @@ def test_files_with_an_order_that_is_none(text: str, words: str) -> None:
         parse_rules(text, "mine")
     assert words in str(caught.value)
     assert "{" not in str(caught.value)  # not the whole file
+
+
+def _in_pairs(devices: int, count: int, ahead: int) -> tuple[tuple[str, ...], ...]:
+    """Forwards and backwards in pairs, with so many forwards more in flight than stages that follow."""
+    rows = []
+    for device in range(devices):
+        begun, ended = min(count, devices - device + ahead), 0
+        row = [f"{device}F{m}" for m in range(begun)]
+        while ended < count:
+            both = range(ended, min(ended + 2, count))
+            row += [f"{device}{kind}{m}" for m in both for kind in "IW"]
+            row += [f"{device}F{m}" for m in range(begun, min(begun + 2, count))]
+            ended, begun = both.stop, min(begun + 2, count)
+        rows.append(tuple(row))
+    return tuple(rows)
+
+
+def _simulated(count: int, **more: Any) -> Any:
+    profile = _unplaced("v", 4, costs=ShapeCosts(forward_ns=1, input_grad_ns=1, weight_grad_ns=1))
+    rules = Rules(order=_in_pairs(4, count, 2))
+    asked = Request.of(profile, rules=rules, scheduler="rules", time_limit=1.0, deterministic=True)
+    return simulate(search_plan(asked).plan, **more)
+
+
+def test_what_an_order_repeats_is_what_it_runs_again_and_again() -> None:
+    """After warming up there is one place where it runs as 1F1B does, quicker than ever after: that is no steady state.
+
+    With more micro-batches the same order takes as long as one written for as many.
+    """
+    small = _simulated(16)
+    assert small.repetend is not None
+    assert small.repetend.unroll == 2
+    written = {count: _simulated(count).rates.makespan_ns for count in (24, 32)}
+    assert {count: _simulated(16, num_microbatches=count).rates.makespan_ns for count in written} == written
+    assert (written[32] - written[24]) / 8 == small.period_ns
+
+
+def test_an_order_that_repeats_nothing_twice_has_no_repetend() -> None:
+    assert _simulated(8).repetend is None
+    with pytest.raises(UsageError, match="has no repetend, so it holds for its 8 micro-batches only"):
+        _simulated(8, num_microbatches=32)

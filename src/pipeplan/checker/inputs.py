@@ -7,7 +7,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from decimal import Decimal
+from functools import cache, partial
 from typing import NamedTuple
 
 from pipeplan.checker.facts import Findings, copies_of, deliveries_of, shares_evenly
@@ -33,6 +34,7 @@ from pipeplan.workload.kinds import (
     GRADIENT_ROLES,
     GRADIENTS,
     MASTER,
+    MEMORY_KINDS,
     OPTIMIZER,
     PARAMETERS,
     STATE_KINDS,
@@ -165,9 +167,15 @@ def check_cluster(plan: Plan, cluster: Cluster, peaks: Sequence[int], findings: 
         text = f"are {len(plan.devices)}, the cluster has {cluster.num_devices}"
         findings.add("cluster", "devices", text)
         return
+    expected = _contention(cluster, [range(len(plan.devices))])
+    for number, stage in enumerate(plan.stages):
+        slowest = min(cluster.speeds[device] for device in stage.devices)
+        if stage.blocks and stage.speed != slowest:
+            text = f"is {stage.speed:g}, the slowest of its devices in the cluster has {slowest:g}"
+            findings.add("cluster", f"stages[{number}].speed", text)
     for device, own in enumerate(plan.devices):
-        if own.contention not in (0, cluster.contention):  # plans from before it counted beside sums say nothing
-            text = f"is {own.contention}, the cluster's is {cluster.contention}"
+        if own.contention not in (0, expected):  # plans from before it counted beside sums say nothing
+            text = f"is {own.contention}, the cluster's is {expected}"
             findings.add("cluster", f"devices[{device}].contention", text)
     for device, (peak, memory) in enumerate(zip(peaks, cluster.usable_bytes, strict=False)):
         if memory is not None and peak > memory:
@@ -239,10 +247,10 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
 def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> CostRow:
     """Costs of one of a stage's blocks, looked at once for all that are alike. Raises UsageError without any."""
     taken = sum(_taken_bytes(edge, samples, stage, known) for edge in known.into.get(id_, ()))
-    how = samples, stage.shards, stage.context, stage.expert, stage.configuration, again, taken
+    how = samples, stage.shards, stage.context, stage.expert, stage.configuration, again, taken, stage.speed
     key = (known.alike[id_], *how)
     if key not in known.rows:
-        known.rows[key] = block_costs(
+        row = block_costs(
             _of_configuration(known.blocks[id_], stage.configuration),
             samples,
             stage.shards,
@@ -252,7 +260,25 @@ def _row(id_: str, again: Again, stage: Stage, samples: int, known: _Known) -> C
             input_bytes=taken,
             recipe=known.recipe,
         )
+        known.rows[key] = _on_device(row, stage.speed)
     return known.rows[key]
+
+
+def _on_device(row: CostRow, speed: float) -> CostRow:
+    """A row on a device that computes so much in the time in which one of the profile's computes 1."""
+    if speed == 1:
+        return row
+    times = {key: ns for key in _ROW_TIMES if (ns := getattr(row, key)) is not None}
+    return row.model_copy(update={key: _slowed(ns, speed) for key, ns in times.items()})
+
+
+_ROW_TIMES = ("forward_ns", "backward_ns", "input_grad_ns", "weight_grad_ns")
+
+
+def _slowed(ns: int, speed: float) -> int:
+    """Ns over a speed, as it is written, rounded up."""
+    over, under = Decimal(repr(speed)).as_integer_ratio()
+    return -(-ns * under // over)
 
 
 def _of_configuration(block: Block, configuration: str | None) -> Block:
@@ -296,19 +322,19 @@ def _share(state: MemoryBytes, parts: int, stage: Stage, known: _Known, *, least
     cast at each use, their master copy is all that is kept of them, and whole. Level 2 divides gradients, too, and
     level 3 everything.
     """
-    return _shared_out(state, parts, stage.zero, _sharers(stage), known.cast, least)
+    counts = _parts_of_each(parts, stage.zero, _sharers(stage), known.cast)
+    if least:
+        return MemoryBytes((kind, size // counts[kind]) for kind, size in state.items())
+    return MemoryBytes((kind, (size + counts[kind] - 1) // counts[kind]) for kind, size in state.items())
 
 
-@lru_cache(maxsize=4096)
-def _shared_out(state: MemoryBytes, parts: int, zero: int, sharers: int, cast: bool, least: bool) -> MemoryBytes:
+@cache
+def _parts_of_each(parts: int, zero: int, sharers: int, cast: bool) -> dict[MemoryKind, int]:
+    """{kind of memory: into how many parts it is cut}"""
     divided = {OPTIMIZER} if cast else {OPTIMIZER, MASTER}
     divided |= {GRADIENTS} if zero > 1 else set()
     divided |= set(STATE_KINDS) if zero > 2 else set()
-    found = {}
-    for kind, size in state.items():
-        cut = parts * (sharers if kind in divided and zero else 1)
-        found[kind] = size // cut if least else (size + cut - 1) // cut
-    return MemoryBytes(found)
+    return {kind: parts * (sharers if kind in divided and zero else 1) for kind in MEMORY_KINDS}
 
 
 _NOTHING = MemoryBytes()
@@ -415,7 +441,7 @@ def _check_steps(plan: Plan, profile: Profile, findings: Findings) -> None:
             ):
                 state -= own[0].state
         moved, rate = step_bytes(state, profile.recipe), profile.step_bytes_per_s
-        expected = 0 if rate is None else -(-moved * 10**9 // rate)
+        expected = 0 if rate is None else _slowed(-(-moved * 10**9 // rate), stage.speed)
         _compare(f"stages[{number}]", stage, {"step_ns": expected}, findings)
 
 
@@ -472,6 +498,10 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
     for number, stage in enumerate(plan.stages):
         for block in stage.blocks:
             stages_of[block].append(number)
+    actions: dict[int, Operation] = {}
+    for each in plan.operations:
+        if each.role in GRADIENT_ROLES:
+            actions.setdefault(each.stage, each)
     for number, stage in enumerate(plan.stages):
         if not stage.blocks:
             continue
@@ -489,7 +519,9 @@ def _check_syncs(plan: Plan, profile: Profile, known: _Known, cluster: Cluster |
 
         time = partial(_both_summed_ns, (rest, others), (experts, sides), known, cluster)
         expected, gathered = time(own, experts.state[GRADIENTS])
-        _check_buckets(number, plan, profile, known, {each.name for each in apart}, time, findings)
+        if stage.buckets and number in actions:
+            names = {each.name for each in apart}
+            _check_buckets(number, stage, actions[number], profile, known, names, time, findings)
         if stage.configurations:
             expected += _inside_ns(stage, profile, {each.name for each in apart}, known, cluster)
         _compare(f"stages[{number}]", stage, {"sync_ns": expected, "gather_ns": gathered}, findings)
@@ -533,7 +565,8 @@ def _summed_ns(
 
 def _check_buckets(
     number: int,
-    plan: Plan,
+    stage: Stage,
+    action: Operation,
     profile: Profile,
     known: _Known,
     apart: Collection[str],
@@ -542,13 +575,9 @@ def _check_buckets(
 ) -> None:
     """Bytes of each bucket are those of its blocks, each with what it shares with none before it in the stage.
 
-    Its gradients are there when the blocks before it have as much of the stage's last action left as their part of
+    Its gradients are there when the blocks before it have as much of the stage's last ``action`` left as their part of
     all blocks' times is.
     """
-    stage = plan.stages[number]
-    own = (each for each in plan.operations if each.stage == number and each.role in GRADIENT_ROLES)
-    if not stage.buckets or (action := next(own, None)) is None:
-        return
     if stage.configurations:
         findings.add("profile", f"stages[{number}].buckets", "are of blocks that each are split in a way of their own")
         return
@@ -647,6 +676,12 @@ def _in_actions(stage: Stage, blocks: Iterable[str], known: _Known, cluster: Clu
     return found
 
 
+def _contention_of(stage: Stage, cluster: Cluster | None) -> float:
+    """Of all groups of a stage that exchange."""
+    sides = [side for side, _ in _sharing(stage)]
+    return _contention(cluster, [group for side in sides for group in _groups_in(side, _sharers(side)).values()])
+
+
 def _exchanged(stage: Stage, block: str, known: _Known, *, of_experts: bool = False) -> tuple[int, int, int]:
     """Bytes on a device of what is whole while a block runs: the copy that computes, gradients, the cast part of that.
 
@@ -673,21 +708,21 @@ def _exchanging(stage: Stage, rows: list[CostRow], known: _Known, cluster: Clust
         return rows
     if stage.reduce_every is not None:
         return _beside_actions(stage, rows, known, cluster)
-    found = list[CostRow]()
+    contention, found = _contention_of(stage, cluster), list[CostRow]()
     for block, row in zip(stage.blocks, rows, strict=True):
         copy, gradient, cast, gather, reduce = _in_actions(stage, [block], known, cluster)
         whole = row.backward_ns
         if whole is None:
             whole = (row.input_grad_ns or 0) + (row.weight_grad_ns or 0)
         changes = {
-            "forward_ns": _beside(gather, row.forward_ns, cluster),
-            "backward_ns": _beside(gather + reduce, whole, cluster),
+            "forward_ns": _beside(gather, row.forward_ns, contention),
+            "backward_ns": _beside(gather + reduce, whole, contention),
             "workspace_bytes": row.workspace_bytes + copy + copy - cast + gradient + gradient,
         }
         if row.input_grad_ns is not None and row.weight_grad_ns is not None:
             changes |= {
-                "input_grad_ns": _beside(gather, row.input_grad_ns, cluster),
-                "weight_grad_ns": _beside(reduce, row.weight_grad_ns, cluster),
+                "input_grad_ns": _beside(gather, row.input_grad_ns, contention),
+                "weight_grad_ns": _beside(reduce, row.weight_grad_ns, contention),
             }
         found.append(row.model_copy(update=changes))
     return found
@@ -699,12 +734,13 @@ def _beside_actions(stage: Stage, rows: list[CostRow], known: _Known, cluster: C
     An exchange for several actions slows each of them by as much. What is cast for it is no workspace of a block.
     """
     per_use, per_sum, found = stage.unshard_every or 1, stage.reduce_every or 1, list[CostRow]()
+    contention = _contention_of(stage, cluster)
     for block, row in zip(stage.blocks, rows, strict=True):
         own = _in_actions(stage, [block], known, cluster)
         gather, reduce = own.gather_ns / per_use, own.reduce_ns / per_sum
 
         def slowed(time: int, beside: float) -> int:
-            return time if cluster is None else time + round(cluster.contention * beside)
+            return time + round(contention * beside)
 
         whole = row.backward_ns
         if whole is None:
@@ -753,9 +789,23 @@ def _check_groups(
         begin = end
 
 
-def _beside(exchange: int, compute: int, cluster: Cluster | None) -> int:
-    """Ns of compute and an exchange at the same time: the first is slower by the cluster's contention meanwhile."""
-    slowed = compute if cluster is None else compute + round(cluster.contention * exchange)
+def _contention(cluster: Cluster | None, groups: Iterable[Sequence[int]]) -> float:
+    """What part of its speed a device loses while these exchange: the cluster's, of links that are as fast as any.
+
+    Over a level that carries less it is less by as much.
+    """
+    if cluster is None or not cluster.levels:
+        return 0.0 if cluster is None else cluster.contention
+    places = [{device // level.group_size for device in group} for group in groups for level in cluster.levels]
+    inner = len(cluster.levels)
+    held = [all(len(place) == 1 for place in places[number::inner]) for number in range(inner)]
+    ratio = cluster.levels[held.index(True)].bandwidth_bytes_per_s / cluster.levels[0].bandwidth_bytes_per_s
+    return cluster.contention * min(1.0, ratio)
+
+
+def _beside(exchange: int, compute: int, contention: float) -> int:
+    """Ns of compute and an exchange at the same time: the first is slower by the contention meanwhile."""
+    slowed = compute + round(contention * exchange)
     return slowed if slowed > exchange else exchange
 
 

@@ -24,6 +24,7 @@ _OF_ALL = ("name", "output")
 _TAKERS = {
     **dict.fromkeys(("device", "microbatch", "shards", "cluster"), ("models",)),
     "devices": ("shapes", "clusters"),
+    "nominal": ("clusters",),
 }
 """Parameter -> the kinds of examples that take it; all others are of shapes."""
 
@@ -108,6 +109,7 @@ def _duration(flag: str, text: str, default: str | None = None) -> Callable[[_De
     metavar="1,2,4",
     help="Numbers of devices that split a block, each with its costs.  [default: 1]",
 )
+@click.option("--nominal", is_flag=True, help="Links of a cluster as data sheets state them, not as runs reach them.")
 @click.option("--cluster", type=FILE, metavar="FILE", help="Cluster whose links time the collectives of split blocks.")
 @click.option("-o", "--output", type=FILE, default="-", metavar="FILE", help="Where to write; - for stdout.")
 @click.pass_context
@@ -117,8 +119,9 @@ def example_command(ctx: click.Context, /, name: str, output: str, **_: Any) -> 
     Shapes: shape-v, shape-x, shape-m, shape-mllm, shape-nn, shape-k, shape-circular, shape-zbv. Costs are for one
     micro-batch on one device; shape-circular and shape-zbv divide them among the device's chunks.
 
-    Models take only --device, --microbatch, --shards and --cluster. Clusters are nodes of a maker's devices by their
-    data sheets, testbeds those of papers; --devices cuts or extends them.
+    Models take only --device, --microbatch, --shards and --cluster. Clusters are nodes of a maker's devices, with
+    links at the share of their nominal rates that published runs reach; --nominal leaves those as they are. Testbeds
+    are the machines of papers. --devices cuts or extends them.
     """
     with Outputs({"-o": output}) as outputs:
         outputs.write(made_example(ctx), output)
@@ -130,11 +133,12 @@ def made_example(ctx: click.Context) -> Profile | Cluster:
     name, devices, chunks = given.pop("name"), given.pop("devices"), given.pop("chunks")
     device, cluster = given.pop("device"), given_file("cluster", given.pop("cluster"))
     sizes, shards, _ = given.pop("microbatch"), given.pop("shards"), given.pop("output")
+    nominal = given.pop("nominal")
     kind = _api.example_kind(name)
     _refuse_others(ctx, name, kind)
     if kind == "clusters":
         asked = devices if ctx.get_parameter_source("devices") is ParameterSource.COMMANDLINE else None
-        return _api.make_cluster(name, asked)
+        return _api.make_cluster(name, asked, nominal=nominal)
     if kind == "models":
         how = {"device": device, "microbatch_sizes": sizes, "shards": shards or (1,)}
         return _api.make_model(name, **how, cluster=cluster)

@@ -498,11 +498,11 @@ def _model(
     model, uneven = _api.load_where_even(given["name"], **how, meta=meta)
     for reason in uneven.values():
         tell(f"left out: {reason}")
-    if advice := _api.advice_on(model):
+    for advice in filter(None, (_api.advice_on(model), _api.hindrance_of(model))):
         tell(advice)
     if max(given["shards"]) > 1 and model.sharded is not None and not model.runs_split:
         tell(
-            f"pipeplan run cannot split blocks of {model.name} yet: the rows of --shards are for planning only; "
+            f"pipeplan run cannot split blocks of {model.name}: the rows of --shards are for planning only; "
             "for a plan that runs, search with --tp 1 --shard-shared no"
         )
     return model, tuple(count for count in given["shards"] if count not in uneven)

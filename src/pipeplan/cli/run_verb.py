@@ -148,7 +148,7 @@ class _Stretch(FiniteRange):
     "--init",
     type=FILE,
     metavar="FILE",
-    help="Start from the weights in this safetensors file, under the module's own names.",
+    help="Start from the weights in this safetensors file, or in a Hugging Face model's folder.",
 )
 @click.option(
     "--export-weights",

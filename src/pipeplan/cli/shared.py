@@ -23,7 +23,7 @@ from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.units import bytes_of, ns_of
 
 if TYPE_CHECKING:
-    from pipeplan._api import Limit, Planning, Profile, Progress, Request, Rules
+    from pipeplan._api import Limit, Plan, Planning, Profile, Progress, Request, Rules
 
 
 _MOST = 1_000_000
@@ -149,7 +149,8 @@ class _PlacementOption(click.Option):
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """The flag and its help, which is made when it is shown."""
         self.help = (
-            f"auto (the profile's own, else all), all (strategies), {', '.join(_api.STRATEGIES)}, or a placement file."
+            f"auto (the profile's own, else all), all (strategies), {', '.join(_api.STRATEGIES)}, or a placement file. "
+            "With all or a name there are no replicas and no split blocks unless --dp and --tp say so."
         )
         return super().get_help_record(ctx)
 
@@ -444,7 +445,9 @@ def planning_options(command: _Command) -> _Command:
     return command
 
 
-def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules | None = None) -> Request:
+def read_request(
+    flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules | None = None, *, start: Plan | None = None
+) -> Request:
     """The request that the flags of :func:`planning_options` make, with the files that they name.
 
     Raises:
@@ -472,6 +475,7 @@ def read_request(flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules
         reserve_bytes=flags["memory_reserve"],
         scheduler=scheduler,
         rules=rules,
+        start=start,
         unroll=_number(flags["unroll"]),
         max_span=flags["max_span"],
         split_overhead_ns=flags["split_overhead"],
@@ -541,10 +545,13 @@ def limited(seconds: float, what: Planning) -> Iterator[Limit]:
     began = click.get_current_context().find_root().obj
     limit = _api.Limit(seconds, started=time.monotonic() if began is None else began)
     gc.freeze()  # what was imported and read stays: looking through it again and again took a fifth of the time
+    often = gc.get_threshold()
+    gc.set_threshold(50_000, *often[1:])  # nor is what plans are made of looked through after every 700 objects
     try:
         with warnings_shown(), limit.hearing_interrupts():
             yield limit
     finally:
+        gc.set_threshold(*often)
         gc.unfreeze()
 
 

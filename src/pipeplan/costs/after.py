@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from pipeplan.costs.communication import all_reduce_in_shards
 from pipeplan.costs.recipes import expert_state_of, state_of, states_of, step_bytes
+from pipeplan.costs.speeds import at_speed
 from pipeplan.costs.zero import WHOLE, Zero, cuts, exchange_ns, updated_bytes
 from pipeplan.files import Cluster, Profile
 from pipeplan.workload.elements import Stage
@@ -23,7 +24,8 @@ class AfterActions:
     """Ns of summing gradients over replicas, of the optimizer's step, and of gathering parameters.
 
     A replica is ``shards`` devices, neighbours of each other; ``sharing`` says how many replicas shard what they keep.
-    The profile's blocks keep ``kept`` together, of which a step has ``moved`` so many bytes on a device.
+    The profile's blocks keep ``kept`` together, of which a step has ``moved`` so many bytes on a device of some
+    ``speed``.
     """
 
     profile: Profile
@@ -31,6 +33,7 @@ class AfterActions:
     kept: MemoryBytes
     shards: int = 1
     sharing: Callable[[int], Zero | None] = lambda replicas: WHOLE
+    speed: float = 1.0
     moved: dict[Zero, int] = field(default_factory=dict)
 
     @classmethod
@@ -40,10 +43,11 @@ class AfterActions:
         cluster: Cluster | None,
         shards: int = 1,
         sharing: Callable[[int], Zero | None] = lambda replicas: WHOLE,
+        speed: float = 1.0,
     ) -> AfterActions:
         """For the stages of a profile on a cluster."""
         kept = sum(states_of(profile).values(), MemoryBytes())
-        return cls(profile, cluster, kept, shards, sharing)
+        return cls(profile, cluster, kept, shards, sharing, speed)
 
     @property
     def of_experts(self) -> int:
@@ -67,7 +71,7 @@ class AfterActions:
             return 0
         if zero not in self.moved:
             self.moved[zero] = step_bytes(self.kept.share(cuts(recipe, zero)), recipe)
-        return 10**9 * size * self.moved[zero] // (self.kept[GRADIENTS] * rate)
+        return at_speed(10**9 * size * self.moved[zero] // (self.kept[GRADIENTS] * rate), self.speed)
 
     def _exchanged_ns(self, size: int, replicas: int, zero: Zero) -> int:
         if zero == WHOLE:

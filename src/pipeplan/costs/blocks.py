@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pipeplan.costs.recipes import running_bytes
+from pipeplan.costs.speeds import at_speed
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile, Recipe
 from pipeplan.texts import counted
@@ -27,8 +28,11 @@ def block_costs(
     recompute: Again = False,
     input_bytes: int = 0,
     recipe: Recipe | None = None,
+    speed: float = 1.0,
 ) -> CostRow:
     """The block's row for a micro-batch size, interpolated linearly between its neighbours where it has none.
+
+    On a device of another ``speed`` than those whose times the row has, these are divided by it and rounded up.
 
     A device has one of ``context`` parts of each sequence, and the experts of one of ``expert`` devices.
 
@@ -43,6 +47,9 @@ def block_costs(
         UsageError: no rows for this shard count, context and expert, or the size is outside the rows' range.
     """
     row = _row_for(block, microbatch_size, shards, context, expert, recompute=recompute, input_bytes=input_bytes)
+    if speed != 1:
+        times = ((key, getattr(row, key)) for key in _TIMES)
+        row = row.model_copy(update={key: at_speed(ns, speed) for key, ns in times if ns is not None})
     running = 0 if recipe is None else running_on(block, recipe, shards, expert)
     return row.model_copy(update={"workspace_bytes": row.workspace_bytes + running}) if running else row
 
@@ -84,6 +91,10 @@ def _row_for(
         return _core_recomputed(
             _row_for(block, microbatch_size, shards, context, expert, recompute=False, input_bytes=0)
         )
+    measured = (microbatch_size, shards, context, expert if block.expert_parameters else 1, None, recompute)
+    exact = next((row for row in block.costs if row.microbatch_size == microbatch_size and row.key == measured), None)
+    if exact is not None:
+        return exact
     own = (row for row in block.rows(context, expert) if row.shards == shards and row.recompute == recompute)
     rows = sorted((row for row in own if not row.configuration), key=lambda row: row.microbatch_size)
     if not rows and recompute:

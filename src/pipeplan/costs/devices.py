@@ -222,10 +222,15 @@ def device_meant(text: str, memory_gb: float | None = None) -> DevicePreset | No
 def other_device(device: str, cluster: Cluster, num_devices: int | None = None) -> str | None:
     """What to say where times are of ``device``, as profiles name it, and a cluster has another; None where it has not.
 
-    Of the cluster's first ``num_devices``, or of all. Names that mean no preset are not compared.
+    Of the cluster's first ``num_devices``, or of all. Names that mean no preset are not compared, nor kinds that have
+    another speed.
     """
     kinds = cluster.devices if num_devices is None else cluster.first(min(num_devices, cluster.num_devices)).devices
-    meant = {kind.name: device_meant(kind.name, kind.memory_bytes and kind.memory_bytes / 1e9) for kind in kinds}
+    meant = {
+        kind.name: device_meant(kind.name, kind.memory_bytes and kind.memory_bytes / 1e9)
+        for kind in kinds
+        if kind.speed == 1
+    }
     own = device_meant(device)
     unlike = [name for name, preset in meant.items() if preset is not None and preset != own]
     if not device or not unlike:

@@ -170,6 +170,7 @@ def _block_times(profile: Profile, stage: Stage, cluster: Cluster | None) -> dic
             zero=Zero.of(stage),
             exchanging=Exchanging.of(stage, cluster),
             experts=Experts.of(stage),
+            speed=stage.speed,
         )[0]
         for block in stage.blocks
     ]

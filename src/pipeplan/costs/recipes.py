@@ -6,11 +6,14 @@ parameters; with the recipe ``custom`` its blocks state bytes instead.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import ConfigDict, TypeAdapter
 
 from pipeplan.catalog import names, read_table, require_known
@@ -162,9 +165,27 @@ def state_of(part: Block | TiedParameter, recipe: Recipe) -> MemoryBytes:
     return each.trained * part.parameters + each.frozen * part.frozen_parameters
 
 
+def state_table(parts: Sequence[Block], recipe: Recipe) -> NDArray[np.int64]:
+    """[part, kind of state] bytes of many, as :func:`state_of`. Raises as that does."""
+    if recipe.is_custom:
+        columns = {kind: list(map(attrgetter(kind.key), parts)) for kind in STATE_KINDS}
+        both = zip(columns[GRADIENTS], columns[PARAMETERS], strict=True)
+        columns[GRADIENTS] = [own if stated is None else stated for stated, own in both]
+        return np.array([columns[kind] for kind in STATE_KINDS], dtype=np.int64).T
+    each = _per_parameter(recipe)
+    counts = np.array(
+        [list(map(attrgetter(key), parts)) for key in ("parameters", "frozen_parameters")], dtype=np.int64
+    )
+    of_one = np.array([[state[kind] for kind in STATE_KINDS] for state in (each.trained, each.frozen)], dtype=np.int64)
+    found: NDArray[np.int64] = counts.T @ of_one
+    return found
+
+
 def states_of(profile: Profile) -> dict[str, MemoryBytes]:
     """{block: what training keeps of it}, as :func:`state_of`; one object of blocks that are alike."""
-    firsts = {block.id: state_of(block, profile.recipe) for block in profile.kinds}
+    kinds = profile.kinds
+    table = state_table(kinds, profile.recipe).tolist()
+    firsts = {block.id: MemoryBytes.of_state(state) for block, state in zip(kinds, table, strict=True)}
     return {id_: firsts[first] for id_, first in profile.alike.items()}
 
 
@@ -245,9 +266,12 @@ def measurable(recipe: Recipe) -> Recipe:
 
 def running_bytes(block: Block, recipe: Recipe) -> int:
     """Bytes of the copy of a block's parameters that exists only while it runs, unsplit. Raises as :func:`state_of`."""
-    if recipe.is_custom:
-        return 0
-    return _per_parameter(recipe).running * (block.parameters + block.frozen_parameters)
+    return running_per_parameter(recipe) * (block.parameters + block.frozen_parameters)
+
+
+def running_per_parameter(recipe: Recipe) -> int:
+    """Bytes of one parameter of :func:`running_bytes`. Raises as :func:`state_of`."""
+    return 0 if recipe.is_custom else _per_parameter(recipe).running
 
 
 def optimizer_bytes(recipe: Recipe) -> int:

@@ -49,9 +49,10 @@ class SharedState:
 
     def row(self, id_: str, samples: int, stage: Stage, again: Again) -> CostRow:
         """What a block of a stage costs, but for its inputs' part, worked out once for all blocks that are alike."""
-        key = self.profile.alike[id_], samples, stage.shards, stage.context, stage.expert, again
+        key = self.profile.alike[id_], samples, stage.shards, stage.context, stage.expert, again, stage.speed
         if key not in self._rows:
             how: dict[str, Any] = {"context": stage.context, "expert": stage.expert, "recompute": again}
+            how["speed"] = stage.speed
             self._rows[key] = block_costs(self.blocks[id_], samples, stage.shards, **how)
         return self._rows[key]
 

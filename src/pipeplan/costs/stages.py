@@ -11,10 +11,12 @@ from typing import Any
 
 from pipeplan.costs.blocks import StageCost, TiedShare, asked_again, block_costs, places_divided
 from pipeplan.costs.buckets import with_buckets
+from pipeplan.costs.columns import MANY, Columns
 from pipeplan.costs.experts import ExpertState, kept_of
 from pipeplan.costs.messages import Crossings, dependencies, distinct, edge_bytes, with_gathers
 from pipeplan.costs.recipes import state_of, states_of, step_ns
 from pipeplan.costs.shared import SharedState, with_syncs
+from pipeplan.costs.speeds import at_speed
 from pipeplan.costs.zero import (
     ALONE,
     IN_ACTIONS,
@@ -63,6 +65,7 @@ def stage_costs(
     zero: Zero = WHOLE,
     exchanging: Exchanging = ALONE,
     experts: Experts = TOGETHER,
+    speed: float = 1.0,
 ) -> StageCost:
     """Costs of blocks that run one after another on each device of a group.
 
@@ -70,13 +73,13 @@ def stage_costs(
     once (of blocks that divide it along the sequence, a slice), and so are parameters that they share. Workspace is the
     largest, since only one block runs at a time. Of what replicas divide by ``zero`` there is one part, and what they
     exchange of each block takes its time where they are ``exchanging``; by default that is left out. A device has one
-    of ``context`` parts of each sequence, and what ``experts`` says of those of its blocks.
+    of ``context`` parts of each sequence, and what ``experts`` says of those of its blocks; it has this ``speed``.
 
     Raises:
         UsageError: a block has no costs for this micro-batch size or shard count, or shares what it would gather.
     """
     how: dict[str, Any] = {"context": context, "recompute": recompute, "zero": zero, "exchanging": exchanging}
-    how["experts"] = experts
+    how |= {"experts": experts, "speed": speed}
     (cost,) = group_costs(profile, [tuple(blocks)], microbatch_size, shards, **how)
     return cost
 
@@ -92,6 +95,7 @@ def group_costs(
     zero: Zero = WHOLE,
     exchanging: Exchanging = ALONE,
     experts: Experts = TOGETHER,
+    speed: float = 1.0,
 ) -> list[StageCost]:
     """:func:`stage_costs` of every group of blocks: the profile is looked through once for all.
 
@@ -99,6 +103,7 @@ def group_costs(
         UsageError: a block has no costs for this micro-batch size or shard count, or shares what it would gather.
     """
     how: dict[str, Any] = {"context": context, "zero": zero, "exchanging": exchanging, "experts": experts}
+    how["speed"] = speed
     return _costs_of_groups(profile, [(group, recompute) for group in groups], microbatch_size, shards, **how)
 
 
@@ -112,6 +117,7 @@ def _costs_of_groups(
     zero: Zero,
     exchanging: Exchanging,
     experts: Experts,
+    speed: float,
 ) -> list[StageCost]:
     """The same of groups that each say what they compute again."""
     by_id, into, alike = profile.by_id, profile.edges_into, profile.alike
@@ -119,15 +125,15 @@ def _costs_of_groups(
     if zero.level >= IN_ACTIONS:
         require_apart(profile, zero.level, set(chain.from_iterable(blocks for blocks, _ in groups)))
     kept = cache(lambda first: kept_of(by_id[first], recipe, shards, zero, experts))
-    times = cache(exchanging.times)
+    times, contention = cache(exchanging.times), exchanging.contention
     rows: dict[tuple[str, Again, int], CostRow] = {}
-    how: dict[str, Any] = {"context": context, "expert": experts.size, "recipe": recipe}
+    how: dict[str, Any] = {"context": context, "expert": experts.size, "recipe": recipe, "speed": speed}
 
     def exchanged(block: Block, row: CostRow) -> CostRow:
         own = Exchanged.of(block, recipe, zero, shards, experts)
         if exchanging.every is not None:
-            return beside_exchanges(row, own, times(own), exchanging)
-        return with_exchanges(row, own, times(own), exchanging.contention) if any(own) else row
+            return beside_exchanges(row, own, times(own), exchanging.every, contention)
+        return with_exchanges(row, own, times(own), contention) if any(own) else row
 
     def row_of(block: Block, again: Again, taken: int) -> CostRow:
         """Of blocks that are alike worked out for one; where it has none, that one is named."""
@@ -140,15 +146,40 @@ def _costs_of_groups(
     parts = cache(lambda first: context * places_divided(by_id[first], shards))
     tied = _tied_in(profile, shards, cut)
 
+    def taken_by(id_: str) -> int:
+        return sum(edge_bytes(edge, microbatch_size, parts(alike[id_])) for edge in into.get(id_, ()))
+
+    def counted_again(blocks: Sequence[str]) -> int:
+        edges = ((edge, parts(alike[id_])) for id_ in blocks for edge in into.get(id_, ()))
+        return _counted_again(edges, microbatch_size)
+
+    def shared(blocks: Sequence[str]) -> Mapping[TiedShare, int]:
+        return Counter(each for id_ in blocks for each in tied.get(id_, ())) if tied else {}
+
     def summed(blocks: Sequence[str], recompute: Recompute) -> StageCost:
         chosen = [by_id[id_] for id_ in blocks]
-        edges = [[(edge, parts(alike[id_])) for edge in into.get(id_, ())] for id_ in blocks]
-        taken = [sum(edge_bytes(edge, microbatch_size, among) for edge, among in each) for each in edges]
+        taken = map(taken_by, blocks)
         own = [row_of(*each) for each in zip(chosen, asked_again(chosen, recompute), taken, strict=True)]
         state = sum((kept(alike[id_]) for id_ in blocks), MemoryBytes())
-        again = _counted_again(chain.from_iterable(edges), microbatch_size)
-        return _summed(own, state, again, Counter(each for id_ in blocks for each in tied.get(id_, ())))
+        return _summed(own, state, counted_again(blocks), shared(blocks))
 
+    def in_columns() -> Columns | None:
+        ids = list(chain.from_iterable(blocks for blocks, _ in groups))
+        chosen = [by_id[id_] for id_ in ids]
+        if len({recompute for _, recompute in groups}) == 1 and not isinstance(groups[0][1], tuple):
+            again = asked_again(chosen, groups[0][1])
+        else:
+            each = (asked_again([by_id[id_] for id_ in blocks], recompute) for blocks, recompute in groups)
+            again = tuple(chain.from_iterable(each))
+        taken = [taken_by(id_) if each is True else 0 for id_, each in zip(ids, again, strict=True)]
+        kept_so: dict[str, Any] = {"recipe": recipe, "zero": zero, "exchanging": exchanging, "experts": experts}
+        kept_so |= {"context": context, "speed": speed}
+        return Columns.of(chosen, again, taken, microbatch_size, shards, **kept_so)
+
+    sizes = [len(blocks) for blocks, _ in groups]
+    if sum(sizes) >= MANY and (columns := in_columns()) is not None:
+        twice = [counted_again(blocks) if len(blocks) > 1 else 0 for blocks, _ in groups]
+        return list(columns.stages(sizes, twice, [shared(blocks) for blocks, _ in groups]))
     return [summed(*group) for group in checked(groups, 64)]
 
 
@@ -233,6 +264,7 @@ def build_workload(
     memory_bytes: Sequence[int | None] | None = None,
     reserve_bytes: Sequence[int] | None = None,
     given: Mapping[int, StageCost] | None = None,
+    speeds: Sequence[float] | None = None,
     whole_messages: bool = False,
 ) -> Workload:
     """Everything one iteration runs under a placement, with its costs.
@@ -242,7 +274,7 @@ def build_workload(
     ``split_backward`` every stage whose blocks allow it runs I and W instead of B, each ``split_overhead_ns`` longer
     than the profile says: a split backward is two launches. ``given`` are costs of actions of stages, by number, that
     are not the profile's: of those whose blocks have configurations. ``whole_messages``: no message is a slice of its
-    sequence, for instructions are to see all of it.
+    sequence, for instructions are to see all of it. ``speeds`` [device] go before the cluster's.
 
     Raises:
         UsageError: a missing cost row, a stage with configurations whose costs are not given, a mini-batch that stages
@@ -255,7 +287,8 @@ def build_workload(
         )
     mini_batch = num_microbatches * microbatch_size
     blocks = profile.by_id
-    placed = [_settled(stage, blocks, microbatch_size, recompute) for stage in placement.stages]
+    speeds = speeds or ((1.0,) * placement.num_devices if cluster is None else cluster.speeds)
+    placed = [_settled(stage, blocks, microbatch_size, recompute, speeds) for stage in placement.stages]
     for stage in placed:
         _require_shared_out(stage, mini_batch, placement.num_routes)
     _require_one_size(placed, placement.num_routes)
@@ -288,7 +321,7 @@ def build_workload(
                 name=names[index] if names else "device",
                 memory_bytes=memory[index],
                 reserve_bytes=reserve[index],
-                contention=0.0 if cluster is None else cluster.contention,
+                contention=0.0 if cluster is None else cluster.contention_among([range(placement.num_devices)]),
             )
             for index in range(placement.num_devices)
         ),
@@ -360,7 +393,7 @@ def with_steps(profile: Profile, stages: Sequence[Stage], tied: Sequence[TiedSta
                 stepped[number] -= each.state
             before.update(devices)
     return [
-        replace(stage, step_ns=step_ns(state, profile.recipe, profile.step_bytes_per_s))
+        replace(stage, step_ns=at_speed(step_ns(state, profile.recipe, profile.step_bytes_per_s), stage.speed))
         for stage, state in zip(stages, stepped, strict=True)
     ]
 
@@ -450,8 +483,8 @@ def _costs_of(
     profile: Profile, stages: Sequence[Stage], given: Mapping[int, StageCost], cluster: Cluster | None
 ) -> list[StageCost]:
     """[stage] what is given, else as the profile says: it is looked through once for all stages that are alike."""
-    found = dict(given)
-    alike = defaultdict[tuple[int, int, int, Experts, Zero, Exchanging], list[tuple[int, Recompute]]](list)
+    found = {number: _at_speed_of(stages[number], cost) for number, cost in given.items()}
+    alike = defaultdict[tuple[int, int, int, Experts, Zero, float, Exchanging], list[tuple[int, Recompute]]](list)
     for number, stage in enumerate(stages):
         if number in given:
             continue
@@ -462,10 +495,10 @@ def _costs_of(
             )
         again = stage.again if stage.recompute is True else stage.recompute  # the ends of a model, too, where so said
         samples, exchanging = stage.microbatch_size // stage.replicas, Exchanging.of(stage, cluster)
-        how_shared = stage.shards, stage.context, Experts.of(stage), Zero.of(stage)
+        how_shared = stage.shards, stage.context, Experts.of(stage), Zero.of(stage), stage.speed
         alike[samples, *how_shared, exchanging._replace(cluster=None)].append((number, again))
-    for (samples, shards, context, experts, zero, exchanging), those in alike.items():
-        how: dict[str, Any] = {"context": context, "zero": zero, "experts": experts}
+    for (samples, shards, context, experts, zero, speed, exchanging), those in alike.items():
+        how: dict[str, Any] = {"context": context, "zero": zero, "experts": experts, "speed": speed}
         how["exchanging"] = exchanging._replace(cluster=cluster)
         groups = [(stages[number].blocks, again) for number, again in those]
         costs = _costs_of_groups(profile, groups, samples, shards, **how)
@@ -473,13 +506,35 @@ def _costs_of(
     return [found[number] for number in range(len(stages))]
 
 
-def _settled(placed: PlacedStage, blocks: Mapping[str, Block], microbatch_size: int, recompute: Recompute) -> Stage:
+def _at_speed_of(stage: Stage, cost: StageCost) -> StageCost:
+    """What a stage costs whose costs are ``given`` at speed 1."""
+    if stage.speed == 1:
+        return cost
+    split = cost.input_grad_ns is not None and cost.weight_grad_ns is not None
+    return replace(
+        cost,
+        forward_ns=at_speed(cost.forward_ns, stage.speed),
+        backward_ns=at_speed(cost.backward_ns, stage.speed),
+        input_grad_ns=at_speed(cost.input_grad_ns or 0, stage.speed) if split else None,
+        weight_grad_ns=at_speed(cost.weight_grad_ns or 0, stage.speed) if split else None,
+    )
+
+
+def _settled(
+    placed: PlacedStage,
+    blocks: Mapping[str, Block],
+    microbatch_size: int,
+    recompute: Recompute,
+    speeds: Sequence[float],
+) -> Stage:
     """A stage as placed, with what it does not say itself; what it keeps comes later.
 
-    What is computed again is said of each block where those at a model's ends are not.
+    It is as fast as its slowest device, of [device] ``speeds``: the others wait for that one. What is computed again is
+    said of each block where those at a model's ends are not.
     """
     said: dict[str, Any] = {name: getattr(placed, name) for name in PlacedStage.model_fields}
     own = {name: value for name, value in said.items() if value is not None}
+    own["speed"] = min(speeds[device] for device in placed.devices)
     stage = Stage(**({"microbatch_size": microbatch_size, "recompute": recompute} | own))
     return replace(stage, recompute=recompute_of(asked_again([blocks[id_] for id_ in stage.blocks], stage.recompute)))
 
@@ -549,6 +604,7 @@ def _with_parts(profile: Profile, stage: Stage, operation: Operation, cluster: C
         zero=zero,
         exchanging=exchanging,
         experts=Experts.of(stage),
+        speed=stage.speed,
     )
     return replace(operation, part_ns=max(1, cost.forward_ns))
 
@@ -582,6 +638,7 @@ def _block_groups(
             zero=zero,
             exchanging=exchanging,
             experts=experts,
+            speed=stage.speed,
         )
         own = [Exchanged.of(by_id[id_], profile.recipe, zero, stage.shards, experts) for id_ in blocks]
         whole = Exchanged(*map(sum, zip(*own, strict=True)))

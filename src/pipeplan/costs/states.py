@@ -13,10 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeplan.costs.communication import Combining, Exchange, price_of_groups
-from pipeplan.costs.recipes import expert_state_of, running_bytes, state_of
+from pipeplan.costs.recipes import expert_state_of, running_bytes, running_per_parameter, state_table
 from pipeplan.costs.zero import GATHERED, IN_ACTIONS, Exchanging, Experts, Zero, cuts
 from pipeplan.files import Block, Recipe
-from pipeplan.time_limit import checked
 from pipeplan.workload.kinds import GRADIENTS, PARAMETERS, STATE_KINDS
 
 Bytes = NDArray[np.int64]
@@ -41,25 +40,23 @@ class States:
     @classmethod
     def of(cls, blocks: Sequence[Block], recipe: Recipe) -> States:
         """Of these blocks. Raises UsageError if the catalog has no such recipe."""
-        has = [bool(block.expert_parameters) for block in blocks]
-        whole = [state_of(block, recipe) for block in checked(blocks)]
-        own = [expert_state_of(block, recipe) * each for block, each in checked(zip(blocks, has, strict=True))]
-        running = [running_bytes(block, recipe) for block in checked(blocks)]
-        cast = [
-            total * block.expert_parameters // (block.parameters + block.frozen_parameters) if each else 0
-            for block, total, each in zip(blocks, running, has, strict=True)
-        ]
-
-        def table(rows: Sequence[Sequence[int]]) -> Bytes:
-            return np.array(rows, dtype=np.int64).reshape(len(blocks), -1)
-
-        return cls(
-            recipe,
-            table([[state[kind] for kind in STATE_KINDS] for state in checked(whole)]),
-            table([[state[kind] for kind in STATE_KINDS] for state in checked(own)]),
-            np.array(running, dtype=np.int64),
-            np.array(cast, dtype=np.int64),
+        whole = state_table(blocks, recipe)
+        running = running_per_parameter(recipe) * np.array(
+            [each.parameters + each.frozen_parameters for each in blocks]
         )
+        own, cast = np.zeros_like(whole), np.zeros_like(running)
+        for place, block in [(place, block) for place, block in enumerate(blocks) if block.expert_parameters]:
+            own[place] = [expert_state_of(block, recipe)[kind] for kind in STATE_KINDS]
+            cast[place] = (
+                running_bytes(block, recipe) * block.expert_parameters // (block.parameters + block.frozen_parameters)
+            )
+        return cls(recipe, whole, own, running, cast)
+
+    def cast(self, shards: int, experts: Experts) -> Bytes:
+        """[block] bytes of the copy on each device that is there only while the block runs."""
+        if experts.size == 1:
+            return _share(self.running, shards)
+        return _share(self.running - self.running_experts, shards) + _share(self.running_experts, experts.size)
 
     def kept(self, shards: int, zero: Zero, experts: Experts) -> Bytes:
         """[block, kind of state] bytes that each device keeps."""
@@ -92,6 +89,12 @@ class AllExchanged:
     running: Bytes
     expert_gathered: Bytes
     expert_reduced: Bytes
+
+    @property
+    def any(self) -> NDArray[np.bool_]:
+        """[block] whether something of it is exchanged."""
+        found: NDArray[np.bool_] = (self.gathered + self.reduced + self.running) > 0
+        return found
 
     @property
     def workspace_bytes(self) -> Bytes:

@@ -73,8 +73,11 @@ class Yardstick:
         """The same samples on another device, or in another number format."""
         return replace(self, device=device, dtype=dtype, estimated=estimated)
 
-    def throughput(self, samples: int, iteration_ns: float, num_devices: int) -> Throughput:
-        """The throughput of an iteration over ``samples`` on all of ``num_devices``, idle ones included."""
+    def throughput(self, samples: int, iteration_ns: float, num_devices: float) -> Throughput:
+        """The throughput of an iteration over ``samples`` on all of ``num_devices``, idle ones included.
+
+        One of another speed than those that times are of counts as so many of these.
+        """
         rate = 1e9 * samples / iteration_ns if iteration_ns else None
         if rate is None:
             return Throughput(None, None, None)

@@ -180,7 +180,7 @@ class Exchanging(NamedTuple):
     @property
     def contention(self) -> float:
         """By what part of its speed a device computes less meanwhile."""
-        return 0.0 if self.cluster is None else self.cluster.contention
+        return 0.0 if self.cluster is None else self.cluster.contention_among((*self.groups, *self.expert_groups))
 
     def times(self, block: Exchanged) -> tuple[int, int]:
         """Ns to gather a block's parameters, and to reduce and scatter its gradients, in all groups at once.
@@ -217,19 +217,21 @@ def with_exchanges(row: CostRow, block: Exchanged, times: tuple[int, int], conte
     return row.model_copy(update=longer | {"workspace_bytes": row.workspace_bytes + block.workspace_bytes})
 
 
-def beside_exchanges(row: CostRow, block: Exchanged, times: tuple[int, int], exchanging: Exchanging) -> CostRow:
+def beside_exchanges(
+    row: CostRow, block: Exchanged, times: tuple[int, int], every: tuple[int | None, int], contention: float
+) -> CostRow:
     """A block's costs where actions of programs exchange its state: only compute, and slower by contention.
 
-    An exchange for several actions slows all of them alike. What is gathered is no workspace.
+    An exchange for several actions (``every``, as :class:`Exchanging` has it) slows all of them alike. What is gathered
+    is no workspace.
     """
-    assert exchanging.every is not None
-    uses, additions = exchanging.every
+    uses, additions = every
     gather, reduce = times[0] / (uses or 1), times[1] / additions
     beside = {"forward_ns": gather, "backward_ns": gather + reduce, "input_grad_ns": gather, "weight_grad_ns": reduce}
     alone = {"backward_ns": row.whole_backward_ns} | {
         name: time for name in beside if (time := getattr(row, name)) is not None
     }
-    slowed = {name: time + round(exchanging.contention * beside[name]) for name, time in alone.items()}
+    slowed = {name: time + round(contention * beside[name]) for name, time in alone.items()}
     return row.model_copy(update=slowed | {"workspace_bytes": max(0, row.workspace_bytes - block.running)})
 
 

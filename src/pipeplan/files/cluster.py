@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from pipeplan.files.base import MIGRATIONS, CurrentVersion, File, FileModel, Source, current_version, said_only
 from pipeplan.units import bytes_of, ns_of
-from pipeplan.workload.elements import MAX_DEVICES, Bytes, Count, DeviceCount, Items, Name, Nanoseconds, PositiveNs
+from pipeplan.workload.elements import (
+    MAX_DEVICES,
+    SPEED,
+    Bytes,
+    Count,
+    DeviceCount,
+    Items,
+    Name,
+    Nanoseconds,
+    PositiveNs,
+    Speed,
+)
 
 Operation = Literal["send", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
 
@@ -24,6 +35,7 @@ class DeviceKind(FileModel):
     memory_reserve_bytes: Annotated[
         Bytes, Field(description="of that memory, what plans leave to context, communication buffers and allocator")
     ] = 0
+    speed: Annotated[Speed, said_only(1.0, f"of each: {SPEED}")] = 1.0
 
     @model_validator(mode="after")
     def _reserves_of_its_memory(self) -> DeviceKind:
@@ -88,7 +100,8 @@ class Cluster(File):
         float,
         said_only(
             0.0,
-            "by what part of its speed a device computes less while it exchanges sharded state beside that",
+            "by what part of its speed a device computes less while it exchanges sharded state over the innermost "
+            "links; over slower ones less, as their bandwidth is",
             ge=0,
             le=1,
         ),
@@ -184,6 +197,11 @@ class Cluster(File):
         reserved = zip(self.memory_bytes, self.reserve_bytes, strict=True)
         return tuple(None if size is None else size - reserve for size, reserve in reserved)
 
+    @property
+    def speeds(self) -> tuple[float, ...]:
+        """How much each device computes in the time in which one that a profile's times are of computes 1."""
+        return tuple(kind.speed for kind in self.devices for _ in range(kind.count))
+
     def first(self, num_devices: int) -> Cluster:
         """The first ``num_devices`` devices only, at least one, with the links between them."""
         left, kinds = num_devices, []
@@ -199,3 +217,16 @@ class Cluster(File):
             if source // level.group_size == target // level.group_size:
                 return level
         return None
+
+    def contention_among(self, groups: Iterable[Sequence[int]]) -> float:
+        """By what part of its speed a device computes less while all these groups exchange, each among its devices.
+
+        What slows it is bytes through its memory: links that carry fewer than the innermost slow it by that much less.
+        """
+        if not self.contention:
+            return 0.0
+        used = [self.level_between(min(group), max(group)) for group in groups if len(group) > 1]
+        level = max(filter(None, used), key=lambda level: level.group_size, default=None)
+        if level is None:
+            return self.contention
+        return self.contention * min(1.0, level.bandwidth_bytes_per_s / self.levels[0].bandwidth_bytes_per_s)

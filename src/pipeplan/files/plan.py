@@ -58,6 +58,7 @@ from pipeplan.workload.elements import (
     recompute_problem,
     sharing_problem,
     slots_of,
+    speeds_of,
 )
 from pipeplan.workload.kinds import GRADIENT_ROLES, MASTER, PARAMETERS, PARTED_ROLES, Role
 from pipeplan.workload.network_jobs import gradient_sums
@@ -261,6 +262,8 @@ class Plan(File):
                     del stage[key]
             if not stage.get("cuts"):
                 stage.pop("cuts", None)
+            if stage.get("speed") == 1:
+                del stage["speed"]
         for operation in found.get("operations", ()):
             if not operation.get("parts_ns"):
                 operation.pop("parts_ns", None)
@@ -526,6 +529,11 @@ class Plan(File):
     def _require_one_per_device(self, name: str, number: int) -> None:
         if number != len(self.devices):
             raise ValueError(f"{name} has {number} entries for {len(self.devices)} devices")
+
+    @property
+    def device_speeds(self) -> list[float]:
+        """[device] how much it computes in the time in which one that the profile's times are of computes 1."""
+        return speeds_of(self.stages, len(self.devices))
 
     @property
     def mini_batch(self) -> int:

@@ -51,6 +51,7 @@ def place(
     spread: bool = False,
     wide: Sequence[tuple[int, ...]] = (),
     cut: Cut | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> Placement:
     """Cut the profile's chain into balanced stages and put them on devices.
 
@@ -64,7 +65,8 @@ def place(
     split over all devices of a pipeline, which are then neighbours (Tessel's M and NN shapes). ``wide`` are groups of
     equally many devices, each of which stands for one device: in ``context`` parts, each of which has one part of every
     sequence, it splits every block (tensor parallelism); the devices of none are left idle. Of a stage's devices each
-    ``expert`` share experts. ``cut`` cuts the chain otherwise.
+    ``expert`` share experts. ``cut`` cuts the chain otherwise. Of [device] ``speeds``, by default all 1, a stage has
+    the lowest of its devices.
 
     Raises:
         UsageError: an unknown strategy, devices, chunks or replicas that do not apply, or fewer blocks than stages.
@@ -82,7 +84,9 @@ def place(
     everywhere = pricing._replace(shards=positions).costs(profile, shared * len(routes))
     groups = _groups(positions, replicas, units, strided=bool(shared))
     limits = _limits(memory_bytes or [None] * num_devices, groups, everywhere)
-    chain = Chain.of(costs, routes[0], [None if limit is None else limit // len(routes) for limit in limits])
+    slowest = [min((speeds or [1.0] * num_devices)[device] for device in group) for group in groups]
+    each = [None if limit is None else limit // len(routes) for limit in limits]
+    chain = Chain.of(costs, routes[0], each, slowest if set(slowest) != {1.0} else ())
     allowed = _not_around(profile, order, shared)
     begins = _cut(chain, allowed) if cut is None else cut(chain)
     if not allowed(np.array(begins), np.array([*begins[1:], chain.num_blocks])).all():
@@ -361,13 +365,14 @@ def place_submodules(
     replicas: int = 1,
     zero: Zero = WHOLE,
     cut: Cut | None = None,
+    speeds: Sequence[float] | None = None,
 ) -> Placement:
     """Place every submodule as :func:`~pipeplan.partition.placement.place` does a chain, on its own devices.
 
     A *position* is a device, or ``replicas`` neighbouring ones that share every micro-batch. Blocks of no submodule
     come after all of them, as one stage split over the positions that feed it if the profile has costs for that (and
     there are no replicas), else on the last of them alone; their micro-batches have the plan's ``microbatch_size``, and
-    wait for those of every submodule that have their samples. ``cut`` cuts each chain otherwise.
+    wait for those of every submodule that have their samples. ``cut`` cuts each chain otherwise; ``speeds`` [device].
 
     Raises:
         UsageError: a pattern matches no block or one that another has, devices that are not there or not enough, a
@@ -401,6 +406,7 @@ def place_submodules(
                 replicas=replicas,
                 zero=zero,
                 cut=cut,
+                speeds=None if speeds is None else speeds[first * replicas : end * replicas],
             )
         except (InfeasibleError, UsageError) as error:
             where = f"of submodule {submodule.blocks!r}, whose device 0 is device {first * replicas}"

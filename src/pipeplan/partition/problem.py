@@ -47,7 +47,7 @@ class Pricing(NamedTuple):
     """What costs are for: samples on one replica, whether activations are computed again, devices of a replica.
 
     ``zero`` is what copies of the parameters divide of what is kept, and a device has one of ``context``
-    parts of each sequence, and its part of ``experts``.
+    parts of each sequence, and its part of ``experts``. Devices have this ``speed``.
     """
 
     samples: int
@@ -56,6 +56,7 @@ class Pricing(NamedTuple):
     zero: Zero = WHOLE
     context: int = 1
     experts: Experts = TOGETHER
+    speed: float = 1.0
 
     def costs(self, profile: Profile, blocks: Iterable[str], exchanging: Exchanging = ALONE) -> list[StageCost]:
         """[block] what each costs as a stage of its own, on each device of a replica, with what it exchanges there.
@@ -64,7 +65,7 @@ class Pricing(NamedTuple):
             UsageError: a block was not profiled so.
         """
         how: dict[str, Any] = {"context": self.context, "recompute": self.recompute, "zero": self.zero}
-        how |= {"exchanging": exchanging, "experts": self.experts}
+        how |= {"exchanging": exchanging, "experts": self.experts, "speed": self.speed}
         return group_costs(profile, [(block,) for block in blocks], self.samples, self.shards, **how)
 
 

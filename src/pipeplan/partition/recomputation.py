@@ -32,7 +32,7 @@ from pipeplan.costs.blocks import NEVER_AGAIN
 from pipeplan.costs.zero import TOGETHER, Experts
 from pipeplan.files import Profile
 from pipeplan.partition.baselines import StageTable, for_each_size, least_bottleneck
-from pipeplan.partition.chain.costs import Array, ChainCosts, FloatArray, StageTimes
+from pipeplan.partition.chain.costs import Array, ChainCosts, FloatArray, StageTimes, taken_ns
 from pipeplan.partition.chain.kernel import least_split
 from pipeplan.partition.problem import Partition, PartitionProblem, Pricing, Way
 from pipeplan.time_limit import checked
@@ -398,7 +398,7 @@ def _choosing(problem: PartitionProblem, way: Way, order: Sequence[str], kept: C
 class Holding(NamedTuple):
     """What a schedule has in flight of a stage: micro-batches whole, and those that owe only a weight gradient.
 
-    ``position`` runs it, with ``limit`` bytes.
+    ``position`` runs it, with ``limit`` bytes, at some ``speed``.
     """
 
     position: int
@@ -406,6 +406,7 @@ class Holding(NamedTuple):
     in_flight: int
     owed: int
     limit: int
+    speed: float = 1.0
 
 
 Cuts = tuple[int, ...]
@@ -422,7 +423,7 @@ class FittingChain:
     ways: Sequence[tuple[Again, Sequence[StageCost]]]
     kept: Sequence[bool]
     holdings: Sequence[Holding]
-    _times: dict[tuple[tuple[int, int, int], int, int], int] = field(default_factory=dict, repr=False)
+    _times: dict[tuple[tuple[int, int, int, float], int, int], int] = field(default_factory=dict, repr=False)
 
     @cached_property
     def choosing(self) -> ChoosingBlocks:
@@ -457,7 +458,9 @@ class FittingChain:
 
         The longest is as short as can be, then the sum of squares.
         """
-        most = 3 * -(-int(self.sums.compute[0, -1]) // self.num_stages) + int(np.diff(self.sums.compute[0]).max())
+        uneven = max(each.speed for each in self.holdings) / min(each.speed for each in self.holdings)
+        share = int(-(-int(self.sums.compute[0, -1]) // self.num_stages) * uneven)
+        most = 3 * share + int(np.diff(self.sums.compute[0]).max())
         for limit in (most, UNLIMITED):
             table = self._table(limit)
             found = None if table is None else least_split(table.cost, self.num_blocks, table.kinds, table.fits)
@@ -476,9 +479,11 @@ class FittingChain:
         begins = np.repeat(np.arange(self.num_blocks), counts)
         ends = begins + 1 + np.arange(len(begins)) - first[begins]
         limit = max(each.limit for each in self.holdings)
-        in_flight, owed, room = (np.array(column) for column in zip(*like, strict=True))
+        in_flight, owed, room, speeds = (np.array(column) for column in zip(*like, strict=True))
         beside = owed[:, None] * (self.owed_bytes[ends] - self.owed_bytes[begins]) + (limit - room)[:, None]
         found = self.choosing.least(self.sums, 0, (begins, ends), in_flight, limit, beside)
+        if (speeds != 1).any():
+            found = np.where(found < UNLIMITED, np.ceil(found / speeds[:, None]).astype(np.int64), UNLIMITED)
         found = np.concatenate([found, np.full((len(like), 1), UNLIMITED)], axis=1)
         return _FittingTable(found, first, last, [like.index(each[2:]) for each in self.holdings])
 
@@ -486,6 +491,7 @@ class FittingChain:
         """What each stage takes when the chain is cut so, with one stage on each position."""
         ranges = list(pairwise((*begins, self.num_blocks)))
         forwards = [int(self.sums.forward[0, end] - self.sums.forward[0, begin]) for begin, end in ranges]
+        forwards = [taken_ns(ns, each.speed) for ns, each in zip(forwards, self.holdings, strict=False)]
         totals = [self._time(each[2:], *own) for each, own in zip(self.holdings, ranges, strict=True)]
         return StageTimes(tuple(forwards), tuple(map(int.__sub__, totals, forwards)))
 
@@ -494,13 +500,14 @@ class FittingChain:
         ranges = pairwise((*begins, self.num_blocks))
         return all(self._time(each[2:], *own) < UNLIMITED for each, own in zip(self.holdings, ranges, strict=True))
 
-    def _time(self, held: tuple[int, int, int], begin: int, end: int) -> int:
+    def _time(self, held: tuple[int, int, int, float], begin: int, end: int) -> int:
         """Least ns of a stage."""
         if (held, begin, end) not in self._times:
-            (in_flight, owed, limit), stage = held, (np.array([begin]), np.array([end]))
+            (in_flight, owed, limit, speed), stage = held, (np.array([begin]), np.array([end]))
             beside = owed * (self.owed_bytes[stage[1]] - self.owed_bytes[stage[0]])[None]
             found = self.choosing.least(self.sums, 0, stage, np.array([in_flight]), limit, beside)
-            self._times[held, begin, end] = int(found[0, 0])
+            least = int(found[0, 0])
+            self._times[held, begin, end] = taken_ns(least, speed) if least < UNLIMITED else least
         return self._times[held, begin, end]
 
     def chosen(self, begins: Cuts) -> list[list[Again]] | None:
@@ -570,7 +577,7 @@ class FittingChain:
             for each, own in zip(self.holdings, again, strict=True):
                 blocks = range(*ranges[each.stage])
                 taken[each.stage] = [level[a][block] for a, block in zip(own, blocks, strict=True)]
-                loads[each.position] += sum(cost.compute_ns for cost in taken[each.stage])
+                loads[each.position] += taken_ns(sum(cost.compute_ns for cost in taken[each.stage]), each.speed)
             busiest = max(loads.values())
             if best is not None and busiest >= best[0]:
                 break

@@ -14,6 +14,7 @@ from fractions import Fraction
 from pipeplan.costs import can_split
 from pipeplan.costs.after import least_steps_ns
 from pipeplan.costs.blocks import asked_again, block_costs
+from pipeplan.costs.speeds import at_speed, exactly
 from pipeplan.costs.zero import WHOLE, Experts
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
@@ -29,8 +30,9 @@ def request_bound(request: Request) -> int:
     """Least iteration in ns of any plan, for a request that leaves the placement open.
 
     All devices work all the time on the quickest costs that each block has, and one micro-batch passes all blocks one
-    after another. With a strategy it is the least of what each of its choices of replicas, size and recomputation
-    needs, at that size. All parameters are stepped once. Memory, messages and summing gradients are left out.
+    after another on the fastest. With a strategy it is the least of what each of its choices of replicas, size and
+    recomputation needs, at that size. All parameters are stepped once. Memory, messages and summing gradients are left
+    out.
     """
     if request.placement == "auto":
         return _any_plan(request)
@@ -55,8 +57,8 @@ def _any_plan(request: Request) -> int:
             (Fraction(ns * cost.shards * cost.context, cost.microbatch_size) for ns, cost in times), default=Fraction(0)
         )
         alone[block.id] = min((ns for ns, _ in times), default=0)
-    work = (per_sample * request.batch.mini_batch + least_steps_ns(profile)) / request.num_devices
-    return max(1, math.ceil(work), _longest_way(profile, alone))
+    work = (per_sample * request.batch.mini_batch + least_steps_ns(profile)) / sum(map(exactly, request.speeds))
+    return max(1, math.ceil(work), at_speed(_longest_way(profile, alone), max(request.speeds)))
 
 
 def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> Iterator[CostRow]:
@@ -110,13 +112,16 @@ def _of_choice(request: Request, choice: Choice) -> int | None:
         alone[block.id] = min(times.values())
         least = min(part * ns for part, ns in times.items()) * shards // choice.shards
         work += least if samples == size else Fraction(least * size, samples)
-    way = _longest_way(profile, alone)
-    steps = least_steps_ns(profile) // (choice.replicas * choice.width)  # one copy, over all devices of each position
-    bound = max(way, math.ceil(Fraction(work * count + steps, positions)))
+    fastest = max(request.speeds)
+    way = at_speed(_longest_way(profile, alone), fastest)
+    each = choice.replicas * choice.width
+    steps = least_steps_ns(profile) // each  # one copy, over all devices of each position
+    speeds = sorted(map(exactly, request.speeds), reverse=True)[: positions * each]
+    bound = max(way, math.ceil((work * count + steps) * each / sum(speeds)))
     if choice.strategy == "one-to-one" and not choice.spread and request.num_parted == 0:
-        bound = max(bound, count * max(alone.values()))  # each block runs all micro-batches of a copy on one device
+        bound = max(bound, count * at_speed(max(alone.values()), fastest))  # it runs all of them on one device
         if _is_chain(profile) and not splits:  # the last device waits for the others, and they for it
-            bound = max(bound, way + (count - 1) * alone[profile.blocks[-1].id])
+            bound = max(bound, way + (count - 1) * at_speed(alone[profile.blocks[-1].id], fastest))
     return bound
 
 

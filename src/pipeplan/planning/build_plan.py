@@ -60,12 +60,14 @@ def assemble(
     provenance: Provenance | None = None,
     where: str = "",
     cut: tuple[Sequence[int], int] | None = None,
+    as_written: bool = False,
 ) -> Plan:
     """The plan of a workload whose devices run ``orders``, with its predicted figures.
 
     ``bound_ns`` and ``period_bound_ns`` are what is proved about the workload: with a ``loop``, of all its
     micro-batches. ``recipe`` is what training keeps, ``modules`` are those of blocks, ``where`` is the profile's file.
-    ``cut`` [operation] is the first micro-batch of the repetend, and its unroll; None: whatever repeats.
+    ``cut`` [operation] is the first micro-batch of the repetend, and its unroll; None: whatever can be repeated, or
+    ``as_written`` what the orders themselves repeat.
 
     Raises:
         UsageError: a figure is larger than a plan can say, such as the bytes that a device holds.
@@ -79,7 +81,7 @@ def assemble(
     if cut is not None:
         repetend: Repetend | None = repetend_at(workload, orders, *cut)
     else:
-        repetend = repetend_of(graph, orders) if loop is None else repetend_of_loop(workload, loop)
+        repetend = repetend_of(graph, orders, repeated=as_written) if loop is None else repetend_of_loop(workload, loop)
     written, repeated = programs(graph, orders, starts, loop)
     by_operation = {
         operation.id: tuple(starts[graph.offsets[index] : graph.offsets[index + 1]])
@@ -154,6 +156,7 @@ def planned(request: Request, candidate: PlacementCandidate, schedule: Schedule,
         provenance=_provenance(request, candidate, schedule.scheduler, schedule.workload),
         where=request.profile.where,
         cut=schedule.repetend,
+        as_written=request.rules is not None and bool(request.rules.order),
     )
     # --memory and --memory-reserve go before what the cluster says, so such a plan is not one for it as it stands
     cluster = request.cluster if request.memory_bytes is None and request.reserve_bytes is None else None
@@ -266,6 +269,8 @@ def sharing_left_out(request: Request, workload: Workload) -> tuple[str, ...]:
     asked = f"--zero {request.zero}{'' if group is None else f' --zero-group {group}'}"
     has = "no replicas" if group is None else f"no replicas in groups of {group}"
     remedy = f"give --replicas {'' if group is None else f'{group}, or a multiple, '}to look at no others"
+    if request.replicas is None and isinstance(request.placement, str) and request.placement != "auto":
+        remedy = f"--placement {request.placement} looks at no replicas unless --dp says so"
     if group is not None and devices % group:
         factor = next(each for each in range(2, devices + 1) if devices % each == 0)
         remedy = f"choose a --zero-group that divides {devices} devices, such as {factor}"
@@ -352,7 +357,7 @@ class Result(Displayed):
         """The throughput of the predicted iteration."""
         plan = self.plan
         measure = Yardstick.of_plan(plan)
-        return measure.throughput(plan.mini_batch, plan.predicted.iteration_ns, len(plan.devices))
+        return measure.throughput(plan.mini_batch, plan.predicted.iteration_ns, sum(plan.device_speeds))
 
     @property
     def tail(self) -> Tail:

@@ -164,6 +164,21 @@ def placed(request: Request, point: Choice | PlacementCandidate, cut: Cut | None
     return point if isinstance(point, PlacementCandidate) else _tried(_chain, request, point, "balanced", cut)
 
 
+def kept_choice(candidate: PlacementCandidate) -> Choice | None:
+    """A strategy's candidate with nothing recomputed, before it is cut; None if stages are no strategy's, or unlike."""
+    strategy, stages = STRATEGIES.get(candidate.placement.strategy), candidate.placement.stages
+    alike = {(each.shards, each.replicas, each.context, each.expert, Zero.of(each)) for each in stages}
+    groups = {each.devices for each in stages}
+    if strategy is None or len(alike) > 1 or any(each.configurations or each.num_parted for each in stages):
+        return None
+    ((shards, replicas, context, expert, zero),) = alike
+    chunks, rest = divmod(len(stages), len(groups) * candidate.placement.num_routes)
+    if rest:
+        return None
+    own = (candidate.placement.strategy, replicas, candidate.batch, False, False, shards, len(groups), zero)
+    return Choice(*own, chunks=chunks if strategy.chunked else None, context=context, expert=expert)
+
+
 def _as_is(candidate: CandidateOrError) -> CandidateOrError:
     return candidate
 
@@ -308,7 +323,15 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
                 for positions, recompute in product(lengths[-1:] if longest else lengths, recomputes):
                     if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
                         own = (strategy, replicas, batch, recompute, False, split.shards, positions, zero, levels)
-                        yield Choice(*own, chunks=chunks, context=split.context, expert=split.expert)
+                        choice = Choice(*own, chunks=chunks, context=split.context, expert=split.expert)
+                        yield from _directions(request, choice)
+
+
+def _directions(request: Request, choice: Choice) -> Iterator[Choice]:
+    """Along the devices; where some are faster than others, also from the last to the first."""
+    yield choice
+    if request.uneven:
+        yield replace(choice, backwards=True)
 
 
 CHUNKS = (2, 3, 4, 5, 6, 8, 10, 12, 16, 20)
@@ -379,8 +402,15 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
 
 def _evenly(chain: FittingChain) -> tuple[int, ...]:
     """The even cut of a chain, with nothing computed again."""
-    devices = [each.position for each in chain.holdings[: chain.num_stages]]
-    return even(Chain.of(chain.ways[0][1], devices, [None] * len(set(devices))))
+    return even(_unlimited(chain, chain.ways[0][1]))
+
+
+def _unlimited(chain: FittingChain, costs: Sequence[StageCost]) -> Chain:
+    """The chain with these costs [block], without a look at memory."""
+    own = chain.holdings[: chain.num_stages]
+    speeds = {each.position: each.speed for each in own}
+    slow = [speeds[position] for position in range(len(speeds))] if set(speeds.values()) != {1.0} else []
+    return Chain.of(costs, [each.position for each in own], [None] * len(speeds), slow)
 
 
 @lru_cache(maxsize=4)
@@ -425,6 +455,7 @@ _MANY_KINDS = 1_000
 def _wide(request: Request, choice: Choice) -> list[tuple[int, ...]]:
     """Groups of devices that split each block, as many as the choice has stages and replicas for."""
     units = neighbours(request.cluster, request.num_devices, choice.width)
+    units = units[::-1] if choice.backwards else units
     return units if choice.positions is None else units[: choice.positions * choice.replicas]
 
 
@@ -441,10 +472,17 @@ def _even(
     memory = request.memory
     known = [[memory[device] for device in group] for group in groups[: len(costs)]]
     limits = [min((limit for limit in own if limit is not None), default=None) for own in known]
-    chain = Chain.of(costs, range(len(known)), limits)
+    chain = Chain.of(costs, range(len(known)), limits, _speeds_of(request, groups[: len(costs)]))
     begins = even(chain)
     fit = all(_fits_in_flight(chain, place, begins, batch.num_microbatches) for place in checked(range(len(known))))
     return chain, begins, fit
+
+
+def _speeds_of(request: Request, groups: Sequence[Sequence[int]]) -> list[float]:
+    """[group] that of its slowest device; none where all have speed 1."""
+    speeds = request.speeds
+    found = [min(speeds[device] for device in group) for group in groups]
+    return found if set(found) != {1.0} else []
 
 
 def _best_size_first(request: Request, choices: Sequence[Choice]) -> list[Choice]:
@@ -560,8 +598,8 @@ def _chains(request: Request) -> Iterator[Proposal]:
 
 def _is_for_autopipe(request: Request, choice: Choice) -> bool:
     stages = choice.positions or request.num_devices // choice.replicas
-    if choice.levels or choice.expert > 1:
-        return False  # its cut is chosen with what is recomputed
+    if choice.levels or choice.expert > 1 or request.uneven:
+        return False  # its cut is chosen with what is recomputed, or for devices that are alike
     return choice.strategy == "one-to-one" and not choice.spread and 1 < stages <= len(request.profile.blocks)
 
 
@@ -576,6 +614,7 @@ def _chain(request: Request, choice: Choice, source: str, cut: Cut | None) -> Pl
         "replicas": choice.replicas,
         "zero": choice.zero,
         "cut": cut,
+        "speeds": request.speeds,
     }
     if strategy == SUBMODULES:
         assert request.rules is not None  # choose_placement
@@ -613,8 +652,16 @@ def fitting_chain(request: Request, choice: Choice) -> FittingChain:
     held, owed = of(usual.in_flight), of(usual.owed)
     memory = request.memory
     limits = [min((size for x in group if (size := memory[x]) is not None), default=UNLIMITED) for group in groups]
+    speeds = _speeds_of(request, groups)
     holdings = [
-        Holding(at, stage, int(held[stage // len(groups), at]), int(owed[stage // len(groups), at]), limits[at])
+        Holding(
+            at,
+            stage,
+            int(held[stage // len(groups), at]),
+            int(owed[stage // len(groups), at]),
+            limits[at],
+            speeds[at] if speeds else 1.0,
+        )
         for route in how.routes(len(groups), chunks)
         for stage, at in enumerate(route)
     ]
@@ -670,8 +717,7 @@ def _cut_to_fit(chain: FittingChain, choice: Choice) -> tuple[tuple[int, ...], l
             begins = polished(chain, begins, choice.batch.num_microbatches, chain)
         again = chain.chosen(begins)
         return None if again is None else (begins, again)
-    devices = [each.position for each in chain.holdings[: chain.num_stages]]
-    return chain.levelled(lambda costs: balanced(Chain.of(costs, devices, [None] * len(set(devices)))))
+    return chain.levelled(lambda costs: balanced(_unlimited(chain, costs)))
 
 
 def workload_of(request: Request, candidate: PlacementCandidate, *, split_backward: bool) -> Workload:

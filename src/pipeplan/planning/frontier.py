@@ -303,6 +303,12 @@ def frontier_request(
         **sizes,
     )
     request.require_sharing()
+    kinds = () if cluster is None else cluster.first(counts[-1]).devices
+    if (other := next((kind for kind in kinds if kind.speed != 1), None)) is not None:
+        raise UsageError(
+            f"a frontier is for devices as fast as the profile's, and those called {other.name!r} have speed "
+            f"{other.speed:g}; search --devices N finds plans on them, or leave out speed in the cluster"
+        )
     if mode == "min-devices" and all(each.least_memory is None for each in request.by_devices):
         raise UsageError("--mode min-devices: without a memory limit one device is enough; say --memory of each device")
     return request

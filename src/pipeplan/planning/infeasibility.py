@@ -115,7 +115,7 @@ def shortage(request: Request, error: InfeasibleError, seconds: float, step: Exp
     if limit is None:
         return error
     # with its limit, since without one nothing would recompute
-    asked = replace(request.within(limit), cluster=None, time_limit=max(1.0, seconds / 4))
+    asked = replace(request.within(limit).unlinked, time_limit=max(1.0, seconds / 4))
     least = _Least(asked, limit, step, request.time_limit)
     least.find(seconds)
     if least.memory is None and least.about is not None:

@@ -13,7 +13,7 @@ from pipeplan.costs import build_workload
 from pipeplan.costs.devices import device_meant
 from pipeplan.costs.zero import AUTO
 from pipeplan.errors import PipeplanError
-from pipeplan.files import File, Placement, Plan
+from pipeplan.files import File, Placement, Plan, Profile
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate, has_table, is_large, sharing, uniform_choices
 from pipeplan.planning.request import Batch, Request
@@ -211,10 +211,22 @@ _TRAINABLE = (None, "fp32", "bf16", "bf16-autocast")
 """Recipes that ``pipeplan run`` can train by; None is a profile's that names none."""
 
 
-def cannot_train(plan: Plan) -> list[str]:
-    """What of a plan ``pipeplan run`` can replay, but not train with yet, in words."""
+def _of_several_tensors(profile: Profile) -> list[str]:
+    """Blocks of a model of torch of which others take several tensors: edges without a name have one of their own."""
+    if "torch" not in profile.source.versions:
+        return []
+    taken: dict[str, set[tuple[str, str]]] = {}
+    for edge in profile.edges:
+        taken.setdefault(edge.source, set()).add(("", edge.target) if edge.tensor is None else (edge.tensor, ""))
+    return [block for block, tensors in taken.items() if len(tensors) > 1]
+
+
+def cannot_train(plan: Plan, profile: Profile | None = None) -> list[str]:
+    """What of a plan ``pipeplan run`` can replay, but not train with yet, in words; of its model by the profile."""
     stages, recipe = plan.workload.stages, plan.recipe
-    lacks = ["shared sequences"] if any(stage.context > 1 for stage in stages) else []
+    several = [] if profile is None else _of_several_tensors(profile)
+    lacks = [f"several tensors of one block ({several[0]})"] if several else []
+    lacks += ["shared sequences"] if any(stage.context > 1 for stage in stages) else []
     lacks += ["shared experts"] if any(stage.expert > 1 for stage in stages) else []
     if recipe is not None and not recipe.is_custom and recipe.name not in _TRAINABLE:
         lacks.append(str(recipe.name))

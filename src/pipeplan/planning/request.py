@@ -19,9 +19,10 @@ from pipeplan.costs.inspection import cautions
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
+from pipeplan.costs.uniform.shares import faster_than_reached
 from pipeplan.costs.zero import AUTO, GATHERED, WHOLE, Zero
 from pipeplan.errors import PipeplanError, UsageError, choose_from
-from pipeplan.files import Cluster, PlacedStage, Placement, Profile, read_placement
+from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile, read_placement
 from pipeplan.partition.chain.rebalance import PER_DEVICE
 from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.recomputation import levels_of
@@ -32,7 +33,7 @@ from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatc
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
 from pipeplan.units import MAX_BYTES, format_bytes, format_ns
-from pipeplan.workload.elements import Again
+from pipeplan.workload.elements import MAX_DEVICES, Again
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,8 @@ class Request:
     A frontier is over ``device_counts``, ascending, up to ``num_devices``; with ``splitting`` that of one stage,
     ``uniform`` one of layouts with the same sizes for every stage alone.
     ``samples_assumed``: nobody said how many samples an iteration has. ``said`` are the choices that were made for the
-    search, by field, as the flags that make them.
+    search, by field, as the flags that make them. ``start`` is a plan to start from, which what is found is never
+    longer than, where it fits (:mod:`pipeplan.planning.start`).
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
@@ -202,6 +204,7 @@ class Request:
     uniform: bool = False
     samples_assumed: bool = False
     said: tuple[tuple[str, str], ...] = ()
+    start: Plan | None = None
 
     def __post_init__(self) -> None:
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
@@ -320,6 +323,7 @@ class Request:
         chunks: int | None = None,
         scheduler: str = "auto",
         rules: Rules | None = None,
+        start: Plan | None = None,
         **others: Any,
     ) -> Request:
         """The request that a few words make, the rest by default.
@@ -333,6 +337,10 @@ class Request:
         Raises:
             UsageError: what is said contradicts itself or the profile, or is not enough.
         """
+        if start is not None:
+            devices = len(start.devices) if devices is None and cluster is None else devices
+            if mini_batch is None and num_microbatches is None:
+                mini_batch = start.mini_batch
         if rules is not None and rules.order:
             rules = _placed(rules)
             if devices is None and profile.placement is None:
@@ -372,6 +380,7 @@ class Request:
             rules=rules,
             launch_overhead_ns=overhead,
             stated=stated if overhead else None,
+            start=start,
             samples_assumed=mini_batch is None and num_microbatches is None,
             said=(
                 *_placement_said(placement, chosen, rules),
@@ -441,6 +450,27 @@ class Request:
     def least_memory(self) -> int | None:
         """What a plan may use of every device; None without a limit."""
         return min((limit for limit in self.memory if limit is not None), default=None)
+
+    @property
+    def speeds(self) -> list[float]:
+        """[device] how much it computes in the time in which one that the profile's times are of computes 1."""
+        known = () if self.cluster is None else self.cluster.speeds[: self.num_devices]
+        return [*known, *[1.0] * (self.num_devices - len(known))]
+
+    @property
+    def uneven(self) -> bool:
+        """Whether some devices are faster than others."""
+        return len(set(self.speeds)) > 1
+
+    @property
+    def unlinked(self) -> Request:
+        """The same with links that cost nothing; devices keep their speeds, where they have others than the profile's.
+
+        What takes no less time than that is so wherever devices are that are alike.
+        """
+        if self.cluster is None or set(self.speeds) == {1.0}:
+            return replace(self, cluster=None)
+        return replace(self, cluster=self.cluster.model_copy(update={"levels": (), "measured": ()}))
 
     @property
     def unit(self) -> int:
@@ -688,11 +718,29 @@ def input_notes(request: Request) -> Iterator[str]:
         yield f"the profile has {len(found)} warning{'s' if len(found) > 1 else ''}: {where}"
 
 
+def _one_of_each(request: Request) -> str | None:
+    """What a strategy that is named leaves out, where nothing is said of it and the costs make it a question."""
+    named = isinstance(request.placement, str) and request.placement not in ("auto", "all")
+    if not named or request.positions is not None or request.spread:
+        return None
+    splits = any(row.shards > 1 for block in request.profile.kinds for row in block.costs)
+    lacks = ["one copy of the pipeline (--dp)"] if request.replicas is None and request.cluster is not None else []
+    lacks += ["no block split over devices (--tp)"] if request.shards is None and splits else []
+    if not lacks:
+        return None
+    return f"--placement {request.placement} looks at {' and '.join(lacks)}, unless you say otherwise"
+
+
 def _request_notes(request: Request) -> Iterator[str]:
     if request.samples_assumed:
         samples = request.batch.mini_batch
         yield f"{samples} samples assumed ({samples // request.num_devices} per device); --mini-batch changes that"
     profile = request.profile
+    if request.launch_overhead_ns and profile.source.method == "measured":
+        yield (
+            "the times of the profile are measured, and launches are in them: a launch overhead counts them again "
+            "(it is for estimated times)"
+        )
     computes = computing_dtype(profile.recipe)
     if computes is not None and profile.source.dtype not in ("", computes):
         yield (
@@ -705,8 +753,19 @@ def _request_notes(request: Request) -> Iterator[str]:
         other = other_device(preset or profile.source.device, cluster, request.num_devices)
         if other is not None:
             yield other
+        elif profile.source.method == "estimated" and faster_than_reached(cluster):
+            yield (
+                "the cluster's links are faster than published runs find them, as data sheets have them: what replicas "
+                "exchange looks cheaper than it is; pipeplan example cluster-... writes links as runs reach them"
+            )
+        kinds = cluster.first(min(request.num_devices, cluster.num_devices)).devices
+        if any(kind.speed != 1 for kind in kinds):
+            each = ", ".join(f"{kind.count} {kind.name} {kind.speed:g} times" for kind in kinds)
+            yield f"devices are as fast as the profile's times a speed, each stage as its slowest: {each}"
     if request.num_devices == 1:
         return
+    if one := _one_of_each(request):
+        yield one
     inside = (request.shards or 1) * (request.context or 1)
     if inside > request.unit:
         yield (
@@ -846,6 +905,8 @@ def _count(profile: Profile, num_devices: int | None) -> int:
     count = num_devices or (None if profile.placement is None else profile.placement.num_devices)
     if count is None:
         raise UsageError(f"profile {profile.name!r} has no placement; give --devices or a --cluster")
+    if count > MAX_DEVICES:
+        raise UsageError(f"{count} devices are more than the {MAX_DEVICES} that a plan may have; lower --devices")
     return count
 
 

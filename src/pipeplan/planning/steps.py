@@ -39,6 +39,8 @@ from pipeplan.planning.candidates import (
     even_cuts,
     has_table,
     is_large,
+    kept_choice,
+    placed,
     strategy_choices,
 )
 from pipeplan.planning.exchanging import Every, Tried, exchanged_placement, may_choose, quickest_every
@@ -46,6 +48,7 @@ from pipeplan.planning.infeasibility import ExplainShortage, most_telling
 from pipeplan.planning.partition_trials import StageWays
 from pipeplan.planning.planners import AUTO_PLANNER, PLANNERS, require_planner
 from pipeplan.planning.request import Request
+from pipeplan.planning.start import StartPlan, gain_said, require_start, with_orders
 from pipeplan.planning.trials import (
     ENDING,
     BackwardWays,
@@ -72,10 +75,6 @@ from pipeplan.workload.bounds import weak_iteration_bound
 from pipeplan.workload.elements import Recompute, Stage
 from pipeplan.workload.exchanges import exchange_work
 from pipeplan.workload.kinds import Role
-from pipeplan.workload.memory import fits
-from pipeplan.workload.slices import in_parts
-from pipeplan.workload.steady_state.loop import LoopedOrders, looped
-from pipeplan.workload.task_graph import TaskGraph, earliest_starts, task_graph
 from pipeplan.workload.workload import Workload
 
 
@@ -319,7 +318,7 @@ class LateInputs(PlanStep):
             return
         with shielded():
             trial.late_bound = weak_iteration_bound(late)
-            found = [_with_orders(base, late, "")]
+            found = [with_orders(base, late, "")]
         if not search.budget.expired:
             with suppress(PipeplanError):
                 found.append(self._anew(search, late))
@@ -466,29 +465,7 @@ def _retimed(request: Request, trial: Trial, placement: Placement, mark: str) ->
     assert base is not None
     split = replace(request, split_backward=base.workload.splits_backward)
     (workload,) = workloads(split, replace(trial.candidate, placement=placement))
-    return _with_orders(base, workload, mark)
-
-
-def _with_orders(base: Schedule, workload: Workload, mark: str) -> Schedule | None:
-    """A schedule's orders with the times of another workload; None if they do not fit there."""
-    graph = task_graph(workload.with_microbatches(base.graph.workload.num_microbatches))
-    run = _again(base, graph, workload.num_microbatches)
-    if run is None or not fits(run.graph, run.orders, run.loop):
-        return None
-    return base.running(run, workload, mark)
-
-
-def _again(base: Schedule, graph: TaskGraph, num_microbatches: int) -> LoopedOrders | None:
-    """A schedule's orders with other times and parts; None where a loop's round does not settle with them."""
-    orders = in_parts(base.orders, graph)
-    if base.loop is None:
-        return LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
-    parts = [slots.num_parted for slots in graph.workload.slots[: len(graph.workload.operations)]]
-    begins = [begin + more for begin, more in zip(base.loop.begins, parts, strict=False)]  # messages are last
-    if any(begin < more for begin, more in zip(base.loop.begins, parts, strict=False)):
-        return None
-    cut, devices = base.loop, graph.on_devices(orders)
-    return looped(graph, devices, begins, cut.microbatches, num_microbatches, rounds=cut.rounds)
+    return with_orders(base, workload, mark)
 
 
 def _changed(placement: Placement, changes: Mapping[int, Mapping[str, object]]) -> Placement:
@@ -708,7 +685,7 @@ class LookAtCandidates(PlanStep):
         """Only known schedules, unless the candidate cannot be better, or must be searched in any case."""
         request, slicing, best = search.request, named(search.steps, SliceForwards), search.best
         try:
-            if best is not None and self._refuted(replace(request, cluster=None), candidate, best, slicing):
+            if best is not None and self._refuted(request.unlinked, candidate, best, slicing):
                 search.looked_at += 1
                 search.refuted += 1
                 return  # wherever its devices are
@@ -787,9 +764,45 @@ class SearchCandidates(PlanStep):
                     search.others[trial.candidate.key] = trial.bound_ns
 
 
+@dataclass(frozen=True)
+class KeepAll(PlanStep):
+    """The sizes of the best plan, if it recomputes, cut once more as if there were memory for everything.
+
+    What a cut recomputes is chosen for the memory of one usual schedule. Another one of the same stages may need less,
+    and then nothing has to be recomputed, nor stages to be uneven for that.
+    """
+
+    name = "keep all"
+    when = "in turn with the search; the best plan recomputes; recomputation and splits of blocks are open"
+    in_turn = True
+
+    def run(self, search: PlanSearch) -> None:
+        best, request = search.best, search.request
+        if best is None or request.recompute is not None or request.scheduler != "auto" or not has_table(request):
+            return
+        choice = kept_choice(best.candidate) if _recomputes(best) else None
+        candidate = None if choice is None else placed(request, choice)
+        if not isinstance(candidate, PlacementCandidate) or not search.is_new(candidate):
+            return
+        with suppress(PipeplanError):  # there is a plan
+            trial = search.trial_of(candidate)
+            if not trial.worse(best):
+                trial.look(thorough=True)
+            if trial.best is not None:
+                search.trials.append(trial)
+                search.report(trial)
+                _secure(search)
+
+
+def _recomputes(trial: Trial) -> bool:
+    return trial.best is not None and any(stage.recomputes for stage in trial.best.workload.stages)
+
+
 STEPS: tuple[SearchStep, ...] = (
+    StartPlan(),
     EvenCut(),
     LookAtCandidates(),
+    KeepAll(),
     EveryWidth(),
     RecomputedBlocks(),
     StageGraphs(),
@@ -860,6 +873,8 @@ def search_plan(
     budget = Budget(request.time_limit, request.seed, request.deterministic, whole=within, clock=clock)
     looking = named(steps, LookAtCandidates) or LookAtCandidates()
     require_planner(request)
+    if request.start is not None:
+        require_start(request, request.start)
     with request.reserve_said():
         search = PlanSearch(request, budget, progress, steps)
         with _workers_of(search, workers, executor):
@@ -892,6 +907,7 @@ def search_plan(
             *dict.fromkeys(notes),
             *slices_left_out(request, schedule.workload, "what was found does not fit so"),
             *sharing_left_out(request, schedule.workload),
+            *gain_said(search.start_ns, plan.predicted.iteration_ns),
         ),
         explanation=explained(search) if explain else None,
         sizes_left=_sizes_left(search) if counts.left else (),

@@ -54,8 +54,11 @@ def may_move(request: Request, candidate: PlacementCandidate) -> bool:
     """Whether other devices may be nearer: not where the placement was given, or all are equally near.
 
     Devices that split blocks stay neighbours, as their collectives are priced; stages on all devices have no choice.
+    Among devices of different speeds stages are cut for those that they stand on.
     """
     cluster, stages = request.cluster, candidate.placement.stages
+    if request.uneven:
+        return False
     if cluster is None or len(cluster.levels) < 2 or isinstance(request.placement, Placement):
         return False
     everywhere = candidate.placement.num_devices
@@ -448,6 +451,8 @@ class PlanSearch:
     notes: list[str] = field(default_factory=list)
     sizes: set[int] = field(default_factory=set)
     begun: bool = False
+    started: bool = False
+    start_ns: int | None = None
     making_seconds: float = 0.0
     made: MadePlan | None = None
     given_up: bool = False
@@ -604,12 +609,17 @@ class PlanSearch:
         elif candidate is not None and candidate.fallback != self.fallback:
             if not self.fallback:
                 self._leave(candidate)
-        elif candidate is not None and candidate.key not in self._seen:
-            self._seen.add(candidate.key)
+        elif candidate is not None and self.is_new(candidate):
             self.sizes.add(candidate.size_per_replica)
             self.others.pop(candidate.key, None)
             return candidate
         return None
+
+    def is_new(self, candidate: PlacementCandidate) -> bool:
+        """Whether nothing was made of a candidate yet, which is so once."""
+        new = candidate.key not in self._seen
+        self._seen.add(candidate.key)
+        return new
 
     def _given_away(self, proposals: Iterator[Proposal]) -> Iterator[Proposal]:
         """The proposals in their order, which workers make ahead, where there are some."""

@@ -270,7 +270,7 @@ def _with_free_links(request: Request) -> Request:
     """Messages take no time, and every device has the memory of the largest: no choice of devices does better."""
     limits = [limit for limit in request.memory if limit is not None]
     most = max(limits) if len(limits) == request.num_devices else None
-    return replace(request.within(most), cluster=None)
+    return request.within(most).unlinked
 
 
 def rows_of(request: Request, cell: Cell, stopped: Callable[[], bool]) -> CellRows:

@@ -50,7 +50,8 @@ class Choice:
     on each route where the strategy takes a number, by default two. ``positions`` are how many groups of them
     and their replicas there are, by default as many as there are devices for; ``batch`` is of all replicas together,
     which divide what they keep by ``zero``. Of the ``levels`` of recomputation each block has the one that costs least
-    while the ``usual`` schedule fits; without any, all blocks have ``recompute``.
+    while the ``usual`` schedule fits; without any, all blocks have ``recompute``. ``backwards``: the first position is
+    on the last devices, and so on.
     """
 
     strategy: str
@@ -66,6 +67,7 @@ class Choice:
     chunks: int | None = None
     context: int = 1
     expert: int = 1
+    backwards: bool = False
 
     @property
     def width(self) -> int:
@@ -167,7 +169,8 @@ def _dividing(pricing: Pricing) -> tuple[int, Zero, Experts]:
 def _fewer(choices: Sequence[Choice]) -> list[bool]:
     """[choice] whether the same with more positions is another of them: that is seldom longer, and looked at first."""
     likes = [
-        (each.strategy, each.chunks, each.pricing, each.replicas, each.batch, each.levels) for each in checked(choices)
+        (each.strategy, each.chunks, each.pricing, each.replicas, each.batch, each.levels, each.backwards)
+        for each in checked(choices)
     ]
     most: dict[tuple[object, ...], int] = {}
     for like, each in checked(zip(likes, choices, strict=True)):
@@ -492,6 +495,9 @@ class _BoundTable:
       work w_k it is at least ``sum of a w_i before k + m w_k``; cuts that make the most of these the least have all of
       them equal, so it is ``a S / (1 - (1 - a / m)^p)``;
     * Little's law: what is held, times how long, fits into what all devices have beside their state.
+
+    Of devices of different speeds the fastest are as many as p positions need, and each of these is no faster than its
+    devices are together; whatever one stage takes, it takes at the highest speed.
     """
 
     least: FloatArray
@@ -540,36 +546,40 @@ class _BoundTable:
         longest = longest_stages(list(lines.values()), int(wanted[-1]), wanted)
         evenest = longest[of_line, (p * per_position).astype(np.int64) - 1].astype(np.float64)
         one_each = (per_position == 1) & (routes == 1)
+        fastest = max(request.speeds)
+        together = _together(request.speeds, p, column(each.replicas * each.width for each in choices))
 
-        least = np.maximum(np.maximum(m * work / p, m * most / routes), way)
-        least = np.maximum(least, np.where(one_each, m * evenest, 0.0))
+        least = np.maximum(np.maximum(m * work / together, m * most / routes / fastest), way / fastest)
+        least = np.maximum(least, np.where(one_each, m * evenest / fastest, 0.0))
         share = np.minimum(1.0, summed("share"))
         waits = one_each & (share > 0)
         safe = np.where(waits, share, 1.0)
         waited = safe * work / -np.expm1(p * np.log1p(-np.minimum(safe / m, 1 - 1e-12)))
-        least = np.maximum(least, np.where(waits, waited, 0.0))
+        least = np.maximum(least, np.where(waits, waited / fastest, 0.0))
         room = p * limit - static
-        least = np.maximum(least, m * summed("area") / np.maximum(room, 1.0))
+        least = np.maximum(least, m * summed("area") / fastest / np.maximum(room, 1.0))
 
         held, smallest, again = _fitted(
             request, choices, schedules, p, m, rows, [each for _, each in alike.values()], limit
         )
-        forward, inputs, weights = (summed(name) / p for name in ("forward_ns", "input_ns", "weight_ns"))
+        working = column(_working(request, choices))  # positions, each by its speed
+        forward, inputs, weights = (summed(name) / working for name in ("forward_ns", "input_ns", "weight_ns"))
         ramps = np.zeros(len(choices))
         for known_schedule, own in schedules:
             chunks = int(per_position[own[0]])
             ramps[own] = known_schedule.bubble(forward[own], inputs[own], weights[own], chunks)
-        even = work / p  # of several stages on a position, some are longer and others shorter than that
-        uneven = np.maximum(0.0, longest[of_line, p.astype(np.int64) - 1] - even) / per_position
-        paced = column(_paced(choices, [each.sums_ns for each in sums]))
+        even = work / working  # of several stages on a position, some are longer and others shorter than that
+        uneven = np.maximum(0.0, longest[of_line, p.astype(np.int64) - 1] * (p / working) - even) / per_position
+        paced = column(_paced(choices, [each.sums_ns for each in sums])) * (p / working)
         exchanged = column(_exchanged_ns(request, blocks, choices, sums))
-        busiest = np.where(paced > 0, paced, even + uneven) + (again + exchanged) / p
+        busiest = np.where(paced > 0, paced, even + uneven) + (again * (p / working) + exchanged) / p
         sums_ns = column(_after_ns(request, choices, sums))
         stepped = least_steps_ns(request.profile) / (p * column(each.replicas * each.width for each in choices))
         hops = 2 * (p * per_position - 1) * column(_hops_ns(request, choices))  # of the first and the last micro-batch
         usual_ns = np.maximum(m * busiest + (p - 1) * np.maximum(0.0, ramps) + hops, least) + sums_ns
         eased = summed("eased")
-        least = np.maximum(least * eased, m * work / p * eased + stepped)  # all parameters are stepped once
+        stepped *= p / together  # all parameters are stepped once
+        least = np.maximum(least * eased, m * work / together * eased + stepped)
         return cls(
             least=np.maximum(1.0, np.floor(least * _SLACK)),
             usual=np.where(np.isfinite(again), usual_ns, m * busiest.clip(max=1e18)),
@@ -579,6 +589,26 @@ class _BoundTable:
             again=again > 0,
             possible=(static + summed("least_bytes") <= p * limit) & (summed("alone_bytes") <= limit),
         )
+
+
+def _together(speeds: Sequence[float], positions: FloatArray, each: FloatArray) -> FloatArray:
+    """[choice] the most that so many positions of devices can have of the speed of one: of the fastest devices."""
+    sums = np.cumsum([0.0, *sorted(speeds, reverse=True)])
+    found: FloatArray = sums[np.minimum(positions * each, len(speeds)).astype(np.int64)] / each
+    return found
+
+
+def _working(request: Request, choices: Sequence[Choice]) -> Iterator[float]:
+    """[choice] how much its positions have of the speed of one, each being as fast as the slowest of its devices."""
+    speeds, known = request.speeds, dict[tuple[int, int, bool], float]()
+    for choice in choices:
+        key = choice.width * choice.replicas, choice.positions or 1, choice.backwards
+        if key not in known:
+            each, count, backwards = key
+            line = speeds[::-1] if backwards else speeds
+            slowest = [min(line[at * each : (at + 1) * each], default=min(speeds)) for at in range(count)]
+            known[key] = sum(slowest)
+        yield known[key]
 
 
 def _by_usual(choices: Sequence[Choice], usual: Sequence[Usual]) -> list[tuple[Usual, NDArray[np.int64]]]:
@@ -670,8 +700,11 @@ def _paced(choices: Sequence[Choice], lines: Sequence[Array]) -> Iterator[float]
 
 
 def _exchanged_ns(request: Request, blocks: Blocks, choices: Sequence[Choice], sums: Sequence[_Sums]) -> Iterator[int]:
-    """[choice] ns that a micro-batch's actions wait for what copies exchange, on the cluster's first devices."""
-    known: dict[tuple[int, Zero, int, Experts], int] = {}
+    """[choice] ns by which a micro-batch's actions are longer for what copies exchange, on the cluster's first devices.
+
+    They wait for what compute does not hide, or are slower beside it, as in :func:`pipeplan.costs.zero.with_exchanges`.
+    """
+    known: dict[tuple[int, Zero, int, Experts], tuple[int, int]] = {}
     for choice, own in zip(choices, sums, strict=True):
         if request.cluster is None or choice.zero.level < IN_ACTIONS:
             yield 0
@@ -680,8 +713,10 @@ def _exchanged_ns(request: Request, blocks: Blocks, choices: Sequence[Choice], s
         key = pricing.shards, choice.zero, choice.copies, pricing.experts
         if key not in known:
             near = Exchanging.on_first(request.cluster, choice.shards, choice.copies, choice.zero, pricing.experts)
-            known[key] = blocks.exchanged_ns(pricing, near)
-        yield max(0, known[key] - own.compute_ns)
+            exchanged = blocks.exchanged_ns(pricing, near)
+            known[key] = exchanged, round(near.contention * exchanged)
+        exchanged, slowed = known[key]
+        yield max(slowed, exchanged - own.compute_ns)
 
 
 def _hops_ns(request: Request, choices: Sequence[Choice]) -> Iterator[float]:

@@ -1,9 +1,9 @@
 """Stages of different widths: of a small chain every cut, each stage on devices and split in a way of its own.
 
 A stage's devices are shards times replicas, and both may differ from stage to stage. All stages have micro-batches of
-one size. Here: every such layout of a few blocks on a few devices, compared by the exact times of 1F1B where messages
-take no time. Not here: layouts of equal stages (:mod:`pipeplan.planning.uniform_space`), of which there are few enough
-for any size.
+one size. Of devices of different speeds a stage may have any, and is as fast as the slowest. Here: every such layout of
+a few blocks on a few devices, compared by the exact times of 1F1B where messages take no time. Not here: layouts of
+equal stages (:mod:`pipeplan.planning.uniform_space`), of which there are few enough for any size.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise, product
+from itertools import pairwise, product
 from typing import NamedTuple
 
 from pipeplan.costs import StageCost
@@ -59,7 +59,8 @@ class EveryWidth(CandidateStep):
             return
         if not any_stages(request) or not _in_one_line(profile):
             return
-        free = request.cluster is None and not any(edge.transfer_ns for edge in profile.edges)
+        links = () if request.cluster is None else request.cluster.levels
+        free = not links and not any(edge.transfer_ns for edge in profile.edges)
         for each in _Widths.of(request).quickest(self.most):
             propose = partial(_placed, request, each)
             yield BoundedProposal(propose, each.actions_ns) if free and request.scheduler == "1f1b" else propose
@@ -75,6 +76,7 @@ class _StageWidth(NamedTuple):
     forward_ns: int
     backward_ns: int
     after_ns: int
+    devices: tuple[int, ...]
 
     @property
     def work_ns(self) -> int:
@@ -104,12 +106,18 @@ class _Widths:
     order: tuple[str, ...]
     known: dict[tuple[int, int, Pricing], list[tuple[StageCost, tuple[Again, ...]]]]
     blocks: dict[Pricing, list[StageCost] | None]
-    after: dict[tuple[int, Zero], AfterActions]
+    after: dict[tuple[int, Zero, float], AfterActions]
+    speeds: Sequence[float]
+    kinds: Sequence[Sequence[int]]
 
     @classmethod
     def of(cls, request: Request) -> _Widths:
         """The widths of a request."""
-        return cls(request, tuple(request.profile.topological_order()), {}, {}, {})
+        speeds, memory = request.speeds, request.memory
+        kinds: dict[object, list[int]] = {}
+        for device, speed in enumerate(speeds):
+            kinds.setdefault((speed, memory[device]) if request.uneven else None, []).append(device)
+        return cls(request, tuple(request.profile.topological_order()), {}, {}, {}, speeds, list(kinds.values()))
 
     def quickest(self, most: int) -> list[_WidthLayout]:
         """So many of those that fit with what 1F1B has in flight, the quickest with it first."""
@@ -130,7 +138,7 @@ class _Widths:
 
         A stage waits for those before it, works through all micro-batches, and then they wait for it.
         """
-        blocks, devices, number = len(self.order), self.request.num_devices, batch.num_microbatches
+        blocks, number = len(self.order), batch.num_microbatches
 
         def extended(
             ranges: tuple[tuple[int, int], ...], ways: tuple[_StageWidth, ...], before: int
@@ -139,9 +147,10 @@ class _Widths:
             if not left:
                 yield ranges, ways
                 return
-            used = sum(way.shards * way.replicas for way in ways)
+            used = {device for way in ways for device in way.devices}
+            free = [[device for device in kind if device not in used] for kind in self.kinds]
             for end in range(blocks if left == 1 else begin + 1, blocks - left + 2):
-                for way in self._ways((begin, end), batch, used, devices - left + 1, left):
+                for way in self._ways((begin, end), batch, free, left):
                     least = number * way.work_ns + max(before, way.after_ns)
                     if len(found) < most or least < found[-1].usual_ns:
                         yield from extended((*ranges, (begin, end)), (*ways, way), before + way.work_ns)
@@ -149,33 +158,38 @@ class _Widths:
         yield from checked(extended((), (), 0), 16)
 
     def _ways(
-        self, blocks: tuple[int, int], batch: Batch, first: int, end: int, in_flight: int
+        self, blocks: tuple[int, int], batch: Batch, free: Sequence[Sequence[int]], left: int
     ) -> Iterator[_StageWidth]:
-        """How a stage may run on devices from the ``first`` on, all before the ``end``, where it fits."""
+        """How a stage may run on the first of the ``free`` devices of each kind, where it fits.
+
+        It leaves one to each of the ``left`` stages from it on, but for itself.
+        """
         request, unit = self.request, self.request.unit
-        held = min(batch.num_microbatches, in_flight)
-        for shards in sorted({each.shards for each in open_splits(request) if each.context == each.expert == 1}):
-            for replicas in range(1, (end - first) // shards + 1):
-                units = range(first, first + shards * replicas, shards)
-                if batch.microbatch_size % replicas or any(x // unit != (x + shards - 1) // unit for x in units):
+        held, most = min(batch.num_microbatches, left), sum(map(len, free)) - left + 1
+        splits = sorted({each.shards for each in open_splits(request) if each.context == each.expert == 1})
+        for shards, replicas in ((each, count) for each in splits for count in range(1, most // each + 1)):
+            for devices in _first_of(free, shards * replicas):
+                units = [devices[at : at + shards] for at in range(0, len(devices), shards)]
+                if batch.microbatch_size % replicas or any(len({x // unit for x in own}) > 1 for own in units):
                     continue
-                limits = [size for x in range(first, first + shards * replicas) if (size := request.memory[x])]
-                limit = min(limits, default=math.inf)
+                limit = min((size for x in devices if (size := request.memory[x])), default=math.inf)
+                speed = min(self.speeds[device] for device in devices)
                 for zero in sharings(request, replicas):
-                    pricing = Pricing(batch.microbatch_size // replicas, False, shards, zero)
+                    pricing = Pricing(batch.microbatch_size // replicas, False, shards, zero, speed=speed)
                     fitting = (each for each in self._costs(blocks, pricing) if each[0].memory_bytes(held) <= limit)
                     if (found := next(fitting, None)) is not None:
                         cost, recompute = found
-                        after = self._after(shards, zero, cost.gradient_bytes, replicas)
-                        yield _StageWidth(shards, replicas, zero, recompute, cost.forward_ns, cost.backward_ns, after)
+                        after = self._after((shards, zero, speed), cost.gradient_bytes, replicas)
+                        times = cost.forward_ns, cost.backward_ns, after
+                        yield _StageWidth(shards, replicas, zero, recompute, *times, devices)
                         break  # dividing more only takes less memory
 
-    def _after(self, shards: int, zero: Zero, gradients: int, replicas: int) -> int:
-        """Ns of what follows all actions, on the cluster's first devices."""
-        if (shards, zero) not in self.after:
-            profile, cluster = self.request.profile, self.request.cluster
-            self.after[shards, zero] = AfterActions.of(profile, cluster, shards, lambda _: zero)
-        return self.after[shards, zero](gradients, replicas)
+    def _after(self, how: tuple[int, Zero, float], gradients: int, replicas: int) -> int:
+        """Ns of what follows all actions with these shards, division of state and speed, on the first devices."""
+        if how not in self.after:
+            profile, cluster, (shards, zero, speed) = self.request.profile, self.request.cluster, how
+            self.after[how] = AfterActions.of(profile, cluster, shards, lambda _: zero, speed)
+        return self.after[how](gradients, replicas)
 
     def _costs(self, blocks: tuple[int, int], pricing: Pricing) -> list[tuple[StageCost, tuple[Again, ...]]]:
         """What a stage may recompute of its blocks and what it then costs, the quickest first."""
@@ -203,6 +217,16 @@ class _Widths:
         return None if costs is None else costs[place]
 
 
+def _first_of(kinds: Sequence[Sequence[int]], count: int) -> Iterator[tuple[int, ...]]:
+    """Every choice of so many devices of these kinds, the first ones of each."""
+    if not kinds:
+        yield from [()] * (not count)
+        return
+    for own in range(min(count, len(kinds[0])), -1, -1):
+        for others in _first_of(kinds[1:], count - own):
+            yield (*kinds[0][:own], *others)
+
+
 def _in_one_line(profile: Profile) -> bool:
     """Whether every block feeds the next, and no other."""
     order = profile.topological_order()
@@ -226,19 +250,16 @@ def _sizes(request: Request) -> Iterator[int]:
 
 def _placed(request: Request, layout: _WidthLayout) -> PlacementCandidate:
     order = tuple(request.profile.topological_order())
-    widths = [way.shards * way.replicas for way in layout.ways]
     stages = tuple(
         PlacedStage(
             blocks=order[begin:end],
-            devices=tuple(range(*devices)),
+            devices=way.devices,
             shards=way.shards,
             replicas=way.replicas,
             recompute=recompute_of(way.recompute) if any(way.recompute) else None,
             **way.zero.keys(way.replicas),
         )
-        for (begin, end), way, devices in zip(
-            layout.ranges, layout.ways, pairwise(accumulate(widths, initial=0)), strict=True
-        )
+        for (begin, end), way in zip(layout.ranges, layout.ways, strict=True)
     )
     placement = Placement(strategy="one-to-one", num_devices=request.num_devices, stages=stages)
     return PlacementCandidate(placement, layout.batch, False, "every width")

@@ -87,7 +87,7 @@ def _rows(request: Request, result: Result, simulation: Simulation, written: str
     yield "bound", _bound(request, result)
     yield "memory", memory_clauses(simulation)
     yield "idle", idle_clauses(simulation)
-    if lacks := cannot_train(simulation.plan):
+    if lacks := cannot_train(simulation.plan, request.profile):
         said = f"training with {' and '.join(lacks)} is not built yet"
         trains = lacks == ["bf16-mixed"]  # one line of 80 columns
         said = f"{said}; --precision bf16-autocast is" if trains else f"emulates this plan; {said}"

@@ -59,13 +59,15 @@ def relinked(plan: Plan, cluster: Cluster) -> Workload:
     _require_no_configurations(plan, "--cluster")
     _require_no_exchanges(plan)
     _require_no_shared_experts(plan)
+    _require_as_fast(plan, cluster)
     names = [kind.name for kind in cluster.devices for _ in range(kind.count)]
     memory, reserve = cluster.memory_bytes, cluster.reserve_bytes
+    contention = cluster.contention_among([range(len(plan.devices))])
     stages, tied = with_syncs(plan.stages, plan.tied, plan.recipe or Recipe(), cluster)
     return replace(
         plan.workload,
         devices=tuple(
-            Device(name=names[d], memory_bytes=memory[d], reserve_bytes=reserve[d], contention=cluster.contention)
+            Device(name=names[d], memory_bytes=memory[d], reserve_bytes=reserve[d], contention=contention)
             for d in range(len(plan.devices))
         ),
         stages=tuple(stages),
@@ -130,6 +132,17 @@ def _require_no_shared_experts(plan: Plan) -> None:
         )
 
 
+def _require_as_fast(plan: Plan, cluster: Cluster) -> None:
+    """How long actions take at another speed only the profile says: its rows are rounded one by one."""
+    for index, stage in enumerate(plan.stages):
+        speed = min(cluster.speeds[device] for device in stage.devices)
+        if speed != stage.speed:
+            raise UsageError(
+                f"stages[{index}] of the plan is on devices of speed {stage.speed:g}, in cluster {cluster.name!r} they "
+                f"have {speed:g}, and what its actions take there only the profile says; give --profile, too"
+            )
+
+
 def _require_no_exchanges(plan: Plan) -> None:
     """What replicas exchange block by block is in the times of actions, which only the profile has without it."""
     for index, stage in enumerate(plan.stages):
@@ -148,6 +161,7 @@ class _Built:
         split = {operation.stage for operation in plan.operations if operation.role is Role.INPUT_GRAD}
         self._variant_of: list[_Variant] = [index in split for index in range(len(plan.stages))]
         self._workloads: dict[_Variant, Workload] = {}
+        speeds = plan.device_speeds
         for variant in dict.fromkeys(self._variant_of):
             built = build_workload(
                 profile,
@@ -159,6 +173,7 @@ class _Built:
                 cluster=cluster,
                 memory_bytes=None if cluster else [device.memory_bytes for device in plan.devices],
                 reserve_bytes=None if cluster else [device.reserve_bytes for device in plan.devices],
+                speeds=None if cluster else speeds,
                 whole_messages=any(not stage.blocks for stage in plan.stages),
             )
             cuts = [stage.cuts for stage in plan.stages if stage.blocks]
@@ -174,7 +189,14 @@ class _Built:
         built = self._workloads[self._variant_of[index]].stages[index]
         stage = self._plan.stages[index].with_state(built.state)
         buckets = built.buckets if stage.buckets else ()
-        return replace(stage, sync_ns=built.sync_ns, step_ns=built.step_ns, gather_ns=built.gather_ns, buckets=buckets)
+        return replace(
+            stage,
+            sync_ns=built.sync_ns,
+            step_ns=built.step_ns,
+            gather_ns=built.gather_ns,
+            buckets=buckets,
+            speed=built.speed,
+        )
 
     def operation(self, operation: Operation) -> Operation:
         """An operation with the profile's time and memory; a profile knows nothing of instructions."""

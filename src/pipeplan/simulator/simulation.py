@@ -259,7 +259,7 @@ class Simulation(Displayed):
     @property
     def throughput(self) -> Throughput:
         """The throughput of the iteration."""
-        return self.yardstick.throughput(self.workload.mini_batch, self.iteration_ns, len(self.workload.devices))
+        return self.yardstick.throughput(self.workload.mini_batch, self.iteration_ns, sum(self.workload.device_speeds))
 
     @property
     def iteration_ns(self) -> int:

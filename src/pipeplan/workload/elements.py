@@ -103,6 +103,8 @@ Nanoseconds = Annotated[int, Ge(0), Le(MAX_NS)]
 PositiveNs = Annotated[int, Ge(1), Le(MAX_NS)]
 Bytes = Annotated[int, Ge(0), Le(MAX_BYTES)]
 Share = Annotated[float, Ge(0), Le(1)]
+Speed = Annotated[float, Ge(0.001), Le(1000)]
+SPEED = "how much it computes in the time in which a device that the profile's times are of computes 1"
 Count = Annotated[int, Ge(1), Le(MAX_COUNT)]
 DeviceCount = Annotated[int, Ge(1), Le(MAX_DEVICES)]
 Index = Annotated[int, Ge(0), Le(MAX_COUNT)]
@@ -393,6 +395,7 @@ class Stage(Element):
         Items[BlockGroup],
         Meaning("that UNSHARD, RESHARD and REDUCE_GRAD are of, where actions exchange state", said_only=True),
     ] = ()
+    speed: Annotated[Speed, Meaning(f"of its slowest device: {SPEED}", said_only=True)] = 1.0
 
     @property
     def copies(self) -> int:
@@ -443,6 +446,15 @@ class Stage(Element):
     def mesh_of(self, index: int) -> Mesh:
         """How the devices of a replica stand for a block. Raises ValueError where ``check`` would refuse it."""
         return mesh_of(self.configurations, index, self.shards)
+
+
+def speeds_of(stages: Iterable[Stage], num_devices: int) -> list[float]:
+    """[device] that of the fastest of its stages, and so its own where it is the slowest of one; 1 without any."""
+    found = dict[int, float]()
+    for stage in stages:
+        for device in stage.devices:
+            found[device] = max(found.get(device, 0.0), stage.speed)
+    return [found.get(device, 1.0) for device in range(num_devices)]
 
 
 def odd_neighbour(stage: Stage, stages: Iterable[Stage]) -> int | None:

@@ -175,6 +175,7 @@ STATE_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.lifetime is Lifetime.A
 KEPT_KINDS = tuple(kind for kind in MEMORY_KINDS if kind.lifetime is Lifetime.MICROBATCH)
 
 _PLACES = {kind: place for place, kind in enumerate(MEMORY_KINDS)}
+_OTHERS = (0,) * (len(MEMORY_KINDS) - len(STATE_KINDS))
 
 
 class MemoryBytes(Mapping[MemoryKind, int]):
@@ -192,6 +193,11 @@ class MemoryBytes(Mapping[MemoryKind, int]):
     def of_keys(cls, part: object, kinds: Iterable[MemoryKind] = MEMORY_KINDS) -> MemoryBytes:
         """What a part of a file says of some kinds under their keys."""
         return cls((kind, getattr(part, kind.key)) for kind in kinds)
+
+    @classmethod
+    def of_state(cls, sizes: Iterable[int]) -> MemoryBytes:
+        """Bytes of ``STATE_KINDS``, in their order, which are the first of all."""
+        return cls._of((*sizes, *_OTHERS))
 
     def keyed(self, kinds: Iterable[MemoryKind] = MEMORY_KINDS) -> dict[str, int]:
         """The bytes of some kinds under the keys that files have for them."""

@@ -12,26 +12,19 @@ from pipeplan.workload.kinds import GRADIENT_ROLES, PARAMETER_ROLES, RESHARD, UN
 
 
 class ProgramNetwork:
-    """A network of one device, by the texts of its ``program``; what takes planned ns takes ``stretched`` ones.
+    """A network of one device, asked for what its program says; what takes planned ns takes ``stretched`` ones.
 
     All devices of a stage exchange the same in turn, from starts of actions that they have agreed on, so that each
     knows when the others do.
     """
 
-    def __init__(self, stages: Sequence[Stage], program: Sequence[str], stretched: Callable[[int], int]) -> None:
+    def __init__(self, stages: Sequence[Stage], stretched: Callable[[int], int]) -> None:
         self._stages, self._stretched = stages, stretched
-        self._asked = dict[int, list[StateAction]]()  # what stands between an action and the one before it
-        waiting = list[StateAction]()
-        for counter, text in enumerate(program):
-            state = StateAction.read(text)
-            if state is not None:
-                waiting.append(state)
-            elif "_" not in text:  # a message is 1SEND_F0
-                self._asked[counter], waiting = waiting, []
         self.restart(0)
 
     def restart(self, now_ns: int) -> None:
         """An iteration begins: nothing is gathered, and nothing is to be reduced."""
+        self._asked = list[StateAction]()
         self._free_ns = self._begun_ns = now_ns
         self._last: tuple[int, Role] | None = None
         self._arrived = defaultdict[tuple[int, int], int](int)
@@ -39,9 +32,14 @@ class ProgramNetwork:
         self._ready = defaultdict[tuple[int, int], int](int)
         self._reduced = defaultdict[tuple[int, int], int](int)
 
-    def exchange(self, counter: int, action: Action) -> int:
-        """Run what stands before the action at that place in the program; ns from which on it lets that start."""
-        for state in self._asked[counter]:
+    def ask(self, state: StateAction) -> None:
+        """The program comes to what exchanges state, or gives it up."""
+        self._asked.append(state)
+
+    def exchange(self, action: Action) -> int:
+        """Run what was asked for since the action before this one; ns from which on it lets this one start."""
+        asked, self._asked = self._asked, []
+        for state in asked:
             place, blocks = (state.stage, state.group or 0), self._stages[state.stage].block_groups[state.group or 0]
             if state.kind == RESHARD:
                 assert self._last is not None

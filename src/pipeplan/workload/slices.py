@@ -88,8 +88,10 @@ def parts_are_before(graph: TaskGraph, orders: Orders, repetend: Repetend) -> bo
     return all(_name(graph, task)[1] is None for task in after)
 
 
-def repetend_of(graph: TaskGraph, orders: Orders) -> Repetend | None:
+def repetend_of(graph: TaskGraph, orders: Orders, *, repeated: bool = False) -> Repetend | None:
     """The repetend of a schedule, where micro-batches are all alike after those that run in parts.
+
+    With ``repeated`` it is one that the orders themselves repeat.
 
     None where actions exchange state: what repeats is then the actions and their exchanges, in a loop or not at all.
     """
@@ -98,7 +100,7 @@ def repetend_of(graph: TaskGraph, orders: Orders) -> Repetend | None:
     replaced, whole_orders = whole(graph, orders)
     if not replaced.workload.is_uniform:
         return None
-    found = find_repetend(replaced, whole_orders, earliest_starts(replaced, whole_orders))
+    found = find_repetend(replaced, whole_orders, earliest_starts(replaced, whole_orders), repeated=repeated)
     return found if found is not None and parts_are_before(graph, orders, found) else None
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from pipeplan.errors import InvalidPlanError
 from pipeplan.graphs import longest_paths
 from pipeplan.workload.action import Action
-from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, TiedState, slots_of
+from pipeplan.workload.elements import Dependency, Device, Hop, Operation, Stage, TiedState, slots_of, speeds_of
 from pipeplan.workload.kinds import (
     ACTIVATIONS,
     GRADIENT_ROLES,
@@ -108,6 +108,11 @@ class Workload:
     def with_microbatches(self, num_microbatches: int) -> Workload:
         """The same for another number of micro-batches."""
         return replace(self, num_microbatches=num_microbatches)
+
+    @property
+    def device_speeds(self) -> list[float]:
+        """[device] how much it computes in the time in which one that the profile's times are of computes 1."""
+        return speeds_of(self.stages, len(self.devices))
 
     @property
     def mini_batch(self) -> int:

@@ -13,6 +13,7 @@ from pipeplan.runtime.emulation.devices import EmulatedRunner, _stamped, specs_o
 from pipeplan.runtime.emulation.emulate import _NO_SAMPLES
 from pipeplan.runtime.executor.message_graph import hops_of
 from pipeplan.runtime.executor.rank_program import ProgramStep, planned_programs
+from pipeplan.workload.action import StateAction
 from pipeplan.workload.kinds import Role
 from pipeplan.workload.program_network import ProgramNetwork
 
@@ -61,12 +62,14 @@ def test_actions_start_and_end_when_the_plan_has_it(late: bool, stretch: int) ->
         for rank in range(len(plan.devices)):
             pace = Exact(stretch)
             known: Any = pace
-            network = ProgramNetwork(plan.stages, plan.programs[rank], pace.stretched)
+            network = ProgramNetwork(plan.stages, pace.stretched)
             network.restart(7)
             specs = specs_of(programs, hops, 1024)
             runner = EmulatedRunner(plan, programs[rank].tensors, specs, known, known, network)
             for step in programs[rank].steps:
-                if step.message is None and step.action.role is not Role.STATE:
+                if step.action.role is Role.STATE:
+                    network.ask(StateAction(step.action.stage, step.action.kind, step.action.part))
+                elif step.message is None:
                     there = [7 + stretch * each for each in arrivals(plan, step)]
                     begun = max(pace.free, *there, 0)
                     inside += bool(step.part) and begun > pace.free

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from builders.chains import chain_workload
+from builders.loops import looped_plans
 from builders.plans import plan_of
 from builders.shapes import shape_workload
 from builders.sharded import chain_of, exchanging, plan_on
@@ -49,7 +50,7 @@ PLANS = (
     *SHAPES,
     *("one device", "sizes", "replicas", "parts", "shards and replicas"),
     *("experts are exchanged", "late inputs beside exchanges"),
-    *("messages wait for their link", "gradients are summed"),
+    *("messages wait for their link", "gradients are summed", "a loop"),
 )
 
 
@@ -65,8 +66,12 @@ def plans() -> dict[str, Plan]:
     found |= {"experts are exchanged": experts_exchanged(), "late inputs beside exchanges": late_and_exchanged()}
     for name, plan in found.items():
         check(plan).require(name)
+    looped = looped_plans(shape_workload("v", 4, costs=COSTS), 4, 24)["gpipe"]
+    assert check(looped).valid
+    assert all(program.loop is not None for program in planned_programs(looped))
     found["messages wait for their link"] = with_busy_links(chain(3))
     found["gradients are summed"] = with_sums(chain(2))
+    found["a loop"] = looped
     assert tuple(found) == PLANS
     return {name: four_devices(plan) for name, plan in found.items()}
 
@@ -175,6 +180,7 @@ def test_an_iteration_ends_when_the_last_rank_has_summed() -> None:
 )
 def test_nothing_begins_before_the_plan_allows_it(name: str, transfers: str, results: dict[str, RunResult]) -> None:
     (plan, options), result = cases()[f"{name} {transfers}"], results[f"{name} {transfers}"]
+    plan = plan.unrolled()
     simulation = simulate(plan)
     assert len(result.timeline) == len(result.steps) == options.num_steps
     for step, ranks in zip(result.steps, result.timeline, strict=True):

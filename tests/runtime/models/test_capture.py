@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from pipeplan.errors import UsageError
 from pipeplan.runtime.models.capture import capture
+from pipeplan.runtime.models.load import hindrance_of
+from pipeplan.runtime.models.shapes import SEVERAL_REMEDY, output_shapes, shaped_blocks
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
 from pipeplan.runtime.profiling.build_profile import block_graph_of
@@ -603,6 +605,37 @@ def test_half_layers_end_at_residual_additions() -> None:
     ]
 
 
+class Joined(nn.Module):
+    """A loop with residual additions, then a second branch from other words, then both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(2 * WIDTH, 3)
+        self.left = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
+        self.right = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, tokens: Tensor, others: Tensor) -> Tensor:
+        a = self.embed(tokens)
+        for layer in self.left:
+            a = a + layer(a)
+        b = self.embed(others)
+        for layer in self.right:
+            b = torch.tanh(layer(b))
+        return self.head(torch.cat([a, b], dim=-1)).sum()
+
+
+@pytest.mark.parametrize("grain", ["half", "layer"])
+def test_the_last_residual_addition_of_a_loop_is_its_layer_s(grain: Any) -> None:
+    """Not of the branch that comes next, which would wait for it and give two tensors: no plan of that could be run."""
+    tokens = torch.randint(VOCABULARY, (2, 5))
+    module = Joined()
+    model = capture(module, {"tokens": tokens, "others": tokens.flip(1)}, name="joined", grain=grain)
+    taken = {block.id: {source for source, _ in block.inputs} for block in model.blocks}
+    assert taken["embedding-2"] == set()
+    assert [len(shaped.outputs) for shaped in shaped_blocks(model, 2)] == [1] * len(model.blocks)
+    require_same(module, model, 3)
+
+
 def test_layers_are_the_elements_of_the_outermost_lists_or_the_modules_at_the_top() -> None:
     assert ids("pre-norm", "layer") == ["embedding", "layers.0", "layers.1", "layers.2", "head"]
     assert ids("conv-net", "layer") == ["stem.0", "stages.0", "stages.2", "linear"]
@@ -856,3 +889,39 @@ def test_random_graphs(wires: list[tuple[str, int, int]], grain: Any, num_sample
     model = capture(module, {"x": torch.randn(2, SEQUENCE, WIDTH)}, name="random", grain=grain)
     require_same(module, model, num_samples)
     assert len(block_graph_of(model, torch.float32).blocks) == len(model.blocks)
+
+
+class TwoOn(nn.Module):
+    """Two branches that go on together through each layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, 3)
+        self.layers = nn.ModuleList(Both() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        a = b = self.embed(tokens)
+        for layer in self.layers:
+            a, b = layer(a, b)
+        return self.head(a * b).sum()
+
+
+class Both(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(a) + b, self.other(b) + a
+
+
+def test_a_model_that_no_run_trains_is_said_to_be_so_before_it_is_measured() -> None:
+    model = capture(TwoOn(), {"tokens": torch.randint(VOCABULARY, (2, 5))}, name="two", grain="layer")
+    said = hindrance_of(model)
+    assert said.startswith("plans of this profile can be searched, checked and emulated, but pipeplan run cannot train")
+    assert "layers.0, layers.1 hand on several tensors" in said
+    with pytest.raises(UsageError, match="returns 2 tensors") as error:
+        output_shapes(model, 2)
+    assert SEVERAL_REMEDY in said
+    assert SEVERAL_REMEDY in str(error.value)
+    assert hindrance_of(captured("pre-norm", "half")[1]) == ""

@@ -171,6 +171,96 @@ def test_transformers_load_what_a_plan_wrote(tmp_path: Path) -> None:
     assert (logits - fresh).abs().max() > 1e-4, "training has changed them"
 
 
+# From a hub's folder ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Tensor]]:
+    """A tiny Llama as transformers writes it: config.json, bfloat16, in several files with an index."""
+    from pipeplan.runtime.models.huggingface import load
+
+    found = tmp_path_factory.mktemp("hub")
+    torch.manual_seed(5)
+    module = load(text("llama"), sequence=SEQUENCE).module.model.to(torch.bfloat16)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    module.save_pretrained(found, max_shard_size="20KB")
+    return found, {key: value.detach().clone() for key, value in module.state_dict().items()}
+
+
+def read_whole(path: Path | str, names: WeightNames) -> dict[str, Tensor]:
+    """All that a model has of files; of the first dimension of each tensor a rank may have the last rows alone."""
+    held = {name: torch.full(form.shape, torch.nan) for name, form in names.forms.items()}
+    parts = []
+    for name, tensor in held.items():
+        half = tensor.shape[0] // 2
+        pieces = [ParameterChunk(tensor.size(), torch.Size([0] * tensor.dim()), tensor[:half])] if half else []
+        rest = torch.Size([half] + [0] * (tensor.dim() - 1))
+        parts.append((name, [*pieces, ParameterChunk(tensor.size(), rest, tensor[half:])]))
+    read_weights(str(path), names, "llama", parts)
+    return held
+
+
+def test_a_hub_s_folder_is_read_in_shards_and_widened(hub: Any) -> None:
+    """A folder, or its index; bfloat16 numbers are the same in float32. The folder is a model's name, too."""
+    folder, saved = hub
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    _, names = names_of(str(folder), sequence=SEQUENCE)
+    for path in (folder, folder / "model.safetensors.index.json"):
+        found = read_whole(path, names)
+        assert found.keys() <= saved.keys()
+        assert all(torch.equal(found[key], saved[key].float()) for key in found)
+    dataclasses.replace(TRAINING, model=str(folder), init=str(folder)).require_consistent()
+
+
+def test_a_run_starts_from_a_hub_s_folder(hub: Any, tmp_path: Path) -> None:
+    """What it exports again, without a step, are the same numbers in the parameters' format."""
+    folder, saved = hub
+    model = load_model(str(folder), sequence=SEQUENCE)
+    write_file(model_plan(model, [0, 1]), str(tmp_path / "plan.json"))
+    flags = ["--model", str(folder), "--local", "--steps", "0", "--init", str(folder), "--sequence", str(SEQUENCE)]
+    done = pipeplan("run", tmp_path / "plan.json", *flags, "--export-weights", tmp_path / "out.safetensors")
+    assert done.returncode == 0, done.stderr
+    found = load_file(tmp_path / "out.safetensors")
+    assert all(torch.equal(found[key].bfloat16(), saved[key]) for key in found)
+
+
+def test_names_without_the_model_s_body_and_buffers_of_old_releases(hub: Any, tmp_path: Path) -> None:
+    """As files that were saved from the body alone: but then the head is missing, unless it is tied."""
+    folder, saved = hub
+    _, names = names_of(str(folder), sequence=SEQUENCE)
+    bare = {key.removeprefix("model."): value for key, value in saved.items()}
+    bare["layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    save_file(bare, tmp_path / "bare.safetensors")
+    found = read_whole(tmp_path / "bare.safetensors", names)
+    assert all(torch.equal(found[key], saved[key].float()) for key in found)
+    save_file({**bare, "adapter.weight": torch.zeros(1)}, tmp_path / "odd.safetensors")
+    assert refused(tmp_path / "odd.safetensors", names).endswith("1 tensor not in the model (adapter.weight)")
+    save_file({f"module.{key}": value for key, value in saved.items()}, tmp_path / "wrapped.safetensors")
+    assert "tensors missing" in refused(tmp_path / "wrapped.safetensors", names)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "needs safetensors files, and has none"),
+        ({"pytorch_model.bin": ""}, "has only torch's pickles, which are not read"),
+        ({"a.safetensors": "", "b.safetensors": ""}, "several models' files (a.safetensors, b.safetensors, ...)"),
+        ({"model.safetensors.index.json": "[]"}, "is no index of safetensors files, with a weight_map: TypeError"),
+        (
+            {"model.safetensors.index.json": '{"weight_map": {"a": "model-1.safetensors", "b": "../b.safetensors"}}'},
+            "names 2 files, of which 2 are not beside it (../b.safetensors, model-1.safetensors): download them, too",
+        ),
+    ],
+)
+def test_folders_without_a_model_s_weights(files: dict[str, str], said: str, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(UsageError) as caught:
+        dataclasses.replace(TRAINING, init=str(tmp_path)).require_consistent()
+    assert said in str(caught.value)
+
+
 # What does not fit -------------------------------------------------------------------------------------------------
 
 

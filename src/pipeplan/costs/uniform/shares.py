@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from pipeplan.costs.communication import LINK_CEILING
-from pipeplan.costs.devices import PRESETS, Curve, DevicePreset, device_preset
+from pipeplan.costs.devices import PRESETS, Curve, DevicePreset, device_preset, preset_called
 from pipeplan.costs.uniform.choices import choices
 from pipeplan.costs.uniform.words import Machine
+from pipeplan.files import Cluster
 
 UNKNOWN = 0.65, 0.55
 """Of a device that has no neighbour with fitted shares."""
@@ -102,6 +103,48 @@ def reaching(device: DevicePreset, shares: Shares) -> DevicePreset:
         memory_efficiency=_ending_at(device.memory_efficiency, shares.bandwidth),
         link_bytes_per_s=round(device.link_bytes_per_s * shares.bandwidth / LINK_CEILING),
     )
+
+
+def as_reached(cluster: Cluster) -> Cluster:
+    """A maker's cluster with links as fast as published runs found them, and as much in the way of compute.
+
+    That is the share of their bandwidth that its devices reach, between nodes, too, and what a hidden message takes of
+    compute. A cluster of devices that no preset has stays as it is.
+    """
+    preset = preset_called(cluster.devices[0].name)
+    if preset is None or not cluster.levels:
+        return cluster
+    shares, contention = shares_for(preset.name, catalog_shares()), choices().contention
+
+    def reached(rate: int | None) -> int | None:
+        return None if rate is None else round(rate * shares.bandwidth)
+
+    levels = [
+        level.model_copy(update={name: reached(getattr(level, name)) for name in LINK_RATES})
+        for level in cluster.levels
+    ]
+    notes = (
+        f"{cluster.source.notes} Here links have {shares.bandwidth:.1%} of their nominal rates, and an exchange beside "
+        f"compute slows it by {contention:g} of its time, as fitted on {shares.runs} published runs of {shares.whose} "
+        f"in {shares.layouts} layouts (docs/benchmarks/published-runs.md)."
+    )
+    source = cluster.source.model_copy(update={"notes": notes})
+    return cluster.model_copy(update={"levels": tuple(levels), "contention": contention, "source": source})
+
+
+def faster_than_reached(cluster: Cluster) -> bool:
+    """Whether a cluster has faster links than runs on its devices reach, nominal ones say, and none measured."""
+    preset = preset_called(cluster.devices[0].name)
+    if preset is None or not cluster.levels or cluster.measured:
+        return False
+    reached = preset.link_bytes_per_s * shares_for(preset.name, catalog_shares()).bandwidth
+    return cluster.levels[0].bandwidth_bytes_per_s > _CLEARLY * reached
+
+
+LINK_RATES = "bandwidth_bytes_per_s", "node_bandwidth_bytes_per_s"
+"""Keys of a level."""
+
+_CLEARLY = 1.05
 
 
 def _ending_at(curve: Curve, share: float) -> Curve:

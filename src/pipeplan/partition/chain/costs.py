@@ -6,6 +6,7 @@ the results come back. Cuts are given as ``begins``: the first block of each sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -40,7 +41,7 @@ class Chain:
 
     ``times``, ``statics`` and ``activations`` [block + 1] are running sums over the blocks, in ns and bytes;
     ``workspaces`` [block] and ``memory`` [device] are bytes, None is no limit; ``devices`` [stage]. ``costs`` are the
-    same for many ranges at once.
+    same for many ranges at once. Times are at speed 1; ``speeds`` are those of [device], none where all have that.
     """
 
     times: Sequence[int]
@@ -50,13 +51,20 @@ class Chain:
     devices: Sequence[int]
     memory: Sequence[int | None]
     costs: ChainCosts
+    speeds: Sequence[float] = ()
 
     @classmethod
-    def of(cls, costs: Sequence[StageCost], devices: Sequence[int], memory: Sequence[int | None]) -> Chain:
+    def of(
+        cls,
+        costs: Sequence[StageCost],
+        devices: Sequence[int],
+        memory: Sequence[int | None],
+        speeds: Sequence[float] = (),
+    ) -> Chain:
         """The chain of blocks with these ``costs`` [block]."""
         sums = ChainCosts.of(costs)
         lists = sums.compute.tolist(), sums.sums[4].tolist(), sums.activations.tolist(), sums.widest[0].tolist()
-        return cls(*lists, devices, memory, sums)
+        return cls(*lists, devices, memory, sums, speeds)
 
     @property
     def num_blocks(self) -> int:
@@ -89,6 +97,10 @@ class Chain:
     def time(self, begin: int, end: int) -> int:
         """Forward and backward of these blocks, in ns."""
         return self.times[end] - self.times[begin]
+
+    def time_on(self, device: int, begin: int, end: int) -> int:
+        """The same on a device."""
+        return taken_ns(self.time(begin, end), self.speeds[device]) if self.speeds else self.time(begin, end)
 
     def ranges(self, begins: Sequence[int]) -> list[Range]:
         """[stage] its blocks."""
@@ -138,12 +150,12 @@ class Chain:
         """[device] ns of work for one micro-batch."""
         loads = [0] * len(self.memory)
         for (begin, end), device in zip(self.ranges(begins), self.devices, strict=True):
-            loads[device] += self.time(begin, end)
+            loads[device] += self.time_on(device, begin, end)
         return loads
 
     def longest(self, begins: Sequence[int]) -> int:
         """Ns of work of the longest stage for one micro-batch."""
-        return max(self.time(begin, end) for begin, end in self.ranges(begins))
+        return max(self.time_on(device, *each) for device, each in zip(self.devices, self.ranges(begins), strict=True))
 
     def missing(self, begins: Sequence[int]) -> list[int]:
         """[device] bytes by which it is too small; 0 where it is not."""
@@ -156,6 +168,11 @@ class Chain:
             0 if limit is None else max(0, self.bytes_of(each) - limit)
             for each, limit in zip(ranges, self.memory, strict=True)
         ]
+
+
+def taken_ns(ns: int, speed: float) -> int:
+    """What a stage takes on a device of some speed, to a ns for each block: what cuts are chosen by."""
+    return math.ceil(ns / speed)
 
 
 Array = NDArray[np.int64]

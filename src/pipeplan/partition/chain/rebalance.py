@@ -23,7 +23,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import accumulate, combinations, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,8 +58,10 @@ def shortest_run(chain: Chain, below: int) -> tuple[int, ...] | None:
     """Cuts that fit and whose :func:`run_time` is as short as can be, if that is less than ``below`` ns.
 
     None if there are none, or none were found in ``MAX_STEPS`` steps. Where stages can have many times, not all of
-    these are tried as that of the longest.
+    these are tried as that of the longest. Devices of different speeds are not looked at so.
     """
+    if chain.speeds:
+        return None
     best, steps = None, iter(range(MAX_STEPS))
     for longest in checked(_lengths(chain, below), 1):
         found = least_busiest(chain, -(-(below - longest) // PER_DEVICE), longest, steps)
@@ -224,7 +226,9 @@ def balanced(chain: Chain) -> tuple[int, ...]:
     assert begins is not None  # there are as many blocks as stages
     if chain.num_stages == len(chain.memory):
         return begins
-    borders, loads, moved = [*begins, chain.num_blocks], chain.loads(begins), True
+    speeds = chain.speeds or [1] * len(chain.memory)
+    loads: list[float] = [*chain.loads(begins)]
+    borders, moved = [*begins, chain.num_blocks], True
     while moved:
         moved = False
         for stage, by in checked(product(range(1, chain.num_stages), (1, -1, 2, -2)), 64):
@@ -232,7 +236,7 @@ def balanced(chain: Chain) -> tuple[int, ...]:
             if left == right or not borders[stage - 1] < border < borders[stage + 1]:
                 continue
             taken = chain.times[border] - chain.times[borders[stage]]
-            after = loads[left] + taken, loads[right] - taken
+            after = loads[left] + taken / speeds[left], loads[right] - taken / speeds[right]
             if max(after) < max(loads[left], loads[right]):
                 borders[stage], (loads[left], loads[right]), moved = border, after, True
     return tuple(borders[:-1])
@@ -241,11 +245,13 @@ def balanced(chain: Chain) -> tuple[int, ...]:
 def even(chain: Chain) -> tuple[int, ...]:
     """The first block of each stage where times are cut at equal parts of the whole, in one pass: never far from even.
 
-    No stage is without a block. There is one stage for each device.
+    No stage is without a block. There is one stage for each device. Faster devices have so much larger parts.
     """
     count, blocks, begins = chain.num_stages, chain.num_blocks, [0]
+    before = list(accumulate((chain.speeds[device] for device in chain.devices), initial=0.0)) if chain.speeds else []
     for stage in range(1, count):
-        near = bisect_left(chain.times, stage * chain.times[-1] // count)
+        part = int(before[stage] * chain.times[-1] / before[-1]) if before else stage * chain.times[-1] // count
+        near = bisect_left(chain.times, part)
         begins.append(min(max(near, begins[-1] + 1), blocks - count + stage))
     return tuple(begins)
 
@@ -279,7 +285,8 @@ def _descended(chain: Chain, begins: Cuts, *, longest: int = 0, for_memory: bool
 
 def _value(chain: Chain, begins: Cuts) -> tuple[int, int, int, int]:
     loads = chain.loads(begins)
-    stages = sum(chain.time(begin, end) ** 2 for begin, end in chain.ranges(begins))
+    each = zip(chain.devices, chain.ranges(begins), strict=True)
+    stages = sum(chain.time_on(device, *blocks) ** 2 for device, blocks in each)
     return sum(chain.missing(begins)), run_time(chain, begins), sum(load * load for load in loads), stages
 
 
@@ -301,7 +308,7 @@ def _recut(chain: Chain, begins: Cuts, first: int, last: int, longest: int, *, f
     window = _StageWindow.of(chain, begins, first, last)
 
     def fits(kind: int, begins: Array, ends: Array) -> NDArray[np.bool_]:
-        short: NDArray[np.bool_] = chain.costs.time(begins, ends) <= longest
+        short: NDArray[np.bool_] = window.time(kind, begins, ends) <= longest
         return short & window.fits(kind, begins, ends)
 
     inner = window.cut(window.shortage) if for_memory else window.cut(window.load, fits)
@@ -310,22 +317,24 @@ def _recut(chain: Chain, begins: Cuts, first: int, last: int, longest: int, *, f
 
 @dataclass(frozen=True, slots=True)
 class _OutsideWindow:
-    """What a device does for its stages outside a window, in ns and bytes, and its memory's ``limit``."""
+    """What a device does for its stages outside a window, in ns and bytes, its memory's ``limit``, and its speed."""
 
     time: int
     before: Held
     after: Held
     limit: int
+    speed: float
 
     @classmethod
     def of(cls, chain: Chain, device: int, low: int, ranges: Sequence[Range]) -> _OutsideWindow:
         """What is outside the window of ``ranges``, in the order of the chain; it begins at block ``low``."""
         limit = chain.memory[device]
         return cls(
-            sum(chain.time(*each) for each in ranges),
+            sum(chain.time_on(device, *each) for each in ranges),
             chain.held([each for each in ranges if each[0] < low]),
             chain.held([each for each in ranges if each[0] >= low]),
             UNLIMITED if limit is None else limit,
+            chain.speeds[device] if chain.speeds else 1.0,
         )
 
 
@@ -363,9 +372,14 @@ class _StageWindow:
         )
         return None if begins is None else tuple(self.low + begin for begin in begins)
 
+    def time(self, kind: int, begins: Array, ends: Array) -> Array:
+        """What a stage of these blocks takes there, in ns."""
+        at_speed_1, speed = self.chain.costs.time(begins, ends), self.outside[kind].speed
+        return at_speed_1 if speed == 1 else np.ceil(at_speed_1 / speed).astype(np.int64)
+
     def load(self, kind: int, begins: Array, ends: Array) -> Array:
         """What a stage's device then does in all, in ns."""
-        return self.outside[kind].time + self.chain.costs.time(begins, ends)
+        return self.outside[kind].time + self.time(kind, begins, ends)
 
     def needed(self, kind: int, begins: Array, ends: Array) -> Array:
         """Bytes its device then takes."""

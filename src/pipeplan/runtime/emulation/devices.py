@@ -143,7 +143,7 @@ class EmulatedRunner:
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Rows, made at the end. Agreeing with the other devices on the start is part of an action's time."""
         needed = [_stamp(rows) for given in inputs.values() for _, rows in given]
-        exchanged = 0 if step.part else self.network.exchange(step.counter, step.action)
+        exchanged = 0 if step.part else self.network.exchange(step.action)
         start_ns = self.group.latest(max([self.pace.free_ns(), *needed, exchanged]))
         # an action that waited inside is from then on as far as if it had begun that much later
         self.network.begin(step.action, start_ns - self.pace.stretched(_begin_ns(self.plan, step)))

@@ -31,6 +31,7 @@ from pipeplan.runtime.executor.stage import MiniBatch
 from pipeplan.runtime.launch.job import OnStep, RankContext, Report, RunOptions, RunResult, StepResult, run_job
 from pipeplan.runtime.launch.status import Phase, Progress, lost_others, tell
 from pipeplan.units import format_ns
+from pipeplan.workload.action import StateAction
 from pipeplan.workload.program_network import ProgramNetwork
 from pipeplan.workload.tail import tail_at
 
@@ -93,7 +94,7 @@ class _Emulation:
         with lost_others(progress):
             groups.connect("gloo", timeout)
             channels = EmulatedChannels(self._program, specs, timeout, hops, pace, blocking=options.blocking)
-        self._network = network = ProgramNetwork(plan.stages, plan.programs[progress.rank], pace.stretched)
+        self._network = network = ProgramNetwork(plan.stages, pace.stretched)
         runners = {
             index: EmulatedRunner(plan, self._program.tensors, specs, pace, groups.of(stage.devices), network)
             for index, stage in enumerate(plan.stages)
@@ -101,7 +102,9 @@ class _Emulation:
         }
         clock = self.all_ranks.clock
         self._executor = Executor(
-            self._program, runners, channels, specs, progress, clock, options.blocking, traced=options.trace
+            *(self._program, runners, channels, specs, progress, clock, options.blocking),
+            traced=options.trace,
+            exchange=lambda step: network.ask(StateAction(step.action.stage, step.action.kind, step.action.part)),
         )
         self._tried_copies, self._tried_ns = self._trial(plan)
 

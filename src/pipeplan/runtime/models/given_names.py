@@ -33,18 +33,25 @@ _OF_A_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 def is_configuration(name: str) -> bool:
     """Whether a model's name is a Hugging Face configuration: a known one, a file, or text such as ``T5Config()``.
 
-    A known one may have other arguments: ``llama3-8b(num_hidden_layers=4)``.
+    A known one may have other arguments: ``llama3-8b(num_hidden_layers=4)``. A folder with a config.json means that.
     """
-    return _known_in(name) is not None or name.endswith(".json") or _CONFIGURATION.fullmatch(name) is not None
+    is_text = _CONFIGURATION.fullmatch(name) is not None
+    return _known_in(name) is not None or name.endswith(".json") or is_text or _of_folder(name) is not None
 
 
 def configuration_text(name: str) -> str:
     """A configuration's path or text, with what the catalog has for a known one. Raises UsageError."""
     known = _known_in(name)
     if known is None:
-        return name
+        return _of_folder(name) or name
     arguments = {**configurations()[known].arguments, **_arguments(name, known)}
     return replace(configurations()[known], arguments=arguments).text
+
+
+def _of_folder(name: str) -> str | None:
+    """The configuration in a folder, as hubs have it beside weights."""
+    file = Path(name, "config.json")
+    return str(file) if file.is_file() else None
 
 
 def _known_in(name: str) -> str | None:

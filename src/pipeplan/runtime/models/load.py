@@ -15,6 +15,7 @@ from pipeplan.errors import UsageError
 from pipeplan.files import Profile
 from pipeplan.runtime.models.given_names import configuration_text, is_configuration, require_model, value_of
 from pipeplan.runtime.models.sequential import is_plain, sequential_model
+from pipeplan.runtime.models.shapes import SEVERAL_REMEDY
 from pipeplan.runtime.models.spec import Grain, Model, shards_named, unsplittable
 from pipeplan.runtime.models.zoo import ZOO, zoo_model
 from pipeplan.runtime.parallel.sharding import UnevenError
@@ -215,6 +216,18 @@ def advice_on(model: Model) -> str:
     drops = any("dropout" in name.lower() for name in model.switched_off)
     remedy = "; a module that a function returns in training mode drops (docs/capture.md#dropout-and-batchnorm)"
     return f"{model.remark}{remedy if drops else ''}"
+
+
+def hindrance_of(model: Model) -> str:
+    """Why plans of a model cannot be trained, and what to do; empty where they can."""
+    several = dict.fromkeys(source for block in model.blocks for source, index in block.inputs if index > 0)
+    if not several:
+        return ""
+    shown = ", ".join(list(several)[:3]) + ", ..." * (len(several) > 3)
+    return (
+        "plans of this profile can be searched, checked and emulated, but pipeplan run cannot train with them: "
+        f"{shown} {'hands' if len(several) == 1 else 'hand'} on several tensors; {SEVERAL_REMEDY}"
+    )
 
 
 def reference_model(model: Model, calibration: Profile | None) -> Model | None:

@@ -82,6 +82,13 @@ def _leaves(outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outputs)
 
 
+SEVERAL_REMEDY = (
+    "cut the model otherwise (--granularity layer, half or operator, the same for profile and run), or move what runs "
+    "between layers into one of their modules"
+)
+"""What to do about blocks of which others take several tensors."""
+
+
 def output_shapes(
     model: Model, num_samples: int, dtype: torch.dtype = torch.float32, autocast: Autocast | None = None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -91,7 +98,7 @@ def output_shapes(
         if len(block.outputs) != 1:
             raise UsageError(
                 f"model {model.name!r}: block {block.spec.id!r} returns {len(block.outputs)} tensors; "
-                "only models whose blocks return one each can run"
+                f"only models whose blocks return one each can run: {SEVERAL_REMEDY}"
             )
         found[block.spec.id] = tuple(block.outputs[0].shape), block.outputs[0].dtype
     return found

@@ -259,7 +259,7 @@ class Model:
             place = axis.place(share.index)
             if name in splits and parameter in splits[name].cuts:
                 slices.append(Slice(splits[name].cuts[parameter], axis.size, place))
-            elif name not in splits or not splits[name].divides(axis.size):  # else gradients are of slices, and add up
+            elif name not in splits or not splits[name].adds_up(parameter, axis.size):
                 copies, copy = copies * axis.size, copy * axis.size + place
         return ParameterPart(tuple(slices), copies, copy)
 
@@ -288,8 +288,8 @@ class Model:
         for name in axes:
             if not known:
                 raise UsageError(
-                    "it does not say how (BlockSpec.split), as blocks of configurations and captured modules never "
-                    "do: their shares are for planning, and they run whole only"
+                    "it does not say how (BlockSpec.split), as blocks of captured modules and of some configurations "
+                    "(docs/executor.md) do not, and runs whole only"
                 )
             if name not in known:
                 raise UsageError(f"it can be split by {', '.join(sorted(known))}, and not by {name}")

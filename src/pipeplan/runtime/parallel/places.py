@@ -1,8 +1,11 @@
-"""Where one device's share of a module divides the sequence: hooks on the module, and operators that a capture sees.
+"""Where one device's share of a module exchanges tensors with the others: hooks, and operators that a capture sees.
 
 Transformers' models know nothing of sequence parallelism (Korthikanti et al. 2022, section 4.2.2). But it only concerns
 what is between modules: a layer is given a slice of the sequence, a module that begins with split products gets all of
 it, and what split products made is summed for each device's slice.
+
+The operators are captured with the rest of a share, in which :func:`exchange_of` puts what the device's place among the
+others then does.
 """
 
 from __future__ import annotations
@@ -15,34 +18,105 @@ import torch
 from torch import Tensor, nn
 
 from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.parallel.split_layers import cross_entropy
 
 Change = Callable[[Tensor], Tensor]
 
 _library = torch.library.Library("pipeplan", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch has no types here
 
 
-def _define(operator: str, length: Callable[[int, int], int]) -> None:
-    """An operator that makes a tensor of another length of no numbers: it is only ever captured."""
-
-    def made(tensor: Tensor, count: int) -> Tensor:
-        return tensor.new_empty((tensor.shape[0], length(tensor.shape[1], count), *tensor.shape[2:]))
-
-    _library.define(f"{operator}(Tensor places, int count) -> Tensor")  # type: ignore[no-untyped-call]  # the same
-    _library.impl(operator, made, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # the same
+def _longer(places: Tensor, count: int) -> Tensor:
+    return places.new_empty((places.shape[0], places.shape[1] * count, *places.shape[2:]))
 
 
-_define("join_places", lambda length, count: length * count)
-_define("scatter_places", lambda length, count: length // count)
+def _shorter(places: Tensor, count: int) -> Tensor:
+    return places.new_empty((places.shape[0], places.shape[1] // count, *places.shape[2:]))
 
 
-def joined_alone(part: Tensor, count: int) -> Tensor:
-    """What the operator ``join_places`` computes on one of ``count`` devices alone."""
-    return Shards(count).joined(part)
+def _alike(tensor: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(tensor)
 
 
-def scattered_alone(part: Tensor, count: int) -> Tensor:
-    """What the operator ``scatter_places`` computes on one of ``count`` devices alone."""
-    return Shards(count).scattered(part)
+def _of_targets(logits: Tensor, targets: Tensor, words: int, count: int) -> Tensor:
+    return logits.new_empty(targets.shape)
+
+
+def _enter(shards: Shards, whole: Tensor, count: int) -> Tensor:
+    """This device's slice; the rest of the whole gets no gradient from it."""
+    begin, end = shards.range(whole.shape[1])
+    return whole.narrow(1, begin, end - begin)
+
+
+def _elsewhere(shards: Shards, indices: Tensor, words: int) -> Tensor:
+    begin, end = shards.range(words)
+    return (indices < begin) | (indices >= end)
+
+
+def _own_words(shards: Shards, indices: Tensor, words: int, count: int) -> Tensor:
+    """Rows of this device's part of a table, any for words of others."""
+    begin, _ = shards.range(words)
+    return (indices - begin).masked_fill(_elsewhere(shards, indices, words), 0)
+
+
+def _sum_words(shards: Shards, found: Tensor, indices: Tensor, words: int, count: int) -> Tensor:
+    """Of what was looked up on all devices, each from the one that has the word."""
+    return shards.summed(found.masked_fill(_elsewhere(shards, indices, words).unsqueeze(-1), 0.0))
+
+
+def _even_gradient(shards: Shards, whole: Tensor, count: int) -> Tensor:
+    """The same: of its gradient, of which each device finds a part, each gets an equal one."""
+    return shards.evened(whole)
+
+
+def _word_losses(shards: Shards, logits: Tensor, targets: Tensor, words: int, count: int) -> Tensor:
+    return cross_entropy(logits, targets, words, shards)
+
+
+_OPERATORS: dict[str, tuple[str, Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "join_places": ("Tensor places, int count", _longer, lambda shards, part, count: shards.joined(part)),
+    "scatter_places": ("Tensor places, int count", _shorter, lambda shards, part, count: shards.scattered(part)),
+    "enter_places": ("Tensor whole, int count", _shorter, _enter),
+    "share_whole": ("Tensor whole, int count", _alike, lambda shards, whole, count: shards.shared(whole)),
+    "sum_parts": ("Tensor part, int count", _alike, lambda shards, part, count: shards.summed(part)),
+    "even_gradient": ("Tensor whole, int count", _alike, _even_gradient),
+    "own_words": ("Tensor indices, int words, int count", _alike, _own_words),
+    "sum_words": ("Tensor found, Tensor indices, int words, int count", _alike, _sum_words),
+    "word_losses": ("Tensor logits, Tensor targets, int words, int count", _of_targets, _word_losses),
+}
+"""What each takes, ending with the number of devices; a tensor like its result, of no numbers, for it is only ever
+captured; and what a device does in its place."""
+
+for _name, (_taken, _like, _) in _OPERATORS.items():
+    _library.define(f"{_name}({_taken}) -> Tensor")  # type: ignore[no-untyped-call]  # the same
+    _library.impl(_name, _like, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]  # the same
+
+
+def exchange_of(operator: str) -> Callable[..., Tensor] | None:
+    """What stands in a block for one of the operators: takes a device's Shards, None if alone, then its arguments."""
+    if operator not in _OPERATORS:
+        return None
+    _, _, change = _OPERATORS[operator]
+
+    def exchange(shards: Shards | None, *arguments: Any) -> Tensor:
+        return change(Shards(arguments[-1]) if shards is None else shards, *arguments)
+
+    exchange.__name__ = operator
+    return exchange
+
+
+def traced(operator: str, *further: Any) -> Change:
+    """An operator by its name, with what it takes beside a tensor, for a module that is going to be captured."""
+    call = getattr(torch.ops.pipeplan, operator)
+
+    def change(tensor: Tensor) -> Tensor:
+        made: Tensor = call(tensor, *further)
+        return made
+
+    return change
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +131,19 @@ class Exchanges:
     @classmethod
     def traced(cls, count: int) -> Exchanges:
         """Operators for a capture; a table's sums over the devices are scattered when they enter the first layer."""
+        scatter = traced("scatter_places", count)
+        return cls(scatter, traced("join_places", count), scatter, count)
 
-        def join(part: Tensor) -> Tensor:
-            made: Tensor = torch.ops.pipeplan.join_places(part, count)
-            return made
+    @classmethod
+    def running(cls, count: int, divides: bool) -> Exchanges:
+        """Operators for a capture that is going to run, in which a table's words are whole on every device.
 
-        def scatter(part: Tensor) -> Tensor:
-            made: Tensor = torch.ops.pipeplan.scatter_places(part, count)
-            return made
-
-        return cls(scatter, join, scatter, count)
+        Without slices, where it does not divide the sequence: what enters is shared, and what leaves is summed.
+        """
+        if divides:
+            enter, join, scatter = (traced(f"{each}_places", count) for each in ("enter", "join", "scatter"))
+            return cls(enter, join, scatter, count)
+        return cls(_same, traced("share_whole", count), traced("sum_parts", count), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +168,10 @@ class DividedPlaces:
 
         def join(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = _first(args, kwargs)
-            return _with_first(args, kwargs, _by_samples(exchanges.join, given, sequence // exchanges.count))
+            return _with_first(args, kwargs, by_samples(exchanges.join, given, sequence // exchanges.count))
 
         def scatter(_: nn.Module, __: Any, made: Tensor) -> Tensor:
-            return _by_samples(exchanges.scatter, made, sequence)
+            return by_samples(exchanges.scatter, made, sequence)
 
         _hook_before(module, self.layers, enter)
         _hook_before(module, self.joins, join)
@@ -104,7 +181,7 @@ class DividedPlaces:
             module.get_submodule(self.last).register_forward_hook(lambda _, __, made: exchanges.join(made))
 
 
-def _by_samples(change: Change, given: Tensor, places: int) -> Tensor:
+def by_samples(change: Change, given: Tensor, places: int) -> Tensor:
     """Change a tensor [samples, places, numbers], or one [samples x places, numbers], which OPT's layers make of it."""
     if given.dim() > 2:
         return change(given)

@@ -8,7 +8,8 @@ and after split work: there :meth:`Shards.joined` and :meth:`Shards.scattered` s
 and g-bar, which together move as many bytes.
 
 torch's DTensor shards parameters, too. But a 16 x 16 linear layer and its backward then take 431 us instead of 91 us
-here and 62 us unsharded (torch 2.13, one CPU thread, no exchanges), and its weight gradients cannot wait for W."""
+here and 62 us unsharded (torch 2.13, one CPU thread, no exchanges). ``benchmarks/tensor_parallel.py`` compares a layer
+of Llama on two devices."""
 
 from __future__ import annotations
 
@@ -230,6 +231,15 @@ class Shards:
         """The sum of the devices' parts, whole on each of them."""
         return part if self.count == 1 else _mapped(part, self._collectives.sum, lambda gradient: gradient)
 
+    def evened(self, whole: Tensor) -> Tensor:
+        """A whole tensor on its way into split work: devices get equal parts of the sum of the gradients they find.
+
+        What came before it then rounds alike on all, as one device would: routers of experts have a narrower format.
+        """
+        if self.count == 1:
+            return whole
+        return _mapped(whole, lambda same: same.view_as(same), lambda part: self._collectives.sum(part) / self.count)
+
     def joined(self, share: Tensor, dimension: int = 1) -> Tensor:
         """The devices' slices side by side on their way into split work: this one's gradient is the sum for its slice.
 
@@ -320,7 +330,7 @@ class Split:
     With ``takes`` its inputs are slices along their last dimension, with ``gives`` its output is one. Of the axis
     ``places`` inputs and outputs always are slices along their second dimension, and parameters whole. So are they with
     a ``sequence``, its length, where it :attr:`divides`: each device then has a part of the gradients of the parameters
-    that are not cut, and samples are whole.
+    that are not cut, and samples are whole. Of the ``gradient_parts`` it has a part in any case.
     """
 
     build: Callable[[Shards], nn.Module]
@@ -328,10 +338,15 @@ class Split:
     takes: bool = False
     gives: bool = False
     sequence: int = 0
+    gradient_parts: frozenset[str] = frozenset()
 
     def divides(self, count: int) -> bool:
         """Whether the devices divide inputs and outputs along the sequence, which requires equal slices."""
         return count > 1 and self.sequence > 0 and self.sequence % count == 0
+
+    def adds_up(self, parameter: str, count: int) -> bool:
+        """Whether the devices' gradients of a parameter that is not cut are parts of it, not all of it on each."""
+        return self.divides(count) or parameter in self.gradient_parts
 
 
 def share_of(whole: nn.Module, made: nn.Module, part_of: Callable[[str], ParameterPart]) -> nn.Module:

@@ -239,8 +239,8 @@ def _remedy(stage: Stage) -> str:
             "it was made from"
         )
     return (
-        "search with --shard-shared no or another --placement, give the stage replicas instead of shards, or train a "
-        "model of the zoo"
+        "search with --tp 1 --shard-shared no or another --placement, give the stage replicas instead of shards, or "
+        "train a model of the zoo"
     )
 
 

@@ -15,6 +15,7 @@ from pipeplan.files import Plan, Recipe
 from pipeplan.files.recipe import ADAMW, AUTOCAST
 from pipeplan.runtime.launch.job import RunOptions, RunResult
 from pipeplan.runtime.models.given_names import is_configuration, require_importable, require_model
+from pipeplan.runtime.training.weight_files import files_of
 from pipeplan.units import format_ns
 
 OPTIMIZERS = {
@@ -63,8 +64,8 @@ class TrainOptions(RunOptions):
     not where loss or norm of gradients are not finite; ``keep_checkpoints`` of them are left there. ``resume`` goes on
     from the last: ``num_steps`` counts from the training's beginning.
 
-    ``init`` is a safetensors file that parameters start from, ``export_weights`` one that they are written to in the
-    end; see :mod:`pipeplan.runtime.training.weights`.
+    ``init`` is a safetensors file that parameters start from, an index of several, or a Hugging Face folder,
+    ``export_weights`` a file that they are written to in the end; see :mod:`pipeplan.runtime.training.weights`.
     """
 
     model: str
@@ -111,8 +112,8 @@ class TrainOptions(RunOptions):
                 raise UsageError(f"{flag} needs --checkpoint DIR, the folder of checkpoints")
         if self.init is not None and self.resume:
             raise UsageError("--init starts from a file and --resume from a checkpoint; leave out one of the two")
-        if self.init is not None and not os.path.isfile(self.init):
-            raise UsageError(f"--init {self.init}: there is no such file; give one that --export-weights wrote")
+        if self.init is not None:
+            files_of(self.init)
         there = self.export_weights is not None and os.path.exists(self.export_weights)
         if there and not os.path.isfile(str(self.export_weights)):
             raise UsageError(f"--export-weights {self.export_weights}: it is no ordinary file; choose another")
@@ -268,7 +269,7 @@ class RunOutcome:
         tokens, planned = self.result.tokens_per_sample, self.plan.provenance
         same = self.result.as_planned and tokens == planned.tokens_per_sample
         measure = Yardstick(where, dtype, tokens, planned.forward_flops_per_sample if same else None)
-        return measure.throughput(self.plan.mini_batch, self.warm_ns, len(self.plan.devices))
+        return measure.throughput(self.plan.mini_batch, self.warm_ns, sum(self.plan.device_speeds))
 
     @property
     def warm_ns(self) -> int:

@@ -13,7 +13,6 @@ import math
 import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from pipeplan.files.read_write import temporary_beside
 from pipeplan.runtime.executor.process_groups import AllRanks
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.training.checkpoint import ParameterChunk
+from pipeplan.runtime.training.weight_files import OpenWeights, names_there, opened
 from pipeplan.texts import shown_key
 
 Holder = tuple[str, str]
@@ -94,60 +94,54 @@ class WeightNames:
 
 
 def read_weights(path: str, names: WeightNames, model: str, held: Held) -> None:
-    """Fill a rank's tensors, by their names in the file, with its slices of what is there.
+    """Fill a rank's tensors, by their names in the files, with its slices of what is there.
+
+    Numbers of narrower formats are read as they are.
 
     Raises:
-        UsageError: the file cannot be read, or has not exactly the model's tensors; the same on every rank.
+        UsageError: the files cannot be read, or have not exactly the model's tensors; the same on every rank.
     """
-    with _opened(path) as file:
-        there = {names.aliases.get(name, name): name for name in sorted(file.keys(), key=names.forms.__contains__)}
-        found = {name: _form(file.get_slice(there[name])) for name in there}
-        if problems := list(_problems(found, names.forms)):
+    with opened(path) as files:
+        there, others = names_there(files.file_of, names.forms, names.aliases)
+        found = {name: _form(files.stored(own)) for name, own in there.items()}
+        if problems := list(_problems(found, names.forms, others)):
             raise UsageError(f"--init {path}: does not fit model {model!r}: {'; '.join(problems)}")
         with torch.no_grad():
             for name, pieces in held:
                 for piece in pieces:
-                    piece.tensor.copy_(_slice(file, there[name], piece))
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[Any]:
-    safe_open, error = _library()
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (OSError, error) as problem:
-        raise UsageError(f"--init {path}: cannot be read as safetensors: {problem}") from None
-
-
-def _library() -> tuple[Any, type[Exception]]:
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise UsageError("--init needs safetensors, which is not installed: pip install 'pipeplan[torch]'") from None
-    return safe_open, SafetensorError
+                    piece.tensor.copy_(_slice(files, there[name], piece))
 
 
 def _form(stored: Any) -> TensorForm:
     return TensorForm(stored.get_dtype(), tuple(stored.get_shape()))
 
 
-def _slice(file: Any, name: str, piece: ParameterChunk) -> Tensor:
+def _slice(files: OpenWeights, name: str, piece: ParameterChunk) -> Tensor:
     if piece.tensor.shape == piece.size:
-        whole: Tensor = file.get_tensor(name)
+        whole: Tensor = files.whole(name)
         return whole
     ends = zip(piece.offsets, piece.tensor.shape, strict=True)
-    part: Tensor = file.get_slice(name)[tuple(slice(begin, begin + size) for begin, size in ends)]
+    part: Tensor = files.stored(name)[tuple(slice(begin, begin + size) for begin, size in ends)]
     return part
 
 
-def _problems(found: Mapping[str, TensorForm], wanted: Mapping[str, TensorForm]) -> Iterator[str]:
-    """What does not fit: how many tensors, and the first of them."""
+_WIDER = {"BF16": ("F32", "F64"), "F16": ("F32", "F64"), "F32": ("F64",)}
+"""Formats that have every number of another: what is read is the same in them."""
+
+
+def _problems(
+    found: Mapping[str, TensorForm], wanted: Mapping[str, TensorForm], others: Sequence[str]
+) -> Iterator[str]:
+    """What does not fit: how many tensors, and the first of them; ``others`` are none of the model's."""
     both = [name for name in wanted if name in found]
     shapes = [name for name in both if found[name].shape != wanted[name].shape]
-    formats = [name for name in both if found[name].format != wanted[name].format and name not in shapes]
+    formats = [
+        name
+        for name in both
+        if wanted[name].format not in (found[name].format, *_WIDER.get(found[name].format, ())) and name not in shapes
+    ]
     yield from _listed("missing", [name for name in wanted if name not in found])
-    yield from _listed("not in the model", [shown_key(name) for name in sorted(found) if name not in wanted])
+    yield from _listed("not in the model", list(map(shown_key, others)))
     yield from _listed(
         "of another shape", [f"{each}: {list(found[each].shape)}, not {list(wanted[each].shape)}" for each in shapes]
     )

@@ -42,6 +42,8 @@ def find_repetend(
     starts: Sequence[int],
     max_unroll: int | None = None,
     max_tasks: int = MAX_TASKS,
+    *,
+    repeated: bool = False,
 ) -> Repetend | None:
     """The repetend of a schedule, or None if it has none with an unroll of at most half its micro-batches.
 
@@ -51,6 +53,9 @@ def find_repetend(
 
     Unrolls up to 8 are looked for at every moment; larger ones where one of 16 moments spread over the run
     shows them, which finds any that lasts a sixteenth of the run. Times are replayed for up to ``max_tasks`` actions.
+
+    With ``repeated`` it is what the orders themselves repeat, of all that they run twice or more in a row one that goes
+    on for about as long as any: a quicker part that is there once is another schedule than theirs.
     """
     require_equal_sizes(graph.workload)
     search = _RepetendFinder.of(graph, orders, starts)
@@ -61,8 +66,11 @@ def find_repetend(
     bound = work_bound(graph.workload)
     best, best_time = None, 0
     unrolls = search.unrolls(limit)
+    least = search.longest_reach(unrolls) / 2 if repeated else 0.0
     for unroll in unrolls:
         for cut in checked(search.cuts(unroll), 1):
+            if repeated and search.reach(cut) < max(2 * unroll, least):
+                continue
             cycle, time = search.steady_state(cut, max_tasks)
             if cycle == 1 and (best is None or cut.rank(time) < best.rank(best_time)):
                 best, best_time = cut, time
@@ -312,6 +320,15 @@ class _RepetendFinder:
                 positions[number] = at + 1
         if best is not None:
             yield best
+
+    def reach(self, cut: _RepetendStart) -> int:
+        """For how many micro-batches all lines go on as in its windows."""
+        return min(line.repeats(at, cut.unroll) for line, at in zip(self.lines, cut.positions, strict=True))
+
+    def longest_reach(self, unrolls: Sequence[int]) -> int:
+        """That of the cut that goes on for longest, of those that are there twice; 0 where none is."""
+        reached = ((unroll, self.reach(cut)) for unroll in unrolls for cut in checked(self.cuts(unroll), 1))
+        return max((reach for unroll, reach in reached if reach >= 2 * unroll), default=0)
 
     def _in_middle(self, moment: int) -> bool:
         return self.makespan <= 4 * moment <= 3 * self.makespan

@@ -30,7 +30,8 @@ from pipeplan.runtime.models.capture.functionalize import (
 )
 from pipeplan.runtime.models.capture.grouping import OpGroup, crossing_of
 from pipeplan.runtime.parallel.batch_norms import batch_norm
-from pipeplan.runtime.parallel.places import joined_alone, scattered_alone
+from pipeplan.runtime.parallel.places import exchange_of
+from pipeplan.runtime.parallel.sharding import Shards
 from pipeplan.runtime.parallel.weight_grads import addmm, embedding, linear
 
 _INITIAL_STD = 0.02
@@ -81,7 +82,12 @@ def _look(tensor: Tensor) -> tuple[Hashable, ...]:
 
 
 class CapturedBlock(nn.Module):
-    """Runs a block's operators. What depends on nothing but sizes - masks, positions - is made once and kept."""
+    """Runs a block's operators. What depends on nothing but sizes - masks, positions - is made once and kept.
+
+    A device's share of one exchanges with those that have the others by ``shards``; without, it works alone.
+    """
+
+    shards: Shards | None = None
 
     def __init__(self, recipe: BlockRecipe) -> None:
         super().__init__()
@@ -318,9 +324,11 @@ class _BlockModuleGraph:
             if source not in self.known:
                 self.known[source] = self.graph.get_attr(self.writer.attribute(source))
         arguments, keywords = map_aggregate(op.arguments, self._value), map_aggregate(op.keywords, self._value)
-        self.known[op] = self.graph.call_function(
-            _EXCHANGES.get(op.operator) or _deferring(op) or op.target, arguments, keywords
-        )
+        exchange = exchange_of(op.operator)
+        if exchange is not None:
+            arguments = (self.graph.get_attr("shards"), *arguments)
+        call = exchange or _REPLACED.get(op.operator) or _deferring(op) or op.target
+        self.known[op] = self.graph.call_function(call, arguments, keywords)
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, OpNode):
@@ -361,11 +369,7 @@ def _least(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).min)
 
 
-_EXCHANGES: dict[str, Callable[..., Tensor]] = {
-    "join_places": joined_alone,
-    "scatter_places": scattered_alone,
-    "batch_norm": batch_norm,
-}
+_REPLACED: dict[str, Callable[..., Tensor]] = {"batch_norm": batch_norm}
 
 
 def _deferring(op: OpNode) -> Callable[..., Tensor] | None:

@@ -21,7 +21,7 @@ from pipeplan.runtime.models.spec import Grain
 HEAVY = {
     "linear", "addmm", "mm", "bmm", "matmul", "baddbmm", "einsum", "scaled_dot_product_attention", "embedding",
     "embedding_bag", "conv1d", "conv2d", "conv3d", "convolution", "cross_entropy_loss", "lstm", "gru", "_grouped_mm",
-    "grouped_mm_fallback",
+    "grouped_mm_fallback", "word_losses",
 }  # fmt: skip
 """Operators worth a block of their own."""
 
@@ -109,7 +109,7 @@ def group_operations(trace: CapturedGraph, module: nn.Module, grain: Grain) -> t
     found: list[OpGroup] = []
     for (path, in_layer, turn), run in groupby(_placed(kept, _layers(module)), key=lambda each: each[0]):
         group = OpGroup(path, in_layer, tuple(op for _, op in run), turn)
-        found += [group] if in_layer else _apart(group, free)
+        found += [group] if in_layer else _apart(group, free, found[-1] if found else None)
     if grain == "half":
         found = [half for group in found for half in (_halves(group, free) if group.in_layer else [group])]
     return _without_commons(_joined(found), free), free
@@ -239,15 +239,19 @@ def _place(op: OpNode, layers: Collection[str], around: Collection[str]) -> _Pla
     return max(parents, key=len, default=""), False, ""
 
 
-def _apart(group: OpGroup, free: set[OpNode]) -> list[OpGroup]:
-    """Its parts that take nothing of one another, as of two towers; those that begin everything stay together."""
+def _apart(group: OpGroup, free: set[OpNode], before: OpGroup | None) -> list[OpGroup]:
+    """Its parts that take nothing of one another, as of two towers; those that begin everything stay together.
+
+    What only ends the group ``before`` it, as the last of a loop's residual additions does, is no part of what follows.
+    """
     own = set(group.operations)
     joins = ((op, source) for op in group.operations for source in op.sources if source in own)
     found: list[OpGroup] = []
     for part in sorted(connected_parts(group.operations, joins), key=_first_of(group)):
         piece = replace(group, operations=tuple(op for op in group.operations if op in part))
         are_heavy = found and piece.is_heavy and found[-1].is_heavy
-        if found and not (are_heavy and (taken_by(piece, free) or taken_by(found[-1], free))):
+        ended = len(found) == 1 and before is not None and _goes_on(before, found[0]) and piece.is_heavy
+        if found and not ended and not (are_heavy and (taken_by(piece, free) or taken_by(found[-1], free))):
             found[-1] = found[-1].with_(piece)
         else:
             found.append(piece)

@@ -173,7 +173,9 @@ def parameters_of(block: BlockSpec) -> Mapping[str, str]:
     return recipe.parameters
 
 
-_LOSSES = {"cross_entropy_loss", "nll_loss", "nll_loss_nd", "mse_loss", "binary_cross_entropy_with_logits"}
+_LOSSES = {
+    "cross_entropy_loss", "nll_loss", "nll_loss_nd", "mse_loss", "binary_cross_entropy_with_logits", "word_losses",
+}  # fmt: skip
 _PRODUCTS = {"linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "einsum"}
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.models.spec import Texts, next_tokens, stacked, token_batch
 from pipeplan.runtime.parallel.device import precise
+from pipeplan.runtime.parallel.places import traced
 
 _IGNORED = -100
 _MASKED_EVERY = 7  # BERT masks 15 % of the words
@@ -124,11 +125,20 @@ class _Adapter(nn.Module):
 
 
 class WordsModel(_Adapter):
-    """A language model, causal or masked, and the loss of the words it predicts."""
+    """A language model, causal or masked, and the loss of the words it predicts.
+
+    A share with logits of some of the words has ``split_words``: how many there are, and over how many devices.
+    """
+
+    split_words: tuple[int, int] | None = None
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Tokens and targets [samples, sequence]; no loss where a target is -100."""
-        return _summed_loss(self.model(input_ids=tokens, use_cache=False).logits, targets)
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        if self.split_words is None:
+            return _summed_loss(logits, targets)
+        rows = traced("word_losses", targets.flatten(), *self.split_words)(precise(logits).flatten(0, 1))
+        return rows.sum()
 
 
 class Translation(_Adapter):

@@ -23,6 +23,7 @@ from pipeplan.runtime.models.huggingface.adapters import (
     ATTENTION,
     Contents,
     Pairs,
+    WordsModel,
     batch_of,
     register_functions,
     texts_of,
@@ -41,6 +42,7 @@ from pipeplan.runtime.models.huggingface.families import (
     split_weights,
     widths_of,
 )
+from pipeplan.runtime.models.huggingface.running import RunningShares
 from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model, shards_named, unsplittable
 from pipeplan.runtime.parallel.places import Exchanges
 from pipeplan.runtime.parallel.sharding import require_even
@@ -171,13 +173,23 @@ class LoadedModel:
 
     def sharded(self, num_devices: int) -> LoadedModel:
         """One device's share, by their number. Raises UsageError if it cannot be split so."""
-        require_even(_counts(self.config) | even_widths(self.module, self.ways), num_devices)
+        self.require_even(num_devices)
         share = share_of(self.module, self.ways, num_devices)
         divided = self.family.divides and num_devices > 1 and self.sequence % num_devices == 0
         if divided:
             places = places_of(share, self.ways, self.family.last)
             places.hook(share, self.sequence, Exchanges.traced(num_devices))
         return replace(self, module=share, devices=num_devices, divided=divided)
+
+    def require_even(self, num_devices: int) -> None:
+        """Check that it is known how to split it, and that devices can share heads and widths. Raises UsageError."""
+        _require_known_ways(self.family, self.config, self.name)
+        require_even(_counts(self.config) | even_widths(self.module, self.ways), num_devices)
+
+    @property
+    def runs_split(self) -> bool:
+        """Whether its shares can run: of families in which what goes from block to block is whole or in slices."""
+        return self.family.splits and self.family.divides and isinstance(self.module, WordsModel)
 
 
 def load(
@@ -211,8 +223,10 @@ def load(
         config = _configuration(family, keywords, strict, text_or_path)
         length = _sequence(family, config, sequence, planned_sequence, text_or_path)
         _require_fitting(config, text_or_path)
-        if not family.splits and max(shards, default=1) > 1:
-            raise unsplittable(max(shards), text_or_path)
+        if max(shards, default=1) > 1:
+            if not family.splits:
+                raise unsplittable(max(shards), text_or_path)
+            _require_known_ways(family, config, text_or_path)
         _require_even(_counts(config), text_or_path, shards)
         family.contents(config, family.words(config), length)
         shapes = _module(family, config, text_or_path, True, 0) if meta or max(shards, default=1) > 1 else None
@@ -315,12 +329,38 @@ def _module(family: ModelFamily, config: Any, where: str, meta: bool, seed: int)
 
 def _plan(family: ModelFamily, config: Any) -> dict[str, str]:
     """Patterns of names inside the wrapper and the way each is split."""
-    plan = family.plan
     if not family.splits:
         return {}
-    if plan is None:  # of the model without its output layer
-        plan = {f"model.model.{pattern}": way for pattern, way in config.base_model_tp_plan.items()}
+    plan = _own_plan(family, config) if family.plan is None else family.plan
     return {**plan, **dict.fromkeys(family.vocabulary, WORDS)}
+
+
+def _own_plan(family: ModelFamily, config: Any) -> dict[str, str]:
+    """transformers' plan: of the configuration for the model without its output layer, of the class for that one."""
+    inside = {f"model.model.{pattern}": way for pattern, way in (config.base_model_tp_plan or {}).items()}
+    outside = getattr(getattr(_transformers(), family.model), "_tp_plan", None) or {}
+    return inside | {f"model.{pattern}": WORDS if way in _HEADS else way for pattern, way in outside.items()}
+
+
+_HEADS = ("colwise_gather_output", "colwise_rep")
+"""What transformers calls it where logits are gathered; here they stay apart, and the loss is one over all of them."""
+
+_MADE_HERE = ("moe_tp_experts", "replicated_with_grad_allreduce")
+"""Ways that come with those of the modules around: of experts, and of whole weights between split products."""
+
+
+def _require_known_ways(family: ModelFamily, config: Any, where: str) -> None:
+    """Refuse a model that has no plan, or one with ways to split that nothing here knows. Raises UsageError."""
+    plan = _plan(family, config)
+    known = (*COLUMNS, *ROWS, WORDS, *_MADE_HERE)
+    unknown = {pattern: way for pattern, way in plan.items() if way not in known}
+    if not set(plan.values()) - {WORDS} or unknown:
+        pattern, way = next(iter(unknown.items()), ("", ""))
+        raise UsageError(
+            f"{where} cannot be split over devices: transformers "
+            + (f"splits {pattern} as {way!r}, which pipeplan does not know" if unknown else "has no plan for it")
+            + "; leave --shards out"
+        )
 
 
 def _counts(config: Any) -> dict[str, int]:
@@ -380,7 +420,25 @@ def load_configuration(
     model = replace(
         model, sharded=sharded, texts=texts_of(whole.contents), settings=settings, loss_of=loss_of, made_up=True
     )
-    return _named_as_in_transformers(model)
+    return _named_as_in_transformers(_split_for_runs(model, whole, grain))
+
+
+def _split_for_runs(model: Model, whole: LoadedModel, grain: Grain) -> Model:
+    """The model, whose blocks say how a stage of several devices runs them, if that is known."""
+    if not whole.runs_split or grain == "operator":
+        return model
+    assert isinstance(whole.module, WordsModel)
+    shares = RunningShares(
+        whole.module,
+        whole.ways,
+        whole.family.words(whole.config),
+        whole.sequence,
+        whole.family.divides,
+        whole.family.last,
+        lambda share: _captured(whole, grain, share),
+        whole.require_even,
+    )
+    return replace(model, blocks=tuple(map(shares.split, model.blocks)))
 
 
 def _named_as_in_transformers(model: Model) -> Model:
@@ -401,10 +459,9 @@ def _named_as_in_transformers(model: Model) -> Model:
     return replace(model, blocks=tuple(blocks), aliases=aliases)
 
 
-def _captured(whole: LoadedModel, grain: Grain) -> Model:
-    return capture(
-        whole.module, whole.inputs, name=whole.name, grain=grain, batch=whole.batch, predictions=whole.predictions
-    )
+def _captured(whole: LoadedModel, grain: Grain, share: nn.Module | None = None) -> Model:
+    module = whole.module if share is None else share
+    return capture(module, whole.inputs, name=whole.name, grain=grain, batch=whole.batch, predictions=whole.predictions)
 
 
 def _share(whole: LoadedModel, grain: Grain, num_devices: int) -> Model:

@@ -507,12 +507,13 @@ def share_of(module: nn.Module, ways: Mapping[str, str], num_devices: int, rank:
 def _cut(module: nn.Module, name: str, whole: Tensor, way: str, num_devices: int, rank: int) -> Tensor:
     """One device's part of a parameter."""
     try:
-        return _cut_of(module, name, whole, way).cut(whole, num_devices, rank)
+        return cut_of(module, name, whole, way).cut(whole, num_devices, rank)
     except UsageError as error:
         raise UsageError(f"{name} of {error}; choose a number that divides it") from None
 
 
-def _cut_of(module: nn.Module, name: str, whole: Tensor, way: str) -> Cut:
+def cut_of(module: nn.Module, name: str, whole: Tensor, way: str) -> Cut:
+    """How a parameter of the module is cut that is split in some way."""
     owner = module.get_submodule(name.rpartition(".")[0])
     last = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     parts = _PARTS.get(last, _USUAL_PARTS) if way == "packed_colwise" else 1
@@ -523,10 +524,10 @@ def _dimension(owner: nn.Module, whole: Tensor, way: str) -> int:
     """The dimension of a parameter that is split."""
     if whole.ndim == 1 or way == WORDS:
         return 0
-    return whole.ndim - 2 if (way in COLUMNS) != _is_turned(owner) else whole.ndim - 1
+    return whole.ndim - 2 if (way in COLUMNS) != is_turned(owner) else whole.ndim - 1
 
 
-def _is_turned(owner: nn.Module) -> bool:
+def is_turned(owner: nn.Module) -> bool:
     """Whether weights are [inputs, outputs]: tables, and GPT-2's layers."""
     return type(owner).__name__ == "Conv1D" or isinstance(owner, nn.Embedding)
 
@@ -534,7 +535,7 @@ def _is_turned(owner: nn.Module) -> bool:
 def widths_of(module: nn.Module, name: str) -> tuple[int, int]:
     """Inputs and outputs of the layer with the weight of that name."""
     first, second = module.get_parameter(name).shape[-2:]
-    turned = _is_turned(module.get_submodule(name.rpartition(".")[0]))
+    turned = is_turned(module.get_submodule(name.rpartition(".")[0]))
     return (first, second) if turned else (second, first)
 
 
@@ -564,6 +565,6 @@ def even_widths(module: nn.Module, ways: Mapping[str, str]) -> dict[str, int]:
     found: dict[int, dict[str, int]] = {}
     for name, way in ways.items():
         whole = module.get_parameter(name)
-        for what, size in _cut_of(module, name, whole, way).of(name, whole).items():
+        for what, size in cut_of(module, name, whole, way).of(name, whole).items():
             found.setdefault(size, {what: size})
     return {what: size for each in found.values() for what, size in each.items()}

@@ -1,0 +1,214 @@
+"""How a stage of several devices runs the blocks of a configuration: each device its share of them, captured by itself.
+
+A share is the model with parts of its weights, as it is measured, but for what only shows when the others are there: a
+table finds its own words, a bias is added once to what all devices sum, and the loss is one over all words. The
+exchanges are operators in the capture (:mod:`pipeplan.runtime.parallel.places`), so that stages split backward, divide
+state, and keep weights as they do of any other block.
+
+torch's ``parallelize_module`` would exchange in hooks of modules, on DTensors, which a block has none of any more.
+``benchmarks/tensor_parallel.py`` compares the two.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipeplan.errors import UsageError
+from pipeplan.runtime.models.capture import parameters_of
+from pipeplan.runtime.models.huggingface.adapters import WordsModel
+from pipeplan.runtime.models.huggingface.families import (
+    ROWS,
+    WORDS,
+    cut_of,
+    is_turned,
+    places_of,
+    scattered_in,
+    share_of,
+)
+from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.parallel.places import Change, DividedPlaces, Exchanges, by_samples, traced
+from pipeplan.runtime.parallel.sharding import Cut, Shards, Split, range_of
+
+
+@dataclass(frozen=True)
+class RunningShares:
+    """The shares of a ``module``, whose weights are split in ``ways`` by their names.
+
+    ``capture`` cuts a share into blocks; ``require(count)`` refuses numbers of devices that cannot have shares.
+    Where the ``sequence`` divides by their number, and it is one that ``divides``, so do devices outside of products.
+    ``last`` is what the head keeps joined, as families have it.
+    """
+
+    module: WordsModel
+    ways: Mapping[str, str]
+    words: int
+    sequence: int
+    divides: bool
+    last: str
+    capture: Callable[[nn.Module], Model]
+    require: Callable[[int], None]
+    _known: dict[tuple[int, int], Model] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def split(self, block: BlockSpec) -> BlockSpec:
+        """The block, which now says how devices run it."""
+        names = parameters_of(block)
+        cuts = {own: cut for own, name in names.items() if (cut := self._cut(name))}
+        parts = frozenset(own for own, name in names.items() if self._is_inside(name))
+        build = partial(self._built, block.id)
+        return replace(
+            block, split=Split(build, cuts, sequence=self.sequence if self.divides else 0, gradient_parts=parts)
+        )
+
+    @cached_property
+    def _ways(self) -> dict[int, str]:
+        """By what is split, which may have several names."""
+        return {id(self.module.get_parameter(name)): way for name, way in self.ways.items()}
+
+    def _cut(self, name: str) -> Cut | None:
+        whole = self.module.get_parameter(name)
+        return cut_of(self.module, name, whole, self._ways[id(whole)]) if id(whole) in self._ways else None
+
+    def _is_inside(self, name: str) -> bool:
+        """Whether a whole parameter is used between what devices take and what they sum: each has a part of its
+        gradient."""
+        path, _, last = name.rpartition(".")
+        if self._cut(name) or (last == "bias" and path in self._places.scatters):
+            return False
+        return any(path == join or path.startswith(f"{join}.") for join in self._places.joins)
+
+    @cached_property
+    def _places(self) -> DividedPlaces:
+        return places_of(self.module, self.ways, self.last)
+
+    def _built(self, id_: str, shards: Shards) -> nn.Module:
+        """A device's share of a block. Raises UsageError."""
+        made = self._model(shards.count, shards.index).block(id_).build()
+        made.shards = shards  # type: ignore[assignment]  # a captured block's
+        return made
+
+    def _model(self, count: int, index: int) -> Model:
+        with self._lock, torch.device("cpu"):
+            if (count, index) not in self._known:
+                self.require(count)
+                self._known[count, index] = self.capture(self._share(count, index))
+            return self._known[count, index]
+
+    @cached_property
+    def _shapes(self) -> nn.Module:
+        """The module without numbers in its parameters; buffers have theirs."""
+        known: dict[int, object] = {id(each): each for each in self.module.buffers()}
+        for each in self.module.parameters():
+            known[id(each)] = nn.Parameter(each.detach().to("meta"), each.requires_grad)
+        return copy.deepcopy(self.module, known)
+
+    def _share(self, count: int, index: int) -> nn.Module:
+        share = share_of(self._shapes, self.ways, count, index)
+        assert isinstance(share, WordsModel)
+        if count == 1:
+            return share
+        divides = self.divides and self.sequence % count == 0
+        exchanges = Exchanges.running(count, divides)
+        biased = list(self._biased())
+        for path in biased:
+            _add_bias_last(share.get_submodule(path), partial(by_samples, exchanges.scatter, places=self.sequence))
+        scatters = tuple(path for path in self._places.scatters if path not in biased)
+        replace(self._places, scatters=scatters).hook(share, self.sequence, exchanges)
+        even = _evened(traced("even_gradient", count))
+        for path, each in share.named_modules():
+            if path.endswith(".experts"):
+                each.register_forward_pre_hook(even)
+        for path, table in self._tables():
+            _look_up_own(share.get_submodule(path), table, self.words, count, index, divides)
+        if self._splits_head:
+            share.split_words = (self.words, count)
+        return share
+
+    def _biased(self) -> Iterator[str]:
+        """Layers split by their inputs that have a bias. Raises UsageError where it would be summed."""
+        for name, way in self.ways.items():
+            path = name.removesuffix(".weight")
+            layer = self.module.get_submodule(path) if way in ROWS and path != name else None
+            if layer is not None and getattr(layer, "bias", None) is not None:
+                if scattered_in(self.module, name, way) != path:
+                    raise UsageError(f"the bias of {path} is added before experts are summed over the devices")
+                yield path
+
+    def _tables(self) -> Iterator[tuple[str, nn.Embedding]]:
+        for name, way in self.ways.items():
+            path = name.removesuffix(".weight")
+            layer = self.module.get_submodule(path) if way == WORDS and path != name else None
+            if isinstance(layer, nn.Embedding):
+                yield path, layer
+
+    @property
+    def _splits_head(self) -> bool:
+        tables = {path for path, _ in self._tables()}
+        return any(way == WORDS and name.rpartition(".")[0] not in tables for name, way in self.ways.items())
+
+
+class _BiasLast(nn.Module):
+    """A linear layer, torch's or GPT-2's, split by its inputs: products are exchanged before the bias is added."""
+
+    weight: Tensor
+    bias: Tensor
+    exchange: Change
+    is_turned: bool
+
+    def forward(self, given: Tensor) -> Tensor:
+        """[..., inputs of this device] to [..., outputs]"""
+        part = given @ self.weight if self.is_turned else F.linear(given, self.weight)
+        return self.exchange(part) + self.bias
+
+
+def _add_bias_last(layer: nn.Module, exchange: Change) -> None:
+    turned = is_turned(layer)
+    layer.__class__ = _BiasLast
+    layer.exchange, layer.is_turned = exchange, turned  # type: ignore[assignment]  # those of its class now
+
+
+class _OwnWords(nn.Module):
+    """What a table does that has some of the words: the others' come with a sum."""
+
+    split: tuple[int, int]
+    divides: bool
+
+    def forward(self, indices: Tensor) -> Tensor:
+        """[...] of all words to [..., width], whole on every device."""
+        words, count = self.split
+        found = super().forward(traced("own_words", words, count)(indices))
+        made = traced("sum_words", indices, words, count)(found)
+        return traced("share_whole", count)(made) if self.divides else made
+
+
+def _look_up_own(table: nn.Module, whole: nn.Embedding, words: int, count: int, index: int, divides: bool) -> None:
+    """Let a share of a table look up words of all; where devices ``divide`` what follows, each has a part of its
+    gradient."""
+    begin, end = range_of(words, count, index)
+    padding = whole.padding_idx
+    table.padding_idx = padding - begin if padding is not None and begin <= padding < end else None  # type: ignore[assignment]
+    kind = type(table)
+    table.__class__ = type(f"Split{kind.__name__}", (_OwnWords, kind), {})
+    table.split, table.divides = (words, count), divides  # type: ignore[assignment]  # those of its class now
+
+
+def _evened(change: Change) -> Callable[..., Any]:
+    """A hook of experts, which take words, which experts these chose, and by how much each counts.
+
+    In the words' format, in which parts of the gradient are summed before a router rounds them.
+    """
+
+    def hook(_: nn.Module, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        words, chosen, shares = args
+        return words, chosen, change(shares.to(words.dtype))
+
+    return hook

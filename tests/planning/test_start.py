@@ -1,0 +1,111 @@
+"""A plan to start from: what is found is never longer, and it is refused where it is not what is asked for."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pipeplan as face
+from builders.chains import chain_profile
+from pipeplan import Plan, UsageError
+from pipeplan.planning.request import Request
+from pipeplan.planning.steps import STEPS, search_plan
+from support.commands import pipeplan
+from support.paths import ROOT
+
+PROFILE = ROOT / "profiles/gpt2-345m-cpu.json"
+
+
+def imported(source: str, **flags: Any) -> Plan:
+    return face.import_plan(source, "megatron", PROFILE, microbatch_size=1, microbatches=8, **flags).plan
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_found_is_never_longer(seed: int) -> None:
+    """Nothing else is looked at but that plan, and then it is what is found; with all steps it is no longer."""
+    rng = random.Random(seed)
+    profile = chain_profile(6, split=(1, 2)).model_copy(update={"placement": None})
+    scheduler = rng.choice(["gpipe", "1f1b", "zb-h1"])
+    start = face.search(profile, devices=3, microbatches=6, scheduler=scheduler, placement="one-to-one").plan
+    request = Request.of(profile, devices=3, num_microbatches=6, start=start, deterministic=True, time_limit=0.5)
+    alone = search_plan(request, steps=[step for step in STEPS if step.name in ("start plan", "look at candidates")])
+    assert alone.plan.predicted.iteration_ns <= start.predicted.iteration_ns
+    found = search_plan(request)
+    assert found.plan.predicted.iteration_ns <= start.predicted.iteration_ns
+    assert found.lower_bound_ns <= found.plan.predicted.iteration_ns
+    assert any("the plan of --start" in note for note in found.notes)
+
+
+def test_the_plan_itself_comes_back_where_there_is_no_time() -> None:
+    """Its stages, order and times, from the first step; devices and mini-batch are its own."""
+    start = imported("Et*6|t*6|t*6|t*6L")
+    result = face.search(PROFILE, start=start, placement=start.placed, deterministic=True, time_limit=0.01)
+    assert result.plan.mini_batch == start.mini_batch
+    assert result.plan.predicted.iteration_ns <= start.predicted.iteration_ns
+    assert [stage.blocks for stage in result.plan.stages] == [stage.blocks for stage in start.stages]
+
+
+def slowed(row: face.CostRow) -> face.CostRow:
+    return row.model_copy(update={"forward_ns": 3 * row.forward_ns})
+
+
+def test_times_are_the_profile_s_and_not_the_plan_s() -> None:
+    profile = chain_profile(4).model_copy(update={"placement": None})
+    start = face.search(profile, devices=2, microbatches=4).plan
+    slower = profile.model_copy(
+        update={
+            "blocks": tuple(
+                block.model_copy(update={"costs": tuple(map(slowed, block.costs))}) for block in profile.blocks
+            )
+        }
+    )
+    found = face.search(slower, start=start, time_limit=1, deterministic=True)
+    assert found.plan.predicted.iteration_ns > start.predicted.iteration_ns
+    assert face.check(found.plan, profile=slower).valid
+
+
+def test_one_that_does_not_fit_is_said() -> None:
+    start = imported("Et*6|t*6|t*6|t*6L")
+    most = max(memory.peak_bytes for memory in start.predicted.memory)
+    found = face.search(PROFILE, start=start, memory=most - 1, time_limit=2, deterministic=True)
+    assert any("more than there is: it is no start" in note for note in found.notes)
+    assert max(memory.peak_bytes for memory in found.plan.predicted.memory) < most
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"devices": 8}, "devices=8 is asked for, and the plan has 4"),
+        ({"mini_batch": 16}, "mini_batch=16 is asked for, and the plan has 8"),
+        ({"scheduler": "1f1b"}, "scheduler='?1f1b'? is asked for"),
+        ({"placement": "v-shape"}, "placement='?v-shape'? is asked for"),
+        ({"microbatch_size": 2}, "microbatch_size=2 is asked for, and the plan has 1"),
+        ({"tp": 2}, "--tp|tp"),
+        ({"replicas": 2}, "dp"),
+    ],
+)
+def test_what_is_asked_for_otherwise_is_refused(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        face.search(PROFILE, start=imported("Et*6|t*6|t*6|t*6L"), time_limit=1, **flags)
+
+
+def test_what_cannot_be_timed_anew_is_refused() -> None:
+    sliced = ROOT / "plans/tessel-mt5-1.8b-v100-32gb.json"
+    with pytest.raises(UsageError, match="runs forwards in parts"):
+        face.search(ROOT / "profiles/tessel-mt5-1.8b-v100-32gb.json", start=sliced, placement="auto", time_limit=1)
+
+
+def test_the_verb_says_what_it_gained(tmp_path: Path) -> None:
+    today, better = tmp_path / "today.json", tmp_path / "better.json"
+    flags = ("--profile", PROFILE, "--microbatch-size", "1", "--microbatches", "8")
+    assert pipeplan("import", "Et*6|t*6|t*6|t*6L", "--from", "megatron", *flags, "-o", today).returncode == 0
+    done = pipeplan("search", PROFILE, "--start", today, "--time-limit", "2s", "--json", "-o", better)
+    assert done.returncode == 0, done.stderr
+    start = json.loads(today.read_text())["predicted"]["iteration_ns"]
+    assert json.loads(done.stdout)["iteration_ns"] <= start
+    assert "shorter than the plan of --start, which takes" in done.stderr
+    assert pipeplan("check", better, "--profile", PROFILE).returncode == 0

@@ -1,0 +1,208 @@
+"""Devices of different speed and memory: a search finds what an enumeration of all layouts on them finds."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from builders.profiles import joined
+from builders.requests import request_of
+from pipeplan.checker import check
+from pipeplan.costs import build_workload
+from pipeplan.errors import FileError, UsageError
+from pipeplan.files import Block, Cluster, CostRow, PlacedStage, Placement, Plan, Profile, Source, parse
+from pipeplan.files.cluster import DeviceKind
+from pipeplan.planning.bounds import request_bound
+from pipeplan.planning.candidates import PlacementCandidate, placed, uniform_layouts
+from pipeplan.planning.frontier import frontier_request
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.steps import search_plan
+from pipeplan.planning.trials import Trial
+from pipeplan.simulator.recost import recosted, relinked
+from references.unlike_devices import Kind, every_layout
+
+MINI_BATCH = 6
+FIXED: dict[str, Any] = {
+    "scheduler": "1f1b",
+    "num_parted": 0,
+    "split_backward": False,
+    "time_limit": 1.0,
+    "deterministic": True,
+    "sizes": (1, 2),
+}
+
+
+def cluster_of(*kinds: Kind) -> Cluster:
+    """Devices of these kinds."""
+    devices = tuple(
+        DeviceKind(name=f"kind{number}", count=kind.count, memory_bytes=kind.memory, speed=float(kind.speed))
+        for number, kind in enumerate(kinds)
+    )
+    return Cluster(name="unlike", source=Source(method="estimated"), devices=devices)
+
+
+def drawn(seed: int, blocks: int) -> Profile:
+    """Blocks of very different work."""
+    random_ = random.Random(seed)
+    found = []
+    for index in range(blocks):
+        forward, backward, held = (random_.randint(2, 60) for _ in range(3))
+        rows = tuple(
+            CostRow(
+                microbatch_size=size,
+                shards=shards,
+                forward_ns=1 + forward * size // shards + random_.randint(0, 4),
+                backward_ns=1 + backward * size // shards + random_.randint(0, 4),
+                activation_bytes=held * size // shards,
+            )
+            for size in (1, 2)
+            for shards in (1, 2)
+        )
+        found.append(Block(id=f"b{index}", operator="layer", parameter_bytes=random_.randint(0, 20), costs=rows))
+    return joined(found)
+
+
+def asked(seed: int, most_blocks: int, most_devices: int) -> tuple[Request, int | None]:
+    """A request on two kinds of devices, and the shortest iteration of all layouts."""
+    random_ = random.Random(seed)
+    devices = random_.randint(2, most_devices)
+    first, recompute = random_.randint(1, devices - 1), random_.random() < 0.5
+    speeds = random_.sample(["1", "0.4", "2.5", "1.7"], 2)
+    memory = [random_.choice([None, 60, 100, 250]) for _ in speeds]
+    kinds = [Kind(*each) for each in zip((first, devices - first), speeds, memory, strict=True)]
+    profile = drawn(seed, random_.randint(2, most_blocks))
+    best = min(every_layout(profile, kinds, MINI_BATCH, recompute=recompute), default=None)
+    request = request_of(profile, "auto", Batch(MINI_BATCH, 1), devices, cluster=cluster_of(*kinds), **FIXED)
+    return replace(request, recompute=None if recompute else False), best
+
+
+def compare(seed: int, most_blocks: int, most_devices: int) -> None:
+    """The iteration found is that of the best layout, and no bound is above it."""
+    request, best = asked(seed, most_blocks, most_devices)
+    if best is None:
+        return
+    found = search_plan(request)
+    assert found.plan.predicted.iteration_ns == best
+    assert found.lower_bound_ns <= best
+    assert request_bound(request) <= best
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_search_finds_the_best_of_all_layouts(seed: int) -> None:
+    compare(seed, 4, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 116))
+def test_search_finds_the_best_of_more_layouts(seed: int) -> None:
+    compare(seed, 5, 4)
+
+
+@pytest.mark.parametrize("seed", range(204, 216))
+def test_no_row_of_the_table_is_bounded_above_its_plans(seed: int) -> None:
+    """Of every uniform layout, cut by its own rule and run with each known schedule; also of its bound by work."""
+    request, _ = asked(seed, 4, 3)
+    request = replace(request, scheduler="auto", positions=None)
+    seen = 0
+    for row in uniform_layouts(request):
+        candidate = placed(request, row.choice)
+        if isinstance(candidate, PlacementCandidate):
+            trial = Trial.of(request, candidate)
+            trial.look(thorough=True)
+            if trial.value_ns is not None:
+                seen += 1
+                assert row.least_ns <= trial.value_ns
+                assert request_bound(request) <= trial.bound_ns
+    assert seen
+
+
+def test_kinds_that_are_all_as_fast_as_the_profile_change_nothing() -> None:
+    """Byte for byte, but for the cluster's fingerprint and the names of its devices."""
+    profile = drawn(7, 4)
+    plans = []
+    for kinds in ([Kind(4, "1", 250)], [Kind(1, "1", 250), Kind(3, "1.0", 250)]):
+        request = request_of(profile, "auto", Batch(MINI_BATCH, 1), 4, cluster=cluster_of(*kinds), **FIXED)
+        plan = search_plan(request).plan
+        devices = tuple(replace(device, name="device") for device in plan.devices)
+        made = plan.provenance.model_copy(update={"cluster_sha256": ""})
+        plans.append(plan.model_copy(update={"devices": devices, "provenance": made}).model_dump_json())
+    assert plans[0] == plans[1]
+    assert "speed" not in plans[0]
+
+
+def test_cuts_suit_the_devices() -> None:
+    """Of equal layers the half as fast devices have half as many, in either order of the file."""
+    row = CostRow(microbatch_size=1, forward_ns=1000, backward_ns=2000, activation_bytes=1)
+    profile = joined([Block(id=f"b{index}", operator="layer", costs=(row,)) for index in range(24)])
+    for kinds in ([Kind(2, "1", None), Kind(2, "0.5", None)], [Kind(2, "0.5", None), Kind(2, "1", None)]):
+        asks = FIXED | {"sizes": ()}
+        request = request_of(profile, "one-to-one", Batch(64, 1), 4, cluster=cluster_of(*kinds), **asks)
+        plan = search_plan(request).plan
+        assert sorted(len(stage.blocks) for stage in plan.stages) == [4, 4, 8, 8]
+        assert {stage.speed: len(stage.blocks) for stage in plan.stages} == {1.0: 8, 0.5: 4}
+
+
+@pytest.fixture(scope="module")
+def mixed() -> tuple[Profile, Cluster, Plan]:
+    """A plan on two kinds of devices, with what it was made from."""
+    profile, cluster = drawn(3, 4), cluster_of(Kind(1, "0.3", None), Kind(1, "1", None))
+    return profile, cluster, search_plan(request_of(profile, "auto", Batch(6, 1), 2, cluster=cluster, **FIXED)).plan
+
+
+def test_plans_on_them_are_checked_and_timed_again(mixed: tuple[Profile, Cluster, Plan]) -> None:
+    """By the checker's own arithmetic; other speeds, or other times, are not theirs."""
+    profile, cluster, plan = mixed
+    assert any(stage.speed != 1 for stage in plan.stages)
+    check(plan, profile, cluster).require()
+    for again in (recosted(plan, profile, cluster), recosted(plan, profile, None)):
+        assert [each.duration_ns for each in again.operations] == [each.duration_ns for each in plan.operations]
+    number = next(at for at, stage in enumerate(plan.stages) if stage.speed != 1)
+    stages = [replace(stage, speed=1.0) if at == number else stage for at, stage in enumerate(plan.stages)]
+    found = check(plan.model_copy(update={"stages": tuple(stages)}), profile, cluster).problems
+    assert {"cluster", "profile"} <= {each.rule for each in found}
+    assert f"stages[{number}].speed: is 1, the slowest of its devices in the cluster has 0.3 [cluster]" in map(
+        str, found
+    )
+
+
+def test_other_speeds_need_the_profile(mixed: tuple[Profile, Cluster, Plan]) -> None:
+    """What actions take there, only rows say; a plan for its own cluster is linked anew without."""
+    _, cluster, plan = mixed
+    assert relinked(plan, cluster).operations == plan.operations
+    other = cluster_of(Kind(2, "1", None))
+    with pytest.raises(
+        UsageError, match=r"is on devices of speed 0.3, in cluster 'unlike' they have 1.*--profile, too"
+    ):
+        relinked(plan, other)
+
+
+def test_the_slowest_replica_counts() -> None:
+    """And of blocks that are split, the slowest part."""
+    profile = drawn(1, 2)
+    stage = PlacedStage(blocks=("b0", "b1"), devices=(0, 1), shards=1, replicas=2)
+    placement = Placement(strategy="by-hand", num_devices=2, stages=(stage,))
+    how: dict[str, Any] = {"num_microbatches": 2, "microbatch_size": 2}
+    for speed in ("0.3", "0.99", "1"):
+        cluster = cluster_of(Kind(1, "1", None), Kind(1, speed, None))
+        workload = build_workload(profile, placement, cluster=cluster, **how)
+        rows = [next(row for row in block.costs if row.key[:2] == (1, 1)) for block in profile.blocks]
+        expected = sum(-(-row.forward_ns // Fraction(speed)) for row in rows)
+        assert workload.operations[0].duration_ns == expected
+
+
+def test_frontiers_are_for_devices_as_fast_as_the_profile() -> None:
+    """Their one stage has no device's own time."""
+    with pytest.raises(UsageError, match=r"those called 'kind1' have speed 0.5; search --devices N finds plans"):
+        frontier_request(drawn(1, 2), cluster=cluster_of(Kind(1, "1", None), Kind(1, "0.5", None)), mini_batch=4)
+
+
+@pytest.mark.parametrize("speed", ["0", "-1", "0.0001", "1e6", "NaN", '"fast"', "null"])
+def test_speeds_are_numbers_that_can_be(speed: str) -> None:
+    """Anything else is refused, with its place."""
+    text = cluster_of(Kind(1, "2.5", None)).model_dump_json().replace("2.5", speed)
+    with pytest.raises(FileError, match=r"devices\[0\]\.speed"):
+        parse(text, Cluster, "c.json")

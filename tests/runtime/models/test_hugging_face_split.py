@@ -1,0 +1,225 @@
+"""Blocks of Hugging Face configurations split over devices: as unsplit runs, in fp64."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeplan.checker import check
+from pipeplan.errors import UsageError
+from pipeplan.files import PlacedStage, Plan
+from pipeplan.runtime.models.huggingface import load
+from pipeplan.runtime.models.huggingface.families import FAMILIES, ModelFamily
+from pipeplan.runtime.models.load import load_model
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.parallel.sharding import Cut, Shards
+from pipeplan.runtime.training.compatibility import require_splittable
+from pipeplan.runtime.training.options import TrainOptions
+from runtime_support.hugging_face import LLAMA, SEQUENCE, WORDS, captured, text
+from runtime_support.plans import Case, Reports, assert_as_unsplit, placed_plan, reports_of
+from runtime_support.threads import require_equal_to_unsplit
+from runtime_support.warm import warm_ranks
+from support.commands import pipeplan
+from support.marks import asked_for, slow_but
+
+FIVE = ("llama", "qwen2", "mixtral", "gpt2", "bert")
+"""Three with transformers' own plan, and two with one of ours."""
+
+SEED = 3
+
+RUN_SPLIT = [name for name, family in FAMILIES.items() if family.splits and family.divides]
+
+IN_FLOAT32 = ("gemma", "gemma2", "gemma3_text", "deepseek_v2", "deepseek_v3")
+"""Families whose norms or rotations transformers computes in float32 whatever the format: sums of parts round there."""
+
+
+@functools.cache
+def model_of(name: str, sequence: int = SEQUENCE) -> Model:
+    return load_model(text(name), sequence=sequence, seed=SEED)
+
+
+def pipeline(name: str, sequence: int = SEQUENCE, *, split: bool, **more: Any) -> Plan:
+    """Two stages of two devices that split each block."""
+    model = model_of(name, sequence)
+    ids = [block.id for block in model.blocks]
+    cut = len(ids) // 2
+    stages = [
+        PlacedStage(blocks=tuple(own), devices=on, shards=2, **more)
+        for own, on in ((ids[:cut], (0, 1)), (ids[cut:], (3, 2)))
+    ]
+    return placed_plan(model, stages, num_microbatches=3, microbatch_size=2, split=split)
+
+
+def one_stage(name: str, **more: Any) -> Plan:
+    """All devices, two of which split each block, and which are replicas by twos."""
+    model = model_of(name)
+    stage = PlacedStage(
+        blocks=tuple(block.id for block in model.blocks),
+        devices=(2, 0, 1, 3),
+        shards=2,
+        replicas=2,
+        microbatch_size=2,
+        **more,
+    )
+    return placed_plan(model, [stage], num_microbatches=3, microbatch_size=2)
+
+
+@functools.cache
+def cases() -> dict[str, Case]:
+    """Each family in a pipeline, with backward split or whole; beside it the other, and divided state."""
+    made = {f"{name} {how}": (name, how == "split") for how in ("split", "full") for name in FIVE}
+    plans = {case: (name, pipeline(name, split=split)) for case, (name, split) in made.items()}
+    plans["llama zero 1"] = "llama", one_stage("llama", zero=1)
+    plans["gpt2 zero 3"] = "gpt2", one_stage("gpt2", zero=3)
+    plans["mixtral zero 2 recomputed"] = "mixtral", one_stage("mixtral", zero=2, recompute=True)
+    return {case: (plan, options_of(name)) for case, (name, plan) in plans.items()}
+
+
+def options_of(name: str) -> TrainOptions:
+    return TrainOptions(
+        text(name),
+        SEQUENCE,
+        num_steps=2,
+        seed=SEED,
+        dtype="float64",
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        clip_norm=0.1,
+    )
+
+
+@pytest.fixture(scope="module")
+def reports(request: pytest.FixtureRequest) -> Reports:
+    return reports_of(asked_for(request, cases()))
+
+
+QUICK = ("llama split", "qwen2 full", "mixtral split", "gpt2 split", "bert full", "llama zero 1")
+
+
+@slow_but("name", cases(), QUICK.__contains__)
+def test_equals_an_unsplit_run(name: str, reports: Reports) -> None:
+    """Losses, norms, gradients and parameters of two clipped steps on four processes."""
+    plan, options = cases()[name]
+    check(plan).require(name)
+    assert isinstance(options, TrainOptions)
+    assert_as_unsplit(model_of(name.partition(" ")[0]), options, reports[name])
+
+
+@slow_but("name", RUN_SPLIT, lambda name: name in ("qwen2_moe", "opt"))
+@pytest.mark.parametrize("sequence", [SEQUENCE, SEQUENCE - 1])
+def test_every_family_trains_in_shares(name: str, sequence: int) -> None:
+    """Also where devices cannot divide the sequence: then all between split products is whole on each."""
+    tolerance = 1e-7 if name in IN_FLOAT32 else 1e-10
+    require_equal_to_unsplit(model_of(name, sequence), pipeline(name, sequence, split=True), tolerance)
+
+
+def test_devices_have_shares_as_the_plan_of_transformers_says() -> None:
+    """Of weights and words; norms are whole."""
+    cuts = {
+        name: cut
+        for block in model_of("llama").blocks
+        if block.split is not None
+        for name, cut in block.split.cuts.items()
+    }
+    assert {name.removeprefix("self_attn_").removeprefix("mlp_"): cut.dimension for name, cut in cuts.items()} == {
+        "embed_tokens_weight": 0,
+        **dict.fromkeys(("q_proj_weight", "k_proj_weight", "v_proj_weight", "gate_proj_weight", "up_proj_weight"), 0),
+        **dict.fromkeys(("o_proj_weight", "down_proj_weight"), 1),
+        "model_lm_head_weight": 0,
+    }
+    fused = {block.id: block.split for block in model_of("gpt2").blocks}["h.0.attention"]
+    assert fused is not None
+    assert fused.cuts["attn_c_attn_weight"] == Cut(1, 3), "query, key and value of one layer"
+
+
+def test_weight_gradients_of_shares_wait_for_w() -> None:
+    """As those of whole blocks; experts' do not."""
+    model = model_of("llama")
+    for block in model.blocks:
+        whole = block.build()
+        assert block.split is not None
+        cut = {id(whole.get_parameter(name)) for name in block.split.cuts}
+        assert cut <= {id(each) for each in whole.deferred_weights}  # type: ignore[union-attr]  # a captured block's
+
+
+def test_what_has_no_plan_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A configuration without a plan of its own, of which none is here, and one with a way that is not known."""
+    with monkeypatch.context() as patch:
+        patch.setitem(FAMILIES, "bert", ModelFamily("BertConfig", "BertForMaskedLM"))
+        refused(r"BertConfig.* cannot be split over devices: transformers has no plan for it", "bert")
+    llama = type(captured_config("llama"))
+    monkeypatch.setattr(llama, "base_model_tp_plan", {"layers.*.mlp.up_proj": "sideways"})
+    refused(r"splits model\.model\.layers\.\*\.mlp\.up_proj as 'sideways'", "llama")
+
+
+def refused(told: str, name: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        load(text(name), sequence=SEQUENCE, meta=True, shards=[2])
+
+
+def captured_config(name: str) -> Any:
+    return load(text(name), sequence=SEQUENCE, meta=True).config
+
+
+def test_what_does_not_run_split_says_so() -> None:
+    """T5's position biases go from block to block in slices; what is cut by operators is for planning."""
+    for model in (captured("t5", "half"), load_model(text("llama"), sequence=SEQUENCE, grain="operator")):
+        blocks = tuple(block.id for block in model.blocks)
+        stage = PlacedStage(blocks=blocks, devices=(0, 1), shards=2)
+        plan = placed_plan(captured("t5", "half") if "t5" in model.name else model, [stage])
+        with pytest.raises(UsageError, match=r"it does not say how.*--shard-shared no"):
+            require_splittable(plan, model)
+
+
+COMMANDS = {
+    "1": "--devices 1 --pp 1 --tp 1",
+    "4": "--devices 4 --tp 2 --pp 2",
+    "2": "--devices 2 --pp 1 --tp 1 --dp 2 --zero 1",
+}
+
+
+def test_commands_give_one_loss_on_one_four_and_two_devices(tmp_path: Path) -> None:
+    """Estimated for an H100, planned, and trained here: whole, in shares in a pipeline, and with divided state."""
+    arguments = {**LLAMA, "num_hidden_layers": 4}
+    model = f"LlamaConfig({', '.join(f'{key}={value}' for key, value in arguments.items())})"
+    profile = tmp_path / "profile.json"
+    estimate = ["--sequence", "32", "--estimate", "--device", "h100-80gb", "--shards", "1,2", "--microbatch", "1,2"]
+    invoke("profile", model, *estimate, "-o", str(profile))
+    losses: dict[str, list[float]] = {}
+    for ranks, how in COMMANDS.items():
+        plan = tmp_path / f"{ranks}.json"
+        invoke("search", str(profile), *how.split(), "--mini-batch", "8", "-o", str(plan))
+        training = ["--sequence", "32", "--dtype", "float64", "--steps", "3", "--local", "--json"]
+        report = json.loads(invoke("run", str(plan), "--model", model, *training))
+        assert report["num_ranks"] == int(ranks)
+        losses[ranks] = [step["loss"] for step in report["steps"]]
+    assert len(set(losses["1"])) == 3, "it learns"
+    for ranks in ("4", "2"):
+        assert losses[ranks] == pytest.approx(losses["1"], rel=0, abs=1e-9)
+
+
+def invoke(*arguments: str) -> str:
+    with warm_ranks():
+        done = pipeplan(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_words_of_other_devices_and_padding_have_no_gradient() -> None:
+    """BERT's padding word is in the first device's rows, and keeps no gradient there alone."""
+    embedding = model_of("bert").blocks[0]
+    assert embedding.split is not None
+    tokens = torch.arange(SEQUENCE)[None] % WORDS
+    for index in range(2):
+        block = embedding.split.build(Shards(2, index))
+        (table,) = [each for name, each in block.named_parameters() if "word" in name]
+        assert table.shape[0] == ((WORDS + 1) // 2, WORDS // 2)[index]
+        block(tokens).square()[..., 0].sum().backward()
+        assert table.grad is not None
+        found = table.grad.any(1).nonzero().flatten().tolist()
+        assert found == (list(range(1, SEQUENCE // 2)) if index == 0 else [])
