@@ -668,7 +668,7 @@ def export(plan: Plan | Path, to: str, *, names: str | None = None, base: str | 
     Args:
         plan: the plan, or the path of its file.
         to: who is to read it: ``"torch"``, ``"torchtitan"``, ``"automodel"``, ``"megatron"``, ``"deepspeed"``,
-            ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"`` or ``"huggingface"``.
+            ``"galvatron"``, ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"`` or ``"huggingface"``.
         names: the model's modules with commas, N for a layer's number, for targets that are told names; by default
             those that the plan says, else the target's own.
         base: for ``"torchtitan"``, your own recipe, as ``"pkg.mod:function"``, which the plan's is made of.
@@ -1062,7 +1062,8 @@ def run(
         warmup_steps: steps over which the learning rate grows.
         lr_steps: steps of the schedule; by default all.
         clip_norm: clip the norm of all gradients together to this; inf only reports it.
-        precision: recipe to train by: ``"fp32"``, ``"bf16"`` or ``"bf16-autocast"``; by default the plan's.
+        precision: recipe to train by: ``"fp32"``, ``"bf16"``, ``"bf16-mixed"``, ``"bf16-autocast"`` or
+            ``"fp16-mixed"``; by default the plan's.
         autocast: the same as ``precision="bf16-autocast"``.
         checkpoint: folder for checkpoints, from which any plan of the model can resume.
         checkpoint_every: write one every so many steps; by default at the end.
