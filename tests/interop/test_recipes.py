@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import json
 import random
 import subprocess
 import sys
@@ -19,7 +20,9 @@ from unittest import mock
 import pytest
 
 import pipeplan as face
-from builders.chains import chain_plan
+from builders.chains import chain_plan, chain_workload
+from builders.orders import Orders
+from builders.plans import plan_of
 from interop.test_export import layered, megatron_plan
 from pipeplan import Plan, UsageError
 from pipeplan.interop.megatron import layout_text, read_layout, require_layout
@@ -234,6 +237,46 @@ def test_deepspeed_runs_1f1b_alone() -> None:
         face.export(with_stages(plan(), zero=2), "deepspeed")
 
 
+# Galvatron -----------------------------------------------------------------------------------------------------------
+
+GALVATRON = {
+    *("pp_deg", "tp_sizes_enc", "tp_consecutive_flags", "cp_sizes_enc", "dp_types_enc", "use_sp", "checkpoint"),
+    *("global_bsz", "chunks", "pp_division", "pipeline_type", "default_dp_type", "vtp", "vsp", "embed_sdp"),
+}
+"""PKU-DAIR/Hetu-Galvatron cea12ff (2026-06-16)."""
+
+
+def test_galvatron_s_lists_have_a_value_for_each_layer() -> None:
+    given = plan()
+    again = (replace(given.stages[0], recompute=True), *given.stages[1:])
+    found = json.loads(face.export(given.model_copy(update={"stages": again}), "galvatron").text)
+    assert found.keys() == GALVATRON
+    assert (found["pp_deg"], found["pp_division"], found["chunks"], found["global_bsz"]) == (3, "2,1,3", 6, 6)
+    assert found["checkpoint"] == "1,1,0,0,0,0"
+    assert found["pipeline_type"] == "pipedream_flush"
+    assert all(len(found[name].split(",")) == 6 for name in GALVATRON if name.endswith("_enc"))
+    source = face.read_profile(ROOT / "profiles/gpt2-345m-cpu.json")
+    for scheduler, kind in (("gpipe", "gpipe"), ("1f1b", "pipedream_flush")):
+        other = face.import_plan(
+            "6,6,6,6", "layers", source, scheduler=scheduler, microbatches=5, microbatch_size=1
+        ).plan
+        assert json.loads(face.export(other, "galvatron").text)["pipeline_type"] == kind
+
+
+def test_what_galvatron_cannot_say_is_refused() -> None:
+    with pytest.raises(UsageError, match="zero is 1: Galvatron divides nothing"):
+        face.export(with_stages(plan(), zero=1), "galvatron")
+    with pytest.raises(UsageError, match="recompute is selective in layer 0"):
+        face.export(with_stages(plan(), recompute="selective"), "galvatron")
+    orders: Orders = [
+        [*(("0F", m) for m in range(3)), *(("0B", m) for m in range(3))],
+        [("1F", 0), ("1B", 0), ("1F", 1), ("1B", 1), ("1F", 2), ("1B", 2)],
+    ]
+    other = layered(plan_of(chain_workload(2, 3), orders), (1, 1))
+    with pytest.raises(UsageError, match="is none of 1F1B's, nor are all orders GPipe's"):
+        face.export(other, "galvatron")
+
+
 # The verb ------------------------------------------------------------------------------------------------------------
 
 
@@ -371,6 +414,6 @@ def test_hand_made_layouts_of_deepseek_v3_are_matched_or_beaten() -> None:
             continue
         today = face.import_plan(text, "megatron", source, devices=ranks, microbatches=4 * ranks, microbatch_size=1)
         assert any("multi-token prediction" in note for note in today.notes)
-        better = face.search(source, start=today.plan, pp=ranks, tp=1, dp=1, time_limit=4)
+        better = face.search(source, start=today.plan, pp=ranks, tp=1, replicas=1, time_limit=4)
         assert better.plan.predicted.iteration_ns <= today.plan.predicted.iteration_ns
         assert face.check(better.plan, profile=source).valid

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     metavar="TARGET",
     help="Who is to read it: torch (a schedule's CSV; with -o also FILE.modules.json), torchtitan or automodel (a "
     "folder with a recipe and its schedule), megatron (layout string, then arguments), deepspeed (a PipelineModule), "
-    "vllm, sglang or tensorrt-llm (layers per stage), huggingface (device_map).",
+    "galvatron (its JSON), vllm, sglang or tensorrt-llm (layers per stage), huggingface (device_map).",
 )
 @click.option(
     "--names",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from pipeplan.catalog import ExportTarget
 from pipeplan.errors import UsageError
 from pipeplan.files import Modules, Plan, parse, to_json
-from pipeplan.interop import deepspeed, megatron, recipes, torch_schedule
+from pipeplan.interop import deepspeed, galvatron, megatron, recipes, torch_schedule
 from pipeplan.interop.layer_lists import device_map, layer_list, read_device_map, read_layer_list
 from pipeplan.interop.layers import PlanLayers, again_of_layers, layers_of
 from pipeplan.interop.names import names_by_template, own_names, read_names
@@ -216,6 +217,15 @@ def _deepspeed(plan: Plan, target: ExportTarget, asked: Asked) -> Written:
     return Written(text, layers, notes=(f"PipelineModule gets {sizes}; your list of layers has one entry each",))
 
 
+def _galvatron(plan: Plan, target: ExportTarget, asked: Asked) -> Written:
+    layers = layers_of(plan, target)
+    found = galvatron.configuration(plan, layers, target)
+    text = galvatron.configuration_text(found)
+    _require_same(json.loads(text), found)
+    _require_same(read_layer_list(found["pp_division"]), [stage.count for stage in layers.stages])
+    return Written(text, layers)
+
+
 def _assigned(text: str, name: str) -> object:
     """What a module of Python gives a name, which is read and not run."""
     for node in ast.parse(text).body:
@@ -227,6 +237,7 @@ def _assigned(text: str, name: str) -> object:
 _WRITERS: dict[str, Write] = {
     "automodel": _automodel,
     "deepspeed": _deepspeed,
+    "galvatron": _galvatron,
     "huggingface": _device_map,
     "megatron": _megatron,
     "torch": _torch,
