@@ -1,38 +1,39 @@
 """FlexPipe's GPT models on its cluster: the best plan by rules beside even 1F1B, T-1F1B and the repetend alone.
 
-    python benchmarks/flexpipe.py --kept rows.jsonl [--size 5b] [--vocabulary 1m] [--limit 40] [--scaling]
+    python benchmarks/flexpipe.py [--size 5b] [--vocabulary 1m] [--limit 60] [--scaling]
+        [--cache cells.jsonl --kept pieces.jsonl --part-seconds 90]
 
 Prints Markdown tables (FlexPipe, section 7.1, Fig. 12 to 15). Costs are estimated and iterations simulated: nothing is
 measured. Every schedule has the best of all depths, replicas and micro-batch sizes that are powers of two, the others
 with and without recomputation, the rules without. Those that search, Tessel and the rules, have the same seconds in all
-(``--limit``), then both twice as many, until a doubling shortens neither by a thousandth. Vocabularies that are done
-are kept in a file, and not done again. Fails where the rules are slower than even 1F1B or T-1F1B.
+(``--limit``), then both twice as many, until two doublings shorten neither by a thousandth. What the rules find is a
+piece, and what each choice of depth and size brings Tessel; pieces that are done are kept in a file, so that it can be
+run in parts. Fails where the rules are slower than even 1F1B or T-1F1B.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
+from resumed import Paused, Pieces, resumable
 from tables import machine, markdown, note
 
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.examples import model
-from pipeplan.files import Plan, Profile
+from pipeplan.files import Plan, Profile, parse
 from pipeplan.partition.chain.costs import Chain
 from pipeplan.partition.placement import place
 from pipeplan.planning.build_plan import planned
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.request import Batch, Request
-from pipeplan.planning.trials import Trial, iteration_of
+from pipeplan.planning.trials import Trial
 from pipeplan.planning.tuning import tune
 from pipeplan.planning.tuning_cells import Cell, settled_cell
 from pipeplan.schedule.cpsat.solver import Budget
@@ -78,8 +79,8 @@ RIVALS = (
     Rival("T-1F1B", "1f1b+", spread=True),
     Rival("Tessel", "repetend", spread=True, deepest=8, searches=True),
 )
-STILL = 0.001
-"""A side that a doubling of its time shortens by less has stopped improving."""
+STILL, DOUBLINGS = 0.001, 2
+"""Sides that so many doublings of their time in a row shorten by less have stopped improving."""
 MOST_SECONDS = 640.0
 
 
@@ -139,29 +140,44 @@ def cell_of(request: Request, rival: Rival, layers: int, fixed: Fixed) -> Cell:
     return settled_cell(request, Cell(PlacementCandidate(placement, batch, fixed.recompute, rival.name)), lambda: False)
 
 
-def rival_plan(request: Request, rival: Rival, layers: int, seconds: float, fixed: Fixed | None = None) -> Plan | None:
+def rival_plan(
+    request: Request,
+    rival: Rival,
+    layers: int,
+    seconds: float,
+    fixed: Fixed | None = None,
+    pieces: Pieces | None = None,
+) -> Plan | None:
     """Its shortest iteration over all it may choose, or with what is fixed; None where nothing fits into the memory.
 
-    A search has ``seconds`` for all choices together: each its equal share of what is left.
+    A search has ``seconds`` for all choices together: each its equal share of what is left. Each is one of the pieces.
     """
     choices = settings(request, rival, layers) if fixed is None else [fixed]
     cells = [cell_of(request, rival, layers, choice) for choice in choices]
     waiting = sorted((cell for cell in cells if cell.candidate), key=lambda cell: cell.bound_ns)
-    best, end = None, time.monotonic() + seconds
+    best, left, pieces = None, seconds, pieces or Pieces()
     for index, cell in enumerate(waiting):
-        assert cell.candidate is not None
-        if best is not None and cell.bound_ns >= iteration_of(best[1]):
+        if best is not None and cell.bound_ns >= best.predicted.iteration_ns:
             break
-        workload = Trial.of(request, cell.candidate).ways[0]
-        promising = [each for each in waiting[index:] if best is None or each.bound_ns < iteration_of(best[1])]
-        budget = Budget(max(1.0, (end - time.monotonic()) / len(promising)), 0) if rival.searches else Budget(0.0, 0)
-        try:
-            found = search_schedule(workload, budget, scheduler=rival.scheduler)
-        except (InfeasibleError, SearchTimeoutError):
-            continue
-        if best is None or iteration_of(found) < iteration_of(best[1]):
-            best = cell.candidate, found
-    return None if best is None else planned(request, *best, best[1].workload)
+        promising = [each for each in waiting[index:] if best is None or each.bound_ns < best.predicted.iteration_ns]
+        share = max(1.0, left / len(promising)) if rival.searches else 0.0
+        name = f"{request.profile.name}, {rival.name}, {seconds:g} s, choice {index}"
+        found = pieces.get(name, partial(searched, request, rival, cell, share))
+        left -= found["seconds"]
+        best = shorter(best, None if found["plan"] is None else parse(found["plan"], Plan))
+    return best
+
+
+def searched(request: Request, rival: Rival, cell: Cell, seconds: float) -> dict[str, Any]:
+    """The text of the plan of one choice, None where none is found, and the seconds that took."""
+    assert cell.candidate is not None
+    workload, begun = Trial.of(request, cell.candidate).ways[0], time.monotonic()
+    try:
+        found = search_schedule(workload, Budget(seconds, 0), scheduler=rival.scheduler)
+        plan = planned(request, cell.candidate, found, found.workload).model_dump_json()
+    except (InfeasibleError, SearchTimeoutError):
+        plan = None
+    return {"plan": plan, "seconds": time.monotonic() - begun}
 
 
 def rules_plan(request: Request, kept: str | None) -> Plan:
@@ -171,7 +187,14 @@ def rules_plan(request: Request, kept: str | None) -> Plan:
     return found.result.plan
 
 
-def even_plans(profile: Profile, layers: int, limit: float, cells: str | None) -> tuple[dict[str, Plan | None], float]:
+def rules_text(request: Request, cells: str | None) -> str:
+    """The same as a text."""
+    return rules_plan(request, cells).model_dump_json()
+
+
+def even_plans(
+    profile: Profile, layers: int, limit: float, cells: str | None, pieces: Pieces
+) -> tuple[dict[str, Plan | None], float]:
     """[schedule] its best plan, and the seconds that each searching side had last, the same for all.
 
     The rules keep what they looked at before, the repetend's search begins anew with all of its time.
@@ -180,13 +203,19 @@ def even_plans(profile: Profile, layers: int, limit: float, cells: str | None) -
     plans: dict[str, Plan | None] = {
         rival.name: rival_plan(whole, rival, layers, 0.0) for rival in RIVALS if not rival.searches
     }
-    seconds, improving = limit, True
-    while improving and seconds <= MOST_SECONDS:
-        more = seconds if seconds == limit else seconds / 2
-        asked = request_of(profile, GPUS, {"spread": True, "recompute": False, "time_limit": more})
-        found: dict[str, Plan | None] = {"rules": rules_plan(asked, cells)}
-        found |= {rival.name: rival_plan(whole, rival, layers, seconds) for rival in RIVALS if rival.searches}
-        improving = any(shortened(plans.get(name), plan) for name, plan in found.items())
+    seconds, still = limit, 0
+    while still < DOUBLINGS and seconds <= MOST_SECONDS:
+        asked = request_of(
+            profile,
+            GPUS,
+            {"spread": True, "recompute": False, "time_limit": seconds if seconds == limit else seconds / 2},
+        )
+        rules = pieces.get(f"{profile.name}, rules, {seconds:g} s", partial(rules_text, asked, cells))
+        found: dict[str, Plan | None] = {"rules": parse(rules, Plan)}
+        for rival in RIVALS:
+            if rival.searches:
+                found[rival.name] = rival_plan(whole, rival, layers, seconds, pieces=pieces)
+        still = 0 if any(shortened(plans.get(name), plan) for name, plan in found.items()) else still + 1
         plans |= {name: shorter(plans.get(name), plan) for name, plan in found.items()}
         note(f"  {seconds:g} s: " + ", ".join(f"{name} {described(plan)}" for name, plan in plans.items()))
         seconds *= 2
@@ -271,28 +300,20 @@ class Row:
     worse: bool
 
 
-def row_of(size: str, vocabulary: str, limit: float, cells: str | None, *, scaling: bool) -> Row:
+def row_of(size: str, vocabulary: str, limit: float, cells: str | None, pieces: Pieces, *, scaling: bool) -> Row:
     """All of a vocabulary."""
     name = f"flexpipe-gpt-{size}-{vocabulary}"
     note(name)
-    plans, seconds = even_plans(profile_of(name), LAYERS[size], limit, cells)
+    plans, seconds = even_plans(profile_of(name), LAYERS[size], limit, cells, pieces)
     ours, others = plans["rules"], [plans[rival.name] for rival in RIVALS]
     assert ours is not None
     line = [vocabulary, *map(described, (*others, ours)), *(speedup(ours, other) for other in others), chosen(ours)]
     return Row(
         [*line, f"{seconds:g} s"],
         [[name, *parted(plan)] for name, plan in plans.items() if plan is not None],
-        scaled(name, plans, seconds) if scaling else [],
+        pieces.get(f"{name}, scaling", lambda: scaled(name, plans, seconds)) if scaling else [],
         any(plan is not None and shortened(ours, plan) for plan in others[:2]),
     )
-
-
-def kept_rows(path: Path | None) -> dict[str, Row]:
-    """[size, vocabulary] what a run before this one has done."""
-    if path is None or not path.exists():
-        return {}
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {each.pop("key"): Row(**each) for each in lines}
 
 
 def main() -> int:
@@ -300,37 +321,39 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", choices=list(LAYERS), action="append")
     parser.add_argument("--vocabulary", action="append")
-    parser.add_argument("--limit", type=float, default=40.0, help="seconds that each searching side has at first")
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds that each searching side has at first")
     parser.add_argument("--cache", help="file of the rules' cells")
-    parser.add_argument("--kept", type=Path, help="file of the vocabularies that are done")
+    resumable(parser)
     parser.add_argument("--scaling", action="store_true", help="16 to 64 devices, for the last vocabulary of a size")
     asked = parser.parse_args()
-    done, worse = kept_rows(asked.kept), 0
     print(machine())
-    for size in asked.size or list(LAYERS):
-        rows = []
-        vocabularies = asked.vocabulary or VOCABULARIES[size]
-        for vocabulary in vocabularies:
-            key, scaling = f"{size} {vocabulary}", asked.scaling and vocabulary == vocabularies[-1]
-            if key not in done or (scaling and not done[key].scaling):
-                done[key] = row_of(size, vocabulary, asked.limit, asked.cache, scaling=scaling)
-                if asked.kept is not None:
-                    with asked.kept.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps({"key": key, **asdict(done[key])}) + "\n")
-            rows.append(done[key])
-            worse += done[key].worse
-        names = [*(rival.name for rival in RIVALS), "rules"]
-        print(f"\n{size}\n")
-        over = [f"over {rival} ({stated})" for rival, stated in zip(names[:3], STATED[size], strict=True)]
-        print(markdown(["vocabulary", *names, *over, "chosen", "each had"], [row.cells for row in rows]))
-        print(f"\n{size}, {vocabularies[-1]}: computing and waiting\n")
-        print(markdown(["schedule", "compute, ms", "wait, ms"], rows[-1].parts))
-        if asked.scaling:
-            print(f"\n{size}, {vocabularies[-1]}: 16 to 64 devices\n")
-            print(markdown(["devices", *names], rows[-1].scaling))
+    try:
+        worse = sum(size_tables(asked, size) for size in asked.size or list(LAYERS))
+    except Paused as paused:
+        note(str(paused))
+        return 3
     if worse:
-        print(f"the rules are slower than even 1F1B or T-1F1B in {worse} cases", file=sys.stderr)
+        note(f"the rules are slower than even 1F1B or T-1F1B in {worse} cases")
     return 1 if worse else 0
+
+
+def size_tables(asked: argparse.Namespace, size: str) -> int:
+    """The tables of 5B or of 16.1B; how often the rules lose."""
+    vocabularies, pieces = asked.vocabulary or VOCABULARIES[size], Pieces(asked.kept, asked.part_seconds)
+    rows = [
+        row_of(size, each, asked.limit, asked.cache, pieces, scaling=asked.scaling and each == vocabularies[-1])
+        for each in vocabularies
+    ]
+    names = [*(rival.name for rival in RIVALS), "rules"]
+    print(f"\n{size}\n")
+    over = [f"over {rival} ({stated})" for rival, stated in zip(names[:3], STATED[size], strict=True)]
+    print(markdown(["vocabulary", *names, *over, "chosen", "each had"], [row.cells for row in rows]))
+    print(f"\n{size}, {vocabularies[-1]}: computing and waiting\n")
+    print(markdown(["schedule", "compute, ms", "wait, ms"], rows[-1].parts))
+    if asked.scaling:
+        print(f"\n{size}, {vocabularies[-1]}: 16 to 64 devices\n")
+        print(markdown(["devices", *names], rows[-1].scaling))
+    return sum(row.worse for row in rows)
 
 
 if __name__ == "__main__":

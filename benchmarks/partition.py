@@ -4,7 +4,9 @@ The three models of GraphPipe (thesis, chapter 3) with estimated V100 costs on i
 longer than the paper says, and no planner here has a slowest stage that is less slow.
 
     python benchmarks/partition.py [--part search,size,throughput,branches,microbatch,case] [--limit 30]
-        [--late-inputs] [--launch-overhead 50us]
+        [--late-inputs] [--launch-overhead 50us] [--cells 2x16,4x8]
+
+``--cells`` are those of ``branches`` that are asked for, branches by devices; without it all twelve.
 
 With late inputs a stage of a graph begins before all its inputs are there, and waits inside for those that only later
 blocks take; a stage of a line has but one input. With a launch overhead every action of every block takes so much more.
@@ -20,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import pairwise, product
 from random import Random
 from time import process_time
 from typing import Any, TypeVar
@@ -61,7 +63,7 @@ PRINTED = {  # Table 3.1: seconds of Piper, PipeDream and GraphPipe
     "candle-uno-8": ((None, 3.84, 0.19), (None, 17.0, 1.43), (None, 66.10, 6.14), (None, 234, 22.37)),
 }
 CHILD_BYTES = 4 << 30
-ASKED = argparse.Namespace(late_inputs=False, launch_overhead=0)
+ASKED = argparse.Namespace(late_inputs=False, launch_overhead=0, cells=())
 """What the command line says of all parts."""
 
 Found = TypeVar("Found")
@@ -473,11 +475,11 @@ def throughputs() -> None:
 
 
 def branches() -> None:
+    """Fig. 3.7, left; of ``--cells`` where they are named, some ten seconds to a minute each."""
     rows = []
-    for number in (2, 4, 8, 16):
-        for devices in (4, 8, 16):
-            rows.append([str(number), str(devices), *compared(task_of("candle-uno", devices, profile=_uno(number)))])
-            note(" | ".join(rows[-1]))
+    for number, devices in ASKED.cells or product((2, 4, 8, 16), (4, 8, 16)):
+        rows.append([str(number), str(devices), *compared(task_of("candle-uno", devices, profile=_uno(number)))])
+        note(" | ".join(rows[-1]))
     print(markdown(("branches", "devices", *HEADER), rows))
 
 
@@ -547,12 +549,19 @@ PARTS: dict[str, Callable[[], None]] = {
 }
 
 
+def _cells_of(text: str) -> tuple[tuple[int, int], ...]:
+    """[(branches, devices)] of ``2x16,4x8``."""
+    pairs = [cell.split("x") for cell in text.split(",")]
+    return tuple((int(branches), int(devices)) for branches, devices in pairs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", default="search,size,throughput,branches,microbatch,case")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds for Piper's planner")
     parser.add_argument("--late-inputs", action="store_true")
     parser.add_argument("--launch-overhead", type=ns_of, default=0, help="of each block's actions, such as 50us")
+    parser.add_argument("--cells", type=_cells_of, default=(), help="branches x devices, such as 2x16,4x8")
     options = parser.parse_args(namespace=ASKED)
     parts: dict[str, Callable[[], None]] = {**PARTS, "search": partial(search_times, options.limit)}
     for part in options.part.split(","):

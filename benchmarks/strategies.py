@@ -1,13 +1,17 @@
 """TensorOpt's Table 2 on gloo: how far estimates are from runs, over 20 strategies drawn at random.
 
     pip install 'pipeplan[torch]'
-    python benchmarks/strategies.py [--model gpt2-124m] [--sequence 64] [--strategies 20]       # some minutes
+    python benchmarks/strategies.py [--model gpt2-124m] [--model strategies:translation] [--sequence 64]
+        [--strategies 20] [--kept pieces.jsonl --part-seconds 120]       # some nine minutes for GPT-2, quiet
 
-A model is profiled here, whole and in halves, and so are the links between two processes; then two processes, a core
-for each, train with strategies that split every block in a way drawn at random. Errors are the paper's, (c - e) / c of
-what was measured and what was estimated, averaged over the strategies, and without their signs. Execution time is the
-median of the steps after the first. Network time is what is spent in collectives, in which a process also waits for the
-other one; memory what the process that needs most takes beyond what it had before. Run it where nothing else runs.
+GPT-2 124M and, of the module itself, an encoder with a decoder of the size of T5's smallest: a Transformer each, as the
+paper's RNN and WideResNet have no modules here. A model is profiled here, whole and in halves, and so are the links
+between two processes; then two processes, a core for each, train with strategies that split every block in a way drawn
+at random. Errors are the paper's, (c - e) / c of what was measured and what was estimated, averaged over the
+strategies, and without their signs. Execution time is the median of the steps after the first. Network time is what is
+spent in collectives, in which a process also waits for the other one; memory what the process that needs most takes
+beyond what it had before. Run it where nothing else runs. The profile is a piece, and so are every five strategies;
+pieces that are done are kept in a file, so that it can be run in parts.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
@@ -30,14 +35,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from resumed import Paused, Pieces, resumable
 from tables import machine, markdown, note
 
 from pipeplan.errors import UsageError
-from pipeplan.files import Cluster, Plan, Profile, parse, read_cluster, read_profile
+from pipeplan.files import Cluster, Plan, Profile, parse
 from pipeplan.planning.sharding_frontier import plan_of_strategy
 from pipeplan.runtime.launch.__main__ import main as be_rank
 from pipeplan.runtime.launch.job import RankContext
 from pipeplan.runtime.launch.local import watch_local
+from pipeplan.runtime.models.spec import Model
+from pipeplan.runtime.models.zoo.encoder_decoder import TranslationSize
 from pipeplan.runtime.training.options import TrainOptions
 from pipeplan.runtime.training.trainer import train
 from pipeplan.sharding.cost_model import CostModel, CostOptions, cost_model
@@ -46,6 +54,8 @@ from pipeplan.sharding.graph import Strategy
 
 AS_RANK = "--as-rank"
 DEVICES, SAMPLES, TIMEOUT_NS = 2, 4, 120 * 10**9
+AT_ONCE = 5
+"""Strategies that two processes run before they end."""
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all_single", "broadcast")
 
 
@@ -62,17 +72,30 @@ class Case:
         return self.plan.predicted.whole_ns, self.network_ns, memory
 
 
+def translation() -> Model:
+    """Six layers of each stack and the widths of T5's smallest model, sequences of 64."""
+    return TranslationSize(6, 512, 8, 32_128, 64, biased=False, shared=False).model("translation")
+
+
 def pipeplan(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pipeplan", *arguments], check=True, capture_output=True)
+    """Run a verb here, where it finds the models of this file."""
+    command = [sys.executable, "-m", "pipeplan", *arguments]
+    subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parent)
 
 
-def measured_costs(model: str, sequence: int, folder: Path) -> tuple[Profile, Cluster]:
-    """Of the model and of the links, on this machine."""
-    profile, cluster = folder / "profile.json", folder / "cluster.json"
-    sizes = ["--sequence", str(sequence), "--microbatch", "2,4", "--shards", "1,2", "--threads", "1"]
-    pipeplan("profile", model, *sizes, "-o", str(profile))
-    pipeplan("profile", "--communication", "--processes", str(DEVICES), "-o", str(cluster))
-    return read_profile(str(profile)), read_cluster(str(cluster))
+def measured_costs(model: str, sequence: int) -> dict[str, str]:
+    """The texts of the profile of the model and of the links, on this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        profile, cluster = Path(folder) / "profile.json", Path(folder) / "cluster.json"
+        sizes = ["--microbatch", "2,4", "--shards", "1,2", "--threads", "1", *lengths(model, sequence)]
+        pipeplan("profile", model, *sizes, "-o", str(profile))
+        pipeplan("profile", "--communication", "--processes", str(DEVICES), "-o", str(cluster))
+        return {"profile": profile.read_text(encoding="utf-8"), "cluster": cluster.read_text(encoding="utf-8")}
+
+
+def lengths(model: str, sequence: int) -> list[str]:
+    """The flag of shorter sequences, which models of a module have of their own."""
+    return [] if ":" in model else ["--sequence", str(sequence)]
 
 
 def drawn(built: CostModel, profile: Profile, cluster: Cluster, count: int) -> list[Case]:
@@ -173,30 +196,44 @@ def errors(cases: Sequence[Case], told: Sequence[Mapping[str, Any]]) -> list[str
     return cells
 
 
-def main() -> None:
+def row_of(pieces: Pieces, name: str, given: argparse.Namespace) -> list[str]:
+    """A model's line of the table."""
+    texts = pieces.get(f"{name}: costs", lambda: measured_costs(name, given.sequence))
+    profile, cluster = parse(texts["profile"], Profile), parse(texts["cluster"], Cluster)
+    built = cost_model(profile, cluster, DEVICES, SAMPLES, options=CostOptions(blocks=True, reuse=False))
+    cases = drawn(built, profile, cluster, given.strategies)
+    sequence = None if ":" in name else given.sequence
+    options = TrainOptions(num_steps=given.steps + 1, timeout_ns=TIMEOUT_NS, model=name, sequence=sequence)
+    told: list[dict[str, Any]] = []
+    for first in range(0, len(cases), AT_ONCE):
+        some = cases[first : first + AT_ONCE]
+        told += pieces.get(f"{name}: strategies from {first + 1}", partial(run, some, options))
+    for case, report in zip(cases, told, strict=True):
+        note(f"  {case.estimated} {report}")
+    return [name, str(len(cases)), *errors(cases, told)]
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", help="a model that runs; by default gpt2-124m")
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--strategies", type=int, default=20)
     parser.add_argument("--steps", type=int, default=3, help="steps that count, after a first one")
+    resumable(parser)
     given = parser.parse_args()
-    rows = []
-    for name in given.model or ["gpt2-124m"]:
-        with tempfile.TemporaryDirectory() as folder:
-            profile, cluster = measured_costs(name, given.sequence, Path(folder))
-        built = cost_model(profile, cluster, DEVICES, SAMPLES, options=CostOptions(blocks=True, reuse=False))
-        cases = drawn(built, profile, cluster, given.strategies)
-        options = TrainOptions(num_steps=given.steps + 1, timeout_ns=TIMEOUT_NS, model=name, sequence=given.sequence)
-        told = run(cases, options)
-        for case, report in zip(cases, told, strict=True):
-            note(f"  {case.estimated} {report}")
-        rows.append([name, str(len(cases)), *errors(cases, told)])
+    pieces = Pieces(given.kept, given.part_seconds)
+    try:
+        rows = [row_of(pieces, name, given) for name in given.model or ["gpt2-124m"]]
+    except Paused as paused:
+        note(str(paused))
+        return 3
     print(markdown(["model", "strategies", "execution time", "network time", "memory"], rows))
     print(f"\n{machine()}, torch {version('torch')}")
+    return 0
 
 
 if __name__ == "__main__":
     if AS_RANK in sys.argv:
         be_rank()
     else:
-        main()
+        sys.exit(main())

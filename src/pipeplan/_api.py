@@ -250,11 +250,11 @@ def with_measured(simulation: Simulation, paths: Sequence[str]) -> Simulation:
     return replace(simulation, measured=measured)
 
 
-def export(plan: Plan, to: str, names: Sequence[str] = ()) -> Export:
+def export(plan: Plan, to: str, names: Sequence[str] = (), base: str | None = None) -> Export:
     """A plan in another tool's words; see :func:`pipeplan.interop.export.exported`. Raises UsageError."""
     from pipeplan.interop.export import exported
 
-    return exported(plan, to, names)
+    return exported(plan, to, names, base)
 
 
 # Profiles ---------------------------------------------------------------------------------------------------------

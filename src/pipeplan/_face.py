@@ -623,19 +623,20 @@ def simulate(
 
 
 @_public
-def export(plan: Plan | Path, to: str, *, names: str | None = None) -> Export:
+def export(plan: Plan | Path, to: str, *, names: str | None = None, base: str | None = None) -> Export:
     """Write a plan in the words of another tool.
 
     Args:
         plan: the plan, or the path of its file.
-        to: who is to read it: ``"torch"``, ``"megatron"``, ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"`` or
-            ``"huggingface"``.
-        names: the model's modules with commas, N for a layer's number, for ``"torch"`` and ``"huggingface"``; by
-            default those that the plan says, else ``"model.embed_tokens,model.layers.N,model.norm,lm_head"``.
+        to: who is to read it: ``"torch"``, ``"torchtitan"``, ``"automodel"``, ``"megatron"``, ``"deepspeed"``,
+            ``"galvatron"``, ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"`` or ``"huggingface"``.
+        names: the model's modules with commas, N for a layer's number, for targets that are told names; by default
+            those that the plan says, else the target's own.
+        base: for ``"torchtitan"``, your own recipe, as ``"pkg.mod:function"``, which the plan's is made of.
 
     Returns:
-        ``.text`` as the tool reads it, ``.beside`` for files beside it, and ``.notes`` on what the tool does its own
-        way.
+        ``.text`` as the tool reads it, ``.beside`` and ``.files`` for further files (beside it, or of a folder), and
+        ``.notes`` on what the tool does its own way.
 
     Raises:
         FileError: the file cannot be read.
@@ -649,7 +650,7 @@ def export(plan: Plan | Path, to: str, *, names: str | None = None) -> Export:
     from pipeplan.cli.shared import given_file
 
     given = _asked("export", locals()).params
-    return _api.export(given_file("plan", given["plan_path"]), given["to"], template_of(given["names"]))
+    return _api.export(given_file("plan", given["plan_path"]), given["to"], template_of(given["names"]), given["base"])
 
 
 @_public
@@ -1023,7 +1024,8 @@ def run(
         warmup_steps: steps over which the learning rate grows.
         lr_steps: steps of the schedule; by default all.
         clip_norm: clip the norm of all gradients together to this; inf only reports it.
-        precision: recipe to train by: ``"fp32"``, ``"bf16"`` or ``"bf16-autocast"``; by default the plan's.
+        precision: recipe to train by: ``"fp32"``, ``"bf16"``, ``"bf16-mixed"``, ``"bf16-autocast"`` or
+            ``"fp16-mixed"``; by default the plan's.
         autocast: the same as ``precision="bf16-autocast"``.
         checkpoint: folder for checkpoints, from which any plan of the model can resume.
         checkpoint_every: write one every so many steps; by default at the end.

@@ -183,6 +183,19 @@ def test_rules_of_a_file_make_the_schedule(v: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "told"), [(["--scheduler", "auto"], True), (["--scheduler", "rules"], False), ([], False)]
+)
+def test_rules_beside_a_search_that_is_asked_for_are_told_to_be_alone(
+    v: Path, tmp_path: Path, arguments: list[str], told: bool
+) -> None:
+    texts = [
+        pipeplan("search", v, "--rules", "1f1b+", *arguments, "--json").stderr,
+        pipeplan("search", v, "--rules", "1f1b+", *arguments, "-o", tmp_path / "plan.json").stdout,
+    ]
+    assert [("--rules alone" in " ".join(text.split())) for text in texts] == [told, told]
+
+
+@pytest.mark.parametrize(
     ("rules", "arguments", "code", "text"),
     [
         ("in_flight = 0", [], 2, "rules 'mine': in_flight is 0; it must be at least 1; 0F0 could never start"),

@@ -699,7 +699,7 @@ def test_reports_say_the_level_and_what_it_would_bring(tmp_path: Any) -> None:
     assert "zero" not in figures
     chosen = said("--tp", "1", "--pp", "1", "--memory", "30KB")
     assert "ZeRO 2 over 4 replicas" in chosen, "as quick as ZeRO 1 without links, and in less memory"
-    assert "training with bf16-mixed is not built yet" in chosen
+    assert "is not built yet" not in chosen, "run trains with master copies"
     assert "--zero 0" not in chosen, "run trains with sharded state"
     figures = search_plan(asked(replicas=4, zero=1)).figures()
     assert figures["zero"] == 1

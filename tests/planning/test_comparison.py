@@ -96,6 +96,24 @@ def test_every_schedule_is_timed_on_whole_forwards_where_ours_slices_them(num_pa
     assert again.plan.predicted.makespan_ns <= sliced.plan.predicted.makespan_ns
 
 
+def test_rows_name_who_made_each_choice() -> None:
+    """Those of a search, and of a known schedule what decides its order; flags of all rows are in a note."""
+    asked = Request.of(chain(8), devices=4, num_microbatches=4, replicas=1, **QUICK)
+    found = compare(asked, rules=named_rules("1f1b+"))
+    rows = {row.schedule: row for row in found.rows}
+    assert rows[OURS].choices["schedule"].startswith("searched (")
+    assert rows["gpipe"].choices["schedule"] == rows["gpipe"].choices["slices"] == "--scheduler gpipe"
+    assert rows["rules: 1f1b+"].choices["schedule"] == "--rules 1f1b+"
+    for row in found.rows:
+        assert row.choices["replicas"] == "--dp 1"
+        assert row.choices["placement"].startswith("searched (")
+        assert (row.choices["backward"] == f"--split-backward {'yes' if row.split_backward else 'no'}") == row.varied
+    assert json.loads(json.dumps(found.figures()))["rows"][0]["choices"] == found.rows[0].choices
+    shown = io.StringIO()
+    print_comparison(found, shown)
+    assert "in every row by a flag: --dp 1; --microbatches 4" in " ".join(shown.getvalue().split())
+
+
 def test_ours_fits_and_is_at_most_every_classic_schedule_that_fits() -> None:
     for memory in (8 * KB, 16 * KB, None):
         rows = compared("one-to-one", memory=memory).rows

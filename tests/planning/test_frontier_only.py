@@ -142,7 +142,9 @@ def test_points_become_plans_that_pass_check() -> None:
     result = search_frontier(request)
     assert "only mesh-tensorflow" in result.of
     assert any("what is proved is of such strategies alone" in note for note in result.notes)
-    assert result.plan().predicted.iteration_ns == result.points[result.chosen - 1].time_ns  # checked when made
+    plan = result.plan()
+    assert plan.predicted.iteration_ns == result.points[result.chosen - 1].time_ns  # checked when made
+    assert plan.provenance.choices["splits"] == "--only mesh-tensorflow"
 
 
 def test_what_has_no_strategy_says_why() -> None:

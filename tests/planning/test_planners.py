@@ -15,7 +15,7 @@ from pipeplan.files import Profile
 from pipeplan.partition.strategies import STRATEGIES
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.planners import PLANNERS
-from pipeplan.planning.request import Request
+from pipeplan.planning.request import Request, input_notes
 from pipeplan.planning.steps import search_plan
 from pipeplan.workload.elements import is_in_line
 from pipeplan.workload.kinds import ACTIVATIONS
@@ -106,6 +106,16 @@ def test_launching_takes_its_time_for_every_block() -> None:
     stated = case_study().model_copy(update={"launch_overhead_ns": 1000})
     assert Request.of(stated, devices=8, mini_batch=64).launch_overhead_ns == 1000
     assert Request.of(stated, devices=8, mini_batch=64, launch_overhead_ns=0).launch_overhead_ns == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "overhead", "twice"), [("measured", 1000, 1), ("measured", 0, 0), ("estimated", 1000, 0)]
+)
+def test_launches_beside_measured_times_are_said_to_count_twice(method: str, overhead: int, twice: int) -> None:
+    profile = case_study()
+    profile = profile.model_copy(update={"source": profile.source.model_copy(update={"method": method})})
+    notes = input_notes(Request.of(profile, devices=8, mini_batch=64, launch_overhead_ns=overhead))
+    assert sum("launches are in them" in note for note in notes) == twice
 
 
 def test_no_other_name_is_a_planner() -> None:

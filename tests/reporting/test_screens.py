@@ -374,15 +374,17 @@ def test_the_bound_says_which_sizes_it_is_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_run_cannot_train_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recipe with master weights; a plan in float32 needs no word, nor does sharded state."""
+    """A recipe with products in FP8; other formats need no word, nor does sharded state."""
     plan = replicated(2)
-    divided = replicated(2, zero=1).model_copy(update={"recipe": Recipe(name="bf16-mixed")})
+    mixed, products = (
+        replicated(2, zero=1).model_copy(update={"recipe": Recipe(name=name)}) for name in ("bf16-mixed", "fp8-mixed")
+    )
     request = request_of(chain_profile(1), "auto", Batch(4, 2), 2)
-    for each, lacks in ((plan, []), (replicated(2, zero=1), []), (divided, ["bf16-mixed"])):
+    for each, lacks in ((plan, []), (replicated(2, zero=1), []), (mixed, []), (products, ["fp8-mixed"])):
         assert cannot_train(each) == lacks
         shown = lines_of(print_answer, request, result_of(each, 1), simulate(each), width=140, monkeypatch=monkeypatch)
         said = [line for line in shown if line.startswith("run ")]
-        row = f"run     training with {' and '.join(lacks)} is not built yet; --precision bf16-autocast is"
+        row = f"run     training with {' and '.join(lacks)} is not built yet; --precision bf16-mixed is"
         assert len(row) <= 80
         assert said == [row] * bool(lacks)
 

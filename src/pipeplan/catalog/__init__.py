@@ -157,6 +157,8 @@ class ExportTarget:
     ``layer_list`` is how it is told the number of layers of each stage, which stand for ``{}``; ``names`` are the
     modules that have a model's beginning, its layer N, and its end, where it has names; ``tied`` says what becomes of a
     table that stages on several ranks share, and ``sums_tied`` whether its gradients are summed as a plan has it.
+    It needs a ``folder`` of files, or one file. ``names_everywhere`` are modules that every stage has, too; with
+    ``top_level`` all are children of the model, or items of lists that are.
     """
 
     title: str
@@ -171,6 +173,9 @@ class ExportTarget:
     names: Sequence[str] = ()
     tied: str = ""
     sums_tied: bool = False
+    folder: bool = False
+    top_level: bool = False
+    names_everywhere: Sequence[str] = ()
 
 
 def export_target(name: str) -> ExportTarget:

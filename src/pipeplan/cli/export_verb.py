@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs, say_notes
 from pipeplan.cli.shared import FILE, TARGET
+from pipeplan.errors import FileError, UsageError
+
+if TYPE_CHECKING:
+    from pipeplan._api import Export
 
 
 @click.command("export")
@@ -18,31 +24,61 @@ from pipeplan.cli.shared import FILE, TARGET
     required=True,
     type=TARGET,
     metavar="TARGET",
-    help="Who is to read it: torch (a schedule's CSV; with -o also FILE.modules.json), megatron (layout string, then "
-    "arguments), vllm, sglang or tensorrt-llm (layers per stage), huggingface (device_map).",
+    help="Who is to read it: torch (a schedule's CSV; with -o also FILE.modules.json), torchtitan or automodel (a "
+    "folder with a recipe and its schedule), megatron (layout string, then arguments), deepspeed (a PipelineModule), galvatron (its JSON), "
+    "vllm, sglang or tensorrt-llm (layers per stage), huggingface (device_map).",
 )
 @click.option(
     "--names",
     metavar="LIST",
-    help="For torch and huggingface: the model's modules with commas, N for a layer's number.  "
-    "[default: tok_embeddings,layers.N,norm,lm_head, or model.embed_tokens,model.layers.N,model.norm,lm_head]",
+    help="For targets that are told names: the model's modules with commas, N for a layer's number.  [default: the "
+    "plan's; without, tok_embeddings,layers.N,norm,lm_head for torch and torchtitan, else "
+    "model.embed_tokens,model.layers.N,model.norm,lm_head]",
 )
-@click.option("-o", "--output", type=FILE, default="-", metavar="FILE", help="Where to write; - for stdout.")
-def export_command(plan_path: str, to: str, names: str | None, output: str) -> None:
+@click.option(
+    "--base", metavar="pkg.mod:function", help="For torchtitan: your own recipe, which the plan's is made of."
+)
+@click.option(
+    "-o",
+    "--output",
+    type=FILE,
+    default="-",
+    metavar="PATH",
+    help="Where to write: a file (- for stdout), or a folder, which is made, where a target needs several.",
+)
+def export_command(plan_path: str, to: str, names: str | None, base: str | None, output: str) -> None:
     """Write PLAN for another tool, which then runs the plan's stages.
 
     What the tool cannot run is refused, with its place in the plan. What it does its own way is said on stderr, so that
     stdout has only what the tool reads. PLAN may be - for stdin.
     """
-    found = _api.export(_api.read_plan(plan_path), to, template_of(names))
-    beside = {} if output == "-" else {f"{output}{ending}": text for ending, text in found.beside.items()}
-    with Outputs({"-o": output, **{f"-o ({path})": path for path in beside}}) as outputs:
+    found = _api.export(_api.read_plan(plan_path), to, template_of(names), base)
+    files = _files_of(found, output)
+    with Outputs({f"-o ({path})" if number else "-o": path for number, path in enumerate(files)}) as outputs:
         say_notes(found.notes)
-        if output == "-":
-            sys.stdout.write(found.text)
-        for path, text in {} if output == "-" else {output: found.text, **beside}.items():
-            outputs.write_text(text, path)
-            outputs.say_written(f"plan for {to}", path)
+        for path, text in files.items():
+            if path == "-":
+                sys.stdout.write(text)
+            else:
+                outputs.write_text(text, path)
+                outputs.say_written(f"plan for {to}", path)
+
+
+def _files_of(found: Export, output: str) -> dict[str, str]:
+    """{path: what goes there}, in a folder where there are several. Raises UsageError without one."""
+    if not found.files:
+        beside = {} if output == "-" else found.beside
+        return {output: found.text, **{f"{output}{ending}": text for ending, text in beside.items()}}
+    names = " and ".join(found.files)
+    if output == "-":
+        raise UsageError(f"--to {found.target} writes {names}; give -o FOLDER")
+    if os.path.exists(output) and not os.path.isdir(output):
+        raise UsageError(f"-o {output} is a file, and --to {found.target} writes {names} into a folder; name another")
+    try:
+        os.makedirs(output, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"{output}: cannot be made: {error.strerror or error}; choose a folder with -o") from error
+    return {os.path.join(output, name): text for name, text in found.files.items()}
 
 
 def template_of(names: str | None) -> tuple[str, ...]:

@@ -126,7 +126,7 @@ class _Stretch(FiniteRange):
 @click.option(
     "--precision",
     type=KnownNames(lambda: _api.known_names("recipes")),
-    metavar="fp32|bf16|bf16-autocast",
+    metavar="fp32|bf16|bf16-mixed|bf16-autocast|fp16-mixed",
     help="Precision recipe to train with.  [default: the plan's; fp32 where it has none]",
 )
 @click.option("--autocast", type=OneOf(["bfloat16"]), help="The same as --precision bf16-autocast.")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from pipeplan import _api
 from pipeplan.cli.output import Outputs, say, say_notes
@@ -128,13 +129,14 @@ def search_command(
             outputs.write(result.plan.placed, placement_output)
         if result.interrupted:
             say("pipeplan: interrupted; this is the best plan so far", err=True)
+        alone = tuple(_rules_alone(flags))
         if as_json or outputs.on_stdout:
-            say_notes((*result.notes, *_api.input_notes(request)))
+            say_notes((*result.notes, *alone, *_api.input_notes(request)))
         if as_json:
             say(json.dumps((tuning or result).figures()))
         elif not outputs.on_stdout:
             written = output if output is not None and outputs.has(output) else None
-            print_result(request, result, tuning, written, details=details)
+            print_result(request, result, tuning, written, details=details, said=alone)
         outputs.say_written("plan", None if as_json else output)
 
 
@@ -155,10 +157,29 @@ def search_request(flags: Mapping[str, Any]) -> Request:
     return read_request(flags, scheduler if rules is None else "rules", rules, start=start)
 
 
+def _rules_alone(flags: Mapping[str, Any]) -> Iterator[str]:
+    """That rules leave nothing to search, where ``--scheduler auto`` was asked for beside them."""
+    source = click.get_current_context().get_parameter_source("scheduler")
+    if flags["rules_path"] is not None and flags["scheduler"] == "auto" and source is not ParameterSource.DEFAULT:
+        yield (
+            "the schedule is that of --rules alone, so that --scheduler auto searches for no other; compare --rules "
+            "sets it beside one that is searched"
+        )
+
+
 def print_result(
-    request: Request, result: Result, tuning: Tuning | None, written: str | None, *, details: bool
+    request: Request,
+    result: Result,
+    tuning: Tuning | None,
+    written: str | None,
+    *,
+    details: bool,
+    said: Sequence[str] = (),
 ) -> None:
-    """The answer and the timeline, or with ``details`` all there is; ``written`` is the plan's file, if it is there."""
+    """The answer and the timeline, or with ``details`` all there is; ``written`` is the plan's file, if it is there.
+
+    ``said`` are notes beside those of the result and of the request.
+    """
     from pipeplan.reporting.answer import print_answer
     from pipeplan.reporting.layout import print_notes
     from pipeplan.reporting.tables import print_ranking
@@ -172,7 +193,7 @@ def print_result(
     from pipeplan.reporting.trainers import print_settings
 
     simulation = _api.simulate(result.plan)
-    notes = [*result.notes, *_api.input_notes(request), *([] if details else simulation.notes)]
+    notes = [*result.notes, *said, *_api.input_notes(request), *([] if details else simulation.notes)]
     print_answer(request, result, simulation, written, file=sys.stdout)
     if result.explanation is not None:
         print_explanation(result.explanation, file=sys.stdout)

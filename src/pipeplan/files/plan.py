@@ -241,6 +241,8 @@ class Plan(File):
                 dependency.pop("source_part", None)
             if not dependency.get("target_part"):
                 dependency.pop("target_part", None)
+            if dependency.get("slices") == 1:
+                del dependency["slices"]
         return found
 
     @model_validator(mode="after")

@@ -36,7 +36,7 @@ class Imported:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _Sourced:
     """What is imported, and what is said beside the source."""
 
     text: str
@@ -115,7 +115,7 @@ def imported(
         raise UsageError(f"--from {source!r} is not known; {choose_from(source, SOURCES)}")
     if modules is not None and source != "torch":
         raise UsageError(f"--modules is for schedules of torch, not for {source}; leave it out")
-    asked = _Asked(text, profile, devices, num_microbatches, microbatch_size, scheduler, modules, recompute)
+    asked = _Sourced(text, profile, devices, num_microbatches, microbatch_size, scheduler, modules, recompute)
     read = {"torch": _torch, "megatron": _megatron, "layers": _layers}[source](asked)
     count = max((max(group) for group in read.groups), default=0) + 1
     placement = Placement(strategy=read.strategy or _strategy(read), num_devices=count, stages=tuple(read.stages))
@@ -164,7 +164,7 @@ def _strategy(read: _Read) -> str:
     return "given"
 
 
-def _groups(asked: _Asked, positions: int, width: int = 1) -> list[list[int]]:
+def _groups(asked: _Sourced, positions: int, width: int = 1) -> list[list[int]]:
     """[rank] its devices: all there are, shared evenly, each a multiple of ``width``."""
     devices = positions * width if asked.devices is None else asked.devices
     if devices % (positions * width):
@@ -180,7 +180,7 @@ def _groups(asked: _Asked, positions: int, width: int = 1) -> list[list[int]]:
 # torch ---------------------------------------------------------------------------------------------------------------
 
 
-def _torch(asked: _Asked) -> _Read:
+def _torch(asked: _Sourced) -> _Read:
     """Orders by rank; the stages as a file of modules says, or cut evenly by time."""
     orders = read_csv(asked.text)
     ranks, count = _ranks_of(orders), _count_of(orders)
@@ -232,7 +232,7 @@ def _evenly(profile: Profile, num_stages: int) -> list[list[str]]:
 
 
 def _of_modules(
-    asked: _Asked, modules: Modules, ranks: Sequence[int], texts: Sequence[Sequence[str]], count: int
+    asked: _Sourced, modules: Modules, ranks: Sequence[int], texts: Sequence[Sequence[str]], count: int
 ) -> _Read:
     theirs = [stage.rank for stage in modules.stages]
     if theirs != [*ranks]:
@@ -269,7 +269,7 @@ _SIZES = {
 _ARGUMENT = re.compile(r"(--[a-z-]+)(?:[ =]+(\S+))?")
 
 
-def _megatron(asked: _Asked) -> _Read:
+def _megatron(asked: _Sourced) -> _Read:
     """A layout, and arguments after it, if any; Megatron-LM's own order of actions."""
     first, _, rest = asked.text.strip().partition("\n")
     layout = read_layout(first.strip("'\""))
@@ -386,7 +386,7 @@ def _with_none_empty(stages: list[list[str]]) -> list[list[str]]:
 # Lists of layers -----------------------------------------------------------------------------------------------------
 
 
-def _layers(asked: _Asked) -> _Read:
+def _layers(asked: _Sourced) -> _Read:
     """Layers per rank of one pipeline; more devices than it has are split among its ranks as replicas."""
     counts = read_layer_list(asked.text)
     beginning, layers, end = _parts(asked.profile)

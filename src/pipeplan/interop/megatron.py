@@ -7,11 +7,13 @@ groups are written out first, and commas mean nothing. Stage k is chunk k // P o
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator, Sequence
 from itertools import groupby, zip_longest
+from typing import Any
 
-from pipeplan.catalog import export_target
+from pipeplan.catalog import ExportTarget, export_target
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.interop.layers import PlanLayers
@@ -30,11 +32,13 @@ Layout = tuple[str, ...]
 
 
 def read_layout(text: str) -> Layout:
-    """The stages of a layout.
+    """The stages of a layout: of letters, or a list of lists of words as recipes of Megatron-Bridge have it.
 
     Raises:
         UsageError: it has something else than letters, bars and repetitions, or is longer than any model.
     """
+    if text.strip().startswith("["):
+        return _of_words(text.strip())
     whole = _written_out(_written_out(text.strip().replace(",", ""), _GROUP), _LETTER)
     stages = tuple(whole.split("|"))
     for number, stage in enumerate(stages):
@@ -42,6 +46,47 @@ def read_layout(text: str) -> Layout:
         if odd is not None:
             raise UsageError(f"layout: stage {number} has {odd!r}; letters are E, t, m and L, and | ends a stage")
     return stages
+
+
+_WORDS = {"embedding": EMBEDDING, "decoder": LAYER, "mtp": PREDICTION, "loss": LOSS}
+
+
+def _of_words(text: str) -> Layout:
+    """A Python expression, which is read and not run: ``[["embedding"] + ["decoder"] * 4, ["decoder", "loss"]]``."""
+    try:
+        stages = _value(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UsageError(f"layout: not a list of lists of words: {error}") from None
+    if not (isinstance(stages, list) and all(isinstance(stage, list) for stage in stages)):
+        raise UsageError("layout: write a list for each stage, as [['embedding', 'decoder'], ['decoder', 'loss']]")
+    odd = next((word for stage in stages for word in stage if word not in _WORDS), None)
+    if odd is not None:
+        raise UsageError(f"layout: {odd!r} is none of {', '.join(_WORDS)}")
+    return tuple("".join(_WORDS[word] for word in stage) for stage in stages)
+
+
+def _value(node: ast.expr) -> Any:
+    """Lists, texts and numbers, sums of lists, and multiples. Raises ValueError for anything else."""
+    match node:
+        case ast.Constant(value=str() | int() as value):
+            return value
+        case ast.List(elts=elements):
+            return [_value(each) for each in elements]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return [*_listed(left), *_listed(right)]
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
+            listed = _listed(left)
+            if len(listed) * times > _MOST:
+                raise ValueError(f"more than {_MOST} entries")
+            return listed * times
+    raise ValueError(f"{ast.unparse(node)[:80]!r} is neither a list nor a word")
+
+
+def _listed(node: ast.expr) -> list[Any]:
+    found = _value(node)
+    if not isinstance(found, list):
+        raise ValueError(f"{ast.unparse(node)[:80]!r} is no list")
+    return found
 
 
 def _written_out(text: str, pattern: re.Pattern[str]) -> str:
@@ -127,14 +172,14 @@ def order(positions: int, chunks: int, microbatches: int, group: int, rank: int)
     yield from backwards[len(steps) - ahead :]
 
 
-def group_size(plan: Plan, layers: PlanLayers) -> int:
+def group_size(plan: Plan, layers: PlanLayers, target: ExportTarget | None = None) -> int:
     """Micro-batches that go through a chunk one after another in the order that the plan has.
 
     Raises:
         UsageError: the plan's order is none of Megatron-LM's; the text has the place.
     """
     positions, chunks, count = len(layers.groups), layers.chunks, plan.num_microbatches
-    target = export_target("megatron")
+    target = target or export_target("megatron")
     orders = [order_of(plan, devices, target) for devices in layers.groups]
     programs = [[(each.kind, each.stage, each.microbatch) for each in order] for order in orders]
     group = count
@@ -143,7 +188,9 @@ def group_size(plan: Plan, layers: PlanLayers) -> int:
         group = next((index for index, each in enumerate(run) if each != (Role.FORWARD, 0)), count)
         _require_group(group, positions, count)
     for rank, devices in enumerate(layers.groups):
-        _require_order(programs[rank], [*order(positions, chunks, count, group, rank)], devices[0], chunks)
+        _require_order(
+            programs[rank], [*order(positions, chunks, count, group, rank)], devices[0], chunks, target.title
+        )
     return group
 
 
@@ -157,12 +204,14 @@ def _require_group(group: int, positions: int, count: int) -> None:
         )
 
 
-def _require_order(found: Sequence[object], wanted: Sequence[tuple[str, int, int]], device: int, chunks: int) -> None:
+def _require_order(
+    found: Sequence[object], wanted: Sequence[tuple[str, int, int]], device: int, chunks: int, title: str
+) -> None:
     for index, (own, theirs) in enumerate(zip_longest(found, wanted)):
         if own != theirs:
             name = "interleaved-1f1b" if chunks > 1 else "1f1b"
             raise UsageError(
-                f"programs[{device}]: its compute action {index} is {_text(own)}, and Megatron-LM runs {_text(theirs)}"
+                f"programs[{device}]: its compute action {index} is {_text(own)}, and {title} runs {_text(theirs)}"
                 f"; search with --scheduler {name}"
             )
 

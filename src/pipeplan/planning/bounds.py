@@ -1,7 +1,7 @@
 """Lower bounds on the iteration of any plan of a request, whatever it leaves open, and on what it keeps.
 
-Here: bounds by work and by the longest way through the model, and the bytes of its state. Not here: bounds of one
-placement (`workload/bounds.py`), which know its stages, its memory and its messages.
+Here: bounds by work, by the longest way through the model and by what chains hold, and the bytes of the state. Bounds
+of one placement (`workload/bounds.py`) know its stages, its memory and its messages.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from fractions import Fraction
+from typing import Any
 
 from pipeplan.costs import can_split
 from pipeplan.costs.after import least_steps_ns
@@ -19,7 +20,9 @@ from pipeplan.costs.zero import WHOLE, Experts
 from pipeplan.errors import UsageError
 from pipeplan.files import Block, CostRow, Profile
 from pipeplan.graphs import longest_paths, topological_order
+from pipeplan.partition.recomputation import levels_of
 from pipeplan.planning.candidates import shards_of, strategy_choices
+from pipeplan.planning.held_bounds import HeldBound, input_bytes, undominated, way_of
 from pipeplan.planning.request import SUBMODULES, Request, size_of
 from pipeplan.planning.uniform_space import Blocks, Choice
 from pipeplan.time_limit import checked
@@ -31,11 +34,11 @@ def request_bound(request: Request) -> int:
 
     All devices work all the time on the quickest costs that each block has, and one micro-batch passes all blocks one
     after another on the fastest. With a strategy it is the least of what each of its choices of replicas, size and
-    recomputation needs, at that size. All parameters are stepped once. Memory, messages and summing gradients are left
-    out.
+    recomputation needs, at that size. All parameters are stepped once. Of chains without a strategy memory counts, by
+    what is held on all devices together (:func:`held_bound`); messages and summing gradients are left out.
     """
     if request.placement == "auto":
-        return _any_plan(request)
+        return max(_any_plan(request), held_bound(request))
     bounds = [_of_choice(request, choice) for choice in strategy_choices(request)]
     return min((bound for bound in bounds if bound is not None), default=1)
 
@@ -46,6 +49,36 @@ def least_state_bytes(request: Request) -> int:
     Whoever shares them out, by splits of blocks, of experts or of replicas, keeps no less.
     """
     return Blocks.of(request.profile).kept(1, WHOLE, Experts()).static_bytes
+
+
+def held_bound(request: Request) -> int:
+    """Ns that no iteration of any plan of a chain is below, by what devices hold; 0 where that says nothing.
+
+    Of blocks that each wait for the one before, and share no tensor that they would hold once.
+    """
+    profile, splits = request.profile, _may_split(request)
+    limits = [limit for limit in request.memory if limit is not None]
+    blocks = Blocks.of(profile)
+    if len(limits) < request.num_devices or not blocks.chained or blocks.shares_tensors:
+        return 0
+    levels = (request.recompute,) if request.recompute is not None else levels_of(profile)
+    fastest = max(request.speeds)
+    halved = request.num_parted != 0
+    ways = []
+    for name in checked(blocks.each, 1):
+        block = profile.by_id[name]
+        rows = {
+            (split, size, again): row
+            for split, size in _shares(request, block)
+            for again in dict.fromkeys(asked_again([block], level)[0] for level in levels)
+            for row in _costs(block, size, split, (again,), input_bytes(blocks, block, size, split[0], split[1]))
+        }
+        halves = {key: rows.get((key[0], key[1] // 2, key[2])) for key in rows if halved and key[1] % 2 == 0}
+        found = [way_of(row, halves.get(key), fastest, splits=splits) for key, row in rows.items()]
+        ways.append(undominated(found))
+    computing, room = float(sum(request.speeds)), sum(limits) - least_state_bytes(request)
+    steps = least_steps_ns(profile)
+    return HeldBound(ways, blocks.kinds, request.batch.mini_batch, computing, room, steps).least_ns()
 
 
 def _any_plan(request: Request) -> int:
@@ -68,6 +101,16 @@ def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> It
     """
     if False in recomputes and not any(row.recompute for row in block.costs):
         recomputes = (False,)
+    for split, size in _shares(request, block):
+        yield from _costs(block, size, split, recomputes)
+
+
+_Split = tuple[int, int, int]
+"""Shards, parts of a sequence, and devices that share experts."""
+
+
+def _shares(request: Request, block: Block) -> Iterator[tuple[_Split, int]]:
+    """How a block may be split, and of how many samples, as far as it has costs for that."""
     whole = request.batch.mini_batch if request.sizes else request.batch.microbatch_size
     asked = request.shards, request.context, request.expert if block.expert_parameters else None
     for split in sorted({(row.shards, row.context, row.expert) for row in block.costs}):
@@ -77,15 +120,18 @@ def _possible(request: Request, block: Block, recomputes: Sequence[Again]) -> It
         sizes = [row.microbatch_size for row in block.rows(context, expert) if row.shards == shards]
         for size in range(min(sizes, default=1), min(max(sizes, default=0), whole) + 1):
             if whole % size == 0:
-                yield from _costs(block, size, split, recomputes)
+                yield split, size
 
 
-def _costs(block: Block, size: int, split: tuple[int, int, int], recomputes: Sequence[Again]) -> Iterator[CostRow]:
-    """With these numbers of samples, shards, sequence parts and devices that share experts, for each recomputation."""
+def _costs(
+    block: Block, size: int, split: _Split, recomputes: Sequence[Again], input_bytes: int = 0
+) -> Iterator[CostRow]:
+    """With this number of samples and this split, for each recomputation."""
     shards, context, expert = split
+    how: dict[str, Any] = {"context": context, "expert": expert, "input_bytes": input_bytes}
     for recompute in dict.fromkeys(asked_again([block], each)[0] for each in recomputes):
         try:
-            yield block_costs(block, size, shards, context=context, expert=expert, recompute=recompute)
+            yield block_costs(block, size, shards, recompute=recompute, **how)
         except UsageError:  # no such costs: no plan has them
             continue
 

@@ -1,6 +1,8 @@
-"""Who made each choice of a plan: a flag, a planner or rules that were named, or the search."""
+"""Who made each choice of a plan, or of a compared row: a flag, a planner or rules that were named, or the search."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from pipeplan.files import Placement
 from pipeplan.planning.request import Request
@@ -32,6 +34,38 @@ def choices_of(request: Request, source: str, scheduler: str, *, late_inputs: bo
     if late_inputs or "late_inputs" in said:
         found["late_inputs"] = said.get("late_inputs", SEARCHED)
     return found
+
+
+def choices_of_known(
+    searched: Mapping[str, str], schedule: str, split_backward: bool, *, varied: bool
+) -> dict[str, str]:
+    """Of a known schedule on stages that a search chose: all as there (``searched``) but what a schedule decides.
+
+    ``schedule`` is its name in a comparison; ``varied`` where backward runs another way than it is defined.
+    """
+    flag = f"--rules {schedule.removeprefix(OF_RULES)}" if schedule.startswith(OF_RULES) else f"--scheduler {schedule}"
+    backward = f"--split-backward {'yes' if split_backward else 'no'}" if varied else flag
+    return {**searched, "schedule": flag, "backward": backward, "slices": flag}
+
+
+def found_as(searched: Mapping[str, str], schedule: str) -> dict[str, str]:
+    """Of a search that found nothing shorter than a known schedule, which is then its answer."""
+    return {**searched, "schedule": f"{SEARCHED} ({schedule})"}
+
+
+OF_RULES = "rules: "
+"""What stands before the name of rules where they stand beside named schedules."""
+
+
+def choices_of_splits(request: Request, only: str | None) -> dict[str, str]:
+    """Of one stage on all devices, of which each block is split in a way of its own."""
+    said = dict(request.said)
+    return {
+        "placement": "one stage on all devices",
+        "splits": f"{SEARCHED} (frontier)" if only is None else f"--only {only}",
+        "microbatch": said.get("microbatch") or _microbatch_by(request),
+        "schedule": "the only order there is",
+    }
 
 
 def _placement_by(request: Request, source: str) -> str:

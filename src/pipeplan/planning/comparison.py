@@ -16,6 +16,7 @@ from pipeplan.partition.strategies import SEARCHED, STRATEGIES
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.build_plan import Result
 from pipeplan.planning.candidates import PlacementCandidate, uniform_choices
+from pipeplan.planning.choices import OF_RULES, choices_of_known, found_as
 from pipeplan.planning.infeasibility import most_telling
 from pipeplan.planning.planners import AUTO_PLANNER, EVERY_PLANNER, PLANNERS
 from pipeplan.planning.request import Batch, Request, follows_rules, input_notes, splits_by
@@ -54,7 +55,8 @@ class ComparisonRow:
     another way than the schedule's definition has it. ``sliced_microbatches`` have their first forwards in two parts.
     ``lower_bound_ns`` is of the placement and its memory, whichever way backward runs, so that gaps of its rows
     compare; ``why`` says by how much a schedule does not fit, else it is empty. ``cut_short``: the search had too
-    little time for a look at everything that is open on this placement.
+    little time for a look at everything that is open on this placement. ``choices`` say who made each of them, as
+    those of a plan that a search with these flags would find.
     """
 
     schedule: str
@@ -84,6 +86,7 @@ class ComparisonRow:
     idle_devices: tuple[int, ...] = ()
     varied: bool = False
     sliced_microbatches: int = 0
+    choices: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def figures(self) -> dict[str, object]:
         """The row as an object of ``compare --json``, with how many forwards run in parts where some do."""
@@ -305,7 +308,7 @@ class _RowsSoFar:
     def __init__(self, request: Request, limit: Budget, rules: Rules | None = None) -> None:
         self._request = request
         self._rules = rules
-        self._schedules = {**CLASSIC, **({} if rules is None else {f"rules: {rules.name}": _by_rules(rules)})}
+        self._schedules = {**CLASSIC, **({} if rules is None else {f"{OF_RULES}{rules.name}": _by_rules(rules)})}
         self.limit = limit
         self._rows: list[ComparisonRow] = []
         self._missing: list[NotThere] = []
@@ -479,6 +482,7 @@ def _ours(result: Result, recompute: Again, memory: Sequence[int | None]) -> Com
         tail.exposed_gather_ns,
         "" if over is None else str(over),
         cut_short=result.candidates.left > 0 and not result.interrupted,
+        choices=plan.provenance.choices,
         **_stands(result.schedule.workload),
     )
 
@@ -500,7 +504,7 @@ def _never_longer(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
         if row.fits:
             known.setdefault((row.placement, row.replicas), row)
     return [
-        replace(best, schedule=OURS, cut_short=True, varied=False)
+        replace(best, schedule=OURS, cut_short=True, varied=False, choices=found_as(row.choices, best.schedule))
         if row.schedule == OURS
         and row.fits
         and (best := known[row.placement, row.replicas]).iteration_ns < row.iteration_ns
@@ -576,7 +580,14 @@ class _Timing:
             rows, why = _classic(name, self.schedules[name], problems, recompute, bound_ns, self.memory)
         if not rows:
             self.reasons[name] = why
-        return [replace(row, cut_short=self.ours.cut_short) for row in rows]
+        return [
+            replace(
+                row,
+                cut_short=self.ours.cut_short,
+                choices=choices_of_known(self.ours.choices, name, row.split_backward, varied=row.varied),
+            )
+            for row in rows
+        ]
 
     def _recomputing(self, name: str) -> list[ComparisonRow]:
         """Those rows that fit once stages recompute on devices that are too small, until it fits or all do."""

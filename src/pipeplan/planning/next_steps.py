@@ -216,7 +216,7 @@ def _more_sharing(request: Request, result: Result, simulation: Simulation) -> I
             yield NextStep("--zero auto", brings, gain)
 
 
-_TRAINABLE = (None, "fp32", "bf16", "bf16-autocast")
+_TRAINABLE = (None, "fp32", "bf16", "bf16-autocast", "bf16-mixed", "fp16-mixed")
 """Recipes that ``pipeplan run`` can train by; None is a profile's that names none."""
 
 
@@ -255,7 +255,7 @@ def _to_train(request: Request, result: Result, simulation: Simulation) -> Itera
         lacks.append(("--ep 1", "share experts"))
     recipe = result.plan.recipe
     if lacks and recipe is not None and not recipe.is_custom and recipe.name not in _TRAINABLE:
-        lacks.append(("--precision bf16", f"train with {recipe.name}"))
+        lacks.append(("--precision bf16-mixed", f"train with {recipe.name}"))
     if lacks:
         flags, words = zip(*lacks, strict=True)
         cannot = f"cannot {words[0]}" if len(words) == 1 else f"can neither {' nor '.join(words)}"

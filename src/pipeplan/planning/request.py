@@ -736,6 +736,11 @@ def _request_notes(request: Request) -> Iterator[str]:
         samples = request.batch.mini_batch
         yield f"{samples} samples assumed ({samples // request.num_devices} per device); --mini-batch changes that"
     profile = request.profile
+    if request.launch_overhead_ns and profile.source.method == "measured":
+        yield (
+            "the times of the profile are measured, and launches are in them: a launch overhead counts them again "
+            "(it is for estimated times)"
+        )
     computes = computing_dtype(profile.recipe)
     if computes is not None and profile.source.dtype not in ("", computes):
         yield (

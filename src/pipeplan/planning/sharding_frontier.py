@@ -20,6 +20,7 @@ from pipeplan.costs import build_workload
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, PlacedStage, Placement, Plan, Profile
 from pipeplan.planning.build_plan import assemble, provenance_of
+from pipeplan.planning.choices import choices_of_splits
 from pipeplan.planning.request import Request, Splitting
 from pipeplan.sharding.baselines import IMPOSSIBLE, ONLY, fastest_strategy
 from pipeplan.sharding.cost_model import CostModel, CostOptions, Unprofiled, cost_model
@@ -56,7 +57,8 @@ class Splits:
 
     ``points`` are those that no other one found beats in peak memory and time, least memory first. That some point
     takes at most ``factor`` times the memory and time of any strategy is proved of the whole peak if no strategy with
-    less workspace was left out (``settled``), and else of what is tracked: all but workspace.
+    less workspace was left out (``settled``), and else of what is tracked: all but workspace. ``only`` is the planner
+    whose strategies alone they are.
     """
 
     num_devices: int
@@ -66,6 +68,7 @@ class Splits:
     settled: bool
     factor: float
     seconds: float
+    only: str | None = None
 
     @property
     def exact(self) -> bool:
@@ -81,6 +84,7 @@ class Splits:
             cluster=request.cluster,
             memory_bytes=request.memory_bytes,
             reserve_bytes=request.reserve_bytes,
+            choices=choices_of_splits(request, self.only),
         )
 
     def model_of(self, point: SplitPoint) -> CostModel:
@@ -144,7 +148,8 @@ def split_frontier(request: Request, splitting: Splitting, *, seconds: float = 0
     else:
         tracked = rounds.first(model.graph)
         points, settled = _points(model, tracked, rounds)
-    return Splits(request.num_devices, model, tracked, points, settled, rounds.factor, time.monotonic() - begun)
+    took = time.monotonic() - begun
+    return Splits(request.num_devices, model, tracked, points, settled, rounds.factor, took, splitting.only)
 
 
 def _only(name: str, model: CostModel, rounds: _Rounds) -> tuple[Tracked, tuple[SplitPoint, ...], bool]:
@@ -271,12 +276,13 @@ def plan_of_strategy(
     cluster: Cluster | None = None,
     memory_bytes: int | None = None,
     reserve_bytes: int | None = None,
+    choices: Mapping[str, str] | None = None,
 ) -> Plan:
     """The plan that runs a strategy of a profile's ``model`` of whole blocks on all of its devices, checked.
 
     With the micro-batches that the model's options say, and how many hold activations at once; their simulated
     time and memory are the strategy's. ``cluster`` is the model's; ``memory_bytes`` and ``reserve_bytes`` of every
-    device, if not its.
+    device, if not its. ``choices`` say who made them, where that is known.
 
     Raises:
         UsageError: as :func:`split_blocks`.
@@ -312,7 +318,7 @@ def plan_of_strategy(
             cluster,
             {"num_microbatches": options.microbatches, "microbatch_size": samples}
             | ({"unprofiled": unprofiled} if (unprofiled := unprofiled_words(model.unprofiled_in(strategy))) else {}),
-        ),
+        ).model_copy(update={"choices": dict(choices or {})}),
     )
     check(plan, profile, cluster if memory_bytes is None and reserve_bytes is None else None).require(
         "the plan of the strategy"

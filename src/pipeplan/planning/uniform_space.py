@@ -182,7 +182,8 @@ def _fewer(choices: Sequence[Choice]) -> list[bool]:
 class Blocks:
     """A profile's blocks in the order that is cut, those that cost the same as one: ``kinds`` [block] of ``each``.
 
-    ``chained``: each waits for the one before it. ``shares_tensors``: together some hold less than alone.
+    ``chained``: each waits for the one before it, and that for its gradient. ``shares_tensors``: together some hold
+    less than alone.
     """
 
     profile: Profile
@@ -206,7 +207,7 @@ class Blocks:
                 numbers[like] = len(each)
                 each.append(name)
             found.append(numbers[like])
-        pairs = {(edge.source, edge.target) for edge in profile.edges}
+        pairs = {(edge.source, edge.target) for edge in profile.edges if edge.gradient}
         return cls(
             profile,
             tuple(each),

@@ -89,8 +89,8 @@ def _rows(request: Request, result: Result, simulation: Simulation, written: str
     yield "idle", _idle(simulation)
     if lacks := cannot_train(simulation.plan, request.profile):
         said = f"training with {' and '.join(lacks)} is not built yet"
-        trains = lacks == ["bf16-mixed"]  # one line of 80 columns
-        said = f"{said}; --precision bf16-autocast is" if trains else f"emulates this plan; {said}"
+        trains = lacks == ["fp8-mixed"]  # one line of 80 columns
+        said = f"{said}; --precision bf16-mixed is" if trains else f"emulates this plan; {said}"
         yield "run", [(said, 1)]
     for number, step in enumerate(next_steps(request, result, simulation, written, keep)[:_STEPS]):
         yield "" if number else "next", [(printable(f"{step.what}: {step.brings}"), 2 * number)]

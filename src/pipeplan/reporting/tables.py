@@ -88,7 +88,14 @@ def _notes(comparison: Comparison) -> list[str]:
     notes += [
         f"not applicable on {', '.join(where)}: {', '.join(names)} ({why})" for (where, why), names in alike.items()
     ]
-    return [*notes, *_not_reached(comparison)]
+    return [*notes, *_said_of_all(comparison), *_not_reached(comparison)]
+
+
+def _said_of_all(comparison: Comparison) -> list[str]:
+    """The flags that made choices of every row."""
+    common = set.intersection(*(set(row.choices.items()) for row in comparison.rows))
+    said = [by for name, by in comparison.rows[0].choices.items() if (name, by) in common and by.startswith("--")]
+    return [f"in every row by a flag: {'; '.join(dict.fromkeys(said))}"] if said else []
 
 
 def _not_reached(comparison: Comparison) -> list[str]:

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from random import Random
 from typing import Any
 
 import pytest
-import torch
 
-from builders.orders import random_orders
-from builders.sharded import assembled, pairs
 from pipeplan.checker import check
-from pipeplan.costs import build_workload
-from pipeplan.files import PlacedStage, Placement, Plan, Profile, Recipe
+from pipeplan.files import PlacedStage
 from pipeplan.runtime.models.load import load_model
-from pipeplan.runtime.profiling.build_profile import block_graph_of
-from pipeplan.workload.engine import with_links
 from pipeplan.workload.kinds import GRADIENTS, OPTIMIZER, PARAMETERS
-from pipeplan.workload.task_graph import task_graph
-from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, profile_of, reports_of
+from runtime_support.plans import TRAINING, Case, Reports, assert_as_unsplit, reports_of
+from runtime_support.sharded_plans import halves, one_stage, sharded_plan
 
 TIED, TINY = "runtime_support.models:chain", "gpt2-tiny"
 CHAIN, BRANCHES = "runtime_support.models:untied_chain", "runtime_support.models:untied_branches"
@@ -28,50 +21,6 @@ TOWERS = "runtime_support.models:pairing"
 
 ACTIONS: dict[int, dict[str, Any]] = {2: {"reduce_every": 2}, 3: {"reduce_every": 3, "unshard_every": 2}}
 """[level] how often actions exchange: not as often as there are micro-batches, nor evenly."""
-
-
-@functools.cache
-def profile(model: str) -> Profile:
-    """Made-up times, and the bytes of parameters in float32 with AdamW."""
-    loaded = load_model(model)
-    sized = block_graph_of(loaded, torch.float32)
-    known = {block.spec.id: block.trainable for block in sized.blocks}
-    made = profile_of(loaded)
-    blocks = tuple(block.model_copy(update={"parameters": known[block.id]}) for block in made.blocks)
-    return made.model_copy(update={"recipe": Recipe(name="fp32"), "blocks": blocks, "tied": sized.tied})
-
-
-def plan_of(model: str, stages: list[PlacedStage], *, split: bool = False, recompute: bool = False) -> Plan:
-    """Actions in an order taken at random, so that replicas' blocks are gathered and reduced in between."""
-    count = 1 + max(device for stage in stages for device in stage.devices)
-    workload = build_workload(
-        profile(model),
-        Placement(strategy="by hand", num_devices=count, stages=tuple(stages)),
-        num_microbatches=5,
-        microbatch_size=4,
-        split_backward=split,
-        recompute=recompute,
-        cluster=pairs(count),
-    )
-    graph = task_graph(workload)
-    orders = with_links(graph, random_orders(graph, Random(1))[:count])
-    return assembled(graph, orders, profile(model))
-
-
-def halves(model: str, level: int, **more: Any) -> list[PlacedStage]:
-    """A pipeline of two stages with two replicas each."""
-    ids = [block.id for block in load_model(model).blocks]
-    return [
-        PlacedStage(blocks=tuple(own), devices=on, replicas=2, zero=level, **more)
-        for own, on in ((ids[: len(ids) // 2], (0, 1)), (ids[len(ids) // 2 :], (2, 3)))
-    ]
-
-
-def one_stage(model: str, level: int, devices: tuple[int, ...] = (2, 0, 1, 3), **more: Any) -> list[PlacedStage]:
-    """Replicas of all of a model."""
-    blocks = tuple(block.id for block in load_model(model).blocks)
-    replicas = len(devices) // more.get("shards", 1)
-    return [PlacedStage(blocks=blocks, devices=devices, replicas=replicas, zero=level, **more)]
 
 
 def _two_stages_on_all() -> list[PlacedStage]:
@@ -116,7 +65,7 @@ def _asked() -> dict[str, Asked]:
 def cases() -> dict[str, Case]:
     """Plans, and how they train."""
     return {
-        name: (plan_of(model, own, split=split, recompute=recompute), replace(TRAINING, model=model))
+        name: (sharded_plan(model, own, split=split, recompute=recompute), replace(TRAINING, model=model))
         for name, (model, own, split, recompute) in _asked().items()
     }
 

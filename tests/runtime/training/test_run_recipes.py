@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from click.testing import CliRunner
 
 from builders.chains import chain_plan
 from pipeplan.cli.run_verb import run_command
+from pipeplan.costs.recipes import bytes_per_parameter
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan, Recipe
+from pipeplan.runtime.training.compatibility import warning_of_format
+from pipeplan.runtime.training.master_copies import MasterCopies
 from pipeplan.runtime.training.options import RUNNABLE, TrainOptions
 from pipeplan.runtime.training.trainer import Updater
 
@@ -26,6 +31,8 @@ def plan_by(recipe: Recipe | None) -> Plan:
         (Recipe(name="bf16", optimizer="sgd"), {}, ("bfloat16", None, "sgd")),
         (Recipe(name="bf16-autocast", optimizer="momentum"), {}, ("float32", "bfloat16", "momentum")),
         (Recipe(name="bf16-mixed"), {"precision": "bf16-autocast"}, ("float32", "bfloat16", "adamw")),
+        (Recipe(name="bf16-mixed", optimizer="sgd"), {}, ("bfloat16", None, "sgd")),
+        (Recipe(name="fp16-mixed"), {}, ("float16", None, "adamw")),
         (Recipe(name="fp16-mixed"), {"dtype": "float64"}, ("float64", None, "adamw")),
         (Recipe(name="fp32", optimizer="sgd"), {"optimizer": "adam"}, ("float32", None, "adam")),
     ],
@@ -38,13 +45,50 @@ def test_what_the_flags_leave_open_is_the_plans(
     assert options.by_plan(plan_by(Recipe(name="fp8-mixed"))) == options, "it says all"
 
 
-@pytest.mark.parametrize("name", ["bf16-mixed", "fp16-mixed", "fp8-mixed"])
-def test_a_recipe_that_no_run_can_follow_is_refused_by_name(name: str) -> None:
-    message = f"the plan was made for the recipe {name}: .* cannot train with {name} yet; give --precision fp32,"
+def test_a_recipe_that_no_run_can_follow_is_refused_by_name() -> None:
+    message = "the plan was made for the recipe fp8-mixed: .* cannot train with fp8-mixed yet; give --precision fp32,"
     with pytest.raises(UsageError, match=message):
-        TrainOptions("gpt2-tiny").by_plan(plan_by(Recipe(name=name)))
-    with pytest.raises(UsageError, match=f"--precision {name}: run keeps no master weights"):
-        TrainOptions("gpt2-tiny", precision=name).by_plan(plan_by(None))
+        TrainOptions("gpt2-tiny").by_plan(plan_by(Recipe(name="fp8-mixed")))
+    with pytest.raises(UsageError, match="--precision fp8-mixed: run has no products in FP8"):
+        TrainOptions("gpt2-tiny", precision="fp8-mixed").by_plan(plan_by(None))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "asked", "found"),
+    [
+        (Recipe(name="bf16-mixed"), {}, "float32"),
+        (Recipe(name="bf16-mixed", gradient_dtype="bf16"), {}, "bfloat16"),
+        (Recipe(name="fp16-mixed"), {}, "float16"),
+        (Recipe(name="fp16-mixed", gradient_dtype="fp32"), {}, "float32"),
+        (Recipe(name="bf16-mixed", gradient_dtype="bf16"), {"precision": "fp16-mixed"}, "float16"),
+        (Recipe(name="bf16"), {"precision": "bf16-mixed"}, "float32"),
+        (Recipe(name="bf16-mixed"), {"dtype": "float64"}, None),
+        (None, {"precision": "bf16-mixed"}, "float32"),
+    ],
+)
+def test_gradients_add_up_as_the_recipe_says(recipe: Recipe | None, asked: dict[str, str], found: str | None) -> None:
+    assert TrainOptions("gpt2-tiny", **asked).by_plan(plan_by(recipe)).gradients == found
+
+
+@pytest.mark.parametrize(
+    ("recipe", "asked", "told"),
+    [
+        ("bf16-mixed", {}, None),
+        (
+            "bf16-mixed",
+            {"dtype": "float64"},
+            "for the recipe bf16-mixed and the run is in float64: .*leave --dtype out",
+        ),
+        ("bf16-mixed", {"dtype": "bfloat16"}, "for the recipe bf16-mixed and the run is in bfloat16: .*memory"),
+        ("bf16-mixed", {"precision": "bf16-autocast"}, "the run is in bf16-autocast: .*leave --precision out"),
+        ("fp16-mixed", {"dtype": "float32"}, "the run is in float32"),
+        ("fp32", {"precision": "bf16-mixed"}, "for the recipe fp32 and the run is in bf16-mixed"),
+    ],
+)
+def test_bytes_that_are_not_the_plans_are_said(recipe: str, asked: dict[str, str], told: str | None) -> None:
+    plan = plan_by(Recipe(name=recipe))
+    said = warning_of_format(plan, TrainOptions("gpt2-tiny", **asked).by_plan(plan))
+    assert said is None if told is None else re.search(told, said or "")
 
 
 def test_gradients_in_another_format_are_refused() -> None:
@@ -65,13 +109,17 @@ def test_a_run_keeps_what_its_recipe_says(name: str) -> None:
     options = TrainOptions("gpt2-tiny", precision=name).by_plan(plan_by(None))
     weight = torch.nn.Parameter(torch.ones(8, dtype=getattr(torch, options.number_format)))
     weight.grad = torch.ones_like(weight)
-    updater = Updater([weight], options)
+    masters = MasterCopies([weight], (lambda each: each.detach().float()) if options.keeps_masters else None)
+    gradient_bytes = 8 * getattr(torch, options.gradients or options.number_format).itemsize
+    masters.take_gradients(1.0)
+    master = masters.of(weight)
+    updater = Updater([master], options)
     updater.step()
     assert updater.optimizer is not None
     (state,) = updater.optimizer.state.values()
-    expected = {"fp32": 16, "bf16": 8, "bf16-autocast": 16}[name]
-    kept = sum(each.nbytes for key, each in state.items() if key != "step") + weight.nbytes + weight.grad.nbytes
-    assert kept == 8 * expected
+    held = sum(each.nbytes for each in {id(each): each for each in (weight, master)}.values())
+    kept = sum(each.nbytes for key, each in state.items() if key != "step") + held + gradient_bytes
+    assert kept == 8 * sum(size for _, size in bytes_per_parameter(Recipe(name=name)).items())
 
 
 def test_momentum_is_kept() -> None:

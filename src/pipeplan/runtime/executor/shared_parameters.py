@@ -30,6 +30,7 @@ from pipeplan.runtime.executor.rank_program import Division
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel import Share
 from pipeplan.runtime.parallel.sharding import ParameterPart
+from pipeplan.runtime.parallel.weight_grads import gradient_format
 
 Holder = tuple[str, str]
 """A block and the name of its parameter."""
@@ -128,11 +129,16 @@ class _GradientSum:
         """What is the same of all copies: of parts that are unlike, only the whole's shape."""
         return _fingerprint(self.first) if self.shape is None else f"a part of {list(self.shape)}"
 
+    @property
+    def _format(self) -> torch.dtype:
+        return gradient_format(self.first)
+
     def given(self) -> Tensor:
         """This rank's summand."""
         if self.shape is None:
-            return torch.zeros_like(self.first) if self.first.grad is None else self.first.grad.contiguous()
-        whole = self.first.new_zeros(self.shape)
+            found = self.first.grad
+            return torch.zeros_like(self.first, dtype=self._format) if found is None else found.contiguous()
+        whole = self.first.new_zeros(self.shape, dtype=self._format)
         for part, parameter in self.held.items():
             if parameter.grad is not None and part.adds:
                 part.spread(parameter.grad, whole)

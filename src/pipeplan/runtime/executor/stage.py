@@ -190,7 +190,7 @@ class StageRunner:
 
     ``part`` is what the plan says of it, ``specs`` what the model says of each block. Blocks run under ``autocast``, if
     there is one; losses are added up outside of it. ``lack``: what waits for W, and should, where less does. ``state``
-    is what it exchanges during the program.
+    is what it exchanges during the program. Gradients are ``loss_scale`` times those of the loss.
     """
 
     part: StagePart
@@ -204,6 +204,7 @@ class StageRunner:
     _queues: dict[int, WeightGradQueue] = field(default_factory=dict)
     _compared: bool = False
     lack: tuple[int, float, str] | None = None
+    loss_scale: float = 1.0
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Run F, B, I or W, or a part of one; what each takes and gives is as below."""
@@ -306,7 +307,7 @@ class StageRunner:
         for own, held in helds.items():
             held.gradients += [(_name(key), self._as_made(key, given, len(own))) for key, given in gradients[own]]
         blocks = slice(*self._blocks_of(len(self.part.cuts) - (part or 0)))
-        roots = [root for held in helds.values() for root in _roots(held)]
+        roots = [root for held in helds.values() for root in _roots(held, self.loss_scale)]
         with stage_errors(f"backward of its blocks {_range(self.part.blocks[blocks])}"):
             self._differentiate(microbatch, roots, last=last)
         returned = sorted(self._returned() if names is None else names)  # all ranks gather slices in one order
@@ -459,7 +460,7 @@ def _leaf(tensor: Tensor, with_gradient: bool) -> Tensor:
     return leaf.requires_grad_() if with_gradient and leaf.is_floating_point() else leaf
 
 
-def _roots(held: _ForwardGraphs) -> list[_Root]:
+def _roots(held: _ForwardGraphs, loss_scale: float) -> list[_Root]:
     """Where the backward of a forward's last part begins, whose graph is done with it.
 
     At its outputs and its loss, and at what later parts took of it.
@@ -468,7 +469,7 @@ def _roots(held: _ForwardGraphs) -> list[_Root]:
     roots: list[_Root] = [(graph.outputs[name], given) for name, given in held.gradients if name in graph.outputs]
     roots += [(edge, leaf.grad) for edge, leaf in graph.handed.values() if leaf.grad is not None]
     if graph.loss is not None and graph.loss.requires_grad:
-        roots.append((get_gradient_edge(graph.loss), torch.ones_like(graph.loss)))
+        roots.append((get_gradient_edge(graph.loss), torch.full_like(graph.loss, loss_scale)))
     return roots
 
 

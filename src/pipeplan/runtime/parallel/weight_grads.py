@@ -273,12 +273,18 @@ def _kept(input: Tensor) -> tuple[Tensor | None, Callable[[Tensor], Tensor]]:
     return found.share, lambda share: gather(share).view(shape)
 
 
+def gradient_format(parameter: Tensor) -> torch.dtype:
+    """The format that its gradients add up in."""
+    found: torch.dtype | None = parameter.grad_dtype
+    return parameter.dtype if found is None else found
+
+
 def _same(input: Tensor) -> Tensor:
     return input
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
-        parameter.grad = gradient
+        parameter.grad = gradient.to(gradient_format(parameter))
     else:
         parameter.grad += gradient

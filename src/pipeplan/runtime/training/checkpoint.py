@@ -56,6 +56,7 @@ from pipeplan.runtime.training.checkpoint_folder import (
     write_checksums,
 )
 from pipeplan.runtime.training.compatibility import require_identity
+from pipeplan.runtime.training.master_copies import LossScale
 
 _PARAMETERS, _OPTIMIZER, _BUFFERS = "parameters/", "optimizer/", "buffers/"
 
@@ -72,6 +73,7 @@ class TrainingState:
     optimizer: Optimizer | None
     schedule: LRScheduler | None
     identity: Mapping[str, object]
+    scale: LossScale | None = None
 
 
 class Checkpoints:
@@ -177,7 +179,7 @@ class Checkpoints:
         schedule = next((each for each, _ in gathered if each is not None), None)
         numbers = {name: state for _, states in gathered for name, state in states.items()}
         rest = {"step": step, "identity": dict(self._held.identity), "schedule": schedule, "numbers": numbers}
-        rest["checksums"] = True
+        rest |= {"checksums": True, "scale": None if self._held.scale is None else self._held.scale.state()}
         with (self._folder.part(step) / REST).open("wb") as file:
             torch.save(rest, file)
             file.flush()
@@ -237,6 +239,8 @@ class Checkpoints:
 
     def _restore(self, path: Path, rest: Mapping[str, Any], states: Sequence[Mapping[str, Tensor]]) -> None:
         """Put optimizer and schedule where they were; torch's optimizers move states to their parameters' device."""
+        if self._held.scale is not None:
+            self._held.scale.load(rest["scale"])
         optimizer, schedule = self._held.optimizer, self._held.schedule
         if optimizer is None or schedule is None:
             return

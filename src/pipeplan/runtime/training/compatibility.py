@@ -25,7 +25,7 @@ from pipeplan.runtime.models.shapes import output_shapes
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.parallel.device import gathered
 from pipeplan.runtime.training.data import fingerprint
-from pipeplan.runtime.training.options import DTYPES, RUNNABLE, TrainOptions
+from pipeplan.runtime.training.options import DTYPES, MASTERED, RUNNABLE, TrainOptions
 from pipeplan.units import format_bytes
 from pipeplan.workload.elements import Stage
 from pipeplan.workload.kinds import MASTER, Role, role_of
@@ -96,6 +96,8 @@ def warning_of_format(plan: Plan, options: TrainOptions) -> str | None:
     """A warning if parameters have a different number of bytes than in the plan's format."""
     planned, meant = plan.provenance.dtype, DTYPES.get(plan.provenance.dtype, "")
     if plan.recipe is not None and not plan.recipe.is_custom:
+        if {plan.recipe.name, options.precision} & set(MASTERED) and plan.recipe.name != options.precision:
+            return _warning_of_masters(plan.recipe.name, options)
         meant = RUNNABLE.get(plan.recipe.name, options.dtype) or ""
     if meant in ("", options.dtype):
         return None
@@ -104,6 +106,16 @@ def warning_of_format(plan: Plan, options: TrainOptions) -> str | None:
         f"warning: the plan is for {planned} and {asked} in {options.dtype}: neither its times nor its memory are the "
         f"run's, which may need more than a device has; leave "
         f"--{'dtype' if options.autocast is None else 'precision'} out, or profile with --dtype {options.dtype}"
+    )
+
+
+def _warning_of_masters(planned: str, options: TrainOptions) -> str:
+    """Where only one of plan and run has master copies, or both in other formats."""
+    flag = "--dtype" if options.precision is None else "--precision"
+    return (
+        f"warning: the plan is for the recipe {planned} and the run is in {options.precision or options.dtype}: "
+        f"neither its times nor its memory are the run's, which may need more than a device has; leave {flag} out, or "
+        "search with the recipe that is to run"
     )
 
 

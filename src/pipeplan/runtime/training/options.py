@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, Literal, Self
 
+from pipeplan.costs.recipes import bytes_per_parameter
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.errors import UsageError, choose_from
 from pipeplan.files import Plan, Recipe
@@ -17,6 +18,7 @@ from pipeplan.runtime.launch.job import RunOptions, RunResult
 from pipeplan.runtime.models.given_names import is_configuration, require_importable, require_model
 from pipeplan.runtime.training.weight_files import files_of
 from pipeplan.units import format_ns
+from pipeplan.workload.kinds import GRADIENTS
 
 OPTIMIZERS = {
     "adamw": "torch.optim:AdamW",
@@ -28,14 +30,26 @@ OPTIMIZERS = {
 
 MOMENTUM = 0.9
 
-RUNNABLE = {"fp32": "float32", "bf16": "bfloat16", AUTOCAST: "float32"}
-"""Recipes that a run can follow, and the number format of parameters: what is beside these is the optimizer's."""
+RUNNABLE = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    AUTOCAST: "float32",
+    "bf16-mixed": "bfloat16",
+    "fp16-mixed": "float16",
+}
+"""Recipes that a run can follow, and the number format of the parameters that compute."""
+
+MASTERED = ("bf16-mixed", "fp16-mixed")
+"""Those with master copies of parameters."""
 
 IS_RANK = "PIPEPLAN_RANK"
 """Set in the environment of a rank that trains: what it imports would otherwise start others in turn."""
 
 _OFF = 0.1
 """Share of the predicted time by which an iteration may be off without a word."""
+
+_WIDE = 4
+"""Bytes of a gradient in float32."""
 
 LR_SCHEDULES = ("constant", "cosine", "linear")
 
@@ -55,7 +69,8 @@ class TrainOptions(RunOptions):
     if None. ``clip_norm`` is the largest norm of all gradients together, None to leave it out.
 
     ``precision`` is the recipe that training follows, ``dtype`` the number format of parameters; both and ``optimizer``
-    are the plan's where they are None, of which :meth:`by_plan` makes options that say all three.
+    are the plan's where they are None, of which :meth:`by_plan` makes options that say all three, and in which format
+    ``gradients`` add up where that may be another than the parameters'.
 
     ``data`` is where samples come from, see :func:`pipeplan.runtime.training.data.with_data`; None for those a model
     makes up.
@@ -74,6 +89,7 @@ class TrainOptions(RunOptions):
     seed: int = 0
     dtype: str | None = None
     precision: str | None = None
+    gradients: str | None = None
     instructions: str | None = None
     optimizer: str | None = None
     learning_rate: float | None = None
@@ -151,10 +167,11 @@ class TrainOptions(RunOptions):
         if name is not None and name not in RUNNABLE:
             raise UsageError(
                 f"{f'--precision {name}' if self.precision else f'the plan was made for the recipe {made_for}'}: run "
-                "keeps no master weights, scales no loss and has no FP8, so it cannot "
-                f"train with {name} yet; give {usable}, to the run or to a new search"
+                f"has no products in FP8, so it cannot train with {name} yet; give {usable}, to the run or to a new "
+                "search"
             )
-        if name is not None and self.precision is None and made_for.gradient_dtype is not None:
+        keeps = name in MASTERED
+        if name is not None and self.precision is None and made_for.gradient_dtype is not None and not keeps:
             raise UsageError(
                 f"the plan was made for the recipe {made_for}: a run's gradients have the parameters' format; give "
                 f"{usable} to the run, or search without --gradient-dtype"
@@ -162,7 +179,13 @@ class TrainOptions(RunOptions):
         own = None if name is None else RUNNABLE[name]
         if self.dtype is not None and own not in (None, self.dtype):
             raise UsageError(f"--precision {name} trains parameters in {own}; leave --dtype {self.dtype} out")
-        return replace(self, dtype=own or self.dtype, precision=name, optimizer=self.optimizer or made_for.optimizer)
+        optimizer = self.optimizer or made_for.optimizer
+        found = replace(self, dtype=own or self.dtype, precision=name, optimizer=optimizer)
+        if name is None or not keeps or self.gradients is not None:
+            return found
+        recipe = made_for if made_for.name == name else Recipe(name=name)
+        wide = bytes_per_parameter(recipe.model_copy(update={"optimizer": ADAMW}))[GRADIENTS] == _WIDE
+        return replace(found, gradients="float32" if wide else own)
 
     @property
     def autocast(self) -> str | None:
@@ -171,8 +194,18 @@ class TrainOptions(RunOptions):
 
     @property
     def number_format(self) -> str:
-        """The number format of parameters."""
+        """The number format of parameters, of those that compute where there are master copies."""
         return self.dtype or "float32"
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether optimizers step master copies of parameters."""
+        return self.precision in MASTERED
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether losses are scaled, so that gradients in float16 do not vanish."""
+        return self.keeps_masters and self.number_format == "float16"
 
     @property
     def schedule_steps(self) -> int:
@@ -203,6 +236,7 @@ class TrainOptions(RunOptions):
             "--lr-steps": spans,
             "--clip-norm": self.clip_norm,
             "--autocast": self.autocast,
+            "--precision": self.precision if self.keeps_masters else None,
         }
 
 

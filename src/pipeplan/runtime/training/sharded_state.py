@@ -25,7 +25,7 @@ from pipeplan.runtime.executor.process_groups import Pending, ProcessGroups, Ran
 from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
 from pipeplan.runtime.executor.shared_parameters import Divided
 from pipeplan.runtime.parallel.sharding import range_of
-from pipeplan.runtime.parallel.weight_grads import WeightGradQueue
+from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, gradient_format
 from pipeplan.workload.kinds import RESHARD, UNSHARD
 
 GATHERED = 3
@@ -45,6 +45,8 @@ class _Rows:
         begin, end = self.ranges[index]
         rows = whole.data[begin:end]
         self.own = nn.Parameter(rows.clone() if apart else rows, requires_grad=whole.requires_grad)
+        if whole.requires_grad:
+            self.own.grad_dtype = whole.grad_dtype
         self.begin = begin
 
     @property
@@ -116,7 +118,8 @@ class StateUnit:
         trained = [each for each, _ in self._places() if each.whole.requires_grad]
         if not trained:
             return
-        flat = trained[0].own.new_zeros(self._count, self._size + len(self.rows))
+        format_ = gradient_format(trained[0].own)
+        flat = trained[0].own.new_zeros(self._count, self._size + len(self.rows), dtype=format_)
         for number, (each, at) in enumerate(self._places()):
             gradient = each.whole.grad
             if gradient is not None:

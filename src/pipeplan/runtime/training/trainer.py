@@ -10,7 +10,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -66,6 +66,7 @@ from pipeplan.runtime.training.compatibility import (
     warning_of_sizes,
 )
 from pipeplan.runtime.training.data import with_data
+from pipeplan.runtime.training.master_copies import MASTER, LossScale, MasterCopies, narrowed
 from pipeplan.runtime.training.options import IS_RANK, LR_SCHEDULES, MOMENTUM, OPTIMIZERS, TrainOptions
 from pipeplan.runtime.training.sharded_state import ShardedStage, ShardedState
 from pipeplan.runtime.training.weights import Holder, WeightNames, read_weights, write_weights
@@ -211,8 +212,10 @@ class Trainer:
                 model, self.program.holders, self.modules, self.rank, options.transport, timeout, divisions
             )
             require_equal_copies(self.all_ranks.gather(self.shared.copies()))
+            exact = self._narrowed()
             self.sharded = ShardedState(self.shared.divided, self.groups, self.rank)
             self.shared.divide(self.sharded.own)
+            self.masters = MasterCopies(self.unique_parameters(), None if exact is None else self._exact(exact))
             channels = Channels(self.program, specs, self.device, options.transport, timeout)
         self.exchanged: dict[int, ShardedStage | None] = {}
         self.stages = {index: self._stage(index) for index in self.program.stages}
@@ -233,7 +236,8 @@ class Trainer:
             traced=options.trace,
             exchange=self._exchange,
         )
-        self.updater = Updater(self.unique_parameters(), options)
+        self.updater = Updater(self.stepped(), options)
+        self.scale = LossScale() if options.scales_loss else None
         self.checkpoints = self._checkpoints()
 
     def step(self, step: int, *, update: bool = True) -> tuple[StepResult, list[TimedAction]]:
@@ -245,15 +249,20 @@ class Trainer:
         self.progress.step = step
         self.progress.begin(Phase.SAMPLING)
         samples = self._samples(step)
-        for parameter in (*self.parameters().values(), *self.unique_parameters()):
+        for parameter in (*self.parameters().values(), *self.unique_parameters(), *self.stepped()):
             parameter.grad = None
+        scale = 1.0 if self.scale is None else self.scale.value
+        for stage in self.stages.values():
+            stage.loss_scale = scale
         self.all_ranks.begin()
         spans = self.executor.run(samples)
         self._reduce()
         summed = self.all_ranks.clock.mark()
-        norm = self._clip()
+        self.masters.take_gradients(scale)
+        overflows = self.scale is not None and self._overflows(self.scale)
+        norm = None if overflows else self._clip()
         self.progress.begin(Phase.UPDATING)
-        if update:
+        if update and not overflows:
             self.updater.step()
             self._gather()
         actions = self.all_ranks.resolve(spans)
@@ -281,14 +290,14 @@ class Trainer:
     def read_weights(self, path: str) -> None:
         """Take the parameters from a file of weights. Raises UsageError, the same on every rank."""
         self.progress.begin(Phase.RESUMING)
-        names = WeightNames.of(self.model, self.dtype)
+        names = WeightNames.of(self.model, self.kept_dtype)
         read_weights(path, names, self.model.name, self._weights(names, stored=False))
         self._gather()
 
     def write_weights(self, path: str) -> str:
         """Write all ranks' parameters into one file; why it is not there, if it is not. Collective."""
         self.progress.begin(Phase.SAVING)
-        names = WeightNames.of(self.model, self.dtype)
+        names = WeightNames.of(self.model, self.kept_dtype)
         held = list(self._weights(names, stored=True))
         return write_weights(path, names, held, self.all_ranks, self.rank)
 
@@ -301,8 +310,12 @@ class Trainer:
         }
 
     def unique_parameters(self) -> list[nn.Parameter]:
-        """This rank's parameters, each once; of those that ranks divide, its rows, which an optimizer steps."""
+        """This rank's parameters, each once; of those that ranks divide, its rows."""
         return list(dict.fromkeys(map(self.sharded.own, self.parameters().values())))
+
+    def stepped(self) -> list[nn.Parameter]:
+        """What an optimizer steps of :meth:`unique_parameters`: master copies, where there are some."""
+        return list(map(self.masters.of, self.unique_parameters()))
 
     def peak_memory_bytes(self) -> int:
         """What the allocator held at most (CUDA), or the most resident memory of this process (CPU)."""
@@ -324,11 +337,34 @@ class Trainer:
 
     def _build(self) -> dict[Share, nn.Module]:
         shares = dict.fromkeys(share for part in self.program.stages.values() for share in part.shares)
-        seed, device = self.options.seed, self.device
+        seed, device, dtype = self.options.seed, self.device, self.kept_dtype
         return {
-            share: self.model.build_share(share, seed, self.groups.shards(share), dtype=self.dtype, device=device)
+            share: self.model.build_share(share, seed, self.groups.shards(share), dtype=dtype, device=device)
             for share in shares
         }
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """The number format of what is kept of parameters, in checkpoints, too: of master copies, where there are."""
+        return MASTER if self.options.keeps_masters else self.dtype
+
+    def _narrowed(self) -> dict[int, Tensor] | None:
+        """Have blocks compute in fewer bits than their parameters are kept in; the numbers of these, if so."""
+        if self.options.gradients is None:
+            return None
+        return narrowed(self.modules.values(), self.dtype, getattr(torch, self.options.gradients))
+
+    def _exact(self, known: Mapping[int, Tensor]) -> Callable[[nn.Parameter], Tensor]:
+        """What gives the numbers of a parameter, or of this rank's rows of one, before it was rounded."""
+        rows = {id(each.own): (known[whole], each) for whole, each in self.sharded.rows.items()}
+
+        def exact(parameter: nn.Parameter) -> Tensor:
+            if id(parameter) not in rows:
+                return known[id(parameter)]
+            whole, own = rows[id(parameter)]
+            return whole[own.begin : own.begin + len(parameter)].clone()
+
+        return exact
 
     def _checkpoints(self) -> Checkpoints | None:
         options = self.options
@@ -336,7 +372,8 @@ class Trainer:
             return None
         identity = identity_of(self.model, options, self.program.mini_batch)
         buffers = {".".join(holder): tensor for holder, tensor in self._buffers().items()}
-        held = TrainingState(self._owned(), buffers, self.updater.optimizer, self.updater.schedule, identity)
+        updater = self.updater
+        held = TrainingState(self._owned(), buffers, updater.optimizer, updater.schedule, identity, self.scale)
         folder = CheckpointFolder(options.checkpoint, options.keep_checkpoints)
         return Checkpoints(folder, held, self.all_ranks, self.progress)
 
@@ -352,7 +389,8 @@ class Trainer:
                 part, own, rows = self.model.part_of(share, name), self.sharded.own(parameter), None
                 if own is not parameter:
                     rows = self.sharded.rows[id(parameter)].place
-                owned = OwnedParameter(holder, own, torch.Size(shapes[holder]), part, id(own) in stored, rows)
+                kept = self.masters.of(own)
+                owned = OwnedParameter(holder, kept, torch.Size(shapes[holder]), part, id(own) in stored, rows)
                 found.setdefault(id(parameter), owned)
         return list(found.values())
 
@@ -391,7 +429,8 @@ class Trainer:
             state.run(step)
 
     def _gather(self) -> None:
-        """Make parameters whole again of which ranks have changed rows."""
+        """Round what has changed of master copies; make parameters whole again of which ranks have changed rows."""
+        self.masters.write()
         if self.sharded.rows:
             with lost_others(self.progress):
                 self.sharded.gather()
@@ -421,8 +460,19 @@ class Trainer:
         if self.options.clip_norm is None:
             return None
         self.progress.begin(Phase.CLIPPING)
-        own = self.unique_parameters()
-        return clip_gradients(own, self.shared.counted(own), self.options.clip_norm, self.all_ranks.sum)
+        counted = list(map(self.masters.of, self.shared.counted(self.unique_parameters())))
+        return clip_gradients(self.stepped(), counted, self.options.clip_norm, self.all_ranks.sum)
+
+    def _overflows(self, scale: LossScale) -> bool:
+        """Whether some rank has gradients that are no numbers, so that the step is left out. Collective."""
+        used, found = scale.value, self.all_ranks.sum(0.0 if self.masters.are_finite() else 1.0) > 0
+        scale.update(found)
+        if found and self.rank == 0:
+            tell(
+                f"step {self.progress.step}: gradients in float16 overflow with a loss scale of {used:g}; parameters "
+                f"stay as they are, and the scale is {scale.value:g} now"
+            )
+        return found
 
     def _report(self, step: int, actions: list[TimedAction], ends: tuple[int, int], norm: float | None) -> StepResult:
         """Losses added up over the ranks; the iteration from the first compute action's start to the last rank's end.

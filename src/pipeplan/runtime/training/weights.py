@@ -210,7 +210,11 @@ def _layout(forms: Mapping[str, TensorForm]) -> tuple[bytes, Places]:
 
 
 def _width(form: TensorForm) -> int:
-    return next(dtype for dtype, name in _FORMATS.items() if name == form.format).itemsize
+    return _dtype(form).itemsize
+
+
+def _dtype(form: TensorForm) -> torch.dtype:
+    return next(dtype for dtype, name in _FORMATS.items() if name == form.format)
 
 
 def _begin(path: str, header: bytes, places: Places) -> tuple[str, str]:
@@ -246,7 +250,7 @@ def _write(temporary: str, start: int, places: Places, held: Held) -> str:
             end = begin + _width(form) * math.prod(form.shape)
             for piece in pieces:
                 numbers = piece.tensor.detach().cpu()
-                whole = file[start + begin : start + end].view(numbers.dtype).view(form.shape)
+                whole = file[start + begin : start + end].view(_dtype(form)).view(form.shape)
                 for dimension, (offset, length) in enumerate(zip(piece.offsets, piece.tensor.shape, strict=True)):
                     whole = whole.narrow(dimension, offset, length)
                 whole.copy_(numbers)

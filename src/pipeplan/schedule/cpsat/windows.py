@@ -474,9 +474,9 @@ def _windows(candidate: ScheduleCandidate, size: int) -> list[tuple[int, int]]:
 
 def _try_window(state: SearchState, candidate: ScheduleCandidate, window: tuple[int, int], seconds: float) -> bool:
     """Offer the candidate with a better order of a window, if there is one; whether it was better."""
-    if candidate.kept:  # the window may be of a schedule before this one
-        first = min(candidate.starts[task] for task in candidate.kept)
-        last = max(candidate.starts[task] for task in candidate.kept)
+    if held := candidate.kept or candidate.frozen:  # the window may be of a schedule before this one
+        first = min(candidate.starts[task] for task in held)
+        last = max(candidate.starts[task] for task in held)
         early = window[0] < first
         window = (window[0], min(window[1], first)) if early else (max(window[0], last + 1), window[1])
     found = reschedule(
