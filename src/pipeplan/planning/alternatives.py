@@ -210,11 +210,13 @@ def _common(search: PlanSearch, best_ns: int) -> Iterator[Common]:
     nothing is recomputed that need not be."""
     seen: set[tuple[int, int, int, str]] = set()
     limit = min((size for size in search.request.memory if size is not None), default=None)
-    table = uniform_choices(search.request)
+    table = [each for level in search.request.levels for each in uniform_choices(level)]
+    if len(search.request.levels) > 1:
+        table.sort(key=lambda each: each.usual_ns)
     for each in sorted(table, key=lambda each: not _is_fsdp(each.choice)):
         choice = each.choice
         name = _name(choice)
-        if choice.usual is None or choice.usual.splits or not name:
+        if choice.usual is None or not name or (choice.usual.splits and not _is_fsdp(choice)):
             continue
         if (choice.shards, choice.context, choice.expert, name) not in seen:
             seen.add((choice.shards, choice.context, choice.expert, name))
