@@ -7,7 +7,8 @@ Prints Markdown tables. Costs are estimated and iterations simulated: nothing is
 all layers recomputed, micro-batches of 1 to 8 samples, as many GPUs as in Fig. 13. Every schedule has the best layout
 that ``pipeplan search`` finds with ``--scheduler`` and all other flags the same, out of those in :func:`layouts`. 1F1B
 and Chimera keep embedding and head in their first and last stages, 1F1B+ and the repetend have them on all devices.
-1F1B may be one stage on all devices; beside it is that of two and more stages. All have the same time, ``--limit``
+1F1B may be one stage on all devices; beside it is that of two and more stages, and that which splits its blocks over 16
+or 32 devices, so over several servers, as the paper's had to for the embedding. All have the same time, ``--limit``
 seconds, then twice as much, until two doublings shorten none by a thousandth, or they had 160 s. One search is a piece;
 pieces that are done are kept in a file, so that it can be run in parts.
 
@@ -41,10 +42,13 @@ HEADS = {"tessel-gpt-11b": 32, "tessel-gpt-24b": 48, "tessel-mt5-1.8b": 16, "tes
 SIDES: dict[str, dict[str, Any]] = {
     "1F1B": {"scheduler": "1f1b", "shard_shared": "no"},
     "1F1B of stages": {"scheduler": "1f1b", "shard_shared": "no"},
+    "1F1B across servers": {"scheduler": "1f1b", "shard_shared": "no"},
     "Chimera": {"scheduler": "chimera", "placement": "bidirectional", "shard_shared": "no"},
     "1F1B+": {"scheduler": "1f1b+", "shard_shared": "yes"},
     "Tessel": {"scheduler": "repetend", "shard_shared": "yes"},
 }
+SERVER = 8
+"""GPUs of a server."""
 STILL, DOUBLINGS, MOST_SECONDS = 0.001, 2, 160.0
 
 
@@ -96,6 +100,8 @@ def layouts(name: str, side: str, devices: int) -> list[dict[str, Any]]:
     both = [number for number in (1, 2) if devices <= 8 or number == 1]
     if side == "1F1B of stages":
         return [{"pp": depth} for depth in powers[1:]]
+    if side == "1F1B across servers":
+        return [{"tp": split, "pp": devices // split} for split in powers if split > SERVER]
     if side == "Chimera":
         return [{} if split == 1 else {"tp": split} for split in powers[:4] if 2 * split <= devices]
     if side == "1F1B+" and "mt5" in name:
@@ -168,10 +174,10 @@ def tables(pieces: Pieces, family: str, numbers: list[int], limit: float) -> Non
             "none found" if each is None else f"{each.iteration_ns / 1e9:.2f} s ({each.layout})"
             for each in found.values()
         ]
-        ratios = [ratio(found[side], ours) for side in ("1F1B", "1F1B of stages", "1F1B+", "Chimera")]
+        ratios = [ratio(found[side], ours) for side in SIDES if side != "Tessel"]
         throughput.append([name, str(devices), *cells, *ratios, f"{seconds:g} s"])
         parts.append([name, *("-" if each is None else each.parts for each in found.values())])
-    over = ["1F1B / Tessel", "of stages", "1F1B+", "Chimera", "each had"]
+    over = ["1F1B / Tessel", "of stages", "across servers", "Chimera", "1F1B+", "each had"]
     print(f"\n{family}, Fig. {13 if family == 'gpt' else 14}\n")
     print(markdown(["model", "GPUs", *SIDES, *over], throughput))
     print(f"\n{family}, Fig. 16: what the busiest device computes, and the share of the iteration that it waits\n")

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Model,
         Placement,
         Plan,
+        PlanReport,
         Profile,
         Report,
         Result,
@@ -623,6 +624,44 @@ def simulate(
 
 
 @_public
+def report(
+    plan: Plan | Path | Sequence[Plan | Path],
+    *,
+    measured: Path | Sequence[Path] | None = None,
+    frontier: FrontierResult | Path | None = None,
+) -> PlanReport:
+    """Make a report on one to four plans: a page that needs no network.
+
+    Args:
+        plan: the plan, or the path of its file; or several of them.
+        measured: a run of one of the plans to show beside it: the trace that it wrote, or of one plan what
+            ``simulate`` reads.
+        frontier: what more memory and more devices bring: what ``frontier`` found, or the path of what ``pipeplan
+            frontier --plans --json`` printed.
+
+    Returns:
+        ``.html`` is the page's text, ``.markdown`` its first screen for a comment, ``.svg`` the timelines. In a
+        notebook it displays as the page.
+
+    Raises:
+        InvalidPlanError: the programs of a plan cannot run.
+        UsageError: there are more than four plans, or the run is of none of them.
+
+    Example:
+        >>> pathlib.Path("report.html").write_text(pipeplan.report("plan.json").html)
+    """
+    from pipeplan.cli.shared import given_file
+
+    several = [plan] if isinstance(plan, str | os.PathLike | _api.Plan) else plan
+    plans = [os.fspath(each) if isinstance(each, os.PathLike) else each for each in several]
+    given = _asked("report", locals() | {"plan": plans}).params
+    points = given["frontier_path"]
+    if isinstance(points, str):
+        points = _api.read_frontier(points)
+    return _api.report([given_file("plan", each) for each in given["plan_paths"]], given["measured_paths"], points)
+
+
+@_public
 def export(plan: Plan | Path, to: str, *, names: str | None = None, base: str | None = None) -> Export:
     """Write a plan in the words of another tool.
 
@@ -1064,16 +1103,20 @@ def run(
     _api.require_torch("run")
     options = run_options({**given, "trace": trace is not None})
     asked = given_file("plan", given["plan_path"])
-    if export_weights is not None:
-        _api.require_writable(os.fspath(export_weights), "--export-weights")
-    if trace is not None:
-        _api.require_writable(os.fspath(trace), "--trace")
+    _require_writable({"--export-weights": export_weights, "--trace": trace})
     outcome = _api.run(asked, options, on_step, on_look=lambda where: _require_time(within, where), where=asked.where)
     if trace is not None:
         _api.write_text(trace_of(outcome), os.fspath(trace))
     if outcome.result.unwritten:
         raise FileError(outcome.result.unwritten)
     return outcome
+
+
+def _require_writable(files: Mapping[str, Path | None]) -> None:
+    """Refuse files {flag: path} that could not be written in the end, before anything runs. Raises FileError."""
+    for flag, path in files.items():
+        if path is not None:
+            _api.require_writable(os.fspath(path), flag)
 
 
 def _require_started_here(model: object, local: bool | None) -> None:
