@@ -4,8 +4,11 @@ Each case is one model on some devices, 4 Mi tokens a step. For each: the search
 (tensor, data and pipeline sizes, virtual stages, micro-batch, ZeRO level; 1F1B, interleaved and zero-bubble schedules),
 cut evenly, recomputing what it must, and simulated; ``frontier --plans``; and published configurations of the same
 model on as many devices of the same kind. All have the same costs, estimated with what predicts published runs.
+On demand: two workers beside one; and, in deterministic time, the search without each of its steps, and without all
+that give stages devices of their own.
 
     python benchmarks/real_clusters.py --state FOLDER [--only PARTS] [--limit 60] [--parts search,grid]
+    python benchmarks/real_clusters.py --state FOLDER --only llama3-70b-64 --parts workers,steps
     python benchmarks/real_clusters.py --state FOLDER --table
     python benchmarks/real_clusters.py --list
 
@@ -30,15 +33,16 @@ from typing import Any
 
 from tables import machine, markdown, note
 
-from pipeplan._api import search
 from pipeplan.checker import check
 from pipeplan.costs.throughput import Yardstick
 from pipeplan.errors import PipeplanError
 from pipeplan.files import read_cluster, read_profile
 from pipeplan.planning.candidates import PlacementCandidate, placed, uniform_choices
 from pipeplan.planning.request import Request
+from pipeplan.planning.steps import STEPS, search_plan, without
 from pipeplan.planning.trials import Trial, on_cluster
 from pipeplan.planning.uniform_space import BoundedChoice
+from pipeplan.schedule.state import ScheduleStep
 
 TOKENS = 4 * 2**20
 """Of a step."""
@@ -201,9 +205,10 @@ class State:
         return json.loads(path.read_text()) if path.exists() else None
 
 
-def searched(state: State, case: Case) -> dict[str, Any]:
+def searched(state: State, case: Case, *how: str) -> dict[str, Any]:
     """The search in a process of its own: what it found, when it knew what, and its memory."""
     given = [sys.executable, __file__, "--state", str(state.folder), "--limit", str(state.limit), "--child", case.stem]
+    given += how
     state.profile(case), state.cluster(case)
     done = subprocess.run(given, capture_output=True, text=True)
     if done.returncode:
@@ -212,16 +217,16 @@ def searched(state: State, case: Case) -> dict[str, Any]:
     return found
 
 
-def child(state: State, case: Case) -> None:
-    """Search and print what was found. Times are from when the profile has been read."""
-    request = state.request(case)
+def child(state: State, case: Case, off: Sequence[str], workers: int, *, deterministic: bool) -> None:
+    """Search without some steps and print what was found. Times are from when the profile has been read."""
+    request = state.request(case, deterministic=deterministic)
     begun, told = time.monotonic(), list[tuple[float, int]]()
 
     def hear(what: str, best: int | None, *rest: Any) -> None:
         if best and (not told or best < told[-1][1]):
             told.append((time.monotonic() - begun, best))
 
-    result = search(request, progress=hear)
+    result = search_plan(request, progress=hear, workers=workers, steps=without(off))
     plan, seconds = result.plan, time.monotonic() - begun
     predicted = plan.predicted
     near = next((at for at, best in told if best <= 1.02 * predicted.iteration_ns), seconds)
@@ -236,6 +241,7 @@ def child(state: State, case: Case) -> None:
                 "seconds": seconds,
                 "first_s": told[0][0] if told else seconds,
                 "near_s": near,
+                "known": told,
                 "memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
                 "layout": " and ".join(
                     f"tp {shards}{_context(context)} dp {replicas}" + (f" ZeRO {zero}" if zero else "")
@@ -355,6 +361,36 @@ def published(state: State, case: Case) -> dict[str, Any]:
 
 
 PARTS = ("search", "grid", "frontier", "published")
+"""What is done unless others are asked for; beside these there are ``workers`` and ``steps``."""
+
+OFF = {
+    **{step.name: (step.name,) for step in STEPS if not step.needed and not isinstance(step, ScheduleStep)},
+    "all widths": ("every width", "stage graphs", "recomputed blocks", "published planners", "stage ways"),
+}
+"""Steps that are left out together, by what the table calls them."""
+
+
+def by_workers(state: State, case: Case) -> dict[str, Any]:
+    """The same search with one process and with two: when each was within 2 % of the shorter of both results."""
+    found = {count: searched(state, case, "--workers", str(count)) for count in (1, 2)}
+    if any("failed" in each for each in found.values()):
+        return {"failed": [each.get("failed") for each in found.values()]}
+    best = min(each["iteration_ns"] for each in found.values())
+    near = []
+    for each in found.values():
+        ends = [*each["known"], (each["seconds"], each["iteration_ns"])]
+        near.append(next((at for at, ns in ends if ns <= 1.02 * best), None))
+    return {"iterations_ns": [each["iteration_ns"] for each in found.values()], "near_s": near}
+
+
+def steps(state: State, case: Case) -> dict[str, Any]:
+    """The iteration with all steps, and without each: all by work, not by the clock. Each is kept by itself."""
+    every = state.of(case, "with-all", partial(searched, state, case, "--deterministic"))
+    found = {}
+    for name, off in OFF.items():
+        how = "--deterministic", "--off", ";".join(off)
+        found[name] = state.of(case, f"without-{name.replace(' ', '-')}", partial(searched, state, case, *how))
+    return {"all_ns": every.get("iteration_ns"), **{name: each.get("iteration_ns") for name, each in found.items()}}
 
 
 def work(state: State, cases: Iterable[Case], parts: Sequence[str]) -> None:
@@ -365,6 +401,8 @@ def work(state: State, cases: Iterable[Case], parts: Sequence[str]) -> None:
             "grid": partial(grid, state, case),
             "frontier": partial(front, state, case),
             "published": partial(published, state, case),
+            "workers": partial(by_workers, state, case),
+            "steps": partial(steps, state, case),
         }
         for part in parts:
             state.of(case, part, ways[part])
@@ -414,6 +452,16 @@ def tables(state: State, cases: Iterable[Case]) -> Iterator[str]:
             others.append(
                 (case.name, "`frontier --plans`", *_beside(other.get("best_ns"), ns, other.get("failed", "")))
             )
+        two = state.known(case, "workers")
+        if two is not None and "failed" not in two:
+            one, both = (f"{ns / 1e9:.2f}" for ns in two["iterations_ns"])
+            near = " and ".join("not" if at is None else f"{at:.1f}" for at in two["near_s"])
+            others.append((case.name, f"one worker ({one} s) and two; within 2 % after {near} s", one, both, ""))
+        off = state.known(case, "steps") or {}
+        every = off.pop("all_ns", None)
+        for name, ns_without in off.items() if every else ():
+            if ns_without != every:
+                others.append((case.name, f"without *{name}*, deterministic", *_beside(ns_without, every)))
         for run in (state.known(case, "published") or {"runs": []})["runs"]:
             what = f"{run['run']} (`{run['flags']}`)"
             others.append((case.name, what, *_beside(run["theirs_ns"], run["ours_ns"])))
@@ -453,6 +501,9 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="only print what is known")
     parser.add_argument("--list", action="store_true", help="name the cases")
     parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--off", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--deterministic", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     cases = [case for case in CASES if any(part in case.stem for part in options.only.split(","))]
     if options.list:
@@ -462,7 +513,9 @@ def main() -> None:
         parser.error("--state FOLDER is needed")
     state = State(options.state, options.limit)
     if options.child:
-        child(state, next(case for case in CASES if case.stem == options.child))
+        off = [name for name in options.off.split(";") if name]
+        case = next(case for case in CASES if case.stem == options.child)
+        child(state, case, off, options.workers, deterministic=options.deterministic)
         return
     if not options.table:
         work(state, cases, options.parts.split(","))

@@ -22,7 +22,7 @@ from rich.text import Text
 
 from pipeplan.cli.main import main
 from pipeplan.files import PlacedStage, Placement, read_plan, write_file
-from pipeplan.reporting.timeline import timelines_svg
+from pipeplan.reporting.drawing.svg import timelines_svg
 from pipeplan.simulator.simulation import Simulation, simulate
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -95,6 +95,7 @@ FUNCTIONS = {
     "simulate": ("simulate",),
     "check": ("check",),
     "export": ("export",),
+    "report": ("report",),
     "import": ("import_plan",),
     "profile": ("profile", "estimate", "inspect", "measure_links", "add_links"),
     "run": ("run",),
@@ -105,6 +106,7 @@ FUNCTIONS = {
 OTHERWISE = {
     "*": {"json", "output", "svg", "trace", "placement_output", "rules_output", "output_all", "details"},
     "profile": {"show", "estimate", "communication"},  # functions of their own
+    "report": {"markdown"},  # of what it returns
 }
 """Flags that are about files that are written, about the terminal, or about which function is meant."""
 
@@ -335,9 +337,16 @@ def test_objects_show_themselves_in_a_notebook(found: Result) -> None:
     assert f"pipeplan.write(found.plan({frontier.chosen}), 'plan.json')" in answer
 
 
-def test_a_long_plan_is_not_drawn(found: Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeplan.reporting.notebook._MOST_DRAWN", 3)
-    assert "<svg" not in str(found.plan._repr_html_())
+def test_a_long_plan_is_drawn_on_a_canvas_and_a_very_long_one_not(
+    found: Result, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeplan.reporting.notebook.MOST_SVG", 3)
+    monkeypatch.setattr("pipeplan.reporting.html.page.MOST_SVG", 3)
+    shown = str(found.plan._repr_html_())
+    assert shown.startswith('<iframe sandbox="allow-scripts"')
+    assert "&lt;canvas" in shown
+    monkeypatch.setattr("pipeplan.reporting.notebook._MOST_FRAMED", 3)
+    assert "<iframe" not in str(found.plan._repr_html_())
 
 
 # Threads ----------------------------------------------------------------------------------------------------------

@@ -49,10 +49,12 @@ if TYPE_CHECKING:
     from pipeplan.planning.frontier import Mode as Mode
     from pipeplan.planning.frontier import frontier_notes as frontier_notes
     from pipeplan.planning.frontier import frontier_request as frontier_request
+    from pipeplan.planning.frontier_file import read_frontier as read_frontier
     from pipeplan.planning.request import Request as Request
     from pipeplan.planning.request import Splitting as Splitting
     from pipeplan.planning.request import input_notes as input_notes
     from pipeplan.planning.tuning import Tuning as Tuning
+    from pipeplan.reporting.html.report import PlanReport as PlanReport
     from pipeplan.runtime.launch.job import RunOptions as RunOptions
     from pipeplan.runtime.launch.job import StepResult as StepResult
     from pipeplan.runtime.models.load import advice_on as advice_on
@@ -90,8 +92,10 @@ _PARTS = {
     "pipeplan.planning.build_plan": ("Result",),
     "pipeplan.planning.comparison": ("Comparison",),
     "pipeplan.planning.frontier": ("FrontierResult", "frontier_notes", "frontier_request"),
+    "pipeplan.planning.frontier_file": ("read_frontier",),
     "pipeplan.planning.tuning": ("Tuning",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
+    "pipeplan.reporting.html.report": ("PlanReport",),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
     "pipeplan.runtime.models.load": ("advice_on", "hindrance_of", "load_where_even", "takes_sequence"),
     "pipeplan.runtime.models.spec": ("Model",),
@@ -248,6 +252,15 @@ def with_measured(simulation: Simulation, paths: Sequence[str]) -> Simulation:
     run = read_run(paths, len(simulation.plan.devices))
     measured = compared_with_log(simulation, run) if isinstance(run, RunLog) else compared(simulation, run)
     return replace(simulation, measured=measured)
+
+
+def report(
+    plans: Sequence[Plan], measured: Sequence[str] = (), frontier: FrontierResult | None = None, command: str = ""
+) -> PlanReport:
+    """Plans as a page; see :func:`pipeplan.reporting.html.report.report_of`. Raises UsageError."""
+    from pipeplan.reporting.html.report import report_of
+
+    return report_of(plans, measured, frontier, command)
 
 
 def export(plan: Plan, to: str, names: Sequence[str] = (), base: str | None = None) -> Export:

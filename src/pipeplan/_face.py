@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Model,
         Placement,
         Plan,
+        PlanReport,
         Profile,
         Report,
         Result,
@@ -620,6 +621,44 @@ def simulate(
     files = {kind: given_file(kind, given[f"{kind}_path"]) for kind in ("plan", "profile", "cluster")}
     found = _api.simulate(files["plan"], given["microbatches"], files["profile"], files["cluster"])
     return found if measured is None else _api.with_measured(found, given["measured_paths"])
+
+
+@_public
+def report(
+    plan: Plan | Path | Sequence[Plan | Path],
+    *,
+    measured: Path | Sequence[Path] | None = None,
+    frontier: FrontierResult | Path | None = None,
+) -> PlanReport:
+    """Make a report on one to four plans: a page that needs no network.
+
+    Args:
+        plan: the plan, or the path of its file; or several of them.
+        measured: a run of one of the plans to show beside it: the trace that it wrote, or of one plan what
+            ``simulate`` reads.
+        frontier: what more memory and more devices bring: what ``frontier`` found, or the path of what ``pipeplan
+            frontier --plans --json`` printed.
+
+    Returns:
+        ``.html`` is the page's text, ``.markdown`` its first screen for a comment, ``.svg`` the timelines. In a
+        notebook it displays as the page.
+
+    Raises:
+        InvalidPlanError: the programs of a plan cannot run.
+        UsageError: there are more than four plans, or the run is of none of them.
+
+    Example:
+        >>> pathlib.Path("report.html").write_text(pipeplan.report("plan.json").html)
+    """
+    from pipeplan.cli.shared import given_file
+
+    several = [plan] if isinstance(plan, str | os.PathLike | _api.Plan) else plan
+    plans = [os.fspath(each) if isinstance(each, os.PathLike) else each for each in several]
+    given = _asked("report", locals() | {"plan": plans}).params
+    points = given["frontier_path"]
+    if isinstance(points, str):
+        points = _api.read_frontier(points)
+    return _api.report([given_file("plan", each) for each in given["plan_paths"]], given["measured_paths"], points)
 
 
 @_public

@@ -130,7 +130,10 @@ def _is_masked(key: str) -> bool:
     return key.endswith("seconds") or key in _UNSTABLE
 
 
-_UNSTABLE = ("versions", "date", "command", "method", "problems", "remarks", "why", "what", "notes", "choices")
+_UNSTABLE = (
+    *("versions", "date", "command", "method", "problems", "remarks", "why", "what", "notes", "choices"),
+    "alternatives",  # of a plan: other plans, in figures
+)
 
 
 def _short(value: Json) -> Json:

@@ -26,8 +26,9 @@ from pipeplan.costs import build_workload
 from pipeplan.errors import FileError, UsageError
 from pipeplan.files import PlacedStage, Placement, Plan, Profile, parse, read_plan, write_file, write_text
 from pipeplan.planning.build_plan import assemble
+from pipeplan.reporting.drawing.svg import timeline_svg
 from pipeplan.reporting.terminal import print_simulation
-from pipeplan.reporting.timeline import odd_stages, predicted_trace, timeline_svg
+from pipeplan.reporting.timeline import odd_stages, predicted_trace
 from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.schedule.rules import (
     CustomOp,

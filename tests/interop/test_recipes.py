@@ -20,7 +20,9 @@ from unittest import mock
 import pytest
 
 import pipeplan as face
-from builders.chains import chain_plan
+from builders.chains import chain_plan, chain_workload
+from builders.orders import Orders
+from builders.plans import plan_of
 from interop.test_export import layered, megatron_plan
 from pipeplan import Plan, UsageError
 from pipeplan.interop.megatron import layout_text, read_layout, require_layout
@@ -266,12 +268,13 @@ def test_what_galvatron_cannot_say_is_refused() -> None:
         face.export(with_stages(plan(), zero=1), "galvatron")
     with pytest.raises(UsageError, match="recompute is selective in layer 0"):
         face.export(with_stages(plan(), recompute="selective"), "galvatron")
-    source = face.read_profile(ROOT / "profiles/gpt2-345m-cpu.json")
-    eager = face.import_plan(
-        "6,6,6,6", "layers", source, scheduler="eager-1f1b", microbatches=9, microbatch_size=1
-    ).plan
+    orders: Orders = [
+        [*(("0F", m) for m in range(3)), *(("0B", m) for m in range(3))],
+        [("1F", 0), ("1B", 0), ("1F", 1), ("1B", 1), ("1F", 2), ("1B", 2)],
+    ]
+    other = layered(plan_of(chain_workload(2, 3), orders), (1, 1))
     with pytest.raises(UsageError, match="is none of 1F1B's, nor are all orders GPipe's"):
-        face.export(eager, "galvatron")
+        face.export(other, "galvatron")
 
 
 # The verb ------------------------------------------------------------------------------------------------------------
@@ -411,6 +414,6 @@ def test_hand_made_layouts_of_deepseek_v3_are_matched_or_beaten() -> None:
             continue
         today = face.import_plan(text, "megatron", source, devices=ranks, microbatches=4 * ranks, microbatch_size=1)
         assert any("multi-token prediction" in note for note in today.notes)
-        better = face.search(source, start=today.plan, pp=ranks, tp=1, dp=1, time_limit=4)
+        better = face.search(source, start=today.plan, pp=ranks, tp=1, replicas=1, time_limit=4)
         assert better.plan.predicted.iteration_ns <= today.plan.predicted.iteration_ns
         assert face.check(better.plan, profile=source).valid

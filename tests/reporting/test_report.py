@@ -20,12 +20,12 @@ from builders.plans import plan_of
 from pipeplan.errors import PipeplanError
 from pipeplan.files import Plan, parse, to_json
 from pipeplan.files.trace import Trace
+from pipeplan.reporting.drawing.svg import timeline_svg
 from pipeplan.reporting.terminal import print_simulation, print_stages
 from pipeplan.reporting.timeline import (
     device_row,
     predicted_trace,
     repetend_time_range,
-    timeline_svg,
     trace_text,
     windows,
 )
@@ -159,7 +159,9 @@ def test_halves_are_numbered_by_their_micro_batch_in_every_timeline() -> None:
         assert any("micro-batches in parts: F0.0 and F0.1" in line for line in lines)
     groups = ElementTree.fromstring(timeline_svg(simulation)).findall(f"{SVG}g")
     labels = [[text.text for text in group.findall(f"{SVG}text") if text.get("class") == "bar"] for group in groups]
-    assert labels == [[text[1:] for text in own] for own in actions]
+    assert all(
+        shown in (text, text[1:]) for own in zip(labels, actions, strict=True) for shown, text in zip(*own, strict=True)
+    )
 
 
 def test_forwards_in_halves_are_told_as_parts() -> None:
@@ -273,13 +275,13 @@ def test_svg_has_a_bar_in_scale_for_every_action() -> None:
 def test_svg_marks_the_repetend_on_each_device_and_numbers_bars() -> None:
     simulation = simulate(chain_plan(3, 9, repetend=True))
     root = ElementTree.fromstring(timeline_svg(simulation))
-    frames = [rect for rect in root.findall(f"{SVG}rect") if rect.get("class") == "repetend"]
+    frames = [rect for rect in root.findall(f"{SVG}rect") if "repetend" in rect.get("class", "").split()]
     assert len(frames) == 4  # one in the legend
     assert frames[1][0].text == "repetend, unroll 1, every 30ns"
     numbers = [text.text for text in root.iter(f"{SVG}text") if text.get("class") == "bar"]
-    assert numbers.count("8") == 6
+    assert numbers.count("F8") == numbers.count("B8") == 3
     without = ElementTree.fromstring(timeline_svg(simulate(chain_plan(3, 9))))
-    assert not [rect for rect in without.iter(f"{SVG}rect") if rect.get("class") == "repetend"]
+    assert not [rect for rect in without.iter(f"{SVG}rect") if "repetend" in rect.get("class", "").split()]
 
 
 def test_svg_escapes_names_and_writes_out_what_xml_does_not_allow() -> None:

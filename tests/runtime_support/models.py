@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import BlockSpec, Model
+from pipeplan.runtime.models.zoo.encoder_decoder import TranslationSize
 from pipeplan.runtime.models.zoo.gpt import GPTSize
 from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
 from pipeplan.runtime.parallel.split_layers import RowLinear, WordEmbedding, cross_entropy
@@ -401,6 +402,12 @@ def translating() -> Model:
 def four_heads() -> Model:
     """GPT-2's form with as many heads as devices, which divide sequences of eight words."""
     return GPTSize(layers=4, hidden=16, heads=4, vocabulary=24, positions=8, sequence=8).model("four-heads")
+
+
+def two_sequences() -> Model:
+    """mT5's form with as many heads as devices, which divide both sequences of eight words."""
+    size = TranslationSize(layers=2, hidden=16, heads=4, vocabulary=24, sequence=8, biased=True, shared=False)
+    return size.model("two-sequences")
 
 
 def pairing() -> Model:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     type=TARGET,
     metavar="TARGET",
     help="Who is to read it: torch (a schedule's CSV; with -o also FILE.modules.json), torchtitan or automodel (a "
-    "folder with a recipe and its schedule), megatron (layout string, then arguments), deepspeed (a PipelineModule), galvatron (its JSON), "
-    "vllm, sglang or tensorrt-llm (layers per stage), huggingface (device_map).",
+    "folder with a recipe and its schedule), megatron (layout string, then arguments), deepspeed (a PipelineModule), "
+    "galvatron (its JSON), vllm, sglang or tensorrt-llm (layers per stage), huggingface (device_map).",
 )
 @click.option(
     "--names",

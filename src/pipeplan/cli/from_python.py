@@ -32,7 +32,7 @@ def arguments_of(verb: str) -> Iterator[tuple[str, click.Parameter]]:
             flag = next(each for each in parameter.opts if each.startswith("--"))
             yield flag[2:].replace("-", "_"), parameter
         else:
-            yield str(parameter.metavar).strip("[]").lower(), parameter
+            yield str(parameter.metavar).strip("[].").lower(), parameter
 
 
 def context_of(verb: str, given: Mapping[str, Any]) -> click.Context:

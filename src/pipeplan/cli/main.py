@@ -25,6 +25,7 @@ VERBS = {
     "compare": ("search_verbs", "Compare pipeplan's schedule with every known one."),
     "frontier": ("frontier_verb", "Show what more memory and more devices bring."),
     "simulate": ("plan_verbs", "Simulate a plan: bubbles, memory, critical path, timeline."),
+    "report": ("report_verb", "Write a report on plans that people look at."),
     "run": ("run_verb", "Run a plan on torch.distributed, or emulate it."),
     "profile": ("profile_verb", "Measure or estimate a model block by block."),
     "check": ("plan_verbs", "Verify a plan independently of what made it."),

@@ -133,7 +133,7 @@ def simulate_command(
             _api.read_cluster(cluster_path) if cluster_path is not None else None,
         )
         if svg_path is not None:
-            from pipeplan.reporting.timeline import timeline_svg
+            from pipeplan.reporting.drawing.svg import timeline_svg
 
             outputs.write_text(timeline_svg(simulation), svg_path)
         if trace_path is not None:

@@ -95,6 +95,25 @@ class Predicted(FileModel):
         return self.iteration_ns or self.makespan_ns
 
 
+class AlternativeFigures(FileModel):
+    """Another plan that a search found: what it is, and how its iteration splits up, in ns.
+
+    ``work_ns`` is what a device computes on average, ``uneven_ns`` what the busiest has more, ``waiting_ns`` what that
+    one waits for messages and in bubbles, ``ending_ns`` what follows the last action; they add up to ``iteration_ns``.
+    Bytes are those of the device with least left, and of its memory (null: no limit).
+    """
+
+    what: Text
+    iteration_ns: TimeSum
+    work_ns: TimeSum
+    uneven_ns: TimeSum
+    waiting_ns: TimeSum
+    ending_ns: TimeSum
+    recomputed: Annotated[Index, Field(description="stages that recompute")] = 0
+    peak_bytes: TimeSum
+    memory_bytes: TimeSum | None = None
+
+
 class Provenance(FileModel):
     """What the plan was made from, and with."""
 
@@ -126,14 +145,22 @@ class Provenance(FileModel):
             json_schema_extra={SAID_ONLY: True},
         ),
     ] = {}
+    alternatives: Annotated[
+        Items[AlternativeFigures],
+        Field(
+            max_length=10,
+            description="the best other plans that the search found, in figures, with the plan itself first",
+            json_schema_extra={SAID_ONLY: True},
+        ),
+    ] = ()
     seed: Integer = 0
     versions: dict[Name, Text] = {}
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Plans that follow no rules file, or do not say who chose, stay as they were."""
+        """Plans that follow no rules file, or do not say who chose or what else was found, stay as they were."""
         found: dict[str, Any] = written(self)
-        for key in ("rules", "choices"):
+        for key in ("rules", "choices", "alternatives"):
             if not getattr(self, key):
                 found.pop(key, None)
         return found
@@ -206,6 +233,10 @@ class Plan(File):
     def written_by(self, command: str) -> Plan:
         """The same plan, whose provenance has the command line that writes it."""
         return self.model_copy(update={"provenance": self.provenance.model_copy(update={"command": command})})
+
+    def with_alternatives(self, alternatives: tuple[AlternativeFigures, ...]) -> Plan:
+        """The same plan, whose provenance has what else its search found."""
+        return self.model_copy(update={"provenance": self.provenance.model_copy(update={"alternatives": alternatives})})
 
     @model_serializer(mode="wrap")
     def _without_what_is_not_there(self, written: SerializerFunctionWrapHandler) -> dict[str, Any]:

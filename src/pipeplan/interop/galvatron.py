@@ -27,16 +27,16 @@ def configuration(plan: Plan, layers: PlanLayers, target: ExportTarget) -> dict[
     stage, count = plan.stages[0], layers.count
     if stage.zero not in _SHARED:
         raise UsageError(
-            f"stages[0].zero is {stage.zero}: {target.title} divides nothing among replicas, or gradients, too (ZeRO 2), "
-            "or parameters (3); search with --zero 0, 2 or 3"
+            f"stages[0].zero is {stage.zero}: {target.title} divides nothing among replicas, or gradients, too (ZeRO "
+            "2), or parameters (3); search with --zero 0, 2 or 3"
         )
     if stage.expert > 1:
         raise UsageError(f"stages[0].expert is {stage.expert}: experts are not written for {target.title}; give --ep 1")
     again = [each for own in again_of_layers(plan, target.title) for each in own]
     if "selective" in again:
         raise UsageError(
-            f"recompute is selective in layer {again.index('selective')}: {target.title} recomputes layers whole; search "
-            "with --recompute all or none"
+            f"recompute is selective in layer {again.index('selective')}: {target.title} recomputes layers whole; "
+            "search with --recompute all or none"
         )
     divided = int(divides_sequence(plan) and stage.shards > 1)
     return {

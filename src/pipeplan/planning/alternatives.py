@@ -11,11 +11,12 @@ from itertools import groupby
 
 from pipeplan.costs.zero import IN_ACTIONS
 from pipeplan.files import PlacedStage
+from pipeplan.files.plan import AlternativeFigures
 from pipeplan.planning.candidates import uniform_choices
 from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
 from pipeplan.schedule.state import Schedule, scheduler_words
-from pipeplan.texts import counted
+from pipeplan.texts import counted, shortened
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.task_graph import earliest_starts
 from pipeplan.workload.workload import Workload
@@ -86,12 +87,77 @@ class Explanation:
 
 def explained(search: PlanSearch) -> Explanation:
     """The best plans of a search that differ in more than their schedules, and common layouts beside them."""
+    some = _best(search)
+    value = some[0].value_ns or 0
+    return Explanation(tuple(map(_alternative, some)), tuple(_common(search, value)))
+
+
+def kept_alternatives(search: PlanSearch) -> tuple[AlternativeFigures, ...]:
+    """The same plans as figures for the plan's file, as many of them as ``MOST_KEPT`` bytes of JSON have room for.
+
+    Unlike :class:`Alternative` it does not say what of the waiting is messages, which would be timed again.
+    """
+    found: list[AlternativeFigures] = []
+    size = 0
+    for trial in _best(search):
+        each = _kept(trial)
+        size += len(each.model_dump_json()) + _LAYOUT_BYTES
+        if size > MOST_KEPT:
+            break
+        found.append(each)
+    return tuple(found)
+
+
+MOST_KEPT = 20_000
+"""Bytes that they take in a plan's file."""
+
+_LAYOUT_BYTES = 250
+"""Of spaces and line breaks, which files have between keys."""
+
+
+def _kept(trial: Trial) -> AlternativeFigures:
+    schedule, (mean, busiest) = _settled(trial), _work(trial)
+    return AlternativeFigures(
+        what=shortened(_words(trial), _LONGEST_WHAT),
+        iteration_ns=schedule.iteration_ns,
+        work_ns=mean,
+        uneven_ns=busiest - mean,
+        waiting_ns=max(0, schedule.makespan_ns - busiest),
+        ending_ns=max(0, schedule.iteration_ns - schedule.makespan_ns),
+        recomputed=sum(stage.recomputes for stage in schedule.workload.stages),
+        peak_bytes=schedule.fullest[0],
+        memory_bytes=schedule.fullest[1],
+    )
+
+
+_LONGEST_WHAT = 1_000
+"""Characters of a plan in words, where stages differ much."""
+
+
+def _best(search: PlanSearch) -> list[Trial]:
+    """The best trials that differ in more than their schedules, the best first."""
     best: dict[str, Trial] = {}
     for trial in sorted(search.done, key=lambda trial: trial.value_ns or 0):
         best.setdefault(_layout(trial), trial)
-    some = list(best.values())[:MOST_ALTERNATIVES]
-    value = some[0].value_ns or 0
-    return Explanation(tuple(map(_alternative, some)), tuple(_common(search, value)))
+    return list(best.values())[:MOST_ALTERNATIVES]
+
+
+def _settled(trial: Trial) -> Schedule:
+    schedule = trial.parted or trial.best
+    assert schedule is not None  # it is done
+    return schedule
+
+
+def _work(trial: Trial) -> tuple[int, int]:
+    """Ns that a device computes on average, all counted, and the busiest."""
+    workload = _settled(trial).workload
+    devices = range(len(workload.devices))
+    work = [sum(map(workload.work_of, workload.on_resource[device])) for device in devices]
+    return sum(work) // len(work), max(work)
+
+
+def _words(trial: Trial) -> str:
+    return f"{_layout(trial)}; {scheduler_words(_settled(trial).scheduler)}"
 
 
 def _layout(trial: Trial) -> str:
@@ -125,17 +191,11 @@ _MOST_SPLITS = 4
 
 
 def _alternative(trial: Trial) -> Alternative:
-    schedule = trial.parted or trial.best
-    assert schedule is not None  # it is done
-    workload = schedule.workload
-    devices = range(len(workload.devices))
-    work = [sum(map(workload.work_of, workload.on_resource[device])) for device in devices]
-    mean, busiest = sum(work) // len(work), max(work)
-    makespan = schedule.makespan_ns
+    schedule, (mean, busiest) = _settled(trial), _work(trial)
+    workload, makespan = schedule.workload, schedule.makespan_ns
     messages = min(_exposed(schedule, workload), max(0, makespan - busiest))
-    fullest = schedule.fullest
     return Alternative(
-        what=f"{_layout(trial)}; {scheduler_words(schedule.scheduler)}",
+        what=_words(trial),
         iteration_ns=schedule.iteration_ns,
         work_ns=mean,
         uneven_ns=busiest - mean,
@@ -143,8 +203,8 @@ def _alternative(trial: Trial) -> Alternative:
         bubble_ns=max(0, makespan - busiest - messages),
         ending_ns=max(0, schedule.iteration_ns - makespan),
         recomputed=sum(stage.recomputes for stage in workload.stages),
-        peak_bytes=fullest[0],
-        memory_bytes=fullest[1],
+        peak_bytes=schedule.fullest[0],
+        memory_bytes=schedule.fullest[1],
     )
 
 

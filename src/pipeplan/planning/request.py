@@ -760,8 +760,8 @@ def _request_notes(request: Request) -> Iterator[str]:
             )
         kinds = cluster.first(min(request.num_devices, cluster.num_devices)).devices
         if any(kind.speed != 1 for kind in kinds):
-            each = ", ".join(f"{kind.count} {kind.name} {kind.speed:g} times" for kind in kinds)
-            yield f"devices are as fast as the profile's times a speed, each stage as its slowest: {each}"
+            each = ", ".join(f"{kind.count} {kind.name} at {kind.speed:g}" for kind in kinds)
+            yield f"speeds of devices beside the profile's: {each}; each stage is as fast as its slowest device"
     if request.num_devices == 1:
         return
     if one := _one_of_each(request):

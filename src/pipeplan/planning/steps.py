@@ -24,7 +24,7 @@ from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.partition.baselines import num_to_split
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.recomputation import choices_of
-from pipeplan.planning.alternatives import explained
+from pipeplan.planning.alternatives import explained, kept_alternatives
 from pipeplan.planning.block_splits import OneStage, SplitFinalists
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, sharing_left_out, slices_left_out
 from pipeplan.planning.candidates import (
@@ -894,7 +894,7 @@ def search_plan(
     proved = min(last.bound_ns, plan.predicted.iteration_ns)
     notes = [*search.notes, *(note for trial in search.trials for note in trial.notes)]
     return Result(
-        plan,
+        plan.with_alternatives(kept_alternatives(search)),
         schedule,
         search.budget.elapsed,
         chosen,

@@ -82,11 +82,11 @@ def _heading(request: Request, simulation: Simulation, result: Result) -> str:
 
 
 def _rows(request: Request, result: Result, simulation: Simulation, written: str | None, keep: str) -> Iterator[Row]:
-    yield "plan", _plan(request, simulation)
+    yield "plan", plan_clauses(simulation, free_links=request.cluster is None)
     yield "speed", _speed(request, simulation)
     yield "bound", _bound(request, result)
-    yield "memory", _memory(simulation)
-    yield "idle", _idle(simulation)
+    yield "memory", memory_clauses(simulation)
+    yield "idle", idle_clauses(simulation)
     if lacks := cannot_train(simulation.plan, request.profile):
         said = f"training with {' and '.join(lacks)} is not built yet"
         trains = lacks == ["fp8-mixed"]  # one line of 80 columns
@@ -96,14 +96,14 @@ def _rows(request: Request, result: Result, simulation: Simulation, written: str
         yield "" if number else "next", [(printable(f"{step.what}: {step.brings}"), 2 * number)]
 
 
-def _plan(request: Request, simulation: Simulation) -> list[Clause]:
+def plan_clauses(simulation: Simulation, *, free_links: bool) -> list[Clause]:
     """Stages x replicas x tensor split, the schedule and the micro-batches."""
     plan, workload = simulation.plan, simulation.workload
     stages = [stage for stage in workload.stages if stage.blocks]
     most = max(_stages_per_device(workload))
     virtual = f" ({most} per device)" if most > 1 else ""
     replicas = _span([stage.replicas for stage in stages])
-    free = " (links are free)" if replicas != "1" and request.cluster is None else ""
+    free = " (links are free)" if replicas != "1" and free_links else ""
     split, context = _span([stage.shards for stage in stages]), _span([stage.context for stage in stages])
     expert = _span([stage.expert for stage in stages])
     recomputed = recomputed_words(stages)
@@ -183,7 +183,7 @@ def _away(gap: float) -> str:
     return "reached" if gap == 0 else f"{gap:.1%} away" if gap < 1 else f"{1 + gap:.1f}x away"
 
 
-def _memory(simulation: Simulation) -> list[Clause]:
+def memory_clauses(simulation: Simulation) -> list[Clause]:
     """The device that has least left, then the one that has most."""
     peaks = [memory.peak_bytes for memory in simulation.memory]
     devices = simulation.workload.devices
@@ -209,7 +209,7 @@ def _memory(simulation: Simulation) -> list[Clause]:
     ]
 
 
-def _idle(simulation: Simulation) -> list[Clause]:
+def idle_clauses(simulation: Simulation) -> list[Clause]:
     """The share of device time and why, the largest part first, and the devices that idle most."""
     idle, rates, most = simulation.idle, simulation.rates, Bottleneck.of(simulation.workload)
     has = "have" if len(most.stages) > 1 else "has"

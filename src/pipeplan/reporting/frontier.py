@@ -150,8 +150,12 @@ _COLOURS = ("#3b6fb6", "#c2571a", "#5f8f3e", "#a8710b", "#7a4a9e", "#c00")
 Place = Callable[[FrontierPoint], tuple[float, float]]
 
 
-def frontier_svg(report: FrontierResult) -> str:
-    """The text of an SVG file: a dot with a tooltip per point, knees and the chosen one ringed and named."""
+def frontier_svg(report: FrontierResult, link: str = "") -> str:
+    """The text of an SVG file: a dot with a tooltip per point, knees and the chosen one ringed and named.
+
+    With a ``link``, such as ``#point-``, it is part of a page that has its style, and dots lead to that and their
+    number.
+    """
     points = report.points
     x, y = UnitScale.of([p.memory_bytes for p in points]), UnitScale.of([p.time_ns for p in points])
 
@@ -160,33 +164,38 @@ def frontier_svg(report: FrontierResult) -> str:
         return round(across, 1), round(_BOTTOM - y.at(point.time_ns) * (_BOTTOM - _MARGIN), 1)
 
     title = f"{report.name}: {report.of}, {report.samples} samples; {report.proved}"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'viewBox="0 0 {_WIDTH} {_HEIGHT}">',
+    size = f'width="{_WIDTH}" height="{_HEIGHT}" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+    begin = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size}>',
         "<style>text { font: 12px sans-serif; fill: #222 } path { fill: none }</style>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#fff"/>',
+    ]
+    parts = [
+        *([f'<svg class="frontier" {size}>'] if link else begin),
         f'<text x="{_MARGIN}" y="24">{xml_text(title)}</text>',
         *_axes(x, y),
-        *_lines(points, place),
+        *_lines(points, place, link),
         *_legend(sorted({point.num_devices for point in points})),
         *(_label(point, *place(point)) for point in points if point.turning_point or point.chosen),
     ]
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _lines(points: Sequence[FrontierPoint], place: Place) -> Iterator[str]:
+def _lines(points: Sequence[FrontierPoint], place: Place, link: str) -> Iterator[str]:
     """The points of every number of devices, joined."""
     for index, count in enumerate(sorted({point.num_devices for point in points})):
         colour = _COLOURS[index % len(_COLOURS)]
-        own = [point for point in points if point.num_devices == count]
-        line = " ".join(f"{across},{up}" for across, up in map(place, own))
+        own = {number: point for number, point in enumerate(points, 1) if point.num_devices == count}
+        line = " ".join(f"{across},{up}" for across, up in map(place, own.values()))
         yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-opacity=".5"/>'
-        yield from (_dot(point, *place(point), colour) for point in own)
+        for number, point in own.items():
+            dot = _dot(point, *place(point), colour)
+            yield f'<a href="{link}{number}" aria-label="point {number}">{dot}</a>' if link else dot
 
 
 def _dot(point: FrontierPoint, across: float, up: float, colour: str) -> str:
     tip = f"{format_bytes(point.memory_bytes)}, {format_ns(point.time_ns)}, {named_devices(point.num_devices)}"
-    ring = ' stroke="#000" stroke-width="2"' if point.turning_point or point.chosen else ""
+    ring = ' class="ring" stroke="#000" stroke-width="2"' if point.turning_point or point.chosen else ""
     title = f"<title>{xml_text(tip)}: {xml_text(point.what)}</title>"
     return f'<circle cx="{across}" cy="{up}" r="4" fill="{colour}"{ring}>{title}</circle>'
 

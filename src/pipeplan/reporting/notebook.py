@@ -18,19 +18,21 @@ from pipeplan.planning.comparison import Comparison
 from pipeplan.planning.frontier import FrontierResult
 from pipeplan.planning.tuning import Tuning
 from pipeplan.reporting.answer import print_answer
+from pipeplan.reporting.drawing.svg import timeline_svg
 from pipeplan.reporting.frontier import frontier_svg, print_frontier, print_points
 from pipeplan.reporting.frontier_answer import print_frontier_answer
+from pipeplan.reporting.html.page import MOST_SVG, frame
+from pipeplan.reporting.html.report import PlanReport
 from pipeplan.reporting.profile import print_blocks, print_inspection
 from pipeplan.reporting.tables import print_comparison, print_measured, print_ranking
 from pipeplan.reporting.terminal import print_proof, print_simulation, print_stages, print_timeline
-from pipeplan.reporting.timeline import timeline_svg
 from pipeplan.simulator.simulation import Simulation, simulate
 
 _KEEP = "pipeplan.write(result.plan, 'plan.json')"
 """What writes the plan of a search."""
 
-_MOST_DRAWN = 5_000
-"""Actions up to which a timeline is drawn: one megabyte of SVG in a notebook's file."""
+_MOST_FRAMED = 100_000
+"""Actions up to which a timeline is drawn, about one megabyte in a notebook's file."""
 
 
 def html_of(shown: object) -> str:
@@ -63,6 +65,8 @@ def text_of(shown: object) -> str:
             file.write(to_json(shown))
         case Report():
             file.write(_verdict(shown))
+        case PlanReport():
+            file.write(shown.markdown)
         case _:
             file.write(repr(shown))
     return "\n".join(line.rstrip() for line in in_python(file.getvalue()).rstrip().splitlines())
@@ -109,6 +113,8 @@ def _parts(shown: object) -> Iterator[str]:
             yield _pre(to_json(shown))
         case Report():
             yield _pre(_verdict(shown))
+        case PlanReport():
+            yield _framed(shown.html, "report")
         case _:
             yield _pre(repr(shown))
 
@@ -125,9 +131,17 @@ def _result(result: Result) -> Iterator[str]:
 
 
 def _drawn(simulation: Simulation) -> Iterator[str]:
-    """The timeline, where it is not too long to draw."""
-    if simulation.graph.num_actions <= _MOST_DRAWN:
+    """The timeline: as SVG, or on a canvas in a frame of its own where that would be too much for one."""
+    if simulation.graph.num_actions <= MOST_SVG:
         yield _inline(timeline_svg(simulation))
+    elif simulation.graph.num_actions <= _MOST_FRAMED:
+        yield _framed(frame(simulation), simulation.plan.name)
+
+
+def _framed(page: str, title: str) -> str:
+    """A page in a frame that may run its script and nothing else."""
+    look = 'width="100%" height="640" style="border: 0"'
+    return f'<iframe sandbox="allow-scripts" title="{escape(title)}" {look} srcdoc="{escape(page)}"></iframe>'
 
 
 def _print_figures(simulation: Simulation, file: TextIO) -> None:

@@ -160,7 +160,7 @@ def _stage_tables(workload: Workload, width: int) -> list[Table]:
     kinds = {operation.stage: operation.kind for operation in workload.operations}
     stages, works = workload.stages, workload.work_of_stages
     figures = [
-        (format_ns(works[index]), format_bytes(_parameters(stage.state)), _way(workload, stage))
+        (format_ns(works[index]), format_bytes(_parameters(stage.state)), stage_way(workload, stage))
         for index, stage in enumerate(stages)
     ]
     names = [len(stage.blocks) or kinds[index] for index, stage in enumerate(stages)]
@@ -205,7 +205,7 @@ def _blocks_of(workload: Workload, stages: Sequence[int], kinds: Mapping[int, st
     return f"{len(blocks[0])} each" + (f", {blocks[0][0]} .. {blocks[-1][-1]}" if together else "")
 
 
-def _way(workload: Workload, stage: Stage) -> str:
+def stage_way(workload: Workload, stage: Stage) -> str:
     """What is special about how a stage runs, in words; replicas and their samples say the size of micro-batches."""
     other_size = stage.replicas == 1 and stage.microbatch_size != workload.microbatch_size
     words = [

@@ -1,4 +1,4 @@
-"""The timeline of a simulation: rows of characters, plain SVG, and a trace, with a measured timeline beside it."""
+"""The timeline of a simulation: rows of characters, and a trace, with a measured timeline beside it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from itertools import groupby
 
 from pipeplan.files import Plan, sha256_of
 from pipeplan.files.trace import Trace, TraceEvent, trace_json
-from pipeplan.reporting.layout import xml_text
 from pipeplan.simulator.simulation import Simulation, simulate
-from pipeplan.texts import counted
-from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import Dependency, Hop
-from pipeplan.workload.kinds import Role, in_order, is_instruction, role_of
+from pipeplan.workload.kinds import Role, role_of
 
 _ROLE_NAMES = {
     Role.FORWARD: "forward",
@@ -157,203 +154,6 @@ def _kinds(simulation: Simulation, device: int, window: TimelineWindow) -> list[
     return [max(cell, key=cell.__getitem__) if sum(cell.values()) >= 0.5 else None for cell in taken]
 
 
-_LEFT, _TOP, _ROW, _BAR, _MARGIN = 80, 76, 24, 20, 16
-_DIGIT = 6.2
-"""Width of a digit of the bars' font, in pixels."""
-
-_MEDIAN_BAR, _MIN_WIDTH, _MAX_WIDTH = 26, 900, 24_000
-"""Pixels of an action of median length, as far as the whole width stays within the other two."""
-
-_STYLE = """
-text { font: 11px sans-serif; fill: #222 }
-.title { font-size: 14px; font-weight: bold }
-.bar { font-size: 10px; fill: #fff; text-anchor: middle; pointer-events: none }
-.axis { stroke: #ccc; stroke-width: 1 }
-.F { fill: #3b6fb6 } .B { fill: #c2571a } .I { fill: #a8710b } .W { fill: #5f8f3e } .instruction { fill: #7a4a9e }
-.odd { fill-opacity: .72 }
-.repetend { fill: none; stroke: #c00; stroke-width: 1.5 }
-"""
-
-
-def timeline_svg(simulation: Simulation) -> str:
-    """The text of an SVG file. Every second stage of a device is paler."""
-    scale = _TimeScale.of(simulation)
-    height = _height(simulation)
-    return _svg(scale.width, height, [*_heading(simulation), *_run(simulation, scale, height)])
-
-
-def timelines_svg(runs: Mapping[str, Simulation]) -> str:
-    """The text of an SVG file with several runs below each other, each under its title, on one time scale.
-
-    It is as wide as a page, however short actions are then.
-    """
-    longest = max(simulation.written_ns for simulation in runs.values())
-    scale, top = _TimeScale(_MIN_WIDTH / longest, _LEFT + _MIN_WIDTH + _MARGIN), 0
-    parts: list[str] = []
-    for title, simulation in runs.items():
-        height = _height(simulation)
-        heading = [f'<text class="title" x="{_MARGIN}" y="20">{xml_text(title)}</text>']
-        heading += [f'<text x="{_MARGIN}" y="36">{xml_text(_in_figures(simulation))}</text>', *_legend(simulation)]
-        parts += [f'<g transform="translate(0,{top})">', *heading, *_run(simulation, scale, height), "</g>"]
-        top += height
-    return _svg(scale.width, top, parts)
-
-
-def _height(simulation: Simulation) -> int:
-    return _TOP + _ROW * len(simulation.orders) + _MARGIN
-
-
-def _svg(width: int, height: int, parts: Sequence[str]) -> str:
-    root = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-        f"<style>{_STYLE}</style>",
-        f'<rect width="{width}" height="{height}" fill="#fff"/>',
-    )
-    return "\n".join([*root, *parts, "</svg>", ""])
-
-
-def _run(simulation: Simulation, scale: _TimeScale, height: int) -> Iterator[str]:
-    """The axis, a row for each device, and the repetend's frame."""
-    yield from _axis(simulation, scale, height)
-    for device in range(len(simulation.orders)):
-        yield from _row(simulation, scale, device)
-    yield from _repetend(simulation, scale)
-
-
-@dataclass(frozen=True, slots=True)
-class _TimeScale:
-    """From time in ns to pixels."""
-
-    pixels_per_ns: float
-    width: int
-
-    @classmethod
-    def of(cls, simulation: Simulation) -> _TimeScale:
-        makespan = simulation.written_ns
-        wanted = makespan * _MEDIAN_BAR / statistics.median(simulation.graph.durations[: simulation.graph.num_actions])
-        inner = min(max(wanted, _MIN_WIDTH), _MAX_WIDTH)
-        return cls(inner / makespan, round(_LEFT + inner + _MARGIN))
-
-    def x(self, time_ns: float) -> float:
-        """Horizontal position of a time."""
-        return _LEFT + time_ns * self.pixels_per_ns
-
-
-def _heading(simulation: Simulation) -> Iterator[str]:
-    """Name, figures and legend."""
-    plan, workload, rates = simulation.plan, simulation.workload, simulation.rates
-    yield f'<text class="title" x="{_MARGIN}" y="20">{xml_text(plan.name)}</text>'
-    figures = [
-        plan.placement,
-        f"{len(workload.devices)} devices",
-        f"{workload.num_microbatches} micro-batches",
-        f"makespan {format_ns(rates.makespan_ns)}",
-        f"bubble rate {rates.bubble_rate:.2%} of the iteration, {rates.bubble_rate_span:.2%} by busiest device span",
-    ]
-    if simulation.bubble_rate_steady is not None:
-        figures.append(f"{simulation.bubble_rate_steady:.2%} steady")
-    yield f'<text x="{_MARGIN}" y="36">{xml_text(", ".join(figures))}</text>'
-    yield from _legend(simulation)
-
-
-def _in_figures(simulation: Simulation) -> str:
-    """What a run takes, in a few words."""
-    count = simulation.workload.num_microbatches
-    rates = simulation.rates
-    return (
-        f"{counted(count, 'micro-batch', 'es')}, {format_ns(rates.makespan_ns)}, devices idle for "
-        f"{rates.bubble_rate:.1%} of it"
-    )
-
-
-def _legend(simulation: Simulation) -> Iterator[str]:
-    """A colour for each kind, and the repetend's frame."""
-    x = _MARGIN
-    for kind in in_order(operation.kind for operation in simulation.workload.operations):
-        name = f"{kind} (instruction)" if is_instruction(kind) else kind_name(kind)
-        yield f'<rect class="{_class(kind)}" x="{x}" y="43" width="12" height="12"/>'
-        yield f'<text x="{x + 17}" y="53">{name}</text>'
-        x += 34 + 7 * len(name)
-    if simulation.copies is not None:
-        name = repetend_words(simulation)
-        yield f'<rect class="repetend" x="{x}" y="43" width="12" height="12"/><text x="{x + 17}" y="53">{name}</text>'
-
-
-def _class(kind: str) -> str:
-    return "instruction" if is_instruction(kind) else kind
-
-
-def _axis(simulation: Simulation, scale: _TimeScale, height: int) -> Iterator[str]:
-    """A line and a label at every round time, about 100 pixels apart."""
-    step = _round_step(100 / scale.pixels_per_ns)
-    for tick in range(0, simulation.written_ns + 1, step):
-        x = _pixels(scale.x(tick))
-        yield f'<path class="axis" d="M{x} {_TOP - 6}V{height - _MARGIN}"/>'
-        yield f'<text x="{x}" y="{_TOP - 9}" text-anchor="middle">{format_ns(simulation.clock(tick))}</text>'
-
-
-def _round_step(at_least: float) -> int:
-    """The least of 1, 2, 5, 10, 20, 50, ... that is not below."""
-    power = 1
-    while 5 * power < at_least:
-        power *= 10
-    return next(step for step in (power, 2 * power, 5 * power) if step >= at_least)
-
-
-def _row(simulation: Simulation, scale: _TimeScale, device: int) -> Iterator[str]:
-    """A device's label and bars."""
-    graph, starts = simulation.graph, simulation.starts
-    y = _TOP + _ROW * device
-    memory = simulation.memory[device]
-    tip = (
-        f"device {device}: busy {format_ns(simulation.rates.busy_ns[device])}, idle "
-        f"{format_ns(simulation.rates.idle_ns[device])}, peak memory {format_bytes(memory.peak_bytes)}"
-    )
-    yield f'<g transform="translate(0,{y})">'
-    yield f'<text x="{_MARGIN}" y="14">device {device}<title>{xml_text(tip)}</title></text>'
-    odd = odd_stages(simulation, device)
-    for task in simulation.orders[device]:
-        operation = graph.workload.operations[graph.operation_of[task]]
-        classes = f"{_class(operation.kind)} odd" if operation.stage in odd else _class(operation.kind)
-        begin, duration = starts[task], graph.durations[task]
-        x, width = scale.x(begin), duration * scale.pixels_per_ns
-        yield (
-            f'<rect class="{classes}" x="{_pixels(x)}" width="{_pixels(max(width - 0.5, 0.1))}" height="{_BAR}">'
-            f"<title>{simulation.label(task)} {format_ns(simulation.start_of(task))} to "
-            f"{format_ns(simulation.start_of(task) + duration)}</title></rect>"
-        )
-        label = simulation.microbatch_text(task)
-        if width >= _DIGIT * len(label) + 3:
-            yield f'<text class="bar" x="{_pixels(x + width / 2)}" y="14">{label}</text>'
-    yield "</g>"
-
-
-def _repetend(simulation: Simulation, scale: _TimeScale) -> Iterator[str]:
-    """A frame around the repetend's first copy on each device."""
-    if simulation.copies is None or simulation.repetend is None:
-        return
-    tip = f"repetend, unroll {simulation.repetend.unroll}"
-    if simulation.period_ns is not None:
-        tip += f", every {format_ns(simulation.period_ns * simulation.repetend.unroll)}"
-    if simulation.loop is not None:
-        tip += f"; runs {simulation.loop.copies} times, and is drawn once"
-    for device, (order, copy) in enumerate(zip(simulation.orders, simulation.copies, strict=True)):
-        if not copy:
-            continue
-        first, last = order[copy[0]], order[copy[-1]]
-        x = scale.x(simulation.starts[first])
-        width = scale.x(simulation.starts[last] + simulation.graph.durations[last]) - x
-        yield (
-            f'<rect class="repetend" x="{_pixels(x)}" y="{_TOP + _ROW * device - 1}" width="{_pixels(width)}" '
-            f'height="{_BAR + 2}"><title>{tip}</title></rect>'
-        )
-
-
-def _pixels(value: float) -> str:
-    """At most one decimal."""
-    return f"{value:.1f}".removesuffix(".0")
-
-
 # As a trace ---------------------------------------------------------------------------------------------------------
 
 
@@ -369,10 +169,42 @@ def predicted_trace(simulation: Simulation) -> Trace:
     for device, order in enumerate(simulation.orders):
         for task in order:
             trace.add(simulation.label(task), device, simulation.start_of(task), graph.durations[task])
-    workload, loop = graph.workload, simulation.loop
     for text, devices, begin, duration, size in simulation.exchanges:
         for device in devices:
             trace.add(text, device, begin, duration, {"bytes": size})
+    for message in device_messages(simulation):
+        for device, name in message.ends:
+            trace.add(name, device, message.begin_ns, message.duration_ns, {"bytes": message.size_bytes})
+    return trace
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMessage:
+    """A message between two devices: when it is under way, as written and in all that runs, in ns.
+
+    ``ends`` are (device, action's text) of its SEND and its RECV; ``number`` is its micro-batch, and its part.
+    """
+
+    source_device: int
+    target_device: int
+    written_ns: int
+    begin_ns: int
+    duration_ns: int
+    size_bytes: int
+    payload: str
+    number: str
+    ends: tuple[tuple[int, str], ...]
+
+    @property
+    def name(self) -> str:
+        """Its SEND."""
+        return self.ends[0][1]
+
+
+def device_messages(simulation: Simulation) -> Iterator[DeviceMessage]:
+    """All messages; of each of a loop's rounds the first copy, and what is after it when it is."""
+    graph, loop = simulation.graph, simulation.loop
+    workload = graph.workload
     position = {operation.id: index for index, operation in enumerate(workload.operations)}
     for dependency in workload.dependencies:
         source, target = position[dependency.source], position[dependency.target]
@@ -381,17 +213,25 @@ def predicted_trace(simulation: Simulation) -> Trace:
             names = _Names(simulation.plan, dependency, hop, *slots.name(0))
             item = workload.item_of.get((source, target, hop))
             for number in range(len(slots)):
-                begin = _made(simulation, source, slots.samples(number))  # leaves then, unless it waits for its link
+                written = _made(simulation, source, slots.samples(number))  # leaves then, unless it waits for its link
                 if item is not None:
-                    begin = simulation.starts[graph.offsets[item] + number]
-                microbatch, part = slots.name(number)
+                    written = simulation.starts[graph.offsets[item] + number]
+                begin, (microbatch, part) = written, slots.name(number)
                 if loop is not None:
                     after = begin >= sum(loop.moments[loop.rounds[source]])
                     begin, microbatch = simulation.clock(begin), microbatch + after * loop.skipped_of(source)
                 sent = hop if part is None else hop.part
-                for device, name in names.of(microbatch, part):
-                    trace.add(name, device, begin, sent.duration_ns, {"bytes": sent.bytes})
-    return trace
+                yield DeviceMessage(
+                    hop.source_device,
+                    hop.target_device,
+                    written,
+                    begin,
+                    sent.duration_ns,
+                    sent.bytes,
+                    dependency.payload,
+                    f"{microbatch}" if part is None else f"{microbatch}.{part}",
+                    tuple(names.of(microbatch, part)),
+                )
 
 
 def _made(simulation: Simulation, operation: int, samples: tuple[int, int]) -> int:

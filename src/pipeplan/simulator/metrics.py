@@ -211,20 +211,46 @@ def critical_path(graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> li
     ``starts`` [task] are the earliest for these orders, so that every action begins at 0 or right when something
     ends or arrives. Where several things let it, the device (or link) goes before inputs.
     """
-    durations = graph.durations
-    inputs = Inputs(graph.workload)
-    ends = [*map(add, starts, durations)]
+    ends = [*map(add, starts, graph.durations)]
     task = ends.index(max(ends))
+    before = StepsBefore(graph, orders, starts)
     steps: list[CriticalStep] = []
-    while starts[task] > 0:
-        before = tasks_before(graph, orders, starts, task)
-        found = _step(graph, starts, task, before, inputs.of(graph, task))
-        if found is None:  # the first of its devices' actions, for which state was gathered
-            break
+    while (found := before.of(task)) is not None:
         step, task = found
         steps.append(step)
     steps.append(CriticalStep(task, "start"))
     return steps[::-1]
+
+
+class StepsBefore:
+    """Looks up what let a task start when it did; orders and starts as for :func:`critical_path`."""
+
+    def __init__(self, graph: TaskGraph, orders: Orders, starts: Sequence[int]) -> None:
+        self._graph, self._orders, self._starts, self._inputs = graph, orders, starts, Inputs(graph.workload)
+        self._known: dict[int, tuple[CriticalStep, int] | None] = {}
+
+    def of(self, task: int) -> tuple[CriticalStep, int] | None:
+        """The step of a task and the task it waited for; None at the iteration's start, or after only an exchange."""
+        if self._starts[task] <= 0:
+            return None
+        if task not in self._known:
+            before = tasks_before(self._graph, self._orders, self._starts, task)
+            self._known[task] = _step(self._graph, self._starts, task, before, self._inputs.of(self._graph, task))
+        return self._known[task]
+
+    def maker(self, task: int) -> int | None:
+        """The task that made the last of a task's inputs; None where it has none."""
+        inputs = self._inputs.of(self._graph, task)
+        ends = [(self._starts[other] + self._graph.durations[other] + lag, other) for other, lag in inputs]
+        return max(ends)[1] if ends else None
+
+    def ready_ns(self, task: int) -> int:
+        """When the last of a task's inputs is there."""
+        ends = (
+            self._starts[other] + self._graph.durations[other] + lag
+            for other, lag in self._inputs.of(self._graph, task)
+        )
+        return max(ends, default=0)
 
 
 def _step(

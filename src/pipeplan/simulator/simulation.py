@@ -25,6 +25,7 @@ from pipeplan.simulator.metrics import (
     rates,
 )
 from pipeplan.simulator.recost import recosted, relinked
+from pipeplan.simulator.waits import Waits, waits_of
 from pipeplan.units import format_ns
 from pipeplan.workload.action import StateAction, operation_of
 from pipeplan.workload.bounds import weak_iteration_bound, work_bound
@@ -337,7 +338,7 @@ class Simulation(Displayed):
             "fits": self.overflow is None,
             "search_seconds": None,
             "repetend_seconds": None,
-            "devices": [_device(self, device) for device in range(len(plan.devices))],
+            "devices": [_device(self, device, waits) for device, waits in enumerate(waits_of(self))],
             "critical_path": _path(self),
             **({} if (master := self.master_stage) is None else {"master_stage": master}),
             **({} if self.loop is None else {"loop": _loop(self.loop, self.graph.workload.num_microbatches)}),
@@ -345,11 +346,12 @@ class Simulation(Displayed):
         }
 
 
-def _device(simulation: Simulation, device: int) -> dict[str, object]:
+def _device(simulation: Simulation, device: int, waits: Waits) -> dict[str, object]:
     rates, reserve = simulation.rates, simulation.workload.devices[device].reserve_bytes
     return {
         "busy_ns": rates.busy_ns[device],
         "idle_ns": rates.idle_ns[device],
+        "idle_by_cause_ns": waits.by_cause,
         "span_ns": rates.span_ns[device],
         "in_flight": simulation.in_flight[device],
         "num_actions": _num_actions(simulation, device),

@@ -8,7 +8,7 @@ on its compute, one after another, order alone says it all: an action's start an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -356,19 +356,44 @@ def in_all_copies(
 def followed(graph: TaskGraph, starts: Sequence[int]) -> MemoryState:
     """The state after all actions have started at ``starts`` [task], in ns, and ended, with what they exchange."""
     state = MemoryState(graph)
+    for _ in _changes(graph, starts, state):
+        pass
+    return state
+
+
+def memory_curves(graph: TaskGraph, starts: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """[device] pairs (time in ns, bytes that it holds beyond the static ones from then on), the first at 0.
+
+    Of what happens at one moment there is what is held after it, but where something is held for no time at all.
+    """
+    state = MemoryState(graph)
+    curves: list[list[tuple[int, int]]] = [[(0, 0)] for _ in graph.workload.devices]
+    for time, devices in _changes(graph, starts, state):
+        for device in devices:
+            curve, held = curves[device], state.held[device]
+            if time == curve[-1][0]:
+                curve[-1] = time, held
+            elif held != curve[-1][1]:
+                curve.append((time, held))
+    return curves
+
+
+def _changes(graph: TaskGraph, starts: Sequence[int], state: MemoryState) -> Iterator[tuple[int, Sequence[int]]]:
+    """Let everything happen to a state, in time: (ns, devices concerned) after each start and end."""
     events: list[tuple[int, int, int, int]] = []  # time, 0 for ends and 1 for starts, what it is of, which of these
     for task in range(graph.num_actions):
         events += (starts[task], 1, 0, task), (starts[task] + graph.durations[task], 0, 0, task)
     held = _exchanged(graph, starts) if graph.workload.exchanges else []
     for number, (_, each) in enumerate(held):
         events += (each.begin_ns, 1, 1, number), (each.end_ns, 0, 1, number)
-    for _, is_start, of, number in checked(sorted(events), 1024):
+    for time, is_start, of, number in checked(sorted(events), 1024):
         if of:
             devices, each = held[number]
             state.exchange(devices, each.kind, each.size if is_start else -each.size)
         else:
+            devices = graph.workload.holders[graph.operation_of[number]]
             (state.start if is_start else state.end)(number)
-    return state
+        yield time, devices
 
 
 def _exchanged(graph: TaskGraph, starts: Sequence[int]) -> list[tuple[tuple[int, ...], WholeState]]:

@@ -250,7 +250,7 @@ def test_tensors_become_what_the_next_block_takes(devices: int, data: st.DataObj
             return Shards(axis.size, axis.place(shards.index), Line(axis.of(shards.index)))
 
         own = part(source, whole, shards.index).clone().requires_grad_()
-        made = StageLayouts(place=place).converted(own * 1, source, target, len(whole))
+        made = StageLayouts(place=place).converted("a", own * 1, source, target, len(whole))
         made.backward(part(target, torch.cos(whole), shards.index))
         assert own.grad is not None
         return made.detach(), own.grad

@@ -35,8 +35,8 @@ from runtime_support.plans import (
 )
 from support.marks import asked_for, slow_but
 
-WORDED, TRANSLATING, PAIRING, FOUR_HEADS = (
-    f"runtime_support.models:{name}" for name in ("worded", "translating", "pairing", "four_heads")
+WORDED, TRANSLATING, PAIRING, FOUR_HEADS, TWO_SEQUENCES = (
+    f"runtime_support.models:{name}" for name in ("worded", "translating", "pairing", "four_heads", "two_sequences")
 )
 ALL = (0, 1, 2, 3)
 
@@ -112,6 +112,26 @@ SHAPES: dict[str, tuple[str, list[Group]]] = {
             ("layer2.attention", (0, 2, 1, 3), 2),
             ("layer2.ffn", (1,), 1),
             ("layer3.attention layer3.ffn head", (0, 1, 3, 2), 4),
+        ],
+    ),
+    "slices of replicas": (
+        FOUR_HEADS,
+        [
+            ("embedding layer0.attention layer0.ffn", ALL, 2),
+            ("layer1.attention layer1.ffn layer2.attention", (2, 3), 2),
+            ("layer2.ffn layer3.attention", (1, 2, 0, 3), 4),
+            ("layer3.ffn head", (2, 3, 1, 0), 2),
+        ],
+    ),
+    "slices of two sequences": (
+        TWO_SEQUENCES,
+        [
+            ("encoder.embedding encoder.layer0.attention encoder.layer0.ffn encoder.layer1.attention", (0, 1), 2),
+            ("encoder.layer1.ffn encoder.norm decoder.embedding decoder.layer0.attention", (0, 2, 1, 3), 4),
+            ("decoder.layer0.cross-attention decoder.layer0.ffn", (0, 1), 2),
+            ("decoder.layer1.attention", ALL, 4),
+            ("decoder.layer1.cross-attention", (0, 1, 2, 3), 2),
+            ("decoder.layer1.ffn head", (2, 3, 1, 0), 4),
         ],
     ),
     "four, three, two and one": (
@@ -190,7 +210,11 @@ OPERATORS = {
 FRONTIERS = ("gpt2-tiny-operators", "candle-uno-tiny")
 """Models of whose frontier on four devices the middle strategy is trained with."""
 
-SIZES = {"two shards, two replicas": [2, 4], "four, three, two and one": [1, 2, 4, 2, 1]}
+SIZES = {
+    "two shards, two replicas": [2, 4],
+    "slices of replicas": [2, 4, 1, 4],
+    "four, three, two and one": [1, 2, 4, 2, 1],
+}
 
 
 def cases() -> dict[str, Callable[[], Case]]:
@@ -265,6 +289,8 @@ QUICK = (
     "four, three, two and one split",
     "slices of equal shards split",
     "slices of unequal shards split",
+    "slices of replicas split",
+    "slices of two sequences split",
     "words over 4, layers 2 x 2 split",
     "matrix products split",
     "by operator",

@@ -32,7 +32,10 @@ FIVE = ("llama", "qwen2", "mixtral", "gpt2", "bert")
 
 SEED = 3
 
-RUN_SPLIT = [name for name, family in FAMILIES.items() if family.splits and family.divides]
+TRANSLATORS = ("t5", "mt5")
+"""Whose position biases go from block to block, neither whole nor in slices of a sequence."""
+
+RUN_SPLIT = [name for name, family in FAMILIES.items() if family.splits and family.divides and name not in TRANSLATORS]
 
 IN_FLOAT32 = ("gemma", "gemma2", "gemma3_text", "deepseek_v2", "deepseek_v3")
 """Families whose norms or rotations transformers computes in float32 whatever the format: sums of parts round there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
 import pytest
@@ -26,7 +26,7 @@ from pipeplan.runtime.models.shapes import ShapedBlock, output_shapes, shaped_bl
 from pipeplan.runtime.models.spec import Model
 from pipeplan.runtime.models.zoo import ZOO
 from pipeplan.runtime.parallel import Share
-from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.parallel.sharding import Shards, slice_of
 from pipeplan.runtime.profiling.estimate import estimate_model
 from pipeplan.runtime.training.options import TrainOptions
 from runtime_support.plans import Unsplit, placed_plan
@@ -245,16 +245,18 @@ def require_equal_shares(model: Model, step: ShapedBlock, count: int) -> None:
     divided = split.divides(count)
     output, to_inputs, to_parameters = run_alone(model.build(id_, 1, dtype=torch.float64), inputs, samples, weight)
     ranks = tuple(range(count))
+    streams = [model.streams_of(source) for source, _ in step.spec.inputs]
 
     def share(shards: Shards) -> Run:
-        def own(whole: Tensor) -> Tensor:
-            return whole.chunk(count, 1)[shards.index] if divided and whole.ndim > 1 else whole
+        def own(whole: Tensor, parts: int) -> Tensor:
+            return slice_of(whole, count, shards.index, parts=parts) if divided and whole.ndim > 1 else whole
 
         module = model.build_share(Share(id_, shards.index, ranks), 1, shards, dtype=torch.float64)
-        return run_alone(module, [own(each) for each in inputs], samples, own(weight))
+        taken = [own(each, parts) for each, parts in zip(inputs, streams, strict=True)]
+        return run_alone(module, taken, samples, own(weight, split.streams))
 
     shares = together(count, share)
-    for made, returned, _ in [side_by_side(shares)] if divided else shares:
+    for made, returned, _ in [side_by_side(shares, split.streams, streams)] if divided else shares:
         torch.testing.assert_close(made, output, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(returned, to_inputs, rtol=1e-10, atol=1e-10)
     for key, whole in to_parameters.items():
@@ -267,11 +269,19 @@ def require_equal_shares(model: Model, step: ShapedBlock, count: int) -> None:
             torch.testing.assert_close(part, whole, rtol=1e-10, atol=1e-10)
 
 
-def side_by_side(shares: list[Run]) -> Run:
-    """What shares that divide the sequence made, but for their parameters' gradients; a loss is whole on each."""
+def side_by_side(shares: list[Run], given: int, taken: list[int]) -> Run:
+    """What shares that divide the sequence made, but for their parameters' gradients; a loss is whole on each.
+
+    Outputs have ``given`` sequences, one behind the other, and inputs those ``taken``.
+    """
+
+    def whole(slices: Sequence[Tensor], parts: int) -> Tensor:
+        return torch.cat([each.chunk(parts, 1)[part] for part in range(parts) for each in slices], 1)
+
     made = [each for each, _, _ in shares]
-    inputs = [torch.cat(each, 1) for each in zip(*(returned for _, returned, _ in shares), strict=True)]
-    return torch.cat(made, 1) if made[0].ndim > 1 else made[0], inputs, {}
+    inputs = zip(*(returned for _, returned, _ in shares), strict=True)
+    back = [whole(each, parts) for each, parts in zip(inputs, taken, strict=True)]
+    return whole(made, given) if made[0].ndim > 1 else made[0], back, {}
 
 
 def run_alone(module: nn.Module, inputs: list[Tensor], samples: list[Tensor], weight: Tensor) -> Run:

@@ -320,12 +320,13 @@ LLAMA = (
     "LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, "
     "intermediate_size=128, vocab_size=64)"
 )
+T5 = "T5Config(d_model=64, d_kv=16, d_ff=128, num_layers=1, num_heads=4, vocab_size=64)"
 
 
 @slow_but(
     "name, sequence",
-    [(name, sequence) for name in ("tessel-gpt-tiny", LLAMA) for sequence in (16, 10)],
-    lambda case: case not in ((LLAMA, 16), ("tessel-gpt-tiny", 10)),
+    [(name, sequence) for name in ("tessel-gpt-tiny", LLAMA, T5) for sequence in (16, 10)],
+    lambda case: case not in ((LLAMA, 16), ("tessel-gpt-tiny", 10), (T5, 10)),
     always,
 )
 def test_shards_hold_their_part_of_all_activations(name: str, sequence: int) -> None:
@@ -335,7 +336,7 @@ def test_shards_hold_their_part_of_all_activations(name: str, sequence: int) -> 
     for block in told.blocks:
         whole, share = block.costs
         assert (whole.sequence_parallel, share.sequence_parallel) == (False, sequence == 16)
-        if block.operator in ("attention", "ffn"):
+        if block.operator in ("attention", "cross-attention", "ffn"):
             assert (4 * share.activation_bytes == whole.activation_bytes) == (sequence == 16)
 
 

@@ -155,13 +155,14 @@ class _Values:
     def sliced(self, block: str, layout: TensorLayout) -> Tensor:
         """The values of a block's output in a layout, for others: no gradient comes back this way."""
         with torch.no_grad():
-            return self._layouts.converted(self.own(block).detach(), self._given[block], layout, self._num_samples)
+            own = self.own(block).detach()
+            return self._layouts.converted(block, own, self._given[block], layout, self._num_samples)
 
     def _in(self, block: str, layout: TensorLayout) -> Tensor:
         if (block, layout) not in self._found:
             given = self._given[block]
             tensor = self._found[block, given]
-            self._found[block, layout] = self._layouts.converted(tensor, given, layout, self._num_samples)
+            self._found[block, layout] = self._layouts.converted(block, tensor, given, layout, self._num_samples)
         return self._found[block, layout]
 
 
@@ -315,7 +316,7 @@ class StageRunner:
         return {
             own: {
                 _key(name, count): self.layouts.converted(
-                    _gradient(held.inputs[name]), entering[name], self._in_slices(count), len(own)
+                    name, _gradient(held.inputs[name]), entering[name], self._in_slices(count), len(own)
                 )
                 for name, count in counts.items()
             }
@@ -330,7 +331,8 @@ class StageRunner:
         """The gradient of an output, as the block made that if it leaves in slices, else whole."""
         if key not in self.part.leaving:  # whole, or a slice like its own
             return gradient
-        return self.layouts.converted(gradient, WHOLE_TENSOR, self.layouts.given[_name(key)], num_samples)
+        name = _name(key)
+        return self.layouts.converted(name, gradient, WHOLE_TENSOR, self.layouts.given[name], num_samples)
 
     def _entering(self, names: Iterable[str]) -> dict[str, TensorLayout]:
         """How what the stage receives, by block, is kept for its own blocks."""
@@ -341,7 +343,7 @@ class StageRunner:
         """What is kept of a tensor that has come: all, or a slice as a tensor of its own."""
         if layout == WHOLE_TENSOR or key != _name(key):
             return tensor
-        return self.layouts.converted(tensor.detach(), WHOLE_TENSOR, layout, num_samples).contiguous()
+        return self.layouts.converted(_name(key), tensor.detach(), WHOLE_TENSOR, layout, num_samples).contiguous()
 
     def weight_gradients(self, microbatch: int) -> None:
         """Work through what I left: the weight gradients of one micro-batch. Raises StageError."""

@@ -23,7 +23,7 @@ from pipeplan.errors import UsageError
 from pipeplan.runtime.executor.message_graph import Message, Numbers, Slices, TensorKey
 from pipeplan.runtime.executor.rank_program import StagePart
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.parallel.sharding import Shards
+from pipeplan.runtime.parallel.sharding import Shards, slice_of
 from pipeplan.workload.kinds import Role, role_of
 from pipeplan.workload.mesh import PLACES, SAMPLES, SHARDS, MeshAxis
 
@@ -41,12 +41,14 @@ class TensorSpec:
     """Shape and number format of a block's output; its gradient has the same.
 
     ``shape`` is that for one sample. Dimension ``axis`` is as many times longer as there are samples; None where the
-    output is of one size for any number of samples.
+    output is of one size for any number of samples. In the second dimension are so many ``streams``, each of which a
+    slice has a part of.
     """
 
     shape: Shape
     dtype: torch.dtype
     axis: int | None = 0
+    streams: int = 1
 
     @classmethod
     def between(cls, name: str, once: Shape, twice: Shape, num_samples: int, dtype: torch.dtype) -> TensorSpec:
@@ -68,6 +70,10 @@ class TensorSpec:
         if self.axis is None:
             return self.shape
         return (*self.shape[: self.axis], num_samples * self.shape[self.axis], *self.shape[self.axis + 1 :])
+
+    def with_streams(self, count: int) -> TensorSpec:
+        """The same with so many sequences, one behind the other."""
+        return self if count == 1 else replace(self, streams=count)
 
     def cut(self, count: int) -> TensorSpec:
         """That of one of so many slices of the sequence, which is the second dimension."""
@@ -138,7 +144,10 @@ class Taking:
             return torch.stack([tensor * part for tensor, part in zip(found, self.parts, strict=True)]).sum(0)
         rows = [spec.rows(each, begin, end) for each, (_, begin, end) in zip(found, self.runs, strict=True)]
         pieces = (own[number] for own in self.pieces)
-        rows = [each.chunk(count, 1)[place] for each, (place, count) in zip(rows, pieces, strict=True)]
+        rows = [
+            slice_of(each, count, place, parts=spec.streams) if count > 1 else each
+            for each, (place, count) in zip(rows, pieces, strict=True)
+        ]
         return rows[0] if len(rows) == 1 else torch.cat(rows, spec.axis)
 
 
@@ -251,13 +260,15 @@ class StageLayouts:
     """How the blocks of a stage take and give tensors on one rank; those that are not named, whole.
 
     ``place`` is that of this rank among those that stand along an axis, with which it can exchange; ``divided`` are
-    blocks that take slices of the sequence of other blocks, but what they take of the mini-batch whole.
+    blocks that take slices of the sequence of other blocks, but what they take of the mini-batch whole; ``streams`` are
+    how many sequences a block's output has, one behind the other.
     """
 
     taken: Mapping[str, TensorLayout] = field(default_factory=dict)
     given: Mapping[str, TensorLayout] = field(default_factory=dict)
     divided: frozenset[str] = frozenset()
     place: Callable[[MeshAxis], Shards] = _nobody
+    streams: Callable[[str], int] = lambda _: 1
 
     @classmethod
     def of(cls, part: StagePart, model: Model, along: Callable[[tuple[int, ...]], Shards]) -> StageLayouts:
@@ -272,7 +283,7 @@ class StageLayouts:
             taken[block] = TensorLayout(samples, takes, places)
             is_loss = block in divided and model.block(block).loss  # which is the same on all of them
             given[block] = TensorLayout(samples, gives, _ALONE if is_loss else places)
-        return cls(taken, given, frozenset(divided), lambda axis: along(part.line(axis)))
+        return cls(taken, given, frozenset(divided), lambda axis: along(part.line(axis)), model.streams_of)
 
     def in_slices(self, count: int, shards: int) -> TensorLayout:
         """A tensor of whose slices each of so many shards has one: neighbours the same, if there are fewer."""
@@ -301,8 +312,11 @@ class StageLayouts:
         layout = self.given.get(block, WHOLE_TENSOR)
         return self.place(layout.places).summed(self.place(layout.samples).summed(loss))
 
-    def converted(self, tensor: Tensor, source: TensorLayout, target: TensorLayout, num_samples: int) -> Tensor:
-        """A tensor in another layout: of what differs, slices are exchanged for others, or gathered, and cut.
+    def converted(
+        self, block: str, tensor: Tensor, source: TensorLayout, target: TensorLayout, num_samples: int
+    ) -> Tensor:
+        """A block's output, or its gradient, in another layout: of what differs, slices are exchanged for others, or
+        gathered, and cut.
 
         ``num_samples`` are those of all the replica. What is of one size for any number of samples is not cut among
         those who have some each: its gradient is the sum of theirs.
@@ -314,13 +328,14 @@ class StageLayouts:
         for_all = source.samples.size == 1 and (not tensor.ndim or tensor.shape[0] != num_samples)
         if for_all and 0 in taken:
             tensor = self.place(taken.pop(0)).shared(tensor)
-        for gone, come in _exchanges(given, taken):
+        streams = self.streams(block)
+        for gone, come in _exchanges(given, taken) if streams == 1 else ():
             tensor = self.place(given.pop(gone)).exchanged(tensor, come, gone)
             del taken[come]
         for dimension, axis in given.items():
-            tensor = self.place(axis).gathered(tensor, dimension)
+            tensor = self.place(axis).gathered(tensor, dimension, streams if dimension == 1 else 1)
         for dimension, axis in taken.items():
-            tensor = self.place(axis).sliced(tensor, dimension)
+            tensor = self.place(axis).sliced(tensor, dimension, streams if dimension == 1 else 1)
         return tensor
 
 

@@ -275,6 +275,11 @@ class Model:
         split = self._splits_of(share).get(SHARDS)
         return split is not None and split.divides(share.mesh.size_of(SHARDS))
 
+    def streams_of(self, id_: str) -> int:
+        """How many sequences a block's output has, one behind the other."""
+        split = self.block(id_).split
+        return 1 if split is None else split.streams
+
     def divides_shards(self, id_: str, count: int) -> bool:
         """Whether so many devices that split a block divide what it takes and gives along the sequence."""
         split = self.block(id_).split

@@ -151,7 +151,8 @@ class DividedPlaces:
     """The modules of a share between which the sequence is divided, by path.
 
     Elements of ``layers`` are given slices; ``joins`` take all of the sequence, of which the others give slices, and
-    what ``scatters`` make are parts of a sum; what ``last`` gives is joined, too.
+    what ``scatters`` make are parts of a sum; what ``last`` gives is joined, too. What attention takes of another
+    sequence, which is as long, is joined with its own.
     """
 
     layers: tuple[str, ...]
@@ -167,8 +168,10 @@ class DividedPlaces:
             return _with_first(args, kwargs, exchanges.enter(given)) if given.shape[1] == sequence else None
 
         def join(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            given = _first(args, kwargs)
-            return _with_first(args, kwargs, by_samples(exchanges.join, given, sequence // exchanges.count))
+            places = sequence // exchanges.count
+            memory = {_MEMORY: kwargs[_MEMORY]} if kwargs.get(_MEMORY) is not None else {}
+            more = {key: by_samples(exchanges.join, each, places) for key, each in memory.items()}
+            return _with_first(args, kwargs | more, by_samples(exchanges.join, _first(args, kwargs), places))
 
         def scatter(_: nn.Module, __: Any, made: Tensor) -> Tensor:
             return by_samples(exchanges.scatter, made, sequence)
@@ -191,6 +194,10 @@ def by_samples(change: Change, given: Tensor, places: int) -> Tensor:
 def _hook_before(module: nn.Module, paths: Iterable[str], hook: Callable[..., Any]) -> None:
     for path in paths:
         module.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+_MEMORY = "key_value_states"
+"""What an attention of a decoder attends to, where it is another sequence: slices of that, as of its own."""
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

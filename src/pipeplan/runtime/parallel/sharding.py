@@ -260,16 +260,19 @@ class Shards:
         scatter = partial(self._scatter, dimension=dimension)
         return _mapped(part, scatter, partial(self._gather, dimension=dimension))
 
-    def gathered(self, share: Tensor, dimension: int = -1) -> Tensor:
-        """The devices' slices side by side, whole on each of them; all are of one size."""
-        return share if self.count == 1 else _mapped(share, *self._gather_and_slice(dimension))
+    def gathered(self, share: Tensor, dimension: int = -1, parts: int = 1) -> Tensor:
+        """The devices' slices side by side, whole on each of them; all are of one size.
 
-    def sliced(self, whole: Tensor, dimension: int = -1) -> Tensor:
+        Where so many equal ``parts`` stand one behind the other, a slice has one of each.
+        """
+        return share if self.count == 1 else _mapped(share, *self._gather_and_slice(dimension, parts))
+
+    def sliced(self, whole: Tensor, dimension: int = -1, parts: int = 1) -> Tensor:
         """This device's slice of what is whole on each. Raises UsageError where slices are not of one size."""
         if self.count == 1:
             return whole
         self._require_cut(whole, dimension)
-        gather, slice_ = self._gather_and_slice(dimension)
+        gather, slice_ = self._gather_and_slice(dimension, parts)
         return _mapped(whole, slice_, gather)
 
     def exchanged(self, share: Tensor, taken: int, given: int) -> Tensor:
@@ -281,12 +284,13 @@ class Shards:
 
         return _mapped(share, partial(exchange, cut=taken, joined=given), partial(exchange, cut=given, joined=taken))
 
-    def _gather(self, share: Tensor, dimension: int) -> Tensor:
+    def _gather(self, share: Tensor, dimension: int, parts: int = 1) -> Tensor:
         if share.is_meta:  # nothing is copied: what a collective takes is known by itself
             size = list(share.shape)
             size[dimension] *= self.count
             return share.new_empty(size)
-        return torch.cat(self._collectives.gather(share), dimension)
+        slices = [each.chunk(parts, dimension) for each in self._collectives.gather(share)]
+        return torch.cat([own[part] for part in range(parts) for own in slices], dimension)
 
     def _scatter(self, part: Tensor, dimension: int) -> Tensor:
         if part.is_meta:
@@ -295,14 +299,9 @@ class Shards:
             return part.new_empty(size)
         return self._collectives.scatter(part.chunk(self.count, dimension))
 
-    def _gather_and_slice(self, dimension: int) -> tuple[_Map, _Map]:
-        gather = partial(self._gather, dimension=dimension)
-
-        def slice_(whole: Tensor) -> Tensor:
-            size = whole.shape[dimension] // self.count
-            return whole.narrow(dimension, self.index * size, size)
-
-        return gather, slice_
+    def _gather_and_slice(self, dimension: int, parts: int) -> tuple[_Map, _Map]:
+        gather = partial(self._gather, dimension=dimension, parts=parts)
+        return gather, lambda whole: slice_of(whole, self.count, self.index, dimension, parts)
 
     def _require_cut(self, whole: Tensor, dimension: int) -> None:
         if whole.shape[dimension] % self.count:
@@ -313,6 +312,12 @@ class Shards:
     @property
     def _collectives(self) -> Collectives:
         return self.collectives or _OneDevice(self.count)
+
+
+def slice_of(whole: Tensor, count: int, index: int, dimension: int = 1, parts: int = 1) -> Tensor:
+    """One of ``count`` equal slices, of each of ``parts`` that stand one behind the other."""
+    slices = [part.chunk(count, dimension)[index] for part in whole.chunk(parts, dimension)]
+    return slices[0] if parts == 1 else torch.cat(slices, dimension)
 
 
 WHOLE = Shards()
@@ -330,7 +335,8 @@ class Split:
     With ``takes`` its inputs are slices along their last dimension, with ``gives`` its output is one. Of the axis
     ``places`` inputs and outputs always are slices along their second dimension, and parameters whole. So are they with
     a ``sequence``, its length, where it :attr:`divides`: each device then has a part of the gradients of the parameters
-    that are not cut, and samples are whole. Of the ``gradient_parts`` it has a part in any case.
+    that are not cut, and samples are whole. Of the ``gradient_parts`` it has a part in any case. An output may have
+    several such sequences, one behind the other: it has ``streams``.
     """
 
     build: Callable[[Shards], nn.Module]
@@ -338,6 +344,7 @@ class Split:
     takes: bool = False
     gives: bool = False
     sequence: int = 0
+    streams: int = 1
     gradient_parts: frozenset[str] = frozenset()
 
     def divides(self, count: int) -> bool:

@@ -503,9 +503,10 @@ def travelling(
     names = {name for names in program.tensors.values() for name in names}
     size = program.microbatch_size
     once, twice = (output_shapes(model, samples, dtype, autocast) for samples in (size, 2 * size))
-    return {
+    found = {
         name: TensorSpec.between(name, once[name][0], twice[name][0], size, once[name][1]) for name in sorted(names)
     }
+    return {name: spec.with_streams(model.streams_of(name)) for name, spec in found.items()}
 
 
 def dtype_of(options: TrainOptions) -> torch.dtype:

@@ -519,9 +519,13 @@ def _of_places(
     if way in COLUMNS and getattr(share.config, "kv_lora_rank", None):
         inputs = share.config.hidden_size  # latents are made of the words that are joined, on every device
     joined, scattered, again = joined_in(share.module, name, way), scattered_in(share.module, name, way), True
+    if way in COLUMNS:
+        if _is_table(share.module, name):  # of T5's position biases, which no words go into
+            return
+        joined = taker if (taker := _taker(name)).endswith(".q") else joined  # takes another input than k and v
     if way == WORDS:  # a tied head has the name of the embedding
         is_table = block.operator == "embedding"
-        joined, scattered = ("", "table") if is_table else ("head", "")
+        joined, scattered = ("", f"table of {block.id}") if is_table else ("head", "")
         inputs = outputs = share.module.get_parameter(name).shape[-1]
         again = not share.family.last  # else the head keeps what was joined before it
         if not is_table:

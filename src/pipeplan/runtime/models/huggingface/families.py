@@ -278,7 +278,6 @@ def _t5(config: str, model: str) -> ModelFamily:
         maximum=lambda _: None,
         contents=_translated,
         plan=_t5_like(),
-        divides=False,
         vocabulary=("model.shared", "model.encoder.embed_tokens", "model.decoder.embed_tokens", "model.lm_head"),
     )
 

@@ -23,18 +23,20 @@ from pipeplan.runtime.models.zoo.layers import (
     SelfAttention,
     ZooSize,
     columns,
+    entering,
     exchanged,
     halves,
+    into_split,
     layers,
+    leaving,
     linear,
     num_targets,
     positions_of,
-    replicated,
     row_linear,
     word_embedding,
     word_head,
 )
-from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards, Split
+from pipeplan.runtime.parallel.sharding import WHOLE, Cut, Shards
 from pipeplan.runtime.parallel.split_layers import WordEmbedding, hidden_of
 
 _START = 0
@@ -59,14 +61,15 @@ class TranslationSize(ZooSize):
     @property
     def stack(self) -> LayerStack:
         """The layers of the encoder."""
-        return LayerStack(self.layers, self.hidden, self.heads, self.sequence, biased=self.biased)
+        return LayerStack(self.layers, self.hidden, self.heads, self.sequence, biased=self.biased, divided=True)
 
     def _model(self, name: str, shards: Shards) -> Model:
         """Encoder, then decoder, then head with loss."""
         source = self._words("encoder.embedding", "tokens", shards)
         encoder = layers("encoder.layer", self.stack, (source.id,), shards=shards)
         norm = norm_by_operator("encoder.norm", self.stack, encoder[-1].id)
-        encoded = replace(norm, split=replicated(norm.build))
+        split = self.stack.split(lambda shards: norm.build())
+        encoded = replace(norm, split=split, divided=self.stack.divides(shards))
         target = self._words("decoder.embedding", "decoder_tokens", shards)
         decoder = _decoder(replace(self.stack, causal=True), (target.id, encoded.id), shards)
         head = word_head(decoder[-1].id, self.stack, self.vocabulary, shards, shared=self.shared)
@@ -92,12 +95,14 @@ class WordLookup(nn.Module):
     def __init__(self, stack: LayerStack, vocabulary: int, shards: Shards = WHOLE) -> None:
         super().__init__()
         self.scale = math.sqrt(stack.hidden)
-        self.token = WordEmbedding(vocabulary, stack.hidden, shards, std=1 / self.scale)
+        divided = stack.divides(shards)
+        self.token = WordEmbedding(vocabulary, stack.hidden, shards, std=1 / self.scale, divided=divided)
         positions = hidden_of(shards).sliced(positions_of(stack.sequence, stack.hidden))
-        self.register_buffer("positions", positions, persistent=False)
+        own = (shards if divided else WHOLE).sliced(positions, 0)
+        self.register_buffer("positions", own, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[samples, sequence] to [samples, sequence, hidden], or this device's part of hidden."""
+        """[samples, sequence] to [samples, sequence, hidden], or this device's part of sequence and hidden."""
         result: Tensor = self.token(tokens) * self.scale + self.positions
         return result
 
@@ -108,16 +113,20 @@ class EncoderDecoderAttention(nn.Module):
     def __init__(self, stack: LayerStack, shards: Shards = WHOLE) -> None:
         super().__init__()
         own = stack.hidden // shards.count
-        self.heads, self.shards = stack.heads_of(shards), shards
+        self.heads, self.shards, self.divided = stack.heads_of(shards), shards, stack.divides(shards)
         self.norm = nn.LayerNorm(stack.hidden, bias=stack.biased)
         self.query = linear(stack.hidden, own, biased=stack.biased)
         self.memory = linear(stack.hidden, 2 * own, biased=stack.biased)
         self.project = row_linear(stack.hidden, stack, shards)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        """[samples, sequence, hidden] and [samples, words of the encoder, hidden] to the first's shape."""
-        query = self.query(self.shards.shared(self.norm(x))).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        both = self.memory(self.shards.shared(memory)).unflatten(-1, (2, self.heads, -1))
+        """[samples, sequence, hidden] and [samples, words of the encoder, hidden] to the first's shape.
+
+        Or this device's slices of both sequences to its slice.
+        """
+        query = self.query(into_split(self.norm(x), self.shards, self.divided))
+        query = query.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        both = self.memory(into_split(memory, self.shards, self.divided)).unflatten(-1, (2, self.heads, -1))
         key, value = both.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value)
         result: Tensor = x + self.project(mixed.transpose(1, 2).flatten(2))
@@ -138,12 +147,14 @@ class Beside(nn.Module):
     """Part of a decoder's layer; its tensor carries the encoder's output along, one after the other.
 
     So what a block gives is one tensor [samples, words of the decoder + words of the encoder, hidden], and the encoder
-    sends its output once, to the decoder's first block. ``last`` hands on only the decoder's words.
+    sends its output once, to the decoder's first block. ``last`` hands on only the decoder's words. Where sequences are
+    divided, it has a slice of each.
     """
 
     def __init__(self, part: _Part, stack: LayerStack, last: bool, shards: Shards = WHOLE) -> None:
         super().__init__()
-        self.part, self.words, self.last = part(stack, shards), stack.sequence, last
+        self.part, self.last = part(stack, shards), last
+        self.words = stack.sequence // (shards.count if stack.divides(shards) else 1)
         self.takes_memory = part is EncoderDecoderAttention
 
     def forward(self, *given: Tensor) -> Tensor:
@@ -158,29 +169,31 @@ def _decoder(stack: LayerStack, sources: Sequence[str], shards: Shards) -> list[
     blocks: list[BlockSpec] = []
     own = halves(stack, shards)
     sizes = {"attention": own["attention"], "cross-attention": {**own["attention"], "memory": stack.sequence}}
-    returned = {"cross-attention": exchanged(shards, ("all_reduce", "I", stack.numbers))}
-    both = exchanged(shards, ("all_reduce", "F", stack.numbers), ("all_reduce", "I", stack.numbers))
+    memory = {"cross-attention": exchanged(shards, *entering(stack, shards))}
+    both = exchanged(shards, *leaving(stack, shards), *entering(stack, shards))
     for layer in range(stack.layers):
         for operator, split in (sizes | {"ffn": own["ffn"]}).items():
-            build, cuts = _part(operator, stack, layer)
+            build, cuts, streams = _part(operator, stack, layer)
             block = BlockSpec(
                 f"decoder.layer{layer}.{operator}",
                 operator,
                 partial(build, shards),
                 (blocks[-1].id,) if blocks else tuple(sources),
                 dimensions=stack.sizes | split,
-                collectives=both + returned.get(operator, ()),
-                split=Split(build, cuts),
+                collectives=both + memory.get(operator, ()),
+                split=replace(stack.split(build, cuts), streams=streams),
+                divided=stack.divides(shards),
             )
             blocks.append(block)
     return blocks
 
 
-def _part(operator: str, stack: LayerStack, layer: int) -> tuple[Callable[[Shards], nn.Module], dict[str, Cut]]:
-    """What makes a part of a layer, and how its parameters are split."""
+def _part(operator: str, stack: LayerStack, layer: int) -> tuple[Callable[[Shards], nn.Module], dict[str, Cut], int]:
+    """What makes a part of a layer, how its parameters are split, and how many sequences it hands on."""
     part = _PARTS[operator]
     last = layer == stack.layers - 1
     if last and operator == "ffn":
-        return partial(part, stack), part.cuts(stack)
-    build = partial(Beside, part, stack, last and operator != "attention")
-    return build, {f"part.{name}": cut for name, cut in part.cuts(stack).items()}
+        return partial(part, stack), part.cuts(stack), 1
+    alone = last and operator != "attention"
+    build = partial(Beside, part, stack, alone)
+    return build, {f"part.{name}": cut for name, cut in part.cuts(stack).items()}, 1 if alone else 2

@@ -1,0 +1,70 @@
+"""Reads back what ``frontier --json`` printed, so that its points can be shown again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from pipeplan.costs.throughput import Yardstick
+from pipeplan.errors import FileError
+from pipeplan.files.read_write import read_bytes
+from pipeplan.planning.frontier import FrontierPoint, FrontierResult
+from pipeplan.texts import escaped
+
+
+class _Printed(BaseModel):
+    """The keys that are needed; others may be there."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: str
+    of: str
+    samples: int = Field(gt=0)
+    exact: bool = False
+    factor: float | None = None
+    factor_without: tuple[str, ...] = ()
+    profiled_only: bool = False
+    chosen: int = Field(default=1, ge=1)
+    points: list[dict[str, Any]] = Field(min_length=1)
+
+
+def read_frontier(path: str) -> FrontierResult:
+    """The points of a frontier, without their plans; ``-`` is stdin.
+
+    Raises:
+        FileError: the file cannot be read, or is not what ``frontier --json`` prints.
+    """
+    where = "<stdin>" if path == "-" else path
+    try:
+        printed = _Printed.model_validate_json(read_bytes(path))
+        points = tuple(_POINT.validate_python(escaped(point)) for point in printed.points)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "file"
+        raise FileError(
+            f"{where}: not what pipeplan frontier --plans --json prints: {place}: {first['msg']}; "
+            "pipeplan frontier PROFILE --plans --json > FILE makes one"
+        ) from None
+    if printed.chosen > len(points):
+        raise FileError(f"{where}: point {printed.chosen} is chosen, and there are {len(points)}")
+    return FrontierResult(
+        name=escaped(printed.name),
+        mode="all",
+        of=escaped(printed.of),
+        samples=printed.samples,
+        exact=printed.exact,
+        seconds=0.0,
+        points=tuple(dataclasses.replace(point, configurations={}) for point in points),
+        plans=(),
+        factor=printed.factor,
+        factor_without=tuple(escaped(list(printed.factor_without))),
+        profiled_only=printed.profiled_only,
+        chosen=printed.chosen,
+        makes_plans=False,
+        yardstick=Yardstick("", "", None, None),
+    )
+
+
+_POINT: TypeAdapter[FrontierPoint] = TypeAdapter(FrontierPoint)

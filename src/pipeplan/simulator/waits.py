@@ -1,0 +1,296 @@
+"""What each device waits for while it idles: every moment of its idle time has one cause, and mostly another device.
+
+A device that idles before an action waits for what that action waits for: a message on its way to it, or an action
+that another device runs; or, where that action had not begun yet, for what let it begin, and so on back to the moment.
+After its last action it waits in the same way for the action that ends last of all. So each idle moment has one thing
+that was waited for just then, and a cause:
+
+* ``message``: a message was on its way or waited for its link, or a network exchanged state.
+* ``warmup``: another device computed, and this one was filling (it had run no backward yet) or draining (it had no
+  forward left to run).
+* ``memory``: another device computed, in between, and this one had an action whose inputs were there and that did not
+  fit into its memory beside what it held.
+* ``order``: the same, and that action did fit: the schedule has it later all the same.
+* ``imbalance``: another device computed, in between, and there was nothing else to do. While filling or draining it is
+  imbalance, too, where the other device ran action after action of one operation without a pause: with stages of equal
+  work it would have been as quick as this one.
+
+The causes of a device add up to its idle time, to the nanosecond.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from pipeplan.simulator.metrics import StepsBefore
+from pipeplan.workload.kinds import BACKWARD_ROLES, Role
+from pipeplan.workload.memory import capacities, memory_curves
+from pipeplan.workload.steady_state.loop import LoopCut
+from pipeplan.workload.task_graph import TaskGraph
+from pipeplan.workload.workload import Workload
+
+Cause = Literal["warmup", "message", "memory", "order", "imbalance"]
+
+CAUSES: dict[Cause, str] = {
+    "warmup": "filling and draining the pipeline",
+    "message": "messages and exchanges of state",
+    "memory": "memory that is full",
+    "order": "the order of its actions",
+    "imbalance": "devices with more work",
+}
+"""Every cause, and what is waited for in words."""
+
+
+class Replayed(Protocol):
+    """What is needed of a :class:`~pipeplan.simulator.simulation.Simulation`."""
+
+    @property
+    def workload(self) -> Workload:
+        """Of all that runs."""
+
+    @property
+    def graph(self) -> TaskGraph:
+        """Of what is written."""
+
+    @property
+    def orders(self) -> list[list[int]]:
+        """[device] its tasks."""
+
+    @property
+    def starts(self) -> list[int]:
+        """[task] ns."""
+
+    @property
+    def loop(self) -> LoopCut | None:
+        """What runs more often than it is written."""
+
+    @property
+    def written_ns(self) -> int:
+        """When the last of what is written ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdlePart:
+    """Idle time of a device from ``begin_ns`` to ``end_ns``, of what is written, and the device that it waits for.
+
+    None: for no other device, such as for an exchange of state, or for a message of its own on its way to another.
+    """
+
+    begin_ns: int
+    end_ns: int
+    cause: Cause
+    whom: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Waits:
+    """Idle ns of one device, [cause] and [device that is waited for]; its waits in time, as written."""
+
+    by_cause: dict[Cause, int]
+    by_device: dict[int, int]
+    waits: tuple[IdlePart, ...]
+
+    @property
+    def longest(self) -> tuple[int, int] | None:
+        """(device, ns) that it waits for longest, the first of equals; None if it waits for none."""
+        return max(self.by_device.items(), key=lambda each: (each[1], -each[0]), default=None)
+
+
+def waits_of(simulation: Replayed) -> tuple[Waits, ...]:
+    """[device] what it waits for; devices with the same stages wait alike, and are looked at once."""
+    found: dict[int, Waits] = {}
+    looking = _Looking(simulation)
+    for device, leader in enumerate(simulation.workload.leaders):
+        if leader not in found:
+            waits = (replace(wait, whom=None) if wait.whom == device else wait for wait in looking.waits(device))
+            found[leader] = _summed(simulation, tuple(waits))
+    return tuple(found[leader] for leader in simulation.workload.leaders)
+
+
+def _summed(simulation: Replayed, waits: tuple[IdlePart, ...]) -> Waits:
+    """Sums, in which waits in a loop's round count as often as it runs."""
+    by_cause: dict[Cause, int] = dict.fromkeys(CAUSES, 0)
+    by_device: Counter[int] = Counter()
+    for wait in waits:
+        time = _whole(simulation, wait.begin_ns, wait.end_ns)
+        by_cause[wait.cause] += time
+        if wait.whom is not None:
+            by_device[wait.whom] += time
+    return Waits(by_cause, dict(sorted(by_device.items())), waits)
+
+
+def _whole(simulation: Replayed, begin_ns: int, end_ns: int) -> int:
+    """How long a time of what is written is in all that runs."""
+    time, loop = end_ns - begin_ns, simulation.loop
+    for begin, length in () if loop is None else loop.moments:
+        time += (0 if loop is None else loop.copies - 1) * max(0, min(end_ns, begin + length) - max(begin_ns, begin))
+    return time
+
+
+_Part = tuple[int, int, bool, int | None, int | None]
+"""Begin and end in ns, whether messages are waited for, the device that is waited for, and the action it runs."""
+
+
+class _Looking:
+    """Looks for what idle devices wait for."""
+
+    def __init__(self, simulation: Replayed) -> None:
+        self._simulation, self._graph, self._starts = simulation, simulation.graph, simulation.starts
+        orders = [*simulation.orders, *in_time(simulation)]
+        self._steps = StepsBefore(self._graph, orders, self._starts)
+        self._curves = memory_curves(self._graph, self._starts)
+        self._capacities = capacities(self._graph.workload)
+        ends = [start + time for start, time in zip(self._starts, self._graph.durations, strict=True)]
+        self._ends = ends
+        self._last = max(range(self._graph.num_actions), key=lambda task: (ends[task], -task))
+
+    def waits(self, device: int) -> Iterator[IdlePart]:
+        """All of a device's, in time."""
+        order, until = self._simulation.orders[device], 0
+        phases = self._phases(order)
+        later = _Later(self, device, order)
+        for place, task in enumerate(order):
+            if self._starts[task] > until:
+                parts = [*self._parts(task, until, self._starts[task])][::-1]
+                for part in parts:
+                    yield from self._wait(part, ramp=phases[place], later=later)
+            until = self._ends[task]
+            later.run(task)
+        if until < self._simulation.written_ns:
+            for part in [*self._parts_at_end(until)][::-1]:
+                yield from self._wait(part, ramp=bool(order), later=None)
+
+    def _phases(self, order: Sequence[int]) -> list[bool]:
+        """[action] whether the device fills or drains before it."""
+        roles = [self._graph.workload.operations[self._graph.operation_of[task]].role for task in order]
+        backwards = [place for place, role in enumerate(roles) if role in BACKWARD_ROLES]
+        forwards = [place for place, role in enumerate(roles) if role is Role.FORWARD]
+        first, last = min(backwards, default=0), max(forwards, default=len(roles))
+        return [place <= first or place > last for place in range(len(roles))]
+
+    def _parts(self, task: int, begin_ns: int, end_ns: int) -> Iterator[_Part]:
+        """What a task that starts at ``end_ns`` waits for since ``begin_ns``, from its start back."""
+        while end_ns > begin_ns:
+            found = self._steps.of(task)
+            if found is None:  # only an exchange of state, before all else
+                yield begin_ns, end_ns, True, None, None
+                return
+            step, other = found
+            ended = self._ends[other]
+            if ended < end_ns:
+                whom = None if step.reason == "exchange" else self._device_of(other)
+                yield max(begin_ns, ended), end_ns, True, whom, None
+            yield from self._running(other, begin_ns, min(ended, end_ns))
+            task, end_ns = other, self._starts[other]
+
+    def _parts_at_end(self, begin_ns: int) -> Iterator[_Part]:
+        """What a device waits for that has nothing more to do."""
+        yield from self._running(self._last, begin_ns, self._ends[self._last])
+        yield from self._parts(self._last, begin_ns, self._starts[self._last])
+
+    def _running(self, task: int, begin_ns: int, end_ns: int) -> Iterator[_Part]:
+        """The time in which a task runs."""
+        begin_ns = max(begin_ns, self._starts[task])
+        if begin_ns < end_ns:
+            on_link = task >= self._graph.num_actions
+            yield begin_ns, end_ns, on_link, self._device_of(task), None if on_link else task
+
+    def _device_of(self, task: int) -> int:
+        """The first device that runs an action, or that sends a message."""
+        workload, item = self._graph.workload, self._graph.operation_of[task]
+        if task < self._graph.num_actions:
+            return workload.holders[item][0]
+        return workload.links[workload.transfers[item - len(workload.operations)].link][0]
+
+    def _wait(self, part: _Part, *, ramp: bool, later: _Later | None) -> Iterator[IdlePart]:
+        """A part of an idle time with its cause, or with two, one after the other."""
+        begin, end, message, whom, task = part
+        if message or task is None:
+            yield IdlePart(begin, end, "message", whom)
+        elif later is None and not ramp:  # it runs nothing at all
+            yield IdlePart(begin, end, "imbalance", whom)
+        elif ramp or later is None:
+            yield IdlePart(begin, end, "imbalance" if self._at_full_pace(task) else "warmup", whom)
+        else:
+            ready, fitting = later.ready_ns(begin, end)
+            bounds = (begin, min(max(ready, begin), end), min(max(fitting, begin), end), end)
+            for cause, since, until in zip(_IN_BETWEEN, bounds, bounds[1:], strict=False):
+                if since < until:
+                    yield IdlePart(since, until, cause, whom)
+
+    def _at_full_pace(self, task: int) -> bool:
+        """Whether it began when its device had just run the same for another micro-batch."""
+        found = self._steps.of(task)
+        if found is None or found[0].reason != "device":
+            return False
+        return self._graph.operation_of[found[1]] == self._graph.operation_of[task]
+
+    def fits(self, device: int, task: int, at_ns: int) -> bool:
+        """Whether a device could run an action beside what it holds at a time."""
+        capacity = self._capacities[device]
+        if capacity is None:
+            return True
+        curve = self._curves[device]
+        held = curve[bisect_right(curve, at_ns, key=lambda each: each[0]) - 1][1]
+        effect = self._graph.workload.effects[self._graph.operation_of[task]]
+        return held + effect.acquire + effect.workspace <= capacity
+
+    def inputs_ns(self, task: int) -> int:
+        """When all its inputs are there."""
+        return self._steps.ready_ns(task)
+
+    def operation_of(self, task: int) -> int:
+        """The number of a task's operation."""
+        return self._graph.operation_of[task]
+
+
+_IN_BETWEEN: tuple[Cause, ...] = ("imbalance", "memory", "order")
+"""While nothing else is ready, while something is that does not fit, and while something is that fits."""
+
+
+class _Later:
+    """What a device has still to run: of each operation the next action, other than the one that it runs next."""
+
+    def __init__(self, looking: _Looking, device: int, order: Sequence[int]) -> None:
+        self._looking, self._device = looking, device
+        self._left: dict[int, list[int]] = {}
+        for task in reversed(order):
+            self._left.setdefault(looking.operation_of(task), []).append(task)
+        self._order = iter(order)
+        self._next = next(self._order, None)
+
+    def run(self, task: int) -> None:
+        """The device runs its next action."""
+        self._left[self._looking.operation_of(task)].pop()
+        self._next = next(self._order, None)
+
+    def ready_ns(self, begin_ns: int, end_ns: int) -> tuple[int, int]:
+        """Since when something else was ready in a time, and since when something that fits; its end if none was."""
+        ready, fitting = end_ns, end_ns
+        for tasks in self._left.values():
+            others = [task for task in tasks[-2:] if task != self._next]
+            if not others:
+                continue
+            since = self._looking.inputs_ns(others[-1])
+            if since < end_ns:
+                ready = min(ready, since)
+                if self._looking.fits(self._device, others[-1], max(since, begin_ns)):
+                    fitting = min(fitting, since)
+        return ready, fitting
+
+
+def in_time(simulation: Replayed) -> Iterator[list[int]]:
+    """The messages of every link, and what runs on networks, in time."""
+    graph = simulation.graph
+    count = len(graph.workload.devices)
+    orders: list[list[int]] = [[] for _ in range(graph.workload.num_resources - count)]
+    for task in range(graph.offsets[-1]):
+        for resource in graph.devices_of(task):
+            if resource >= count:
+                orders[resource - count].append(task)
+    for order in orders:
+        yield sorted(order, key=simulation.starts.__getitem__)
