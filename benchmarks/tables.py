@@ -5,12 +5,14 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import random
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 
-__all__ = ["machine", "markdown", "note"]
+__all__ = ["interval", "machine", "markdown", "note"]
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -34,6 +36,13 @@ def _processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95 % interval of the median, by samples drawn again."""
+    draws = random.Random(0)
+    medians = sorted(median(draws.choices(values, k=len(values))) for _ in range(2000))
+    return medians[50], medians[-51]
 
 
 def note(text: str) -> None:

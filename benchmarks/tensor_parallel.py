@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
-import random
 import sys
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tables import machine, markdown
+from tables import interval, machine, markdown
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
@@ -120,13 +119,6 @@ def _board() -> Any:
     with tempfile.TemporaryFile() as file:
         file.truncate(Board.size(2))
         return Board(file.fileno(), 2)
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """95 % of the medians of samples drawn again."""
-    draws = random.Random(0)
-    medians = sorted(median(draws.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], medians[-51]
 
 
 def main() -> None:

@@ -1,4 +1,8 @@
-"""Attention cores: scores, softmax, and their mixture, which backward may compute again (Korthikanti et al. 2022)."""
+"""Attention cores: scores, softmax, and their mixture, which backward may compute again (Korthikanti et al. 2022).
+
+By torch's ``checkpoint`` around the core alone. Around the block with a policy (selective activation checkpointing) it
+keeps what every other operator made, more than backward needs: ``benchmarks/recomputed_cores.py``.
+"""
 
 from __future__ import annotations
 
