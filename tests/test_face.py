@@ -216,6 +216,7 @@ def test_errors_name_arguments(arguments: Mapping[str, object], text: str) -> No
         ("(--shard-shared yes, for all blocks)", "(shard_shared='yes', for all blocks)"),
         ("--memory SIZE: plans that fit", "memory=SIZE: plans that fit"),
         ("raise --memory to 3GB or give --scheduler zb-h1", "raise memory to 3GB or give scheduler='zb-h1'"),
+        ("--scheduler 1f1b+ does not apply", "scheduler='1f1b+' does not apply"),
     ],
 )
 def test_commands_keep_their_dashes_and_values_are_written_as_values(text: str, expected: str | None) -> None:
