@@ -126,6 +126,7 @@ class Timeline {
       const begun = performance.now();
       this.painter.paint();
       this.frameTimes.push(performance.now() - begun);
+      this.firstFrame ??= performance.now(); // ms since the page was asked for
       if (this.frameTimes.length > 1000) this.frameTimes.shift();
     });
   }
