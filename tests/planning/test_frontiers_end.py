@@ -110,13 +110,15 @@ def test_strategies_that_are_not_tracked_in_time_are_left_out(
     done: int, interrupted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exactly ``done`` of three are; of the others each would take a minute, and more roughly."""
-    clock = Hand()
+    clock, roughly = Hand(), list[float]()
     within = Limit(20.0, clock=clock)
     monkeypatch.setattr(Limit, "wait", lambda *_: None)
 
     def split(request: Request, splitting: Splitting, *, seconds: float = 0.0) -> Any:
         if request.num_devices <= done:
             return Tracked(request.num_devices)
+        if splitting.within:
+            roughly.append(clock.now)
         for _ in range(600):
             clock.now += 0.1
             if interrupted and clock.now > 3:
@@ -134,7 +136,8 @@ def test_strategies_that_are_not_tracked_in_time_are_left_out(
         with pytest.raises(error):
             _tracked(request.by_devices, Splitting(), within, None)
     assert clock.now <= (3.8 if interrupted else 20.2)
-    assert done == 3 or interrupted or clock.now > 19, "a part of the time is for rough ones"
+    if done < 3 and not interrupted:
+        assert (13.9 < roughly[0] < 14.2, clock.now > 19) == (True, True), "the last 30 % are for rough ones"
 
 
 class Tracked:
