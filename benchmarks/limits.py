@@ -8,14 +8,18 @@ half of the limit, until what is written is known. A row without a plan says how
     python benchmarks/limits.py [--only PART] [--quick] [--list] [--llama PROFILE] [--state FILE]
     python benchmarks/limits.py --source OTHER/CHECKOUT --state before.json
     python benchmarks/limits.py --state now.json --before before.json
+    python benchmarks/limits.py --state now.json --minutes 8   # again until it says that nothing is left
+    python benchmarks/limits.py --state now.json --minutes 0 --page docs/limits.md
 
-With ``--state`` rows are kept as they are measured, and those that are there are not measured again. ``--source``
-measures another checkout, of whatever version; ``--before`` has its rows in the table.
+With ``--state`` rows are kept as they are measured, and those that are there are not measured again; ``--minutes`` ends
+before a row that would take longer. ``--source`` measures another checkout, of whatever version; ``--before`` has its
+rows in the table. ``--page docs/limits.md`` prints the page's table with what was measured in it, to be put there.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -25,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -136,6 +140,12 @@ def chain(num_blocks: int, shards: tuple[int, ...] = (1,), contexts: tuple[int, 
     return Profile(name=f"chain-{num_blocks}", source=MADE_UP, blocks=blocks, edges=edges)
 
 
+def apart(profile: Profile) -> Profile:
+    """The same with blocks of which no two are alike: each has a dimension that nothing depends on."""
+    blocks = (block.model_copy(update={"dimensions": {"mark": n}}) for n, block in enumerate(profile.blocks, 1))
+    return profile.model_copy(update={"blocks": tuple(blocks)})
+
+
 def cluster(num_devices: int, memory_bytes: int) -> Cluster:
     levels = (
         LinkLevel(name="node", group_size=8, latency_ns=5_000, bandwidth_bytes_per_s=300 * 10**9),
@@ -155,6 +165,7 @@ INPUTS: dict[str, Callable[[], Profile | Cluster]] = {
     "split2000": lambda: chain(2_000, (1, 2, 4, 8)),
     "parts2000": lambda: chain(2_000, (1, 2), (1, 2, 4)),
     "split10000": lambda: chain(10_000, (1, 2, 4, 8)),
+    "apart10000": lambda: apart(chain(10_000, (1, 2, 4, 8))),
     "parts10000": lambda: chain(10_000, (1, 2), (1, 2, 4)),
     "split6": lambda: chain(6, (1, 2, 4)),
     "nodes": lambda: cluster(64, 80 * 10**9),
@@ -165,68 +176,93 @@ INPUTS: dict[str, Callable[[], Profile | Cluster]] = {
 ROWS = (
     Row("shared blocks (NN), 32 devices", "search nn32.json --microbatches 64", 2, quick=True),
     Row("shared blocks (MLLM), 64 devices", "search mllm64.json --microbatches 128", 60),
-    Row("frontier of plans", "frontier gpt2-1.3b.json --devices 2,4,8,16 --memory 40GB --plans", 30),
-    Row("nearly infeasible memory", "search gpt2-1.3b.json --devices 16 --memory 6GB", 30),
-    Row("compare, 16 devices", "compare gpt2-1.3b.json --devices 16", 10, quick=True),
-    Row("tune, 16 devices", "search gpt2-1.3b.json --devices 16 --scheduler rules", 10, quick=True),
-    Row("100,000 micro-batches", "search v4.json --microbatches 100000", 10, quick=True),
-    Row("20,000 micro-batches", "search v4.json --microbatches 20000", 10, quick=True),
-    Row("compare, 100,000 micro-batches", "compare v4.json --microbatches 100000", 10, quick=True),
     Row(
-        "frontier of plans, 100,000 samples", "frontier v4.json --devices 4 --plans --mini-batch 100000", 10, quick=True
-    ),
-    Row("tune, 100,000 micro-batches", "search v4.json --microbatches 100000 --scheduler rules", 10, quick=True),
-    Row("GPipe, 100,000 micro-batches", "search v4.json --microbatches 100000 --scheduler gpipe", 10, quick=True),
-    Row("4 devices, 1 s", "search v4.json", 1, quick=True),
-    Row("2,000 blocks, 1,024 devices of 80 GB", "search chain2000.json --cluster large.json", 10, quick=True),
-    Row("2,000 blocks, 1,024 devices of 0.3 GB", "search chain2000.json --cluster small.json", 30),
-    Row("10,000 blocks, 8 devices", "search chain10000.json --devices 8", 10, quick=True),
-    Row("10,000 blocks, 1,024 devices of 80 GB", "search chain10000.json --cluster large.json", 30),
-    Row(
-        "2,000 blocks on 1 to 8 devices each, 1,024 devices of 80 GB", "search split2000.json --cluster large.json", 30
-    ),
-    Row(
-        "10,000 blocks on 1 to 8 devices each, 1,024 devices of 80 GB",
-        "search split10000.json --cluster large.json",
+        "`frontier --plans`, GPT-2 1.3B on 2, 4, 8, 16 devices",
+        "frontier gpt2-1.3b.json --devices 2,4,8,16 --memory 40GB --plans",
         30,
     ),
     Row(
-        "10,000 blocks on 1 or 2 devices, sequences in 1 to 4 parts, 1,024 devices of 0.3 GB",
+        "nearly infeasible memory: GPT-2 1.3B, 16 devices of 6 GB",
+        "search gpt2-1.3b.json --devices 16 --memory 6GB",
+        30,
+    ),
+    Row("`compare`, GPT-2 1.3B on 16 devices", "compare gpt2-1.3b.json --devices 16", 10, quick=True),
+    Row("tuning, GPT-2 1.3B on 16 devices", "search gpt2-1.3b.json --devices 16 --scheduler rules", 10, quick=True),
+    Row("100,000 micro-batches, shape V on 4 devices", "search v4.json --microbatches 100000", 10, quick=True),
+    Row("20,000 micro-batches", "search v4.json --microbatches 20000", 10, quick=True),
+    Row("`compare`, 100,000 micro-batches", "compare v4.json --microbatches 100000", 10, quick=True),
+    Row(
+        "`frontier --plans`, 100,000 samples",
+        "frontier v4.json --devices 4 --plans --mini-batch 100000",
+        10,
+        quick=True,
+    ),
+    Row("tuning, 100,000 micro-batches", "search v4.json --microbatches 100000 --scheduler rules", 10, quick=True),
+    Row(
+        "`--scheduler gpipe`, 100,000 micro-batches",
+        "search v4.json --microbatches 100000 --scheduler gpipe",
+        10,
+        quick=True,
+    ),
+    Row("shape V on 4 devices", "search v4.json", 1, quick=True),
+    Row("chain of 2,000 blocks, 1,024 devices of 80 GB", "search chain2000.json --cluster large.json", 10, quick=True),
+    Row("chain of 2,000 blocks, 1,024 devices of 0.3 GB", "search chain2000.json --cluster small.json", 30),
+    Row("chain of 10,000 blocks, 8 devices", "search chain10000.json --devices 8", 10, quick=True),
+    Row("chain of 10,000 blocks, 1,024 devices of 80 GB", "search chain10000.json --cluster large.json", 30),
+    Row(
+        "chain of 2,000 blocks, each on 1, 2, 4 or 8 devices, 1,024 devices of 80 GB",
+        "search split2000.json --cluster large.json",
+        30,
+    ),
+    Row(
+        "chain of 10,000 blocks, each on 1, 2, 4 or 8 devices, 1,024 devices of 80 GB",
+        "search split10000.json --cluster large.json",
+        30,
+    ),
+    Row("the same, no two blocks alike", "search apart10000.json --cluster large.json", 30),
+    Row(
+        "chain of 10,000 blocks, each on 1 or 2 devices, sequences in 1, 2 or 4 parts, 1,024 devices of 0.3 GB",
         "search parts10000.json --cluster small.json",
         30,
     ),
     Row(
-        "2,000 blocks on 1 or 2 devices, sequences in 1 to 4 parts, 1,024 devices of 80 GB",
+        "chain of 2,000 blocks, each on 1 or 2 devices, sequences in 1, 2 or 4 parts, 1,024 devices of 80 GB",
         "search parts2000.json --cluster large.json",
         30,
     ),
     Row(
-        "2,000 blocks on 1 or 2 devices, sequences in 1 to 4 parts, 1,024 devices of 0.3 GB, any ZeRO",
+        "the same, 1,024 devices of 0.3 GB, `--zero auto`",
         "search parts2000.json --cluster small.json --zero auto",
         30,
     ),
     Row(
-        "widths of 6 blocks on 8 devices, 100,000 micro-batches",
+        "chain of 6 blocks on 8 devices, stages of any widths, 100,000 micro-batches, `--scheduler 1f1b`",
         "search split6.json --devices 8 --microbatches 100000 --scheduler 1f1b",
         10,
         quick=True,
     ),
-    Row("Llama 70B, estimated, 64 devices", "search llama.json --devices 64 --memory 80GB --mini-batch 512", 30),
     Row(
-        "Llama 70B, 1 to 8 devices a block, 64 in nodes", "search llama.json --cluster nodes.json --mini-batch 256", 30
+        "Llama 70B, estimated, 64 devices of 80 GB, 512 samples",
+        "search llama.json --devices 64 --memory 80GB --mini-batch 512",
+        30,
     ),
     Row(
-        "Llama 70B, 1 to 8 devices a block, of 22 GB",
+        "Llama 70B, blocks on 1 to 8 devices, 64 devices in nodes, 256 samples",
+        "search llama.json --cluster nodes.json --mini-batch 256",
+        30,
+    ),
+    Row(
+        "Llama 70B, blocks on 1 to 8 devices, 64 devices of 22 GB, 256 samples",
         "search llama.json --devices 64 --memory 22GB --mini-batch 256",
         30,
     ),
     Row(
-        "Llama 70B, 1 to 8 devices a block, 1F1B",
+        "Llama 70B, blocks on 1 to 8 devices, `--scheduler 1f1b`, 256 samples",
         "search llama.json --cluster nodes.json --mini-batch 256 --scheduler 1f1b",
         10,
     ),
     Row(
-        "Llama 70B, 1 to 8 devices a block, 2 workers",
+        "Llama 70B, blocks on 1 to 8 devices, 64 devices in nodes, 256 samples, `--workers 2`",
         "search llama.json --cluster nodes.json --mini-batch 256 --workers 2",
         30,
     ),
@@ -246,6 +282,30 @@ def llama(folder: Path, given: str | None) -> str | None:
     how = ["profile", shape_of_it, "--estimate", "--device", "h100-80gb", *sizes, "-o", "llama.json"]
     done = subprocess.run([sys.executable, "-m", "pipeplan", *how], cwd=folder, capture_output=True, text=True)
     return done.stderr.strip()[-200:] if done.returncode else None
+
+
+def seconds_of(row: Row) -> float:
+    """About how long a row takes where limits hold."""
+    return row.limit + 3 + (row.limit / 2 + 3 if row.limit >= 10 else 0)
+
+
+def page_table(page: str, rows: Sequence[Row], found: Mapping[str, Measured]) -> Iterator[str]:
+    """The table of a page with what was measured in it: rows that were not stay, with a star if they have one."""
+    lines = Path(page).read_text().splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith("| request | limit |"))
+    old = list(itertools.takewhile(lambda line: line.startswith("|"), lines[begin:]))
+    yield from old[:2]
+    named = {re.sub(r"( \(proved\))?( \*)?$", "", line.split(" | ")[0].removeprefix("| ")): line for line in old[2:]}
+    for row in rows:
+        line, measured = named.get(row.name), found.get(row.name)
+        if measured is None:
+            yield from [] if line is None else [line]
+            continue
+        before = "" if line is None else line.strip("|").split("|")[2].strip()
+        proved = " (proved)" * (line is not None and "(proved)" in line)
+        known, first, stop, ended = measured.cells
+        known = f"{known}, {ended}" if ended else known
+        yield " | ".join([f"| {row.name}{proved}", f"{row.limit}", before, known, first, stop]) + " |"
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,7 +352,8 @@ class Bench:
 
     def __init__(self, folder: Path, source: str | None, most: float) -> None:
         self._folder, self._most = folder, most
-        self._environment = dict(os.environ)
+        # imports are read from bytecode, as those of an installed package are
+        self._environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
         if source is not None:
             self._environment["PYTHONPATH"] = str(Path(source).resolve() / "src")
 
@@ -356,15 +417,17 @@ def main() -> None:
     parser.add_argument("--source", metavar="PATH", help="another checkout to measure")
     parser.add_argument("--state", metavar="FILE", help="where rows are kept, to go on from")
     parser.add_argument("--before", metavar="FILE", help="the state of another checkout, for the table")
+    parser.add_argument("--page", metavar="FILE", help="print this page's table with what was measured")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no row that would end after so many")
     parser.add_argument("--most", type=float, default=260.0, help="kill what takes so many seconds")
     options = parser.parse_args()
     wanted = [row for row in ROWS if options.only in row.name and (row.quick or not options.quick)]
     if options.list:
         print("\n".join(f"{row.limit:4} s  {row.name}: {row.arguments}" for row in wanted))
-        total = sum(row.limit + 3 + (row.limit / 2 + 3 if row.limit >= 10 else 0) for row in wanted)
-        print(f"about {total / 60:.0f} minutes where limits hold")
+        print(f"about {sum(map(seconds_of, wanted)) / 60:.0f} minutes where limits hold")
         return
     rows, before = Rows(options.state), Rows(options.before)
+    begun = time.monotonic()
     missing = [row for row in wanted if row.name not in rows.found]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -373,10 +436,17 @@ def main() -> None:
                 (folder / f"{stem}.json").write_text(_text(make()))
         bench = Bench(folder, options.source, options.most)
         for row in missing:
+            if time.monotonic() + seconds_of(row) > begun + 60 * options.minutes:
+                continue
             if "llama.json" in row.arguments and (why := llama(folder, options.llama)):
                 note(f"no row for Llama 70B: {why}")
                 continue
             rows.keep(row, bench.measured(row))
+    left = sum(row.name not in rows.found for row in wanted)
+    note(f"{left} rows are left" if left else "nothing is left")
+    if options.page:
+        print("\n".join(page_table(options.page, ROWS, rows.found)))
+        return
     shown = [row for row in wanted if row.name in rows.found]
     header: tuple[str, ...] = ("request", "limit", "until known", "first schedule / plan", "stop", "ended")
     table: list[tuple[str, ...]] = [(row.name, f"{row.limit}", *rows.found[row.name].cells) for row in shown]

@@ -23,12 +23,13 @@ class Pieces:
     """Results by name, of this run and of the ones before it that kept them in the same file.
 
     A file's lines are ``{"piece": name, "value": JSON}``. ``seconds`` is when a part ends, None for never: a piece is
-    then finished, but none begun.
+    then finished, but none begun, except that every part does one at least.
     """
 
     def __init__(self, path: Path | None = None, seconds: float | None = None) -> None:
         self._path = path
         self._end = None if seconds is None else time.monotonic() + seconds
+        self._made = 0
         lines = path.read_text(encoding="utf-8").splitlines() if path is not None and path.exists() else []
         self._known: dict[str, Any] = {line["piece"]: line["value"] for line in map(json.loads, lines)}
 
@@ -39,9 +40,10 @@ class Pieces:
             Paused: it is not known, and the time of this part is over.
         """
         if name not in self._known:
-            if self._end is not None and time.monotonic() > self._end:
+            if self._made and self._end is not None and time.monotonic() > self._end:
                 raise Paused(name)
             value = json.loads(json.dumps(make()))
+            self._made += 1
             if self._path is not None:
                 with self._path.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"piece": name, "value": value}) + "\n")

@@ -134,7 +134,7 @@ def test_every_flag_is_an_argument_with_the_same_default(verb: str) -> None:
                 left = context_of(verb, {}).params
                 assert given == left, f"{function}({name}=...) has another default than {verb}"
     assert wanted <= found
-    assert found <= wanted | {"show"}
+    assert found <= wanted | {"show", *({"trace"} if verb == "run" else ())}
 
 
 def test_verbs_are_all_there() -> None:
@@ -216,6 +216,7 @@ def test_errors_name_arguments(arguments: Mapping[str, object], text: str) -> No
         ("(--shard-shared yes, for all blocks)", "(shard_shared='yes', for all blocks)"),
         ("--memory SIZE: plans that fit", "memory=SIZE: plans that fit"),
         ("raise --memory to 3GB or give --scheduler zb-h1", "raise memory to 3GB or give scheduler='zb-h1'"),
+        ("--scheduler 1f1b+ does not apply", "scheduler='1f1b+' does not apply"),
     ],
 )
 def test_commands_keep_their_dashes_and_values_are_written_as_values(text: str, expected: str | None) -> None:
@@ -519,6 +520,19 @@ def test_a_run_ends_with_its_limit() -> None:
         pipeplan.run(plan, emulate=True, steps=100_000, on_step=on_step, within=limit)
     assert steps
     assert warm_left_over() == []
+
+
+def test_a_run_writes_what_a_simulation_compares(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    from runtime_support.warm import warm_ranks
+
+    plan, trace = chain_plan(2, 4), tmp_path / "run.trace"
+    with pytest.raises(pipeplan.FileError, match="nowhere"):
+        pipeplan.run(plan, emulate=True, trace=tmp_path / "nowhere" / "run.trace")
+    with warm_ranks():
+        pipeplan.run(plan, emulate=True, stretch=1, steps=1, trace=trace)
+    compared = pipeplan.simulate(plan, measured=trace)
+    assert compared.figures()["measured"]
 
 
 def test_warnings_name_the_line_that_calls_pipeplan() -> None:

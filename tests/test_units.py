@@ -7,7 +7,7 @@ import re
 import pytest
 
 from pipeplan.errors import UsageError
-from pipeplan.units import parse_bytes, parse_ns
+from pipeplan.units import format_bytes, format_ns, parse_bytes, parse_ns
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,11 @@ def test_a_bare_number_is_asked_for_its_unit_with_two_likely_readings(size: str,
 @pytest.mark.parametrize("zero", ["0", "0.0", " 0 "])
 def test_nothing_needs_no_unit(zero: str) -> None:
     assert parse_bytes(zero) == parse_ns(zero) == 0
+
+
+def test_what_no_float_has_is_written_too() -> None:
+    """Such as the time of a sum on devices of next to no speed, of which an error says that it is too long."""
+    for text in (format_ns(10**400), format_bytes(10**400)):
+        assert re.fullmatch(r"10{300,}(s|PB)", text)
+    assert format_ns(10**304) == f"{10**295}s"
+    assert (format_ns(1e12), format_bytes(10**25)) == ("1000s", "10000000000PB")

@@ -1036,6 +1036,7 @@ def run(
     device: Literal["cpu", "cuda"] = "cpu",
     backend: Literal["auto", "gloo", "nccl"] = "auto",
     timeout: Duration = 60,
+    trace: Path | None = None,
     on_step: Callable[[StepResult], None] = lambda step: None,
     within: Limit | None = None,
 ) -> RunOutcome:
@@ -1069,12 +1070,14 @@ def run(
         checkpoint_every: write one every so many steps; by default at the end.
         keep_checkpoints: how many are kept.
         resume: resume from the last checkpoint; ``steps`` is the total.
-        init: safetensors file to take the parameters from, by the names that they have in the module.
+        init: safetensors file, or folder of a Hugging Face model, to take the parameters from, by the names that they
+            have in the module.
         export_weights: where to write them in the end; one file, whatever the plan.
         dtype: of parameters; by default that of the plan's recipe, or float32 where it says none.
         device: where to run.
         backend: what carries tensors.
         timeout: longest time to wait, and longest action, as ``"60s"`` or in seconds.
+        trace: where to write the measured timeline beside the predicted one, for :func:`simulate` (``measured=``).
         on_step: called with each step's result as it ends.
         within: a limit at whose end, or interruption, the run ends with ExecutionError.
 
@@ -1085,26 +1088,35 @@ def run(
         InvalidPlanError: the plan is not right.
         UsageError: an argument makes no sense, or the ranks refused the model.
         ExecutionError: a rank failed, died or hung, or the limit was over.
-        FileError: weights cannot be written.
+        FileError: weights or the trace cannot be written.
 
     Example:
-        >>> outcome = pipeplan.run("plan.json", emulate=True, steps=2)
+        >>> outcome = pipeplan.run("plan.json", emulate=True, steps=2, trace="run.trace")
         >>> outcome.warm_ns, outcome.predicted_ns
+        >>> pipeplan.simulate("plan.json", measured="run.trace")
     """
-    from pipeplan.cli.run_verb import run_options
+    from pipeplan.cli.run_verb import run_options, trace_of
     from pipeplan.cli.shared import given_file
 
     _require_started_here(model, local)
     given = _asked("run", locals()).params
     _api.require_torch("run")
-    options = run_options({**given, "trace": False})
+    options = run_options({**given, "trace": trace is not None})
     asked = given_file("plan", given["plan_path"])
-    if export_weights is not None:
-        _api.require_writable(os.fspath(export_weights), "--export-weights")
+    _require_writable({"--export-weights": export_weights, "--trace": trace})
     outcome = _api.run(asked, options, on_step, on_look=lambda where: _require_time(within, where), where=asked.where)
+    if trace is not None:
+        _api.write_text(trace_of(outcome), os.fspath(trace))
     if outcome.result.unwritten:
         raise FileError(outcome.result.unwritten)
     return outcome
+
+
+def _require_writable(files: Mapping[str, Path | None]) -> None:
+    """Refuse files {flag: path} that could not be written in the end, before anything runs. Raises FileError."""
+    for flag, path in files.items():
+        if path is not None:
+            _api.require_writable(os.fspath(path), flag)
 
 
 def _require_started_here(model: object, local: bool | None) -> None:

@@ -66,7 +66,7 @@ _COMMAND = r"(?<![\w-])(pipeplan [a-z]+(?: (?:[^\s;:,()]|[;:,](?=\S))+)+)"
 """A command to type, to the end of its clause: it stays as it is."""
 _WORDS = r"(?:[A-Z]+|yes|no|auto|all|none|circular|sequential|bidirectional|\w+-[\w-]+)(?![\w.])"
 """Values of flags that no sentence goes on with: placeholders, choices of one word, and names with a dash."""
-_FLAG = re.compile(rf"{_COMMAND}|(?<![\w-])--([a-z][a-z-]*[a-z])(?: (\d[\w.]*(?![\w.])|'[^']*'(?![\w.])|{_WORDS}))?")
+_FLAG = re.compile(rf"{_COMMAND}|(?<![\w-])--([a-z][a-z-]*[a-z])(?: (\d[\w.]*\+?(?![\w.])|'[^']*'(?![\w.])|{_WORDS}))?")
 
 
 def in_python(text: str) -> str:

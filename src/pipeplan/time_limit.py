@@ -38,7 +38,8 @@ class Limit:
     It may be a part of a ``whole``, whose time it spends: what interrupts one of them interrupts both. ``reserved``
     seconds are kept for what must follow, ``patience`` more are waited for what must be there: enforcing ends work so
     much earlier, or later; and not before the process has worked as long as ``patient_until``, by
-    :func:`time.process_time`. ``clock`` returns seconds from any fixed moment.
+    :func:`time.process_time`, for which nobody waits more than ``at_most`` seconds. ``clock`` returns seconds from any
+    fixed moment.
     """
 
     seconds: float = math.inf
@@ -48,11 +49,19 @@ class Limit:
     reserved: float = field(default=0.0, init=False)
     patience: float = field(default=0.0, init=False)
     patient_until: float = field(default=-math.inf, init=False)
+    at_most: float = field(default=math.inf, init=False)
     _interrupted: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         if math.isnan(self.started):
             self.started = self.clock()
+
+    @classmethod
+    def part_of(cls, whole: Limit | None, seconds: float) -> Limit:
+        """So many seconds of what is left of a ``whole``, or all of that if it is less; of any without a whole."""
+        if whole is None:
+            return cls(seconds)
+        return cls(max(0.0, min(seconds, whole.left())), clock=whole.clock, whole=whole)
 
     @property
     def elapsed(self) -> float:
@@ -103,14 +112,17 @@ class Limit:
     @property
     def late(self) -> bool:
         """Whether there is no more time by the clock, with all patience."""
-        return self.left(self.patience) <= 0.0 and time.process_time() >= self.patient_until
+        if self.left(self.patience) > 0.0:
+            return False
+        return time.process_time() >= self.patient_until or self.left(self.at_most) <= 0.0
 
-    def wait(self, late: float, working: float) -> None:
+    def wait(self, late: float, working: float, at_most: float = math.inf) -> None:
         """For a required result wait ``late`` seconds more, and until the process has worked for ``working`` seconds.
 
-        The latter are not the clock's: on a busy machine they take longer, and without them there would be nothing.
+        The latter are not the clock's: on a busy machine they take longer, and without them there would be nothing. Of
+        what is not quite so much needed the clock has the last word, ``at_most`` so many seconds late.
         """
-        self.patience, self.patient_until = late, time.process_time() + working
+        self.patience, self.patient_until, self.at_most = late, time.process_time() + working, at_most
 
     @property
     def waiting(self) -> bool:
@@ -119,7 +131,7 @@ class Limit:
 
     def wait_no_longer(self) -> None:
         """What must be there is there."""
-        self.patience, self.patient_until = 0.0, -math.inf
+        self.patience, self.patient_until, self.at_most = 0.0, -math.inf, math.inf
 
     @contextmanager
     def enforced(self) -> Iterator[None]:

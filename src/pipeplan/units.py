@@ -148,7 +148,7 @@ def format_ns(ns: float) -> str:
     """A duration for people, with four significant digits: ``3.2ms``; nothing is ``0``."""
     for factor, unit in ((1e9, "s"), (1e6, "ms"), (1e3, "us")):
         if abs(ns) >= factor:
-            return f"{_digits(ns / factor)}{unit}"
+            return f"{_digits(_divided(ns, factor))}{unit}"
     return f"{_digits(ns)}ns" if ns else "0"
 
 
@@ -156,7 +156,7 @@ def format_bytes(size: float) -> str:
     """A size for people in decimal units, with four significant digits: ``1.5GB``; nothing is ``0``."""
     for factor, unit in ((1e15, "PB"), (1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(size) >= factor:
-            return f"{_digits(size / factor)}{unit}"
+            return f"{_digits(_divided(size, factor))}{unit}"
     return f"{_digits(size)}B" if size else "0"
 
 
@@ -171,8 +171,16 @@ def named_devices(*counts: int) -> str:
     return f"{', '.join(map(str, counts))} device{'s' if counts[-1] != 1 else ''}"
 
 
+_WHOLE = 10**300
+"""Beyond it are whole numbers that no float has."""
+
+
+def _divided(value: float, factor: float) -> float:
+    return value / factor if abs(value) < _WHOLE else int(value) // int(factor)
+
+
 def _digits(value: float) -> str:
     """Four significant digits without an exponent and without trailing zeros."""
     if abs(value) >= 1000:
-        return f"{value:.0f}"
+        return f"{value:.0f}" if abs(value) < _WHOLE // 10**16 else str(int(value))
     return f"{value:.4g}"

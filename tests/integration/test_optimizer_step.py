@@ -12,7 +12,7 @@ import torch
 from pipeplan.checker import check
 from pipeplan.costs import build_workload, step_bytes
 from pipeplan.costs.devices import device_preset
-from pipeplan.costs.recipes import bytes_per_parameter, state_of
+from pipeplan.costs.recipes import bytes_per_parameter, state_of, step_ns
 from pipeplan.costs.uniform import step as uniform_step
 from pipeplan.files import Block, Cluster, PlacedStage, Placement, Profile, Recipe, TiedParameter
 from pipeplan.planning.comparison import compare
@@ -36,6 +36,12 @@ def test_bytes_that_a_step_moves_of_a_parameter(name: str, moved: int) -> None:
     """Gradients in; moments and what is changed in and out; of a master copy what computes out."""
     recipe = Recipe(name=name)
     assert step_bytes(bytes_per_parameter(recipe) * 10, recipe) == 10 * moved
+
+
+@pytest.mark.parametrize(("bytes_per_s", "expected"), [(None, 0), (10**9, 28), (3 * 10**9, 10), (10**12, 1)])
+def test_a_step_takes_as_long_as_its_bytes_and_no_less(bytes_per_s: int | None, expected: int) -> None:
+    """28 bytes: 9.3 ns are 10, and no step is free where a rate is known."""
+    assert step_ns(bytes_per_parameter(Recipe(name="fp32")), Recipe(name="fp32"), bytes_per_s) == expected
 
 
 def test_frozen_parameters_are_not_stepped_and_sharded_state_is_stepped_in_part() -> None:

@@ -10,10 +10,16 @@ import pytest
 
 from builders.chains import chain_profile
 from builders.sharded import chain_of, pairs
+from pipeplan.examples import model
 from pipeplan.files import Profile
+from pipeplan.partition.placement import place
+from pipeplan.planning.alternatives import tied_with
+from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.next_steps import next_steps
-from pipeplan.planning.request import Request
-from pipeplan.planning.steps import search_plan
+from pipeplan.planning.request import Batch, Request
+from pipeplan.planning.steps import STEPS, search_plan
+from pipeplan.planning.trials import PlanSearch, Trial
+from pipeplan.schedule.cpsat.solver import Budget
 from pipeplan.simulator.simulation import simulate
 
 QUICK: dict[str, Any] = {"time_limit": 0.3, "deterministic": True}
@@ -61,3 +67,32 @@ def test_a_step_that_replicas_could_share_out_is_said_with_what_that_saves() -> 
     assert gain is not None
     default, shared = (search_plan(each).plan.predicted for each in (request, replace(request, zero=1)))
     assert float(gain[1]) / 100 == pytest.approx(1 - shared.whole_ns / default.whole_ns, abs=0.0006)
+
+
+def test_a_simpler_plan_that_estimates_cannot_tell_from_the_best_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer stages, at most 1 % longer, with what asks for it and what it leaves; measured times mean what they say."""
+    profile, batch = model("gpt2-124m", shards=(1, 2), microbatch_sizes=[1]), Batch(8, 1)
+    request = Request(profile, 4, batch, "auto", memory_bytes=20 * 10**9, time_limit=0.3, deterministic=True)
+    result, search = search_plan(request), PlanSearch(request, Budget(1, deterministic=True), None, STEPS)
+    for strategy in ("v-shape", "one-to-one"):
+        placement = place(profile, strategy, 4, microbatch_size=1, wide=[(0, 1), (2, 3)])
+        search.trials.append(Trial.of(request, PlacementCandidate(placement, batch, False, "by hand")))
+        search.trials[-1].look()
+    many, few = search.trials
+    assert few.best is not None
+    times = {id(many): few.best.iteration_ns - 1, id(few): few.best.iteration_ns}
+    monkeypatch.setattr(Trial, "value_ns", property(lambda trial: times[id(trial)]))
+    tie = tied_with(search, many)
+    assert tie is not None
+    assert (tie.flags, tie.num_stages) == ("--pp 2 --dp 1 --tp 2", 2)
+    assert 0 < tie.longer < 1e-6
+    assert tie.left_bytes == 20 * 10**9 - few.best.fullest[0]
+    assert tied_with(search, few) is None
+    times[id(many)] = round(0.98 * few.best.iteration_ns)
+    assert tied_with(search, many) is None, "it is 2 % longer"
+    times[id(many)] = few.best.iteration_ns
+    measured = profile.model_copy(update={"source": profile.source.model_copy(update={"method": "measured"})})
+    assert tied_with(replace(search, request=replace(request, profile=measured)), many) is None
+    steps = next_steps(request, replace(result, tie=replace(tie, longer=0.004)), simulate(result.plan), None)
+    said = {step.what: step.brings for step in steps}["--pp 2 --dp 1 --tp 2"]
+    assert re.fullmatch(r"0\.4% longer, a tie: 2 stages, not \d+, [\d.]+GB left", said)

@@ -119,6 +119,14 @@ def test_explained_plans_are_best_first_and_their_parts_add_up() -> None:
     assert all(f"  {each.what}\n" in below for each in result.explanation.common)
 
 
+def test_common_layouts_are_of_all_levels_where_these_are_open() -> None:
+    """With --zero auto levels are tried one after another: FSDP is among what is explained all the same."""
+    more = {"devices": 4, "mini_batch": 8, "memory_bytes": 2000, "time_limit": 0.3, "deterministic": True}
+    found = search_plan(Request.of(chain(8, (1, 2)), zero="auto", **more), explain=True)
+    assert found.explanation is not None
+    assert any(each.what.endswith(", FSDP") for each in found.explanation.common)
+
+
 def test_devices_that_run_nothing_are_at_no_position() -> None:
     """Of three positions of two devices on eight, each has as much too little, whatever else there is."""
     profile = chain(6, shards=(2,))

@@ -20,12 +20,13 @@ from builders.orders import one_f_one_b
 from builders.plans import plan_of
 from builders.requests import request_of
 from pipeplan.cli.shared import Status
+from pipeplan.costs import build_workload
 from pipeplan.costs.clusters import named_cluster
 from pipeplan.costs.throughput import one_device_ns
 from pipeplan.errors import UsageError
 from pipeplan.examples import model
 from pipeplan.examples.shapes import ShapeCosts, shape
-from pipeplan.files import Edge, Plan, Profile, Recipe, Source, read_cluster, read_profile, write_file
+from pipeplan.files import Edge, Placement, Plan, Profile, Recipe, Source, read_cluster, read_profile, write_file
 from pipeplan.interop.settings import megatron_settings, torchtitan_settings
 from pipeplan.planning.build_plan import CandidateCounts, Result, provenance_of
 from pipeplan.planning.next_steps import cannot_train, next_steps
@@ -597,6 +598,14 @@ def test_settings_of_other_trainers_are_sizes_of_the_plan() -> None:
     assert {"--pipeline-model-parallel-size 2", "--global-batch-size 16", "--use-distributed-optimizer"} <= {*megatron}
     assert not any(line.startswith("#") for line in megatron)
     assert any("not this schedule (zb-h1)" in line for line in megatron_settings(workload, "zb-h1"))
+    apart = shape("v", 4, costs=ShapeCosts(input_grad_ns=1, weight_grad_ns=1))
+    assert isinstance(apart.placement, Placement)
+    chain = apart.placement.model_copy(update={"strategy": "one-to-one"})
+    split = build_workload(apart, chain, num_microbatches=4, microbatch_size=1, split_backward=True)
+    whole = "# {} runs each backward whole, the plan splits it"
+    assert any(line.startswith(whole.format("1F1B")) for line in torchtitan_settings(split, "1f1b"))
+    assert any(line.startswith(whole.format("it")) for line in megatron_settings(split, "1f1b"))
+    assert not any("each backward whole" in line for line in torchtitan_settings(split, "zb-v"))
     stages = [replace(stage, zero=3 * (index == 0)) for index, stage in enumerate(workload.stages)]
     uneven = replace(workload, stages=tuple(stages))
     assert torchtitan_settings(uneven, "1f1b") == ["# no settings: stages differ in how they are split"]

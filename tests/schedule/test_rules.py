@@ -254,6 +254,19 @@ def test_figure_7_ii_a_check_of_step_numbers() -> None:
     assert texts(workload, Rules(checks=(valid_schedule,))) == texts(workload, Rules())
 
 
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 3), (4, 6)])
+def test_functions_know_how_many_devices_and_microbatches_there_are(devices: int, microbatches: int) -> None:
+    """So that one says the same as the expression of a file, for any number of them."""
+
+    def held(state: State, action: ReadyAction) -> bool:
+        assert (state.num_devices, state.num_microbatches) == (devices, microbatches)
+        return action.kind != "F" or state.in_flight(action.stage) < state.num_devices - action.device
+
+    workload = chain_workload(devices, microbatches)
+    first = Rules(types=TypeTraversal("fwd-first"))
+    assert texts(workload, first.but(checks=(held,))) == texts(workload, first.but(in_flight="D - d"))
+
+
 def test_figure_7_iii_priorities_of_ones_own() -> None:
     def by_turns(state: State, device: int) -> Sequence[str]:
         return "BF" if state.steps(device) % 2 else "FB"

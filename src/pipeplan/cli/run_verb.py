@@ -217,7 +217,7 @@ def _tell(
     weights = outcome.options.export_weights if isinstance(outcome.options, _api.TrainOptions) else None
     with outputs:
         if trace_path is not None:  # what becomes of it is said after the results, which are not lost with it
-            outputs.write_text(_trace(outcome), trace_path)
+            outputs.write_text(trace_of(outcome), trace_path)
         if weights is not None:
             outputs.note(weights, outcome.result.unwritten)
             outputs.say_written("weights", weights)
@@ -397,7 +397,8 @@ def _mean_action_ns(plan: Plan) -> float:
     return work / max(1, sum(counts))
 
 
-def _trace(outcome: RunOutcome) -> str:
+def trace_of(outcome: RunOutcome) -> str:
+    """The measured and the predicted timeline of a run, as a file of traces."""
     from pipeplan.reporting.timeline import run_trace
 
     options = outcome.options

@@ -36,7 +36,7 @@ def alike(profile: Profile) -> list[list[Block]]:
     """Blocks that cost the same, together: same operator, dimensions, parameters and cost rows."""
     found: dict[str, list[Block]] = {}
     for block in profile.blocks:
-        found.setdefault(block.model_copy(update={"id": ""}).model_dump_json(), []).append(block)
+        found.setdefault(profile.alike[block.id], []).append(block)
     return list(found.values())
 
 

@@ -36,6 +36,7 @@ import numpy.typing as npt
 
 from pipeplan.costs.communication import BusiestPair, Combining, Exchange, busiest_pair, time_of_groups
 from pipeplan.files import Cluster
+from pipeplan.time_limit import checked
 
 ANY = 0
 """Size of a dimension for which it is not known what divides it; its consumer says so."""
@@ -198,14 +199,14 @@ def groups_along(along: Sequence[MeshSplit], devices: int) -> list[list[int]]:
 def moves_between_all(devices: int) -> tuple[Move, ...]:
     """Every step between two layouts on ``devices``."""
     layouts = all_layouts(devices)
-    found = [move for layout in layouts for move in _moves_from(layout, devices)]
+    found = [move for layout in checked(layouts, 16) for move in _moves_from(layout, devices)]
     shapes: dict[tuple[int, ...], list[Layout]] = {}
     for layout in layouts:
         shapes.setdefault(tuple(split.extent if split else 1 for split in layout), []).append(layout)
     found += [
         Move("send", source, target)
         for alike in shapes.values()
-        for source in alike
+        for source in checked(alike, 16)
         for target in alike
         if source != target
     ]
@@ -269,9 +270,9 @@ class Resharding:
         self.layouts = all_layouts(devices)
         self.number = {layout: index for index, layout in enumerate(self.layouts)}
         self.moves = sorted(moves_between_all(devices), key=lambda move: self.number[move.target])
-        self._sources = np.array([self.number[move.source] for move in self.moves], np.int64)
-        self._targets = np.array([self.number[move.target] for move in self.moves], np.int64)
-        keys = [_price_key(move) for move in self.moves]
+        self._sources = np.array([self.number[move.source] for move in checked(self.moves)], np.int64)
+        self._targets = np.array([self.number[move.target] for move in checked(self.moves)], np.int64)
+        keys = [_price_key(move) for move in checked(self.moves)]
         self._examples = dict(zip(keys, self.moves, strict=True))
         places = {key: index for index, key in enumerate(self._examples)}
         self._priced_as = np.array([places[key] for key in keys], np.int64)
@@ -371,10 +372,16 @@ class Resharding:
             distance[:, reached] = np.minimum(distance[:, reached], offered)
 
 
+_WHOLE = (0, 0)
+"""A dimension that nothing splits, among splits that are to be sorted."""
+
+
 def _price_key(move: Move) -> tuple[object, ...]:
     """Equal for moves that cost the same for the same tensor: whichever dimensions they are about."""
     if move.how == "send":
-        pairs = sorted(zip(move.source, move.target, strict=True), key=str)
+        pairs = sorted(
+            (before or _WHOLE, after or _WHOLE) for before, after in zip(move.source, move.target, strict=True)
+        )
         return ("send", move.source.shards, *pairs)
     return (move.how, move.along, (move.target if move.how == "gather" else move.source).shards)
 

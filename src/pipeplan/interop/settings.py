@@ -69,6 +69,8 @@ def torchtitan_settings(workload: Workload, scheduler: str) -> list[str]:
             if name is not None
             else f"# no name for the schedule ({scheduler}): it takes orders by pipeline_parallel_schedule_csv"
         )
+        if name is not None and workload.splits_backward and name not in _SPLIT_BY_TORCH:
+            lines.append(f"# {name} runs each backward whole, the plan splits it: {_AS_IT_IS}")
     else:
         lines.append(f"training.local_batch_size = {samples}")
     if stage.zero == 1:
@@ -93,8 +95,15 @@ def megatron_settings(workload: Workload, scheduler: str, *, divided: bool = Fal
     runs = export_target("megatron").schedules or ()
     if positions > 1 and scheduler not in runs:
         lines.append(f"# it runs {' and '.join(runs)} alone, and not this schedule ({scheduler})")
+    elif positions > 1 and workload.splits_backward:
+        lines.append("# it runs each backward whole, the plan splits it; search with --split-backward no")
     return [*lines, *_recomputation(workload, MEGATRON_FULL, MEGATRON_SELECTIVE)]
 
+
+_SPLIT_BY_TORCH = ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
+"""Schedules that torch runs with weight gradients apart."""
+
+_AS_IT_IS = "export --to torch writes its order, or search with --split-backward no"
 
 MEGATRON_FULL = ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
 """Every layer is computed again; without a method Megatron-LM refuses that."""

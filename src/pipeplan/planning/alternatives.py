@@ -12,7 +12,7 @@ from itertools import groupby
 from pipeplan.costs.zero import IN_ACTIONS
 from pipeplan.files import PlacedStage
 from pipeplan.files.plan import AlternativeFigures
-from pipeplan.planning.candidates import uniform_choices
+from pipeplan.planning.candidates import kept_choice, uniform_choices
 from pipeplan.planning.trials import PlanSearch, Trial
 from pipeplan.planning.uniform_space import BoundedChoice, Choice
 from pipeplan.schedule.state import Schedule, scheduler_words
@@ -83,6 +83,51 @@ class Explanation:
             "alternatives": [asdict(each) | {"limits": each.limits} for each in self.alternatives],
             "common": [asdict(each) for each in self.common],
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A plan of fewer stages that takes hardly longer than the best: by what part, and the flags that ask for it.
+
+    ``left_bytes`` are what its fullest device has left, None without a limit.
+    """
+
+    flags: str
+    longer: float
+    num_stages: int
+    left_bytes: int | None
+
+
+_TIED = 0.01
+"""Estimates are further off than this."""
+
+
+def tied_with(search: PlanSearch, best: Trial) -> Tie | None:
+    """The plan with the fewest stages that estimates cannot tell from the best; the quickest, if any has fewer."""
+    value, stages = best.value_ns or 0, len(best.candidate.placement.stages)
+    if search.request.profile.source.method != "estimated" or search.request.scheduler != "auto":
+        return None
+    near = [
+        trial
+        for trial in search.done
+        if (trial.value_ns or 0) <= (1 + _TIED) * value and len(trial.candidate.placement.stages) < stages
+    ]
+    if not near:
+        return None
+    simplest = min(near, key=lambda trial: (len(trial.candidate.placement.stages), trial.value_ns))
+    choice, schedule = kept_choice(simplest.candidate), simplest.parted or simplest.best
+    if choice is None or schedule is None:
+        return None
+    peak, limit = schedule.fullest
+    reserve = max(device.reserve_bytes for device in schedule.workload.devices)
+    flags = f"--pp {choice.positions} --dp {choice.replicas}"
+    flags += "".join(f" --{name} {size}" for name, size in (("tp", choice.shards), ("cp", choice.context)) if size > 1)
+    flags += f" --vp {choice.chunks}" if choice.chunks is not None else ""
+    flags += f" --zero {choice.zero.level}" if choice.zero.level else ""
+    longer = schedule.iteration_ns / value - 1
+    return Tie(
+        flags, longer, len(simplest.candidate.placement.stages), None if limit is None else limit - reserve - peak
+    )
 
 
 def explained(search: PlanSearch) -> Explanation:
@@ -225,11 +270,13 @@ def _common(search: PlanSearch, best_ns: int) -> Iterator[Common]:
     nothing is recomputed that need not be."""
     seen: set[tuple[int, int, int, str]] = set()
     limit = min((size for size in search.request.memory if size is not None), default=None)
-    table = uniform_choices(search.request)
+    table = [each for level in search.request.levels for each in uniform_choices(level)]
+    if len(search.request.levels) > 1:
+        table.sort(key=lambda each: each.usual_ns)
     for each in sorted(table, key=lambda each: not _is_fsdp(each.choice)):
         choice = each.choice
         name = _name(choice)
-        if choice.usual is None or choice.usual.splits or not name:
+        if choice.usual is None or not name or (choice.usual.splits and not _is_fsdp(choice)):
             continue
         if (choice.shards, choice.context, choice.expert, name) not in seen:
             seen.add((choice.shards, choice.context, choice.expert, name))

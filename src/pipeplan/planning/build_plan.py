@@ -22,7 +22,7 @@ from pipeplan.display import Displayed
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, Recipe, sha256_of
 from pipeplan.lower import programs
-from pipeplan.planning.alternatives import Explanation
+from pipeplan.planning.alternatives import Explanation, Tie
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.choices import choices_of
 from pipeplan.planning.request import Request
@@ -308,8 +308,8 @@ class Result(Displayed):
     placement one below ``placement_lower_bound_ns``; gaps are of the iteration over each. Where the placement is given
     there is but one of them. ``timed_out``: the search would have gone on. ``notes`` say which of its steps failed,
     and what was asked for and is not. ``explanation``, where it was asked for, has the next best plans. ``sizes_left``
-    are the micro-batch sizes per replica, of those that were open, of which nothing was looked at. ``request`` is what
-    was asked; None of a result put together by hand.
+    are the micro-batch sizes per replica, of those that were open, of which nothing was looked at. ``tie`` is a simpler
+    plan that is as good as this one. ``request`` is what was asked; None of a result put together by hand.
     """
 
     plan: Plan
@@ -324,6 +324,7 @@ class Result(Displayed):
     notes: tuple[str, ...] = ()
     explanation: Explanation | None = None
     sizes_left: tuple[int, ...] = ()
+    tie: Tie | None = None
     request: Request | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:

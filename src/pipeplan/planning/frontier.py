@@ -18,7 +18,7 @@ from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import device_preset
 from pipeplan.costs.throughput import Throughput, Yardstick
 from pipeplan.display import Displayed
-from pipeplan.errors import InfeasibleError, UsageError
+from pipeplan.errors import InfeasibleError, SearchTimeoutError, UsageError
 from pipeplan.files import Cluster, Plan, Profile
 from pipeplan.planning.plan_frontier import PlanFrontier, PlanPoint, changes_that_do, plan_frontier
 from pipeplan.planning.request import (
@@ -32,6 +32,7 @@ from pipeplan.planning.request import (
     sizes_between,
 )
 from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier, unprofiled_words
+from pipeplan.planning.trials import ENDING, FIRST_SECONDS, LATE, LATE_SHARE
 from pipeplan.schedule.state import Progress, scheduler_words
 from pipeplan.sharding.baselines import ONLY
 from pipeplan.sharding.cost_model import CostModel
@@ -393,6 +394,10 @@ def _of_splits(
     tracked, interrupted = _tracked(requests, splitting, within, progress)
     if interrupted:
         notes.append(f"ended early: the rest was tracked with --tolerance {_ROUGH}")
+    untracked = {each.num_devices for each in requests} - {each.num_devices for each in tracked}
+    if untracked:
+        notes.append(f"on {named_devices(*sorted(untracked))} there was no time to track any: raise --time-limit")
+        requests = [each for each in requests if each.num_devices not in untracked]
     for own, splits in zip(requests, tracked, strict=True):
         count, limit = own.num_devices, own.least_memory
         marked = _with_knees([_split_point(splits, each) for each in splits.points])
@@ -406,7 +411,7 @@ def _of_splits(
         notes += _proof_notes(count, splits, [marked[index] for index in fitting])
         held += splits.tracked.eliminations["heuristic"]
     if not points:
-        raise _nothing_fits(request, splitting, tracked)
+        raise _nothing_fits(request, splitting, tracked, within)
     unprofiled = any(point.unprofiled for point in points)
     again = any(each.model.counted_again for each in tracked)
     notes += share_notes(request.profile, tracked[-1].model) if request.num_devices > 1 else ()
@@ -467,20 +472,51 @@ def _proof_notes(count: int, splits: Splits, points: Sequence[FrontierPoint]) ->
 def _tracked(
     requests: Sequence[Request], splitting: Splitting, within: Limit | None, progress: Progress | None
 ) -> tuple[list[Splits], bool]:
-    """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True."""
-    limit = Limit(requests[0].time_limit, whole=within)
+    """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True.
+
+    For the rest a part of the time is kept, after an interruption half a second; what is not tracked then is left out.
+
+    Raises:
+        KeyboardInterrupt: interrupted before there was anything.
+        SearchTimeoutError: time was up before there was anything.
+    """
+    limit = Limit.part_of(within, requests[0].time_limit)
     settling = min(_SETTLING, _SETTLING_SHARE * limit.seconds)
-    found: list[Splits] = []
-    with limit.hearing_interrupts(), limit.ended():
+    limit.reserved = _ROUGHLY * limit.seconds if limit.seconds < math.inf else 0.0
+    found: dict[int, Splits] = {}
+
+    def track(splitting: Splitting, seconds: float = 0.0) -> None:
         for each in requests:
             if progress is not None and found:
-                best = min(point.time_ns for splits in found for point in splits.points)
+                best = min(point.time_ns for splits in found.values() for point in splits.points)
                 progress(f"one stage on {named_devices(each.num_devices)}", best, 0, limit.elapsed)
-            found.append(split_frontier(each, splitting, seconds=settling))
-        return found, False
-    rough = replace(splitting, within=max(splitting.within, _ROUGH))
-    return found + [split_frontier(each, rough) for each in requests[len(found) :]], True
+            if each.num_devices not in found:
+                found[each.num_devices] = split_frontier(each, splitting, seconds=seconds)
 
+    with limit.hearing_interrupts():
+        with limit.ended():
+            track(splitting, settling)
+        exact = len(found) == len(requests)
+        limit.reserved = 0.0
+        late = max(0.0, -limit.left())
+        limit.wait(0.0, FIRST_SECONDS, late + max(LATE, LATE_SHARE * limit.seconds) - ENDING)
+        with limit.ended(), limit.finishing(_MOMENT):
+            track(replace(splitting, within=max(splitting.within, _ROUGH)))
+    if not found:
+        if limit.interrupted:
+            raise KeyboardInterrupt
+        devices = named_devices(*(each.num_devices for each in requests))
+        raise SearchTimeoutError(
+            f"no strategies on {devices} were tracked in {limit.elapsed:.1f} s; raise --time-limit, or give --plans"
+        )
+    return [found[each.num_devices] for each in requests if each.num_devices in found], not exact
+
+
+_ROUGHLY = 0.3
+"""The part of the time in which the rest is tracked roughly."""
+
+_MOMENT = 0.5
+"""Seconds for that after an interruption."""
 
 _SETTLING, _SETTLING_SHARE = 10.0, 0.2
 """Seconds for strategies that have less workspace, so that what is proved holds for peaks; at most, of a time limit."""
@@ -617,7 +653,9 @@ def _uniform_way(stage: Stage) -> str:
     return (f"context{stage.context}x" if stage.context > 1 else "") + f"shards{stage.shards}"
 
 
-def _nothing_fits(request: Request, splitting: Splitting, tracked: Sequence[Splits]) -> InfeasibleError:
+def _nothing_fits(
+    request: Request, splitting: Splitting, tracked: Sequence[Splits], within: Limit | None
+) -> InfeasibleError:
     """By what each number of devices needs, and the least of that; and fewer samples or more devices that would do."""
     least = {splits.num_devices: splits.points[0].memory_bytes for splits in tracked}
     needs = ", ".join(f"{format_bytes(size)} on {named_devices(count)}" for count, size in least.items())
@@ -627,7 +665,9 @@ def _nothing_fits(request: Request, splitting: Splitting, tracked: Sequence[Spli
         rough = replace(splitting, within=max(splitting.within, _ROUGH))
         return split_frontier(asked, rough).points[0].memory_bytes <= limit
 
-    ways = [f"raise --memory to {format_bytes(enough)}", *changes_that_do(request, fits, _EXPLAINING)]
+    time = Limit(_EXPLAINING if within is None else min(_EXPLAINING, max(_MOMENT, within.left())))
+    with time.hearing_interrupts():
+        ways = [f"raise --memory to {format_bytes(enough)}", *changes_that_do(request, fits, time)]
     if _one_share(request.profile, splitting.whole_blocks):
         ways.append(f"let blocks be split: {_more_ways(request.profile)}")
     return InfeasibleError(

@@ -48,13 +48,15 @@ class ExplainShortage(PlanStep):
     """What would do where nothing fits, looked for in at least ``seconds``; memory is found to ``precision``.
 
     Of layouts of the table their closed forms say how much memory they need at least: those that need least are cut and
-    scheduled in as much, and then so many times as much (``above``), until they fit. Memory is looked for until the
-    process has worked for a part ``working`` of the limit, at most ``most_working`` seconds, whatever the clock says:
-    where a search had no time left there would be nothing else to say. One schedule of a scheduler that was asked for
-    and is not among those that are known at once may take ``seconds_per_schedule``.
+    scheduled in as much, and then so many times as much (``above``), until they fit. A search without a plan keeps a
+    part ``kept`` of its time for that, at most ``seconds``. Memory is looked for until the process has worked for a
+    part ``working`` of the limit, at most ``most_working`` seconds, as there would be nothing else to say; on a busy
+    machine the clock ends it ``seconds`` after its share. One schedule of a scheduler that was asked for and is not
+    among those that are known at once may take ``seconds_per_schedule``.
     """
 
     seconds: float = 0.5
+    kept: float = 0.05
     precision: float = 1.01
     above: tuple[float, ...] = (1.0, 1.02, 1.05, 1.1, 1.2)
     working: float = 0.02
@@ -62,6 +64,11 @@ class ExplainShortage(PlanStep):
     seconds_per_schedule: float = 1.0
     name = "explain what does not fit"
     when = "nothing fits into memory"
+
+    def reserved(self, search: PlanSearch) -> float:
+        if search.request.least_memory is None:
+            return 0.0
+        return min(self.seconds, self.kept * search.budget.seconds)
 
     def after_all(self, search: PlanSearch) -> bool:
         return True
@@ -71,6 +78,7 @@ class ExplainShortage(PlanStep):
 
     def run(self, search: PlanSearch) -> None:
         error = most_telling(search.failures)
+        search.budget.reserved = 0.0
         if isinstance(error, InfeasibleError):
             seconds = max(self.seconds, search.budget.remaining)
             search.failures.insert(0, shortage(search.request, error, seconds, self))
@@ -166,7 +174,7 @@ class _Least:
         for number, part in enumerate(parts, 1):
             with whole.share(number * seconds / len(parts) - whole.used) as self._time:
                 if part == self._find_memory:
-                    self._time.wait(0.0, self._working)
+                    self._time.wait(0.0, self._working, self._step.seconds)
                 try:
                     with self._time.enforced():
                         part()

@@ -65,6 +65,15 @@ def _fewer_devices(request: Request, result: Result, simulation: Simulation) -> 
         )
 
 
+def _simpler(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
+    tie = result.tie
+    if tie is not None:
+        left = "" if tie.left_bytes is None else f", {format_bytes(tie.left_bytes)} left"
+        stages, more = len(simulation.workload.stages), "no" if tie.longer < 0.0005 else f"{tie.longer:.1%}"
+        brings = f"{more} longer, a tie: {counted(tie.num_stages, 'stage')}, not {stages}{left}"
+        yield NextStep(tie.flags, brings, 0.4)
+
+
 def _more_time(request: Request, result: Result, simulation: Simulation) -> Iterator[NextStep]:
     """What is left is counted: the bound over everything knows no memory, and says little of what time brings.
 
@@ -276,6 +285,7 @@ def _memory_limit(request: Request, result: Result, simulation: Simulation) -> I
 
 _STEPS = (
     _fewer_devices,
+    _simpler,
     _more_time,
     _other_schedules,
     _more_microbatches,

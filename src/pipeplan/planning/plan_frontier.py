@@ -36,11 +36,10 @@ from pipeplan.planning.partition_trials import (
     uniform,
 )
 from pipeplan.planning.request import Batch, Request, Splitting
-from pipeplan.planning.sharding_frontier import Splits, split_frontier
+from pipeplan.planning.sharding_frontier import SCHEDULER, split_frontier
 from pipeplan.planning.trials import FIRST_SECONDS, Trial, on_cluster
-from pipeplan.schedule.state import Progress, Schedule
-from pipeplan.sharding.details import split_blocks
-from pipeplan.time_limit import Limit, TimeUpError
+from pipeplan.schedule.state import Progress
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
 from pipeplan.workload.kinds import WORKSPACE
 from pipeplan.workload.memory import peak_memory
@@ -54,8 +53,9 @@ class _Constants:
     The uniform layout that should be quickest on each number of devices comes before all else, while no more than a
     part ``first`` is over: to track the strategies of one stage of a large model may take all of it. After a part
     ``one_stage`` these are only tracked to within ``rough`` of the frontier; after ``chains`` partitions of the chain
-    make way for what else there is, after ``split`` split stages. What would do where nothing fits gets ``explaining``
-    seconds at least, counting what was not tried ``counting``, but no more than ``most_counting`` seconds.
+    make way for what else there is, after ``split`` split stages. What would do where nothing fits gets what is
+    left, ``explaining`` seconds at least, of which one change may take ``trying``; counting what was not tried gets
+    ``counting``, but no more than ``most_counting`` seconds.
     """
 
     first: float = 0.2
@@ -63,7 +63,8 @@ class _Constants:
     rough: float = 0.01
     chains: float = 0.6
     split: float = 0.85
-    explaining: float = 1.0
+    explaining: float = 0.5
+    trying: float = 1.0
     counting: float = 0.05
     most_counting: float = 2.0
 
@@ -76,7 +77,7 @@ class PlanPoint:
     """What fits and what it takes, to be compared; memory is the peak of the device that needs most, with workspace.
 
     Its stages may yet be split where there is a ``candidate``. Making its plan takes longer than saying what it is, for
-    which its ``schedule`` does, where it is known.
+    which its ``workload`` does, of which the stages and sizes are known, and what the ``scheduler`` is.
     """
 
     request: Request
@@ -84,23 +85,14 @@ class PlanPoint:
     workspace_bytes: int
     iteration_ns: int
     make: Callable[[], Plan]
+    workload: Workload
+    scheduler: str
     candidate: PlacementCandidate | None = None
-    schedule: Schedule | None = None
 
     @cached_property
     def plan(self) -> Plan:
         """Made when it is wanted."""
         return self.make()
-
-    @property
-    def workload(self) -> Workload:
-        """What the plan runs."""
-        return self.plan.workload if self.schedule is None else self.schedule.workload
-
-    @property
-    def scheduler(self) -> str:
-        """What made its schedule."""
-        return self.plan.provenance.scheduler if self.schedule is None else self.schedule.scheduler
 
     @property
     def num_devices(self) -> int:
@@ -145,7 +137,7 @@ def plan_frontier(
         KeyboardInterrupt: interrupted before there was anything.
         SearchTimeoutError: time was up before there was anything.
     """
-    limit = Limit(request.time_limit, whole=within)
+    limit = Limit.part_of(within, request.time_limit)
     limit.wait(0.0, FIRST_SECONDS)
     found = _searched(request, limit, quickest, progress)
     if not found.best:
@@ -201,21 +193,23 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
     error = next(iter(found.failures.values()), nothing)
     if limit is None or found.interrupted:
         return error
-    seconds = max(_HOW.explaining, found.left() / 2)
-    able = _searched(request.within(MAX_BYTES), Limit(seconds), quickest=False)
-    if not able.best:
-        return error
+    time = Limit(max(_HOW.explaining, found.limit.left()), clock=found.limit.clock)
+    with time.hearing_interrupts():
+        able = _searched(request.within(MAX_BYTES), Limit.part_of(time, time.seconds / 3), quickest=False)
+        if not able.best:
+            return error
+
+        def fits(asked: Request) -> bool:
+            return bool(_searched(asked, Limit.part_of(time, _HOW.trying), quickest=False).best)
+
+        changes = changes_that_do(request, fits, time)
     least: dict[int, int] = {}
     for count, memory, _ in sorted(tried.place for tried in able.best):
         least.setdefault(count, memory)
     *enough, last = [f"{named_devices(count)} of {format_bytes(rounded_up(each))}" for count, each in least.items()]
     enough = [", ".join(enough), last] if enough else [last]
     raised = rounded_up(min(least.values()))
-
-    def fits(asked: Request) -> bool:
-        return bool(_searched(asked, Limit(_HOW.explaining), quickest=False).best)
-
-    ways = [f"raise --memory to {format_bytes(raised)}", *changes_that_do(request, fits, seconds)]
+    ways = [f"raise --memory to {format_bytes(raised)}", *changes]
     return InfeasibleError(
         f"no plan was found for {devices} of {format_bytes(limit)}: {' or '.join(enough)} would do; "
         f"{unproved(in_time=not able.interrupted)}; " + ", or ".join(ways),
@@ -223,19 +217,18 @@ def _why(request: Request, found: _FrontierSearch) -> PipeplanError:
     )
 
 
-def changes_that_do(request: Request, fits: Callable[[Request], bool], seconds: float) -> Iterator[str]:
+def changes_that_do(request: Request, fits: Callable[[Request], bool], time: Limit) -> list[str]:
     """Fewer samples, or more devices, with which something fits; as far as there is time to find out."""
-    with Limit(seconds).ended():
-        for flag, asked in _halved(request):
-            if fits(asked):
-                yield flag
-                break
-    with Limit(seconds).ended():
-        for flag, asked in _doubled(request):
-            with suppress(UsageError):  # the cluster has no more
-                if fits(asked):
-                    yield flag
-                    break
+    found: list[str] = []
+    for ways, parts in ((_halved, 2), (_doubled, 1)):
+        with Limit.part_of(time, time.left() / parts).ended():
+            for flag, asked in ways(request):
+                checkpoint()
+                with suppress(UsageError):  # the cluster has no more
+                    if fits(asked):
+                        found.append(flag)
+                        break
+    return found
 
 
 def _halved(request: Request) -> Iterator[tuple[str, Request]]:
@@ -301,7 +294,7 @@ class _FrontierSearch:
         """Compare the strategies of one stage: all, or when a share of the time is over some, or none."""
         self.report(request, "one stage")
         for share, within in ((_HOW.one_stage, 0.0), (1.0, _HOW.rough)):
-            limit = Limit(self.left(share), whole=self.limit)
+            limit = Limit.part_of(self.limit, self.left(share))
             try:
                 with limit.enforced():
                     found = list(_one_stage(request, within))
@@ -371,18 +364,13 @@ def _one_stage(request: Request, within: float) -> Iterator[PlanPoint]:
         return
     limit = request.least_memory
     for index, point in enumerate(splits.points):
-        if (limit is None or point.memory_bytes <= limit) and _runs(splits, index):
-            plan = partial(splits.plan, request, index)
-            yield PlanPoint(request, point.memory_bytes, point.workspace_bytes, point.time_ns, plan)
-
-
-def _runs(splits: Splits, index: int) -> bool:
-    """Whether plans can say what a strategy does."""
-    try:
-        split_blocks(splits.model, splits.points[index].strategy)
-    except UsageError:
-        return False
-    return True
+        if limit is not None and point.memory_bytes > limit:
+            continue
+        checkpoint()
+        with suppress(UsageError):  # plans cannot say what it does
+            figures = point.memory_bytes, point.workspace_bytes, point.time_ns
+            workload = splits.described(request, index)
+            yield PlanPoint(request, *figures, partial(splits.plan, request, index), workload, SCHEDULER)
 
 
 def _split(splits: GroupSplits, best: Sequence[PlanPoint]) -> Iterator[PartitionTrial]:
@@ -396,7 +384,8 @@ def _split(splits: GroupSplits, best: Sequence[PlanPoint]) -> Iterator[Partition
 
 def _counted(found: _FrontierSearch, seconds: float) -> int:
     """How many partitions there still are, as far as they can be counted in so long; interrupted, nobody waits."""
-    number, limit = 0, Limit(0.0 if found.limit.interrupted else seconds)
+    found.limit.reserved = 0.0
+    number, limit = 0, Limit.part_of(found.limit, seconds)
     with limit.ended():
         for asked in found.partitions:
             number += not isinstance(asked.candidate, PipeplanError)
@@ -419,7 +408,8 @@ def _tried(asked: PartitionTrial, candidate: PlacementCandidate, best: Sequence[
         return None
     peak = max(peak_memory(trial.best.graph, trial.best.orders, trial.best.loop), key=lambda each: each.peak_bytes)
     plan, still_open = partial(_trial_plan, request, trial), trial.candidate if asked.open else None
-    return PlanPoint(request, peak.peak_bytes, peak.parts[WORKSPACE], trial.value_ns, plan, still_open, trial.settled)
+    figures, known = (peak.peak_bytes, peak.parts[WORKSPACE], trial.value_ns), trial.settled
+    return PlanPoint(request, *figures, plan, known.workload, known.scheduler, still_open)
 
 
 def _trial_plan(request: Request, trial: Trial) -> Plan:

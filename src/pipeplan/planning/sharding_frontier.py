@@ -30,7 +30,9 @@ from pipeplan.sharding.table import IntArray
 from pipeplan.sharding.tracking import Tracked, track
 from pipeplan.units import named_devices
 from pipeplan.workload.bounds import weak_iteration_bound
+from pipeplan.workload.elements import Device, Stage
 from pipeplan.workload.task_graph import TaskGraph, task_graph
+from pipeplan.workload.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,33 @@ class Splits:
             memory_bytes=request.memory_bytes,
             reserve_bytes=request.reserve_bytes,
             choices=choices_of_splits(request, self.only),
+        )
+
+    def described(self, request: Request, index: int) -> Workload:
+        """The stage of a point on its devices, and its micro-batches, without what it runs: quick to say of thousands.
+
+        Raises:
+            UsageError: plans cannot say what its strategy does, as :func:`split_blocks` has it.
+        """
+        model = self.model_of(self.points[index])
+        split, count = split_blocks(model, self.points[index].strategy), self.num_devices
+        samples = model.operators.nodes[0].operation.axis("samples").size
+        stage = Stage(
+            blocks=split.blocks,
+            devices=tuple(range(count)),
+            shards=count,
+            configurations=split.configurations,
+            microbatch_size=samples,
+        )
+        return Workload(
+            name=request.profile.name,
+            placement=SCHEDULER,
+            num_microbatches=model.options.microbatches,
+            microbatch_size=samples,
+            devices=(Device(),) * count,
+            stages=(stage,),
+            operations=(),
+            dependencies=(),
         )
 
     def model_of(self, point: SplitPoint) -> CostModel:
@@ -295,7 +324,7 @@ def plan_of_strategy(
     )
     workload = build_workload(
         profile,
-        Placement(strategy="strategy", num_devices=devices, stages=(stage,)),
+        Placement(strategy=SCHEDULER, num_devices=devices, stages=(stage,)),
         num_microbatches=options.microbatches,
         microbatch_size=samples,
         cluster=cluster,
@@ -309,7 +338,7 @@ def plan_of_strategy(
         [_order(graph, options.in_flight)] * devices,
         weak_iteration_bound(workload),
         Fraction(split.costs.forward_ns + split.costs.backward_ns),
-        "strategy",
+        SCHEDULER,
         recipe=profile.recipe,
         modules=profile.modules,
         where=profile.where,
@@ -324,6 +353,10 @@ def plan_of_strategy(
         "the plan of the strategy"
     )
     return plan
+
+
+SCHEDULER = "strategy"
+"""How plans call what places and schedules the one stage."""
 
 
 def _order(graph: TaskGraph, in_flight: int) -> list[int]:

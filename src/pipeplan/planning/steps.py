@@ -24,7 +24,7 @@ from pipeplan.files import PlacedStage, Placement, Plan
 from pipeplan.partition.baselines import num_to_split
 from pipeplan.partition.chain.costs import StageTimes
 from pipeplan.partition.recomputation import choices_of
-from pipeplan.planning.alternatives import explained, kept_alternatives
+from pipeplan.planning.alternatives import explained, kept_alternatives, tied_with
 from pipeplan.planning.block_splits import OneStage, SplitFinalists
 from pipeplan.planning.build_plan import CandidateCounts, Result, planned, sharing_left_out, slices_left_out
 from pipeplan.planning.candidates import (
@@ -911,6 +911,7 @@ def search_plan(
         ),
         explanation=explained(search) if explain else None,
         sizes_left=_sizes_left(search) if counts.left else (),
+        tie=tied_with(search, best),
         request=request,
     )
 

@@ -379,6 +379,10 @@ class PlanStep(SearchStep, ABC):
         """Whether it runs at the end even if there is no time left."""
         return False
 
+    def reserved(self, search: PlanSearch) -> float:
+        """Seconds that are kept for it while there is no plan."""
+        return 0.0
+
     def applies(self, search: PlanSearch) -> bool:
         """Whether the precondition holds."""
         return True
@@ -475,6 +479,7 @@ class PlanSearch:
         """
         steps = [step for step in self.steps if isinstance(step, PlanStep)]
         self.budget.wait(max(0.0, self.lateness - ENDING), FIRST_SECONDS)
+        self.budget.reserved = sum(step.reserved(self) for step in steps)
         left = steps
         with self.budget.hearing_interrupts(), self.budget.ended():
             if not self._bounded:

@@ -89,3 +89,15 @@ def test_what_cannot_share_sequences_is_refused() -> None:
         pipeplan.estimate(CONFIG, sequence=PART, context=3, **how)
     with pytest.raises(UsageError, match="makes samples of its own"):
         pipeplan.estimate("runtime_support.models:chain", context=2, **how)
+
+
+@pytest.mark.filterwarnings("ignore:pipeplan run cannot split blocks of")
+def test_what_needs_more_devices_than_there_are_is_left_out() -> None:
+    """Numbers that each fit may not fit together: only those that do not are left out, and that is said."""
+    pair = Cluster.of("pair", 2)
+    how = {"device": "h100-80gb", "microbatch": 1, "sequence": 64, "cluster": pair}
+    with pytest.warns(UserWarning, match="left out, as the cluster has fewer devices: --context 2 with --shards 2"):
+        profile = pipeplan.estimate(CONFIG, shards=(1, 2), context=(1, 2), **how)
+    assert {(row.shards, row.context) for block in profile.blocks for row in block.costs} == {(1, 1), (2, 1), (1, 2)}
+    with pytest.raises(UsageError, match="context=4 with shards=1: the cluster has 2 devices"):
+        pipeplan.estimate(CONFIG, shards=(1, 2), context=(1, 4), **how)

@@ -455,6 +455,28 @@ def test_command_counts_the_products_of_experts_whatever_was_estimated_before(
     assert (moe.costs[0].input_grad_ns or 0) > 2 * floor_ns
 
 
+class There(nn.Module):
+    """Through one matrix and back; what it is like shows in its parameter alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(WIDTH, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.matrix @ self.matrix.T
+
+
+def test_blocks_that_differ_only_inside_are_not_alike() -> None:
+    """Of the same modules, inputs and dimensions that are said; only their parameters have other shapes."""
+
+    def wide(id_: str, source: str, width: int) -> BlockSpec:
+        return BlockSpec(id_, "ffn", lambda: There(width), sources=(source,))
+
+    model = replace(chain(), blocks=(*chain().blocks, wide("narrow", "first", 16), wide("broad", "narrow", 4096)))
+    rows = {block.id: block.costs[0] for block in estimate(model, (1,)).blocks}
+    assert rows["narrow"].activation_bytes < rows["broad"].activation_bytes
+
+
 def test_formulas_that_are_registered_later_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """As those of grouped products are, when a model with experts is loaded."""
     monkeypatch.setitem(flop_registry, torch.ops.aten.mul, lambda *_, **__: 7)

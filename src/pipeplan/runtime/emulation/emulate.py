@@ -138,15 +138,18 @@ class _Emulation:
             bare, late = (format_ns(round(ns)) for ns in (bare_ns, over * self._tried_ns))
             tell(
                 f"{self._num_ranks} processes on {os.cpu_count()} cores take {bare} for a step whose actions take no "
-                f"time, and end {late} late: the plan's actions are too short for them, and all times are stretched "
-                f"{found:g} times (--stretch)"
+                f"time, and with the plan's times a step ends {late} late: they are too short here, and all are "
+                f"stretched {found:g} times (--stretch)"
             )
         return found
 
     def _over(self, factor: float) -> float:
         """How much longer steps take than they should when times are stretched by this, in predicted steps."""
         if self._progress.rank == 0 and (wait_s := _TRIALS * factor * self._tried_ns / 1e9) >= 1:
-            tell(f"measuring what this machine can keep: about {wait_s:.0f} s (not with --stretch {factor:.3g})")
+            tell(
+                f"timing {_TRIALS} steps, to see how near the plan's times this machine comes: about {wait_s:.0f} s "
+                f"(--stretch {factor:.3g} skips that)"
+            )
         self._stretch(factor)
         return statistics.median(self.step(0, self._tried_copies)[0] for _ in range(_TRIALS)) / self._tried_ns - factor
 

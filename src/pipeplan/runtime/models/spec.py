@@ -363,13 +363,17 @@ def unsplittable(count: int, name: str) -> UsageError:
     return UsageError(f"--shards {count}: model {name!r} does not say how it is split; give --shards 1")
 
 
+_LONGEST_NAME = 40
+
+
 @contextmanager
 def shards_named(count: int, name: str) -> Iterator[None]:
     """Let errors of a split say which flag and which model they are about."""
     try:
         yield
     except UsageError as error:
-        text = f"--shards {count}: model {name!r} cannot be split so: {error}"
+        shown = name if len(name) <= _LONGEST_NAME else f"{name.partition('(')[0]}(...)"  # a configuration's arguments
+        text = f"--shards {count}: model {shown!r} cannot be split so: {error}"
         raise (UnevenError(text, count) if isinstance(error, UnevenError) else UsageError(text)) from None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -290,15 +291,19 @@ def splits_of(
     parts = sorted({1, *context})
     if parts[0] < 1:
         raise UsageError(f"--context {list(context)}: give numbers of 1 or more")
-    if cluster is not None and counts[-1] * parts[-1] > cluster.num_devices:
+    if cluster is not None and counts[0] * parts[-1] > cluster.num_devices:
         raise UsageError(
-            f"--context {parts[-1]} with --shards {counts[-1]}: the cluster has {cluster.num_devices} devices; give "
+            f"--context {parts[-1]} with --shards {counts[0]}: the cluster has {cluster.num_devices} devices; give "
             "less, or a larger --cluster"
         )
+    many = [] if cluster is None else [(p, n) for p in parts for n in counts if p * n > cluster.num_devices]
+    if many:
+        said = ", ".join(f"--context {part} with --shards {count}" for part, count in many)
+        warnings.warn(f"left out, as the cluster has fewer devices: {said}", stacklevel=2)
     return tuple(
         ModelShare(count, each, _apart(block_graph_of(each, dtype), part), part)
         for part, whole in ((part, _part_of(model, part)) for part in parts)
-        for count, each in ((count, _share_of(whole, count)) for count in counts)
+        for count, each in ((count, _share_of(whole, count)) for count in counts if (part, count) not in many)
     )
 
 

@@ -109,6 +109,16 @@ class RulesRun(Engine):
 
     # what user functions see (language.State)
 
+    @property
+    def num_devices(self) -> int:
+        """As :class:`State` says."""
+        return self._num_devices
+
+    @property
+    def num_microbatches(self) -> int:
+        """As :class:`State` says."""
+        return self.graph.workload.num_microbatches
+
     def steps(self, device: int) -> int:
         """Actions that a device has started."""
         return len(self.orders[device])

@@ -82,6 +82,14 @@ class State(Protocol):
     def now(self) -> int:
         """The step, or with ``time="true"`` the time in ns."""
 
+    @property
+    def num_devices(self) -> int:
+        """How many devices the schedule has."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many micro-batches it is for."""
+
     def steps(self, device: int) -> int:
         """Actions that a device has started (Fig. 7's ``get_stepnum(pipeid)``)."""
 

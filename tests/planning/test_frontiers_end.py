@@ -1,0 +1,198 @@
+"""Frontiers end in time, whatever they do when it is over: by a clock that moves with every question or step."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+
+from builders.chains import chain_profile
+from pipeplan.errors import InfeasibleError, SearchTimeoutError
+from pipeplan.examples import model
+from pipeplan.planning import frontier as frontiers
+from pipeplan.planning import infeasibility, sharding_frontier
+from pipeplan.planning.frontier import _tracked, _words
+from pipeplan.planning.infeasibility import ExplainShortage, shortage
+from pipeplan.planning.plan_frontier import PlanPoint, _counted, _FrontierSearch, changes_that_do
+from pipeplan.planning.request import Batch, Request, Splitting
+from pipeplan.planning.sharding_frontier import SCHEDULER, split_frontier
+from pipeplan.planning.steps import STEPS
+from pipeplan.planning.trials import PlanSearch
+from pipeplan.schedule.cpsat.solver import Budget
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint
+
+
+class Hand:
+    """A clock that is moved by hand, or by each question for the time."""
+
+    def __init__(self, per_question: float = 0.0) -> None:
+        self.now, self.per_question = 0.0, per_question
+
+    def __call__(self) -> float:
+        self.now += self.per_question
+        return self.now
+
+
+def split_model() -> Request:
+    profile = model("gpt2-124m", microbatch_sizes=(1, 2), shards=(1, 2))
+    return Request(profile, 2, Batch(2, 1), device_counts=(2,), sizes=(1, 2), time_limit=math.inf)
+
+
+def test_points_of_one_stage_are_described_as_their_plans_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without making them, which nobody would have time for after the last point."""
+    request = split_model()
+    splits = split_frontier(request, Splitting())
+    for index in {0, len(splits.points) // 2, len(splits.points) - 1}:
+        described, plan = splits.described(request, index), splits.plan(request, index)
+        figures = splits.points[index].memory_bytes, 0, splits.points[index].time_ns
+        words = (
+            _words(PlanPoint(request, *figures, partial(splits.plan, request, index), workload, scheduler))
+            for workload, scheduler in ((described, SCHEDULER), (plan.workload, plan.provenance.scheduler))
+        )
+        assert len(set(words)) == 1
+        assert frontiers._ways(described) == frontiers._ways(plan.workload)
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("a plan was made")
+
+    monkeypatch.setattr(sharding_frontier, "plan_of_strategy", fail)
+    search = _FrontierSearch(Limit(), iter(()), rough=[2])
+    search.one_stage(request)
+    assert search.best
+    assert all(_words(point).startswith("1 stage on ") for point in search.best)
+
+
+@pytest.mark.parametrize("left", [0.0, 1.0, 30.0])
+def test_what_was_not_tried_is_counted_for_as_long_as_there_is_time(left: float) -> None:
+    """At most two seconds, and no more than the command has left, of which imports and reading took a part."""
+    clock = Hand()
+    whole = Limit(60.0, clock=clock)
+    clock.now = 60.0 - left
+
+    def partitions() -> Any:
+        while True:
+            clock.now += 0.25
+            yield Counted()
+
+    found = _FrontierSearch(Limit.part_of(whole, 60.0), partitions(), interrupted=True)
+    found.limit.reserved = 2.0
+    number = _counted(found, 2.0)
+    assert clock.now <= 60.0 - left + min(2.0, left) + 0.25
+    assert number == max(1, min(2.0, left) / 0.25), "the first is counted before anybody asks"
+
+
+class Counted:
+    """A partition that is only counted."""
+
+    candidate = None
+
+
+def test_changes_are_looked_for_as_long_as_there_is_time() -> None:
+    """One question takes longer than there is; none is begun after it."""
+    clock, asked = Hand(), list[Request]()
+
+    def fits(request: Request) -> bool:
+        asked.append(request)
+        clock.now += 4.0
+        return False
+
+    request = Request(chain_profile(4, placed=False), 2, Batch(64, 1), device_counts=(2,))
+    assert changes_that_do(request, fits, Limit(10.0, clock=clock)) == []
+    assert (len(asked), clock.now) == (3, 12.0)
+    assert {each.num_devices for each in asked} == {2, 4}, "both kinds of change have their half"
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("done", [0, 1, 3])
+def test_strategies_that_are_not_tracked_in_time_are_left_out(
+    done: int, interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exactly ``done`` of three are; of the others each would take a minute, and more roughly."""
+    clock = Hand()
+    within = Limit(20.0, clock=clock)
+    monkeypatch.setattr(Limit, "wait", lambda *_: None)
+
+    def split(request: Request, splitting: Splitting, *, seconds: float = 0.0) -> Any:
+        if request.num_devices <= done:
+            return Tracked(request.num_devices)
+        for _ in range(600):
+            clock.now += 0.1
+            if interrupted and clock.now > 3:
+                within.interrupt()
+            checkpoint()
+        raise AssertionError("a minute")
+
+    monkeypatch.setattr(frontiers, "split_frontier", split)
+    request = Request(chain_profile(4, placed=False), 3, Batch(64, 1), device_counts=(1, 2, 3), time_limit=20.0)
+    if done:
+        found, ended = _tracked(request.by_devices, Splitting(), within, None)
+        assert ([each.num_devices for each in found], ended) == (list(range(1, done + 1)), done < 3)
+    else:
+        error: type[BaseException] = KeyboardInterrupt if interrupted else SearchTimeoutError
+        with pytest.raises(error):
+            _tracked(request.by_devices, Splitting(), within, None)
+    assert clock.now <= (3.8 if interrupted else 20.2)
+    assert done == 3 or interrupted or clock.now > 19, "a part of the time is for rough ones"
+
+
+class Tracked:
+    """What is tracked, as far as anybody asks here."""
+
+    points = ()
+
+    def __init__(self, num_devices: int) -> None:
+        self.num_devices = num_devices
+
+
+def test_a_search_without_a_plan_keeps_time_to_say_what_would_do() -> None:
+    request = Request.of(chain_profile(4, placed=False), devices=2, num_microbatches=2, memory_bytes=1)
+    for seconds, kept in ((100.0, 0.5), (2.0, 0.1)):
+        search = PlanSearch(request, Budget(seconds), None, STEPS)
+        assert sum(step.reserved(search) for step in STEPS if hasattr(step, "reserved")) == kept
+    seen: list[float] = []
+    search = PlanSearch(request, Budget(100.0), lambda *_: None, STEPS)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PlanSearch, "_try_all", lambda self, *_: seen.append(self.budget.reserved))
+        search.run(lambda _: iter(()))
+    assert seen[0] == 0.5
+
+
+def test_what_would_do_is_looked_for_no_longer_than_the_clock_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that gives the process no time to work: every question for the time is 10 ms later."""
+    clock = Hand(0.01)
+    monkeypatch.setattr("time.process_time", lambda: 0.0)
+    monkeypatch.setattr(infeasibility, "Budget", partial(Budget, clock=clock))
+    request = Request.of(chain_profile(40, placed=False), devices=4, num_microbatches=2, memory_bytes=1)
+    shortage(request, InfeasibleError("no"), 0.5, ExplainShortage())
+    assert clock.now < 1.5
+
+
+def test_patience_by_work_has_an_end_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.process_time", lambda: 0.0)
+    clock = Hand()
+    limit = Limit(10.0, clock=clock)
+    limit.wait(1.0, 5.0, at_most=2.0)
+    overs = []
+    for now in (10.5, 11.5, 12.5):
+        clock.now = now
+        overs.append(limit.over)
+    assert overs == [False, False, True]
+    limit.wait(1.0, 5.0)
+    assert not limit.over, "what must be there is waited for"
+    limit.wait_no_longer()
+    assert limit.over
+
+
+def test_a_part_has_what_is_left_of_the_whole() -> None:
+    clock = Hand()
+    whole = Limit(10.0, clock=clock)
+    clock.now = 4.0
+    assert Limit.part_of(whole, 8.0).seconds == 6.0
+    assert Limit.part_of(whole, 5.0).seconds == 5.0
+    clock.now = 40.0
+    late = Limit.part_of(whole, 5.0)
+    assert (late.seconds, late.clock) == (0.0, clock)
+    with pytest.raises(TimeUpError), late.enforced():
+        checkpoint()
