@@ -86,7 +86,7 @@ class Explanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Tie:
+class EqualPlan:
     """A plan of fewer stages that takes hardly longer than the best: by what part, and the flags that ask for it.
 
     ``left_bytes`` are what its fullest device has left, None without a limit.
@@ -102,7 +102,7 @@ _TIED = 0.01
 """Estimates are further off than this."""
 
 
-def tied_with(search: PlanSearch, best: Trial) -> Tie | None:
+def tied_with(search: PlanSearch, best: Trial) -> EqualPlan | None:
     """The plan with the fewest stages that estimates cannot tell from the best; the quickest, if any has fewer."""
     value, stages = best.value_ns or 0, len(best.candidate.placement.stages)
     if search.request.profile.source.method != "estimated" or search.request.scheduler != "auto":
@@ -125,7 +125,7 @@ def tied_with(search: PlanSearch, best: Trial) -> Tie | None:
     flags += f" --vp {choice.chunks}" if choice.chunks is not None else ""
     flags += f" --zero {choice.zero.level}" if choice.zero.level else ""
     longer = schedule.iteration_ns / value - 1
-    return Tie(
+    return EqualPlan(
         flags, longer, len(simplest.candidate.placement.stages), None if limit is None else limit - reserve - peak
     )
 

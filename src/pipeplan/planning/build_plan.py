@@ -22,7 +22,7 @@ from pipeplan.display import Displayed
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, Recipe, sha256_of
 from pipeplan.lower import programs
-from pipeplan.planning.alternatives import Explanation, Tie
+from pipeplan.planning.alternatives import EqualPlan, Explanation
 from pipeplan.planning.candidates import PlacementCandidate
 from pipeplan.planning.choices import choices_of
 from pipeplan.planning.request import Request
@@ -324,7 +324,7 @@ class Result(Displayed):
     notes: tuple[str, ...] = ()
     explanation: Explanation | None = None
     sizes_left: tuple[int, ...] = ()
-    tie: Tie | None = None
+    tie: EqualPlan | None = None
     request: Request | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
