@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from builders.chains import chain_profile
+from pipeplan.costs.layouts import Resharding
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.examples import model
 from pipeplan.planning import frontier as frontiers
@@ -18,11 +20,11 @@ from pipeplan.planning.frontier import _tracked, _words
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
 from pipeplan.planning.plan_frontier import PlanPoint, _counted, _FrontierSearch, changes_that_do
 from pipeplan.planning.request import Batch, Request, Splitting
-from pipeplan.planning.sharding_frontier import SCHEDULER, split_frontier
+from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, split_frontier
 from pipeplan.planning.steps import STEPS
 from pipeplan.planning.trials import PlanSearch
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.sharding import bounds, tracking
+from pipeplan.sharding import bounds, operators, tracking
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded
 
 
@@ -170,6 +172,32 @@ def test_costs_are_worked_out_once_and_in_all_of_the_time(monkeypatch: pytest.Mo
         exact.points[0].memory_bytes,
         exact.points[-1].time_ns,
     }
+
+
+def test_costs_ask_for_the_time_as_often_as_they_are_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 16 configurations are priced between two questions, and distances from one layout are found."""
+    done, most = Counter[str](), Counter[str]()
+
+    def counted(name: str, work: Any) -> Any:
+        def counting(*given: Any) -> Any:
+            done[name] += 1
+            most[name] = max(most[name], done[name])
+            return work(*given)
+
+        return counting
+
+    def clock() -> float:
+        done.clear()
+        return 0.0
+
+    monkeypatch.setattr(operators, "_priced", counted("ways", operators._priced))
+    monkeypatch.setattr(Resharding, "_distances_from", counted("sources", Resharding._distances_from))
+    monkeypatch.setattr(Resharding, "_price", counted("prices", Resharding._price))
+    (request,) = replace(split_model(), num_devices=8, device_counts=(8,)).by_devices
+    with Limit(1.0, clock=clock).enforced():
+        costs_of_splits(request, Splitting(whole_blocks=False))
+    assert (most["ways"], most["sources"]) == (16, 1)
+    assert 16 < most["prices"] <= 256
 
 
 def slowly(clock: Hand, work: Any) -> Any:
