@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from builders.chains import chain_profile
-from pipeplan.costs.layouts import Resharding
+from pipeplan.costs.layouts import ANY, Layout, Resharding, Tensor
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.examples import model
 from pipeplan.planning import frontier as frontiers
@@ -175,7 +175,7 @@ def test_costs_are_worked_out_once_and_in_all_of_the_time(monkeypatch: pytest.Mo
 
 
 def test_costs_ask_for_the_time_as_often_as_they_are_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 16 configurations are priced between two questions, and distances from one layout are found."""
+    """At most 16 configurations, 256 moves, or the distances from one layout are worked out between two questions."""
     done, most = Counter[str](), Counter[str]()
 
     def counted(name: str, work: Any) -> Any:
@@ -196,8 +196,8 @@ def test_costs_ask_for_the_time_as_often_as_they_are_worked_out(monkeypatch: pyt
     (request,) = replace(split_model(), num_devices=8, device_counts=(8,)).by_devices
     with Limit(1.0, clock=clock).enforced():
         costs_of_splits(request, Splitting(whole_blocks=False))
-    assert (most["ways"], most["sources"]) == (16, 1)
-    assert 16 < most["prices"] <= 256
+        Resharding(None, 16).times(Tensor((ANY, ANY, ANY), 1000), [Layout()], [Layout()])
+    assert (most["ways"], most["sources"], most["prices"]) == (16, 1, 256)
 
 
 def slowly(clock: Hand, work: Any) -> Any:

@@ -400,17 +400,16 @@ def _between(sums: Array, begins: Place, ends: Place) -> Array:
 
 def _sums(rows: Sequence[Sequence[StageCost]]) -> Array:
     """[kind, row, block + 1] of forward, compute, activations, gradients, static, and each kind of state."""
-    each = [
-        [
-            (
-                *(cost.forward_ns, cost.compute_ns, cost.activation_bytes, cost.gradient_bytes, cost.static_bytes),
-                *(cost.state[kind] for kind in STATE_KINDS),
-            )
-            for cost in row
-        ]
-        for row in rows
+    kinds = {id(cost): cost for row in rows for cost in row}  # blocks that are alike have the same
+    places = {kind: place for place, kind in enumerate(kinds)}
+    numbers = [
+        (
+            *(cost.forward_ns, cost.compute_ns, cost.activation_bytes, cost.gradient_bytes, cost.static_bytes),
+            *(cost.state[kind] for kind in STATE_KINDS),
+        )
+        for cost in kinds.values()
     ]
-    values = np.array(each, dtype=np.int64)
+    values = np.array(numbers, dtype=np.int64)[[[places[id(cost)] for cost in row] for row in rows]]
     sums = np.zeros((values.shape[2], values.shape[0], values.shape[1] + 1), dtype=np.int64)
     np.cumsum(np.moveaxis(values, 2, 0), axis=2, out=sums[:, :, 1:])
     return sums
