@@ -98,7 +98,7 @@ def test_dragging_pans_and_bars_move_with_it(page: Opened) -> None:
     shown = page.page
     shown.evaluate("timeline.set(0, timeline.data.end / 4)")
     settled(shown)
-    place = "[...timeline.runs[0].lanes[0].bars].map((bar) => Number(bar.getAttribute('x')))[2]"
+    place = "timeline.runs[0].lanes[0].bars[2].getBoundingClientRect().x"
     before = shown.evaluate(place)
     shown.evaluate("timeline.set(timeline.data.end / 8, timeline.data.end * 3 / 8)")
     box = shown.locator(".stage").bounding_box()
