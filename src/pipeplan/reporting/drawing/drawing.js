@@ -467,7 +467,7 @@ class SvgPainter {
     lane.moving = behind.appendChild(made("g", "moving"));
     lane.moving.append(...lane.bars);
     lane.placed = new Uint8Array(lane.bars.length).fill(1); // whether a bar is where it belongs at this scale
-    lane.cut = []; // bars of which a part was out of view when they were placed
+    lane.cut = []; // bars of which a part is out of view
     [lane.area, lane.limitLine, lane.memoryWords] = [".memory", ".limit", ".memory-words"].map((s) => group.querySelector(s));
   }
 
@@ -544,10 +544,14 @@ class SvgPainter {
     lane.moving.setAttribute("transform", `translate(${this.moved.toFixed(2)},0)`);
     const first = firstAfter(lane, timeline.view.from);
     const after = firstAbove(lane.starts, timeline.view.to);
-    const cut = lane.cut.splice(0);
-    for (const bar of cut) if (bar < first || bar >= after) this.hide(lane, bar);
-    for (let bar = first; bar < after; bar++) if (!lane.placed[bar]) this.bar(row, bar);
+    for (const bar of lane.cut.splice(0)) if (bar < first || bar >= after) this.hide(lane, bar);
+    for (let bar = first; bar < after; bar++) if (!lane.placed[bar] || !this.isWhole(lane, bar)) this.bar(row, bar);
     if (lane.memory) this.memory(row);
+  }
+
+  isWhole(lane, bar) {
+    const { from, to } = this.timeline.view;
+    return lane.starts[bar] >= from && lane.starts[bar] + lane.durations[bar] <= to;
   }
 
   hide(lane, bar) {
@@ -565,10 +569,9 @@ class SvgPainter {
     const { timeline } = this;
     const { lane, run } = row;
     const rect = lane.bars[bar];
-    const [begin, end] = [lane.starts[bar], lane.starts[bar] + lane.durations[bar]];
-    const ends = timeline.ends(begin, end);
-    if (ends && begin >= timeline.view.from && end <= timeline.view.to) lane.placed[bar] = 1;
-    else lane.cut.push(bar);
+    const ends = timeline.ends(lane.starts[bar], lane.starts[bar] + lane.durations[bar]);
+    lane.placed[bar] = Number(this.isWhole(lane, bar));
+    if (!lane.placed[bar]) lane.cut.push(bar);
     shownIf(rect, Boolean(ends));
     const label = ends ? labelOf(timeline, run, lane, bar, ends[1] - ends[0]) : "";
     if (ends) {
