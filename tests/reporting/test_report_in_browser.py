@@ -15,6 +15,8 @@ from builders.orders import one_f_one_b
 from pipeplan.files import Plan, read_plan, sha256_of, write_file
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
 from pipeplan.planning.frontier_file import read_frontier
+from pipeplan.reporting.drawing.model import predicted_run
+from pipeplan.reporting.drawing.svg import COLOURS
 from pipeplan.reporting.html.report import PlanReport, report_of
 from pipeplan.simulator.simulation import simulate
 from support.browser import Opened, browser, in_browser, opened
@@ -215,6 +217,7 @@ def test_hovering_says_what_an_action_is_and_when(page: Opened) -> None:
     shown = page.page
     shown.evaluate("timeline.fit()")
     settled(shown)
+    shown.locator(".stage").scroll_into_view_if_needed()
     box = shown.evaluate(
         "(({x, y, width}) => ({x, y, width}))(timeline.runs[0].lanes[1].bars[4].getBoundingClientRect())"
     )
@@ -225,6 +228,17 @@ def test_hovering_says_what_an_action_is_and_when(page: Opened) -> None:
     assert tip.is_visible()
     assert str(tip.text_content()).startswith(f"{simulation.label(task)}: ")
     shown.mouse.move(5, 5)
+
+
+def test_hovering_over_a_lanes_name_says_what_its_devices_do(page: Opened) -> None:
+    shown = page.page
+    shown.locator(".stage").scroll_into_view_if_needed()
+    box = shown.locator(".stage").bounding_box()
+    shown.mouse.move(box["x"] + 30, box["y"] + shown.evaluate("timeline.rows[1].y") + 10)
+    lane = predicted_run(simulate(plans()[0]), "", "").lanes[0]
+    assert shown.locator(".tip").text_content() == lane.about
+    shown.mouse.move(5, 5)
+    assert not shown.locator(".tip").is_visible()
 
 
 def test_plans_are_switched(page: Opened) -> None:
@@ -370,10 +384,17 @@ def test_a_canvas_has_what_the_svg_has(launched: Any, tmp_path: Path) -> None:
     assert focused(page).startswith("0F0: forward, device 0; 0 to 10ns")
     page.evaluate("timeline.set(0, timeline.data.end / 40)")
     settled(page)
-    shades = """(() => { const c = document.querySelector("canvas"); const y = timeline.geometry.top + 10;
-      const row = c.getContext("2d").getImageData(timeline.left + 6, y, c.width / 2, 1).data;
-      return new Set([...Array(row.length / 4).keys()].map((i) => row.slice(4 * i, 4 * i + 3).join())).size; })()"""
-    assert page.evaluate(shades) > 2
+    colours = """(() => { const c = document.querySelector("canvas"), top = timeline.geometry.top + 10;
+      const width = c.width / 2;
+      const pixels = c.getContext("2d").getImageData(0, 0, width, top + 1).data;
+      const hex = (at) => "#" + [...pixels.slice(at, at + 3)].map((v) => v.toString(16).padStart(2, "0")).join("");
+      const places = (y, from) => [...Array(width - from).keys()].map((x) => 4 * (y * width + from + x));
+      const row = (y, from) => [...new Set(places(y, from).map(hex))];
+      return [row(49, 0), row(top, timeline.left + 6)]; })()"""
+    legend, lane = page.evaluate(colours)
+    assert {COLOURS["F"][0], COLOURS["B"][0]} <= {*legend}
+    assert COLOURS["F"][0] in lane
+    assert len(lane) > 2
     assert found.complaints == []
     assert serious(page) == []
 

@@ -2,8 +2,8 @@
 "use strict";
 
 class Timeline {
-  static MOST_SVG = 4000; // bars that an SVG moves smoothly
   static LEAST_BAR = 0.6; // pixels
+  static PAPER = 700; // pixels of a page of paper, A4 or letter, between its margins
 
   constructor(root, data) {
     this.root = root;
@@ -145,7 +145,7 @@ class Timeline {
   }
 
   resize() {
-    this.width = Math.max(280, this.stage.clientWidth);
+    this.width = this.printing ? Timeline.PAPER : Math.max(280, this.stage.clientWidth);
     this.geometry.left = this.width < 500 ? 84 : this.data.left;
     this.layout();
     this.painter.resize();
@@ -169,6 +169,13 @@ class Timeline {
     const waits = this.waitsFor(place);
     if (waits) lines.push(`waits for ${waits.text}`);
     return lines;
+  }
+
+  // What a lane's name stands for, and a heading's frames.
+  about(x, y) {
+    const row = x < this.left ? this.rows.find((each) => y >= each.y && y < each.y + each.height) : null;
+    const words = row && (row.lane ? row.lane.about : row.run.repetendTip);
+    return words ? [words] : null;
   }
 
   waitsFor(place) {
@@ -354,7 +361,8 @@ class Timeline {
     const before = this.pointers.get(event.pointerId);
     if (before === undefined) {
       const [x, y] = this.place(event);
-      this.showTip(this.at(x, y), x, y);
+      const place = this.at(x, y);
+      this.showTip(place ? this.words(place) : this.about(x, y), x, y);
       return;
     }
     const others = [...this.pointers].filter(([id]) => id !== event.pointerId).map(([, x]) => x);
@@ -379,10 +387,10 @@ class Timeline {
     if (place) this.focusOn(place, { show: false });
   }
 
-  showTip(place, x = 0, y = 0) {
-    this.tip.hidden = !place;
-    if (!place) return;
-    this.tip.replaceChildren(...this.words(place).map((line) => Object.assign(document.createElement("div"), { textContent: line })));
+  showTip(lines, x = 0, y = 0) {
+    this.tip.hidden = !lines;
+    if (!lines) return;
+    this.tip.replaceChildren(...lines.map((line) => Object.assign(document.createElement("div"), { textContent: line })));
     const below = y - this.stage.scrollTop;
     this.tip.style.left = `${Math.min(x + 12, Math.max(0, this.width - this.tip.offsetWidth - 4))}px`;
     this.tip.style.top = `${this.stage.offsetTop + below + 18}px`;
@@ -681,6 +689,7 @@ class CanvasPainter {
     context.fillText(run.title, g.margin, row.y + 20, timeline.width - 2 * g.margin);
     context.font = "11px sans-serif";
     context.fillText(run.figures, g.margin, row.y + 36, timeline.width - 2 * g.margin);
+    this.legend(row);
     context.textAlign = "center";
     for (const [x, text] of timeline.ticks(run)) {
       context.fillStyle = this.colour("line");
@@ -688,6 +697,27 @@ class CanvasPainter {
       context.fillStyle = this.colour("text");
       context.fillText(text, x, Math.max(row.y + g.top - 9, Math.min(scroll + 11, row.bottom)));
     }
+  }
+
+  legend(row) {
+    const { context } = this;
+    const { run } = row;
+    let x = this.timeline.geometry.margin;
+    const entry = (text) => {
+      context.fillStyle = this.colour("text");
+      context.fillText(text, x + 17, row.y + 53);
+      x += 34 + context.measureText(text).width;
+    };
+    for (const kind of new Map(run.kinds.map((each) => [each.kind, each])).values()) {
+      context.fillStyle = this.colour(kind.class);
+      context.fillRect(x, row.y + 43, 12, 12);
+      entry(kind.class === "instruction" ? kind.words : `${kind.kind} ${kind.words}`);
+    }
+    if (!run.repetend) return;
+    context.strokeStyle = this.colour("repetend");
+    context.lineWidth = 1.5;
+    context.strokeRect(x, row.y + 43, 12, 12);
+    entry(run.repetend);
   }
 
   lane(row, bars, texts) {
