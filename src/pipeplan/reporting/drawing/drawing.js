@@ -708,7 +708,7 @@ class CanvasPainter {
       context.fillText(text, x + 17, row.y + 53);
       x += 34 + context.measureText(text).width;
     };
-    for (const kind of new Map(run.kinds.map((each) => [each.kind, each])).values()) {
+    for (const kind of run.legend.map((name) => run.kinds.find((each) => each.kind === name))) {
       context.fillStyle = this.colour(kind.class);
       context.fillRect(x, row.y + 43, 12, 12);
       entry(kind.class === "instruction" ? kind.words : `${kind.kind} ${kind.words}`);
