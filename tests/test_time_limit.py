@@ -123,6 +123,11 @@ def test_a_limit_sent_to_a_process_ends_at_the_same_time() -> None:
     assert (sent.seconds, sent.started) == (limit.seconds, limit.started)
 
 
+def test_what_ends_work_with_what_there_is() -> None:
+    """Ctrl-C, what schedulers send, and a terminal that is closed."""
+    assert set(INTERRUPTS) == {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+
+
 @pytest.mark.parametrize("number", INTERRUPTS)
 def test_the_first_signal_is_heard_and_the_second_one_interrupts(number: signal.Signals) -> None:
     before, limit = signal.signal(number, signal.default_int_handler), Limit()

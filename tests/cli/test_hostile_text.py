@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -26,6 +27,7 @@ from pipeplan.files import (
     write_file,
 )
 from pipeplan.files.trace import trace_json
+from pipeplan.reporting.layout import console_for, xml_text
 from pipeplan.texts import REFUSED
 from support.commands import pipeplan
 
@@ -112,6 +114,26 @@ def test_drawings_are_xml(folder: Path) -> None:
     pipeplan("frontier", "profile.json", "--devices", "1,2", "--device", "cpu", "--svg", "frontier.svg", cwd=folder)
     for name in ("timeline.svg", "frontier.svg"):
         assert "[/model]" in "".join(ElementTree.parse(folder / name).getroot().itertext())
+    for text in MARKUP:
+        assert ElementTree.fromstring(f"<svg>{xml_text(text)}</svg>").text == text
+    assert xml_text("a\x1b\u202e") == r"a\x1b\u202e"
+
+
+def test_a_frontier_of_a_model_whose_name_is_xml_is_a_drawing(folder: Path) -> None:
+    profile = read_profile(str(folder / "profile.json"))
+    write_file(profile.model_copy(update={"name": MARKUP[-1]}), str(folder / "xml.json"))
+    done = pipeplan("frontier", "xml.json", "--devices", "1,2", "--device", "cpu", "--svg", "xml.svg", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert MARKUP[-1] in "".join(ElementTree.parse(folder / "xml.svg").getroot().itertext())
+
+
+@pytest.mark.parametrize("text", [*MARKUP, "http://example.org 12 'quoted'"])
+def test_what_a_report_prints_as_plain_text_is_no_markup(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a terminal, whatever a report forgets to say about a text that it prints."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    out = io.StringIO()
+    console_for(out, 80).print(text)
+    assert out.getvalue() == text + "\n"
 
 
 def test_notebooks_show_text_as_text(folder: Path) -> None:

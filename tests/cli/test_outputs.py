@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import re
@@ -175,6 +177,21 @@ def test_trying_leaves_nothing_behind(tmp_path: Path) -> None:
     require_writable("-")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "there"]
     assert (tmp_path / "there").read_text() == "before"
+
+
+def test_a_disk_without_room_is_found_out_before_the_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file can be made there, as on a full disk, but has no room."""
+
+    class Full(io.BytesIO):
+        def write(self, data: object, /) -> int:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pipeplan.files.read_write.tempfile.TemporaryFile", lambda *_, **__: Full())
+    monkeypatch.setattr(_api, "search", mock.Mock(side_effect=AssertionError("it has begun")))
+    done = pipeplan(*SEARCH, "-o", "plan.out", cwd=folder)
+    assert done.returncode == 2
+    assert "plan.out: cannot be written: No space left on device; choose another file with -o" in done.stderr
+    assert not (folder / "plan.out").exists()
 
 
 # What fails all the same ----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from pipeplan.files import FileModel, trace
 from pipeplan.runtime.profiling import benches, rounds  # noqa: F401  # have models of files
 from pipeplan.schedule.rules import Rules
 from pipeplan.schedule.rules.language import parse_rules
-from pipeplan.texts import REFUSED, on_one_line, printable, problem_of, problems_of, shown, with_short_lines
+from pipeplan.texts import REFUSED, on_one_line, printable, problem_of, problems_of, shown, shown_key, with_short_lines
 from pipeplan.workload import elements
 from pipeplan.workload.elements import Name, Text
 
@@ -79,6 +79,7 @@ def test_what_is_quoted_is_short() -> None:
     for value in ("x" * 10**7, b"x" * 10**7, 16**9000, ["x" * 10**7] * 9, {"x" * 10**7: 16**9000}):
         assert len(shown(value)) < 800
     assert shown("a\x1b") == "'a\\x1b'"
+    assert all(len(shown_key(text)) <= 80 for text in ("x" * 10**7, "\x1b" * 10**7))
     assert len(with_short_lines("x" * 10**7 + "\nlast")) < 2100
 
 

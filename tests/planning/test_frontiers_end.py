@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 
 from builders.chains import chain_profile
+from pipeplan.costs.layouts import Resharding
 from pipeplan.errors import InfeasibleError, SearchTimeoutError
 from pipeplan.examples import model
 from pipeplan.planning import frontier as frontiers
@@ -17,11 +20,12 @@ from pipeplan.planning.frontier import _tracked, _words
 from pipeplan.planning.infeasibility import ExplainShortage, shortage
 from pipeplan.planning.plan_frontier import PlanPoint, _counted, _FrontierSearch, changes_that_do
 from pipeplan.planning.request import Batch, Request, Splitting
-from pipeplan.planning.sharding_frontier import SCHEDULER, split_frontier
+from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, split_frontier
 from pipeplan.planning.steps import STEPS
 from pipeplan.planning.trials import PlanSearch
 from pipeplan.schedule.cpsat.solver import Budget
-from pipeplan.time_limit import Limit, TimeUpError, checkpoint
+from pipeplan.sharding import bounds, operators, tracking
+from pipeplan.time_limit import Limit, TimeUpError, checkpoint, shielded
 
 
 class Hand:
@@ -114,7 +118,8 @@ def test_strategies_that_are_not_tracked_in_time_are_left_out(
     within = Limit(20.0, clock=clock)
     monkeypatch.setattr(Limit, "wait", lambda *_: None)
 
-    def split(request: Request, splitting: Splitting, *, seconds: float = 0.0) -> Any:
+    def split(request: Request, splitting: Splitting, *, as_far: bool, **given: Any) -> Any:
+        assert (as_far, given["model"]) == (splitting.within > 0, "costs")
         if request.num_devices <= done:
             return Tracked(request.num_devices)
         if splitting.within:
@@ -127,6 +132,7 @@ def test_strategies_that_are_not_tracked_in_time_are_left_out(
         raise AssertionError("a minute")
 
     monkeypatch.setattr(frontiers, "split_frontier", split)
+    monkeypatch.setattr(frontiers, "costs_of_splits", lambda *_: "costs")
     request = Request(chain_profile(4, placed=False), 3, Batch(64, 1), device_counts=(1, 2, 3), time_limit=20.0)
     if done:
         found, ended = _tracked(request.by_devices, Splitting(), within, None)
@@ -138,6 +144,71 @@ def test_strategies_that_are_not_tracked_in_time_are_left_out(
     assert clock.now <= (3.8 if interrupted else 20.2)
     if done < 3 and not interrupted:
         assert (13.9 < roughly[0] < 14.2, clock.now > 19) == (True, True), "the last 30 % are for rough ones"
+
+
+def test_costs_are_worked_out_once_and_in_all_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take 18 of 20 s, and what is tracked a minute: there is what a frontier has so far, in little more time."""
+    clock, worked_out = Hand(), list[int]()
+    within = Limit(20.0, clock=clock)
+    real = sharding_frontier.costs_of_splits
+
+    def costs(request: Request, splitting: Splitting) -> Any:
+        worked_out.append(request.num_devices)
+        for _ in range(180):
+            clock.now += 0.1
+            checkpoint()
+        with shielded():
+            return real(request, splitting)
+
+    monkeypatch.setattr(frontiers, "costs_of_splits", costs)
+    monkeypatch.setattr(tracking, "cheapest", slowly(clock, bounds.cheapest))
+    (request,) = split_model().by_devices
+    (found,), ended = _tracked([replace(request, time_limit=20.0)], Splitting(), within, None)
+    exact = split_frontier(request, Splitting())
+    assert (worked_out, ended) == ([2], True)
+    assert clock.now < 21.0
+    assert found.factor > exact.factor == 1
+    assert {found.points[0].memory_bytes, found.points[-1].time_ns} == {
+        exact.points[0].memory_bytes,
+        exact.points[-1].time_ns,
+    }
+
+
+def test_costs_ask_for_the_time_as_often_as_they_are_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most 16 configurations are priced between two questions, and distances from one layout are found."""
+    done, most = Counter[str](), Counter[str]()
+
+    def counted(name: str, work: Any) -> Any:
+        def counting(*given: Any) -> Any:
+            done[name] += 1
+            most[name] = max(most[name], done[name])
+            return work(*given)
+
+        return counting
+
+    def clock() -> float:
+        done.clear()
+        return 0.0
+
+    monkeypatch.setattr(operators, "_priced", counted("ways", operators._priced))
+    monkeypatch.setattr(Resharding, "_distances_from", counted("sources", Resharding._distances_from))
+    monkeypatch.setattr(Resharding, "_price", counted("prices", Resharding._price))
+    (request,) = replace(split_model(), num_devices=8, device_counts=(8,)).by_devices
+    with Limit(1.0, clock=clock).enforced():
+        costs_of_splits(request, Splitting(whole_blocks=False))
+    assert (most["ways"], most["sources"]) == (16, 1)
+    assert 16 < most["prices"] <= 256
+
+
+def slowly(clock: Hand, work: Any) -> Any:
+    """The same, and each takes a third of a second."""
+
+    def done(*given: Any) -> Any:
+        checkpoint()
+        clock.now += 0.3
+        return work(*given)
+
+    return done
 
 
 class Tracked:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeplan.sharding.bounds import Solved, hull_of
 from pipeplan.sharding.tracking import track
+from pipeplan.time_limit import Limit, TimeUpError
 from references import cost_graphs as graphs
 
 
@@ -51,3 +55,51 @@ def test_a_line_of_strategies_is_found_as_fine_as_asked_for() -> None:
     assert asked < 300
     for memory, time in curve:
         assert min(max(each.memory_bytes / memory, each.time_ns / time) for each in found) <= factor
+
+
+@settings(max_examples=6)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([graphs.chain, graphs.residual]), st.integers(3, 6))
+def test_a_frontier_that_ends_early_has_what_is_there_and_says_how_near_it_is(
+    seed: int, kind: object, num: int
+) -> None:
+    """Wherever time is up: before its ends there is none; from then on strategies, and a factor that holds."""
+    rng = np.random.default_rng(seed)
+    pairs = graphs.chain(num) if kind is graphs.chain else graphs.residual(num)
+    graph = graphs.graph_of(rng, rng.integers(2, 6, num).tolist(), pairs, variants=2, high=1000)
+    exact, questions = track(graph), Questions()
+    with Limit(math.inf, clock=questions).enforced():
+        whole = track(graph, within=1e-9, as_far=True)
+    assert whole.exact or whole.factor <= 1 + 1e-9
+    asked, factors = int(questions.asked), list[float]()
+    for seconds in sorted({*range(1, asked, max(1, asked // 25)), asked - 1}):
+        limit = Limit(seconds, clock=Questions())
+        try:
+            with limit.enforced():
+                early = track(graph, within=1e-9, as_far=True)
+        except TimeUpError:
+            assert not factors, "there was something before"
+            continue
+        factors.append(early.factor)
+        assert set(zip(early.memory_bytes[[0, -1]], early.time_ns[[0, -1]], strict=True)) == set(
+            zip(exact.memory_bytes[[0, -1]], exact.time_ns[[0, -1]], strict=True)
+        )
+        for memory, time in zip(exact.memory_bytes, exact.time_ns, strict=True):
+            beaten = np.maximum(early.memory_bytes / max(memory, 1), early.time_ns / max(time, 1))
+            assert beaten.min() <= early.factor * (1 + 1e-9)
+        for index in range(len(early.memory_bytes)):
+            cost = graphs.cost_of(graph, early.strategy(index))
+            assert cost == (early.memory_bytes[index], early.time_ns[index])
+    assert factors[0] > 1 or len(exact.memory_bytes) == 1
+    with pytest.raises(TimeUpError), Limit(asked // 2, clock=Questions()).enforced():
+        track(graph, within=1e-9)
+
+
+class Questions:
+    """A clock that each question moves by a second."""
+
+    def __init__(self) -> None:
+        self.asked = 0.0
+
+    def __call__(self) -> float:
+        self.asked += 1.0
+        return self.asked

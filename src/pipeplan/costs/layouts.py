@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from typing import Literal, NamedTuple
 
@@ -161,6 +161,7 @@ def nested(splits: Sequence[MeshSplit], devices: int) -> bool:
 
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 How = Literal["gather", "slice", "exchange", "sum", "scatter", "send"]
 
 _COLLECTIVES: dict[How, Combining] = {
@@ -272,14 +273,37 @@ class Resharding:
         self.moves = sorted(moves_between_all(devices), key=lambda move: self.number[move.target])
         self._sources = np.array([self.number[move.source] for move in checked(self.moves)], np.int64)
         self._targets = np.array([self.number[move.target] for move in checked(self.moves)], np.int64)
-        keys = [_price_key(move) for move in checked(self.moves)]
-        self._examples = dict(zip(keys, self.moves, strict=True))
-        places = {key: index for index, key in enumerate(self._examples)}
-        self._priced_as = np.array([places[key] for key in keys], np.int64)
+        self._examples, self._priced_as = self._alike()
         self._sends: dict[object, BusiestPair | None] = {}
         self._prices: dict[tuple[object, int], float] = {}
         self._weights: dict[Tensor, FloatArray] = {}
         self._distances: dict[tuple[Tensor, Layout], FloatArray] = {}
+
+    def _alike(self) -> tuple[dict[object, Move], IntArray]:
+        """A move for every price that a tensor can have, by its key; and of every move which of them is its, [M].
+
+        Most of the moves of many devices send, a third of a million of 64: their keys are compared as numbers.
+        """
+        numbers: dict[MeshSplit | None, int] = {}
+        codes = np.array([[numbers.setdefault(each, len(numbers)) for each in layout] for layout in self.layouts])
+        shards = np.array([layout.shards for layout in self.layouts])
+        sends = np.flatnonzero([move.how == "send" for move in checked(self.moves)])
+        sources, targets = self._sources[sends], self._targets[sends]
+        pairs = np.sort(codes[sources] * len(numbers) + codes[targets], axis=1)
+        keys = np.column_stack((shards[sources], pairs))
+        _, first, of_sends = np.unique(keys, axis=0, return_index=True, return_inverse=True)
+        chosen = [self.moves[index] for index in sends[first].tolist()]
+        examples: dict[object, Move] = {_price_key(move): move for move in chosen}
+        assert len(examples) == len(first), "numbers differ where keys do"
+        priced_as = np.zeros(len(self.moves), np.int64)
+        priced_as[sends] = of_sends.ravel()
+        places = {key: place for place, key in enumerate(examples)}
+        for index, move in enumerate(self.moves):
+            if move.how != "send":
+                key = _price_key(move)
+                priced_as[index] = places.setdefault(key, len(places))
+                examples.setdefault(key, move)
+        return examples, priced_as
 
     def times(self, tensor: Tensor, sources: Sequence[Layout], targets: Sequence[Layout]) -> FloatArray:
         """Time in ns from each of the sources to each of the targets, [S, T]; infinite where there is no way."""
@@ -350,26 +374,39 @@ class Resharding:
         """Time of every move, [M]."""
         if tensor not in self._weights:
             fits = np.array([tensor.fits(layout) for layout in self.layouts])
-            prices = np.array([self._priced(key, move, tensor) for key, move in self._examples.items()])
+            examples = checked(self._examples.items())
+            prices = np.array([self._priced(key, move, tensor) for key, move in examples])
             possible = fits[self._sources] & fits[self._targets]
             self._weights[tensor] = np.where(possible, prices[self._priced_as] if self.moves else 0.0, np.inf)
         return self._weights[tensor]
 
     def _shortest(self, tensor: Tensor, sources: Sequence[Layout]) -> FloatArray:
-        """Distances from each source to all layouts, [S, L], by Bellman and Ford's relaxation of all edges at once."""
+        """Distances from each source to all layouts, [S, L]."""
         weights = self._weights_of(tensor)
-        distance = np.full((len(sources), len(self.layouts)), np.inf)
-        for row, source in enumerate(sources):
-            distance[row, self.number[source]] = 0.0 if tensor.fits(source) else np.inf
-        if not self.moves:
-            return distance
-        starts = np.flatnonzero(np.r_[True, self._targets[1:] != self._targets[:-1]])
-        reached = self._targets[starts]
-        while True:
-            offered = np.minimum.reduceat(distance[:, self._sources] + weights, starts, axis=1)
-            if not (offered < distance[:, reached]).any():
-                return distance
-            distance[:, reached] = np.minimum(distance[:, reached], offered)
+        none = np.full(len(self.layouts), np.inf)
+        return np.stack(
+            [
+                self._distances_from(self.number[source], weights) if tensor.fits(source) else none
+                for source in checked(sources, 1)
+            ]
+        )
+
+    def _distances_from(self, begin: int, weights: FloatArray) -> FloatArray:
+        """The same from one, [L], by Bellman and Ford's relaxation, of all edges at once from what has come nearer."""
+        distance, nearer = np.full(len(self.layouts), np.inf), np.zeros(len(self.layouts), bool)
+        distance[begin], nearer[begin] = 0.0, True
+        while len(moves := np.flatnonzero(nearer[self._sources])):
+            targets = self._targets[moves]
+            starts = np.flatnonzero(np.r_[True, targets[1:] != targets[:-1]])
+            offered, reached = (
+                np.minimum.reduceat(distance[self._sources[moves]] + weights[moves], starts),
+                targets[starts],
+            )
+            better = offered < distance[reached]
+            nearer[:] = False
+            nearer[reached[better]] = True
+            distance[reached[better]] = offered[better]
+        return distance
 
 
 _WHOLE = (0, 0)
@@ -403,6 +440,7 @@ def senders(source: Layout, target: Layout, devices: int) -> list[tuple[int, int
     return pairs
 
 
+@lru_cache(maxsize=1 << 12)
 def _holders(layout: Layout, devices: int) -> dict[tuple[int, ...], list[int]]:
     """The devices of every piece, a piece being its coordinates along the splits of the layout."""
     found: dict[tuple[int, ...], list[int]] = {}

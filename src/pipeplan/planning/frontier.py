@@ -31,7 +31,14 @@ from pipeplan.planning.request import (
     resolve_batch,
     sizes_between,
 )
-from pipeplan.planning.sharding_frontier import SplitPoint, Splits, most_frequent, split_frontier, unprofiled_words
+from pipeplan.planning.sharding_frontier import (
+    SplitPoint,
+    Splits,
+    costs_of_splits,
+    most_frequent,
+    split_frontier,
+    unprofiled_words,
+)
 from pipeplan.planning.trials import ENDING, FIRST_SECONDS, LATE, LATE_SHARE
 from pipeplan.schedule.state import Progress, scheduler_words
 from pipeplan.sharding.baselines import ONLY
@@ -393,7 +400,7 @@ def _of_splits(
     held = 0
     tracked, interrupted = _tracked(requests, splitting, within, progress)
     if interrupted:
-        notes.append(f"ended early: the rest was tracked with --tolerance {_ROUGH}")
+        notes.append(f"ended early: the rest was tracked with --tolerance {_ROUGH}, or as near as there was time for")
     untracked = {each.num_devices for each in requests} - {each.num_devices for each in tracked}
     if untracked:
         notes.append(f"on {named_devices(*sorted(untracked))} there was no time to track any: raise --time-limit")
@@ -474,7 +481,8 @@ def _tracked(
 ) -> tuple[list[Splits], bool]:
     """The frontier on every number of devices; when time runs out, or at Ctrl-C, the rest roughly, and True.
 
-    For the rest a part of the time is kept, after an interruption half a second; what is not tracked then is left out.
+    For the rest a part of the time is kept, after an interruption half a second: it is tracked as far as that goes, and
+    left out where that is nothing. Costs are worked out once, the first ones in all of the time, as nothing is without.
 
     Raises:
         KeyboardInterrupt: interrupted before there was anything.
@@ -484,14 +492,25 @@ def _tracked(
     settling = min(_SETTLING, _SETTLING_SHARE * limit.seconds)
     limit.reserved = _ROUGHLY * limit.seconds if limit.seconds < math.inf else 0.0
     found: dict[int, Splits] = {}
+    models: dict[int, CostModel] = {}
 
-    def track(splitting: Splitting, seconds: float = 0.0) -> None:
+    def costs(each: Request) -> CostModel:
+        if each.num_devices not in models:
+            kept = limit.reserved
+            limit.reserved = kept if models else 0.0
+            models[each.num_devices] = costs_of_splits(each, splitting)
+            limit.reserved = kept
+        return models[each.num_devices]
+
+    def track(splitting: Splitting, seconds: float = 0.0, *, as_far: bool = False) -> None:
         for each in requests:
             if progress is not None and found:
                 best = min(point.time_ns for splits in found.values() for point in splits.points)
                 progress(f"one stage on {named_devices(each.num_devices)}", best, 0, limit.elapsed)
             if each.num_devices not in found:
-                found[each.num_devices] = split_frontier(each, splitting, seconds=seconds)
+                found[each.num_devices] = split_frontier(
+                    each, splitting, seconds=seconds, model=costs(each), as_far=as_far
+                )
 
     with limit.hearing_interrupts():
         with limit.ended():
@@ -499,9 +518,9 @@ def _tracked(
         exact = len(found) == len(requests)
         limit.reserved = 0.0
         late = max(0.0, -limit.left())
-        limit.wait(0.0, FIRST_SECONDS, late + max(LATE, LATE_SHARE * limit.seconds) - ENDING)
+        limit.wait(0.0, FIRST_SECONDS, late + max(LATE, LATE_SHARE * limit.seconds) - 2 * ENDING)
         with limit.ended(), limit.finishing(_MOMENT):
-            track(replace(splitting, within=max(splitting.within, _ROUGH)))
+            track(replace(splitting, within=max(splitting.within, _ROUGH)), as_far=True)
     if not found:
         if limit.interrupted:
             raise KeyboardInterrupt

@@ -36,9 +36,10 @@ from pipeplan.planning.partition_trials import (
     uniform,
 )
 from pipeplan.planning.request import Batch, Request, Splitting
-from pipeplan.planning.sharding_frontier import SCHEDULER, split_frontier
+from pipeplan.planning.sharding_frontier import SCHEDULER, costs_of_splits, split_frontier
 from pipeplan.planning.trials import FIRST_SECONDS, Trial, on_cluster
 from pipeplan.schedule.state import Progress
+from pipeplan.sharding.cost_model import CostModel
 from pipeplan.time_limit import Limit, TimeUpError, checkpoint
 from pipeplan.units import MAX_BYTES, format_bytes, named_devices, rounded_up
 from pipeplan.workload.kinds import WORKSPACE
@@ -52,15 +53,16 @@ class _Constants:
 
     The uniform layout that should be quickest on each number of devices comes before all else, while no more than a
     part ``first`` is over: to track the strategies of one stage of a large model may take all of it. After a part
-    ``one_stage`` these are only tracked to within ``rough`` of the frontier; after ``chains`` partitions of the chain
-    make way for what else there is, after ``split`` split stages. What would do where nothing fits gets what is
-    left, ``explaining`` seconds at least, of which one change may take ``trying``; counting what was not tried gets
-    ``counting``, but no more than ``most_counting`` seconds.
+    ``one_stage`` these are only tracked to within ``rough`` of the frontier, after ``roughly`` no further; after
+    ``chains`` partitions of the chain make way for what else there is, after ``split`` split stages. What would do
+    where nothing fits gets what is left, ``explaining`` seconds at least, of which one change may take ``trying``;
+    counting what was not tried gets ``counting``, but no more than ``most_counting`` seconds.
     """
 
     first: float = 0.2
     one_stage: float = 0.3
     rough: float = 0.01
+    roughly: float = 0.5
     chains: float = 0.6
     split: float = 0.85
     explaining: float = 0.5
@@ -293,11 +295,12 @@ class _FrontierSearch:
     def one_stage(self, request: Request) -> None:
         """Compare the strategies of one stage: all, or when a share of the time is over some, or none."""
         self.report(request, "one stage")
-        for share, within in ((_HOW.one_stage, 0.0), (1.0, _HOW.rough)):
+        model: list[CostModel] = []
+        for share, within in ((_HOW.one_stage, 0.0), (_HOW.roughly, _HOW.rough)):
             limit = Limit.part_of(self.limit, self.left(share))
             try:
                 with limit.enforced():
-                    found = list(_one_stage(request, within))
+                    found = list(_one_stage(request, within, model))
             except TimeUpError as up:
                 if up.limit is not limit:
                     raise
@@ -351,22 +354,26 @@ class _FrontierSearch:
         return [[each for each in ordered if each.request.num_devices == asked.num_devices] for asked in requests]
 
 
-def _one_stage(request: Request, within: float) -> Iterator[PlanPoint]:
+def _one_stage(request: Request, within: float, model: list[CostModel]) -> Iterator[PlanPoint]:
     """The cost frontier of the whole model on all devices; nothing where its costs are not known.
 
-    One device splits nothing, and what it runs must be profiled: it is left to the partitions.
+    They are put into the empty ``model``, or taken from it. What is tracked within a factor may end early. One device
+    splits nothing, and what it runs must be profiled: it is left to the partitions.
     """
     if request.num_devices == 1:
         return
     try:
-        splits = split_frontier(request, Splitting(within=within))
+        if not model:
+            model.append(costs_of_splits(request, Splitting()))
+        splits = split_frontier(request, Splitting(within=within), model=model[0], as_far=within > 0)
     except (PipeplanError, ValueError):  # blocks of unknown kinds or devices
         return
     limit = request.least_memory
     for index, point in enumerate(splits.points):
         if limit is not None and point.memory_bytes > limit:
             continue
-        checkpoint()
+        if not within:
+            checkpoint()
         with suppress(UsageError):  # plans cannot say what it does
             figures = point.memory_bytes, point.workspace_bytes, point.time_ns
             workload = splits.described(request, index)

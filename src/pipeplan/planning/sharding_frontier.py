@@ -153,25 +153,43 @@ def _unbeaten(points: Iterable[SplitPoint]) -> Iterator[SplitPoint]:
             quickest = point.time_ns
 
 
-def split_frontier(request: Request, splitting: Splitting, *, seconds: float = 0.0) -> Splits:
-    """Track the frontier of a profile on a request's devices, for iterations of its mini-batch as one micro-batch.
-
-    Strategies with less workspace may take ``seconds`` more; the exact frontier of whole blocks looks for some
-    in any case.
+def costs_of_splits(request: Request, splitting: Splitting) -> CostModel:
+    """What all strategies of a profile on a request's devices cost, worked out, for its mini-batch as one micro-batch.
 
     Raises:
-        UsageError: as :func:`pipeplan.sharding.cost_model.cost_model`; or the planner that alone is asked for has no
-            strategy.
+        UsageError: as :func:`pipeplan.sharding.cost_model.cost_model`.
     """
-    begun = time.monotonic()
     options = CostOptions(
         blocks=splitting.whole_blocks,
         data_parallel_loading=splitting.data_parallel_loading,
         mesh_dimensions=splitting.mesh_dimensions,
     )
     given = request.profile, request.cluster, request.num_devices, request.batch.mini_batch
-    model = cost_model(*given, device=splitting.device, options=options)
-    rounds = _Rounds(splitting.within, seconds, _LEVELS if splitting.whole_blocks and not splitting.within else 0)
+    return cost_model(*given, device=splitting.device, options=options).with_graph()
+
+
+def split_frontier(
+    request: Request,
+    splitting: Splitting,
+    *,
+    seconds: float = 0.0,
+    model: CostModel | None = None,
+    as_far: bool = False,
+) -> Splits:
+    """Track the frontier of a profile on a request's devices, for iterations of its mini-batch as one micro-batch.
+
+    Strategies with less workspace may take ``seconds`` more; the exact frontier of whole blocks looks for some
+    in any case. ``model`` has the costs where they are known; one within a factor is tracked ``as_far`` as there is
+    time, if that is asked for.
+
+    Raises:
+        UsageError: as :func:`pipeplan.sharding.cost_model.cost_model`; or the planner that alone is asked for has no
+            strategy.
+    """
+    begun = time.monotonic()
+    model = model or costs_of_splits(request, splitting)
+    least = _LEVELS if splitting.whole_blocks and not splitting.within else 0
+    rounds = _Rounds(splitting.within, seconds, least, as_far)
     if splitting.only is not None:
         tracked, points, settled = _only(splitting.only, model, rounds)
     else:
@@ -230,6 +248,7 @@ class _Rounds:
     within: float
     seconds: float
     least: int
+    as_far: bool = False
     factor: float = 1.0
     spent: float = 0.0
     last: float = 0.0
@@ -242,7 +261,7 @@ class _Rounds:
     def first(self, graph: CostGraph) -> Tracked:
         """Track the whole graph."""
         begun = time.monotonic()
-        tracked = track(graph, within=self.within)
+        tracked = track(graph, within=self.within, as_far=self.as_far)
         self.last = time.monotonic() - begun
         self.factor = max(self.factor, tracked.factor)
         return tracked

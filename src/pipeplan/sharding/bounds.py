@@ -187,18 +187,24 @@ class Gap:
         return self.left.time_ns / max(line, float(self.right.time_ns), 1.0)
 
 
-def hull_of(solve: Callable[[Weights], Solved], ends: tuple[Solved, Solved], within: float, most: int) -> list[Gap]:
+def hull_of(
+    solve: Callable[[Weights], Solved | None], ends: tuple[Solved, Solved], within: float, most: int
+) -> list[Gap]:
     """The gaps between neighbours on the hull, by ascending memory, from its leanest to its fastest strategy.
 
-    ``solve`` finds a strategy of least weighted cost. No gap has a factor above 1 + ``within``, unless ``most``
-    weightings were not enough, or a gap has nothing on its line but its ends: those are left as they are.
+    ``solve`` finds a strategy of least weighted cost, or none where there is no more time. No gap has a factor above
+    1 + ``within``, unless time or ``most`` weightings were not enough, or a gap has nothing on its line but its ends:
+    those are left as they are.
     """
     open_, closed = [_entry(Gap(*ends, (1.0, 0.0), 0.0))], []
     for _ in range(most - len(ends)):
         if not open_ or -open_[0][0] <= 1 + within:
             break
-        gap = heapq.heappop(open_)[-1]
+        gap = open_[0][-1]
         middle = solve(level(gap.left, gap.right))
+        if middle is None:
+            break
+        heapq.heappop(open_)
         least = _cost(middle.at, middle)
         if least >= _cost(middle.at, gap.left) * (1 - RELAXED):
             closed.append(Gap(gap.left, gap.right, middle.at, least))
@@ -302,9 +308,15 @@ def bounds_of(root: Expression, num_weightings: int) -> Bounds:
 
 def ends_of(root: Expression) -> tuple[Weighing, Weighing]:
     """The strategies of least memory and of least time, and of those with as much the best in the other."""
+    leanest, quickest = end_weights(root)
+    return weighing(root, leanest), weighing(root, quickest)
+
+
+def end_weights(root: Expression) -> tuple[Weights, Weights]:
+    """The weights in which they are best."""
     tables = [part.given for part in in_order(root) if part.given is not None and part.given.num_points]
     most = float(sum(int(table.memory_bytes.max()) + int(table.time_ns.max()) for table in tables))
-    return weighing(root, (1.0, 1 / (most + 1))), weighing(root, (1 / (most + 1), 1.0))
+    return (1.0, 1 / (most + 1)), (1 / (most + 1), 1.0)
 
 
 def corner_of(gap: Gap, ends: tuple[Weighing, Weighing], line: Weighing) -> Corner:
@@ -320,10 +332,20 @@ def weighing(root: Expression, weights: Weights) -> Weighing:
     Raises:
         ValueError: the whole has no strategy.
     """
+    values, taken = cheapest(root, weights)
+    return Weighing(solved(taken, weights), outside(root, values))
+
+
+def cheapest(root: Expression, weights: Weights) -> tuple[dict[int, FloatArray], dict[Expression, int]]:
+    """What is :func:`inside` in these weights, and the :func:`optimum`.
+
+    Raises:
+        ValueError: the whole has no strategy.
+    """
     values = inside(root, weights)
     if np.isinf(values[root.key]).all():
         raise ValueError("no strategy: configurations allowed for each operator and tensor do not fit together")
-    return Weighing(solved(optimum(root, values, weights), weights), outside(root, values))
+    return values, optimum(root, values, weights)
 
 
 def solved(taken: Mapping[Expression, int], weights: Weights) -> Solved:

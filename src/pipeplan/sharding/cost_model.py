@@ -214,6 +214,11 @@ class CostModel:
         """The costs; alike operators and tensors share their tables."""
         return CostGraph(tuple(self._cost_nodes()), self._cost_edges, self.ties)
 
+    def with_graph(self) -> CostModel:
+        """The same, when its graph has been worked out, which takes longer than all else, and stays."""
+        _ = self.graph
+        return self
+
     @cached_property
     def ties(self) -> tuple[CostTie, ...]:
         """What operators share, with the time of a micro-batch."""

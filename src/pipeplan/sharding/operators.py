@@ -26,6 +26,7 @@ from pipeplan.costs.communication import Combining, Exchange, send_time, time_of
 from pipeplan.costs.devices import DevicePreset, Kernel
 from pipeplan.costs.layouts import Layout, MeshSplit, Resharding, Tensor, groups_along, joined, sum_ns
 from pipeplan.costs.operators import Operator
+from pipeplan.time_limit import checked
 from pipeplan.workload.kinds import GRADIENTS, MemoryBytes
 from pipeplan.workload.mesh import SHARDS
 
@@ -344,13 +345,18 @@ def configurations(
     ``step_ns`` is the time of the optimizer's step of what a device keeps.
     """
     found = []
-    for way in ways_to_split(resharding.devices, [axis.size for axis in operation.axes], mesh_dimensions):
+    ways = ways_to_split(resharding.devices, [axis.size for axis in operation.axes], mesh_dimensions)
+    for way in checked(ways, _WAYS_PER_QUESTION):
         splits = {axis.name: split for axis, split in zip(operation.axes, way, strict=True) if split}
         extents = {axis.name: split.extent if split else 1 for axis, split in zip(operation.axes, way, strict=True)}
         if operation.allows(extents) and (rule is None or rule(operation, splits)):
             priced = _priced(operation, splits, extents, scale, device, resharding)
             found.append(replace(priced, step_ns=step_ns(scale.state.share(num_parts(operation, splits)))))
     return tuple(found)
+
+
+_WAYS_PER_QUESTION = 16
+"""Configurations that are priced between two looks at the time: each may take milliseconds."""
 
 
 def _priced(

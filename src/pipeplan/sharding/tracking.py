@@ -28,12 +28,12 @@ from pipeplan.sharding.bounds import (
     Solved,
     Weighing,
     bounds_of,
+    cheapest,
     corner_of,
+    end_weights,
     ends_of,
     hull_of,
-    inside,
     level,
-    optimum,
     solved,
     weighing,
 )
@@ -51,7 +51,7 @@ from pipeplan.sharding.table import (
     select,
     union,
 )
-from pipeplan.time_limit import checkpoint
+from pipeplan.time_limit import TimeUpError, checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,23 +154,43 @@ def fewer(whole: Whole, bounds: Bounds) -> ReducedPart:
     return whole.part.fewer(kept)
 
 
-def gap_by_gap(reducing: Reducing, part: ReducedPart, within: float) -> list[PartFrontier]:
-    """The frontier of a part as the frontiers of its gaps, each exact or up to a factor of 1 + ``within``."""
+def gap_by_gap(reducing: Reducing, part: ReducedPart, within: float, *, as_far: bool = False) -> list[PartFrontier]:
+    """The frontier of a part as the frontiers of its gaps, each exact or up to a factor of 1 + ``within``.
+
+    ``as_far`` as there is time: once the ends of its hull are known there is a frontier, with the factor proved so far.
+    """
     whole = reducing.whole(part)
     root = whole.expression
     taken: dict[Solved, Mapping[Expression, int]] = {}
 
     def solve(weights: Weights) -> Solved:
-        points = optimum(root, inside(root, weights), weights)
+        _, points = cheapest(root, weights)
         found = solved(points, weights)
         taken[found] = points
         return found
 
-    ends = ends_of(root)
-    gaps = hull_of(solve, (solve(ends[0].solved.at), solve(ends[1].solved.at)), within, _MOST_WEIGHTINGS)
-    factor = max([1.0, *(gap.factor for gap in gaps if gap.factor <= 1 + within)])
-    hull = _of_strategies(whole, list(taken.values())).within(factor)
-    return [hull, *(_in_gap(reducing, whole, gap, ends, within) for gap in gaps if gap.factor > 1 + within)]
+    def solve_in_time(weights: Weights) -> Solved | None:
+        try:
+            return solve(weights)
+        except TimeUpError:
+            if as_far:
+                return None
+            raise
+
+    leanest, quickest = end_weights(root)
+    gaps = hull_of(solve_in_time, (solve(leanest), solve(quickest)), within, _MOST_WEIGHTINGS)
+    wide = [gap for gap in gaps if gap.factor > 1 + within]
+    inner: list[PartFrontier] = []
+    try:
+        ends = ends_of(root)
+        for gap in wide:
+            inner += [_in_gap(reducing, whole, gap, ends, within)]  # one by one: what is there stays
+    except TimeUpError:
+        if not as_far:
+            raise
+    left = [gap for gap in gaps if gap not in wide[: len(inner)]]
+    hull = _of_strategies(whole, list(taken.values())).within(max([1.0, *(gap.factor for gap in left)]))
+    return [hull, *inner]
 
 
 def _of_strategies(whole: Whole, strategies: Sequence[Mapping[Expression, int]]) -> PartFrontier:
@@ -256,7 +276,13 @@ class Tracked:
 
 
 def track(
-    graph: CostGraph, *, linear: bool = True, pruned: bool = True, merged: int | None = None, within: float = 0.0
+    graph: CostGraph,
+    *,
+    linear: bool = True,
+    pruned: bool = True,
+    merged: int | None = None,
+    within: float = 0.0,
+    as_far: bool = False,
 ) -> Tracked:
     """The frontier of a graph by eliminations and then linear dynamic programming.
 
@@ -265,7 +291,8 @@ def track(
     bounds the configurations that branch elimination may make; what would need more is settled heuristically.
 
     ``within`` above 0 asks only for a ``factor`` of 1 + ``within`` and takes far less; the result's own ``factor`` says
-    what was reached.
+    what was reached. With ``as_far`` a time limit ends that with what there is, once there is anything: the factor is
+    then as large as that is far from proved.
 
     Raises:
         ValueError: there is no strategy; not ``pruned``, the frontier is then empty.
@@ -273,7 +300,14 @@ def track(
     reducing = Reducing(linear) if merged is None else Reducing(linear, merged)
     parts, settled = reducing.parts(graph.lowered())
     whole = reducing.whole(parts[0])
-    found = [each for part in parts for each in _found(reducing, part, pruned, within)]
+    found: list[PartFrontier] = []
+    for part in parts:
+        try:
+            found += _found(reducing, part, pruned, within, as_far)
+        except TimeUpError:
+            if not (as_far and found):
+                raise
+            break
     kept = reduce_points(union([_points(index, each) for index, each in enumerate(found)]))
     factor = max(each.factor for each in found)
     done = whole.done + Counter(heuristic=settled)
@@ -282,14 +316,14 @@ def track(
     return Tracked(kept.memory_bytes, kept.time_ns, exact, done, num_computed, graph, tuple(found), kept.picks, factor)
 
 
-def _found(reducing: Reducing, part: ReducedPart, pruned: bool, within: float) -> list[PartFrontier]:
+def _found(reducing: Reducing, part: ReducedPart, pruned: bool, within: float, as_far: bool) -> list[PartFrontier]:
     """The frontier of a part that needs no heuristics, at once where that is not too much, else gap by gap."""
     if not pruned:
         everything = computed(reducing.whole(part))
         assert everything
         return [everything]
     if within:
-        return gap_by_gap(reducing, part, within)
+        return gap_by_gap(reducing, part, within, as_far=as_far)
     whole = reducing.whole(part)
     part = fewer(whole, bounds_of(whole.expression, _WEIGHTINGS))
     whole = reducing.whole(part)

@@ -1,0 +1,54 @@
+"""``benchmarks/limits.py`` measures what it says, and writes the table of docs/limits.md."""
+
+from __future__ import annotations
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from pipeplan.examples import shape
+from pipeplan.files import write_file
+from support.paths import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+from limits import INPUTS, ROWS, Bench, Measured, Row, page_table
+
+PAGE = ROOT / "docs/limits.md"
+
+
+def test_marks_come_in_order(tmp_path: Path) -> None:
+    """A schedule first, then its plan, then what is written."""
+    write_file(shape("v", 4), str(tmp_path / "v4.json"))
+    bench = Bench(tmp_path, str(ROOT), 120.0)
+    found = bench.measured(Row("short", "search v4.json --microbatches 8 --deterministic", 1))
+    assert found.ended == ""
+    assert 0 < found.first <= found.made < found.known, "these after the profile was read, that from the beginning"
+    assert math.isnan(found.stop), "rows of less than 10 s are not stopped"
+    failed = bench.measured(Row("none", "search v4.json --microbatches 8 --memory 1kB", 1))
+    assert failed.ended.startswith("exit ")
+    assert math.isnan(failed.first)
+
+
+def test_the_page_has_the_rows_that_are_measured() -> None:
+    """And their limits; what is measured takes a row's place, what is not stays as it is, stars included."""
+    whole = list(page_table(str(PAGE), ROWS, {}))
+    assert all(line in PAGE.read_text().splitlines() for line in whole)
+    named = {line.split(" | ")[0].removeprefix("| ") for line in whole[2:]}
+    row = next(each for each in ROWS if each.name == "20,000 micro-batches")
+    assert f"{row.name} (proved)" in named
+    measured = Measured(known=1.25, first=0.5, made=0.75, stop=math.nan, ended="")
+    changed = list(page_table(str(PAGE), ROWS, {row.name: measured}))
+    (line,) = set(changed) - set(whole)
+    assert line == f"| {row.name} (proved) | 10 | 93.7 | 1.2 | 0.5 / 0.8 |  |"
+    starred = next(each for each in ROWS if each.name.endswith("`--workers 2`"))
+    (line,) = set(page_table(str(PAGE), ROWS, {starred.name: replace(measured, stop=0.125, ended="exit 1: no")})) - {
+        *whole
+    }
+    assert line.endswith("| 30 |  | 1.2, exit 1: no | 0.5 / 0.8 | 0.12 |")
+
+
+def test_rows_have_their_inputs() -> None:
+    named = {word.removesuffix(".json") for row in ROWS for word in row.arguments.split() if word.endswith(".json")}
+    assert named <= {*INPUTS, "llama"}
