@@ -15,6 +15,8 @@ from builders.orders import one_f_one_b
 from pipeplan.files import Plan, read_plan, sha256_of, write_file
 from pipeplan.planning.frontier import FrontierPoint, FrontierResult
 from pipeplan.planning.frontier_file import read_frontier
+from pipeplan.reporting.drawing.model import predicted_run
+from pipeplan.reporting.drawing.svg import COLOURS
 from pipeplan.reporting.html.report import PlanReport, report_of
 from pipeplan.simulator.simulation import simulate
 from support.browser import Opened, browser, in_browser, opened
@@ -98,7 +100,7 @@ def test_dragging_pans_and_bars_move_with_it(page: Opened) -> None:
     shown = page.page
     shown.evaluate("timeline.set(0, timeline.data.end / 4)")
     settled(shown)
-    place = "[...timeline.runs[0].lanes[0].bars].map((bar) => Number(bar.getAttribute('x')))[2]"
+    place = "timeline.runs[0].lanes[0].bars[2].getBoundingClientRect().x"
     before = shown.evaluate(place)
     shown.evaluate("timeline.set(timeline.data.end / 8, timeline.data.end * 3 / 8)")
     box = shown.locator(".stage").bounding_box()
@@ -111,6 +113,64 @@ def test_dragging_pans_and_bars_move_with_it(page: Opened) -> None:
     assert view(shown)[0] == pytest.approx(0, abs=shown.evaluate("timeline.data.end / 4 / timeline.inner"))
     assert shown.evaluate(place) == pytest.approx(before, abs=1.5)
     shown.evaluate("timeline.fit()")
+
+
+def test_dragging_moves_groups_and_places_only_what_comes_into_view(page: Opened) -> None:
+    """Else a drawing of thousands of bars would not follow the pointer. Bars are then where a drawing anew has them."""
+    shown = page.page
+    shown.evaluate("timeline.set(timeline.data.end / 4, timeline.data.end / 2)")
+    settled(shown)
+    shown.evaluate(
+        """window.changed = new Set();
+        window.watcher = new MutationObserver((all) => all.forEach((each) => changed.add(each.target)));
+        watcher.observe(document.querySelector(".stage svg"), { attributes: true, subtree: true });"""
+    )
+    shown.evaluate("timeline.pan(0.02)")
+    settled(shown)
+    changed = "[...changed].filter((each) => each.matches('.moving > rect')).length"
+    lanes = shown.evaluate("timeline.runs.flatMap((run) => run.lanes).length")
+    assert 0 < shown.evaluate(changed) <= 4 * lanes  # cut at an end, or new there
+    shown.evaluate("watcher.disconnect()")
+    bars = """timeline.runs.flatMap((run) => run.lanes).flatMap((lane) => lane.bars.filter(
+        (bar, at) => lane.starts[at] < timeline.view.to && lane.starts[at] + lane.durations[at] > timeline.view.from)
+        .map((bar) => bar.getBoundingClientRect()).flatMap(({ left, right }) => [left, right]))"""
+    moved = shown.evaluate(bars)
+    shown.evaluate("timeline.resize()")
+    settled(shown)
+    assert moved == pytest.approx(shown.evaluate(bars), abs=0.2)
+    shown.evaluate("timeline.fit()")
+
+
+def test_two_fingers_zoom_and_one_moves(launched: Any, tmp_path: Path) -> None:
+    found = opened(launched, written(report_of(plans()), tmp_path / "report.html"), width=390, has_touch=True)
+    shown = found.page
+    shown.locator(".stage").scroll_into_view_if_needed()
+    box = shown.locator(".stage").bounding_box()
+    touches = shown.context.new_cdp_session(shown)
+
+    def touch(kind: str, *places: float) -> None:
+        points = [{"x": box["x"] + x, "y": box["y"] + 90, "id": number} for number, x in enumerate(places)]
+        touches.send("Input.dispatchTouchEvent", {"type": f"touch{kind}", "touchPoints": points})
+
+    whole = view(shown)
+    touch("Start", 180)
+    touch("Start", 180, 240)
+    for apart in (40, 60):
+        touch("Move", 210 - apart, 210 + apart)
+    touch("End")
+    settled(shown)
+    zoomed = view(shown)
+    assert zoomed[1] - zoomed[0] == pytest.approx((whole[1] - whole[0]) / 2, rel=0.02)
+    between = shown.evaluate("[timeline.time(210), timeline.data.end * (210 - timeline.left) / timeline.inner]")
+    assert between[0] == pytest.approx(between[1], rel=0.05)
+    touch("Start", 200)
+    touch("Move", 180)
+    touch("Move", 150)
+    touch("End")
+    settled(shown)
+    by = 50 * (zoomed[1] - zoomed[0]) / shown.evaluate("timeline.inner")
+    assert view(shown)[0] - zoomed[0] == pytest.approx(by, rel=0.05)
+    assert found.complaints == []
 
 
 def test_the_keyboard_goes_from_action_to_action_and_to_what_they_wait_for(page: Opened) -> None:
@@ -157,6 +217,7 @@ def test_hovering_says_what_an_action_is_and_when(page: Opened) -> None:
     shown = page.page
     shown.evaluate("timeline.fit()")
     settled(shown)
+    shown.locator(".stage").scroll_into_view_if_needed()
     box = shown.evaluate(
         "(({x, y, width}) => ({x, y, width}))(timeline.runs[0].lanes[1].bars[4].getBoundingClientRect())"
     )
@@ -167,6 +228,17 @@ def test_hovering_says_what_an_action_is_and_when(page: Opened) -> None:
     assert tip.is_visible()
     assert str(tip.text_content()).startswith(f"{simulation.label(task)}: ")
     shown.mouse.move(5, 5)
+
+
+def test_hovering_over_a_lanes_name_says_what_its_devices_do(page: Opened) -> None:
+    shown = page.page
+    shown.locator(".stage").scroll_into_view_if_needed()
+    box = shown.locator(".stage").bounding_box()
+    shown.mouse.move(box["x"] + 30, box["y"] + shown.evaluate("timeline.rows[1].y") + 10)
+    lane = predicted_run(simulate(plans()[0]), "", "").lanes[0]
+    assert shown.locator(".tip").text_content() == lane.about
+    shown.mouse.move(5, 5)
+    assert not shown.locator(".tip").is_visible()
 
 
 def test_plans_are_switched(page: Opened) -> None:
@@ -238,7 +310,8 @@ def serious(page: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (390, "dark")])
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_page(
     launched: Any, tmp_path: Path, width: int, scheme: str
 ) -> None:
@@ -246,6 +319,57 @@ def test_axe_finds_nothing_serious_and_nothing_is_wider_than_the_page(
     page = opened(launched, written(report, tmp_path / "report.html"), width=width, color_scheme=scheme).page
     assert serious(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") == width
+
+
+@pytest.mark.parametrize(("motion", "behavior"), [("reduce", "auto"), ("no-preference", "smooth")])
+def test_nothing_glides_for_readers_who_want_less_motion(
+    launched: Any, tmp_path: Path, motion: str, behavior: str
+) -> None:
+    path = written(report_of([chain_plan(2, 4)]), tmp_path / "report.html")
+    page = opened(launched, path, reduced_motion=motion).page
+    assert page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == behavior
+    moving = """[...document.querySelectorAll("*")].filter((each) => { const { transitionDuration, animationName } =
+      getComputedStyle(each); return transitionDuration !== "0s" || animationName !== "none"; }).length"""
+    assert page.evaluate(moving) == 0
+    assert page.evaluate("document.getAnimations().length") == 0
+
+
+@pytest.mark.parametrize("canvas", [False, True])
+def test_paper_has_all_of_the_timeline_in_light_colours(launched: Any, tmp_path: Path, *, canvas: bool) -> None:
+    """Printed from a dark screen on which a part is in view; what is on screen afterwards is as before."""
+    report = report_of([many_devices()] if canvas else plans(), (), frontier())
+    page = opened(launched, written(report, tmp_path / "report.html"), color_scheme="dark").page
+    page.evaluate("timeline.set(timeline.data.end / 2, timeline.data.end * 3 / 4)")
+    settled(page)
+    zoomed, before = view(page), page.evaluate(CORNER)
+    page.evaluate(
+        """window.addEventListener("beforeprint", () => { const { width, height } = timeline; window.printed = {
+          view: [timeline.view.from, timeline.view.to], corner: (CORNER),
+          painted: timeline.painter.canvas ? timeline.painter.canvas.height / timeline.painter.ratio : height,
+          first: timeline.painter.canvas ? 0 : timeline.runs[0].lanes[0].bars[0].getBBox().x - timeline.left, height,
+          colour: getComputedStyle(document.documentElement).getPropertyValue("--page").trim() }; });""".replace(
+            "CORNER", CORNER
+        )
+    )
+    page.pdf(path=tmp_path / "report.pdf", format="A4")
+    printed = page.evaluate("window.printed")
+    assert printed["view"] == [0, page.evaluate("timeline.data.end")]
+    assert printed["painted"] == pytest.approx(printed["height"], abs=1)
+    assert printed["first"] == pytest.approx(0, abs=0.1)
+    assert printed["colour"] == "#ffffff"
+    if canvas:
+        assert printed["corner"] == [255, 255, 255]
+    assert view(page) == pytest.approx(zoomed)
+    assert page.evaluate(CORNER) == before
+    page.emulate_media(media="print")
+    for hidden in ("nav", ".tools", ".tip", "#timeline-help"):
+        assert not page.locator(hidden).first.is_visible()
+    page.set_viewport_size({"width": 718, "height": 1000})  # of A4 between its margins
+    assert page.evaluate("document.documentElement.scrollWidth") == 718
+
+
+CORNER = """timeline.painter.canvas
+  ? [...timeline.painter.canvas.getContext("2d").getImageData(1, 1, 1, 1).data].slice(0, 3) : null"""
 
 
 def test_a_canvas_has_what_the_svg_has(launched: Any, tmp_path: Path) -> None:
@@ -260,10 +384,17 @@ def test_a_canvas_has_what_the_svg_has(launched: Any, tmp_path: Path) -> None:
     assert focused(page).startswith("0F0: forward, device 0; 0 to 10ns")
     page.evaluate("timeline.set(0, timeline.data.end / 40)")
     settled(page)
-    shades = """(() => { const c = document.querySelector("canvas"); const y = timeline.geometry.top + 10;
-      const row = c.getContext("2d").getImageData(timeline.left + 6, y, c.width / 2, 1).data;
-      return new Set([...Array(row.length / 4).keys()].map((i) => row.slice(4 * i, 4 * i + 3).join())).size; })()"""
-    assert page.evaluate(shades) > 2
+    colours = """(() => { const c = document.querySelector("canvas"), top = timeline.geometry.top + 10;
+      const width = c.width / 2;
+      const pixels = c.getContext("2d").getImageData(0, 0, width, top + 1).data;
+      const hex = (at) => "#" + [...pixels.slice(at, at + 3)].map((v) => v.toString(16).padStart(2, "0")).join("");
+      const places = (y, from) => [...Array(width - from).keys()].map((x) => 4 * (y * width + from + x));
+      const row = (y, from) => [...new Set(places(y, from).map(hex))];
+      return [row(49, 0), row(top, timeline.left + 6)]; })()"""
+    legend, lane = page.evaluate(colours)
+    assert {COLOURS["F"][0], COLOURS["B"][0]} <= {*legend}
+    assert COLOURS["F"][0] in lane
+    assert len(lane) > 2
     assert found.complaints == []
     assert serious(page) == []
 

@@ -202,6 +202,23 @@ def test_of_two_plans_the_page_says_which_to_run() -> None:
     assert simulate(unfit).overflow is not None
     assert verdict(report_of([unfit, slow]).plans) == "Run B: chain: the others do not fit into memory."
     assert "none fits" in verdict(report_of([unfit, unfit]).plans)
+    wide = verdict(report_of([chain_plan(8, 8), chain_plan(4, 8, lag=900)]).plans)
+    assert "longer per sample; it has 8 devices, B 4; the fullest" in wide
+
+
+def test_plans_of_different_profiles_are_said_to_be_so() -> None:
+    def made(profile: str, sha256: str, lag: int = 0) -> Plan:
+        plan = chain_plan(2, 4, lag=lag)
+        known = {"profile": profile, "profile_sha256": sha256}
+        return plan.model_copy(update={"provenance": plan.provenance.model_copy(update=known)})
+
+    one, other = made("one", "1" * 64), made("an\nother", "2" * 64, lag=90)
+    told = verdict(report_of([one, other]).plans)
+    assert told.startswith(
+        "Made from different profiles (one, an\\nother), so compare only if these are of one model. Run A"
+    )
+    assert verdict(report_of([one, made("one", "1" * 64, lag=90)]).plans).startswith("Run A: ")
+    assert verdict(report_of([one, made("one", "")]).plans).startswith("A tie: ")
 
 
 # What is asked for wrongly ----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -201,14 +201,14 @@ class DeviceMessage:
         return self.ends[0][1]
 
 
-def device_messages(simulation: Simulation) -> Iterator[DeviceMessage]:
-    """All messages; of each of a loop's rounds the first copy, and what is after it when it is."""
+def device_messages(simulation: Simulation, of: Callable[[Hop], bool] = lambda hop: True) -> Iterator[DeviceMessage]:
+    """The messages of all hops, or of some; of each of a loop's rounds the first copy, and what is after it."""
     graph, loop = simulation.graph, simulation.loop
     workload = graph.workload
     position = {operation.id: index for index, operation in enumerate(workload.operations)}
     for dependency in workload.dependencies:
         source, target = position[dependency.source], position[dependency.target]
-        for hop in dependency.hops:
+        for hop in filter(of, dependency.hops):
             slots = workload.messages(dependency, hop)
             names = _Names(simulation.plan, dependency, hop, *slots.name(0))
             item = workload.item_of.get((source, target, hop))

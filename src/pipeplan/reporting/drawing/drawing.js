@@ -2,8 +2,8 @@
 "use strict";
 
 class Timeline {
-  static MOST_SVG = 4000; // bars that an SVG moves smoothly
   static LEAST_BAR = 0.6; // pixels
+  static PAPER = 700; // pixels of a page of paper, A4 or letter, between its margins
 
   constructor(root, data) {
     this.root = root;
@@ -121,18 +121,31 @@ class Timeline {
 
   paint() {
     if (this.pending) return;
-    this.pending = requestAnimationFrame(() => {
-      this.pending = 0;
-      const begun = performance.now();
-      this.painter.paint();
-      this.frameTimes.push(performance.now() - begun);
-      this.firstFrame ??= performance.now(); // ms since the page was asked for
-      if (this.frameTimes.length > 1000) this.frameTimes.shift();
-    });
+    this.pending = requestAnimationFrame(() => this.paintNow());
+  }
+
+  paintNow() {
+    cancelAnimationFrame(this.pending);
+    this.pending = 0;
+    const begun = performance.now();
+    this.painter.paint();
+    this.frameTimes.push(performance.now() - begun);
+    this.firstFrame ??= performance.now(); // ms since the page was asked for
+    if (this.frameTimes.length > 1000) this.frameTimes.shift();
+  }
+
+  // On paper there is all of it, in light colours; a browser paints no frame before it prints.
+  print(printing) {
+    document.documentElement.classList.toggle("printing", printing);
+    if (printing) this.onScreen = this.view;
+    this.view = printing ? { from: 0, to: this.data.end } : this.onScreen;
+    this.printing = printing;
+    this.resize();
+    this.paintNow();
   }
 
   resize() {
-    this.width = Math.max(280, this.stage.clientWidth);
+    this.width = this.printing ? Timeline.PAPER : Math.max(280, this.stage.clientWidth);
     this.geometry.left = this.width < 500 ? 84 : this.data.left;
     this.layout();
     this.painter.resize();
@@ -156,6 +169,13 @@ class Timeline {
     const waits = this.waitsFor(place);
     if (waits) lines.push(`waits for ${waits.text}`);
     return lines;
+  }
+
+  // What a lane's name stands for, and a heading's frames.
+  about(x, y) {
+    const row = x < this.left ? this.rows.find((each) => y >= each.y && y < each.y + each.height) : null;
+    const words = row && (row.lane ? row.lane.about : row.run.repetendTip);
+    return words ? [words] : null;
   }
 
   waitsFor(place) {
@@ -311,7 +331,8 @@ class Timeline {
     for (const name of ["pointerup", "pointercancel"]) this.stage.addEventListener(name, (event) => this.up(event));
     this.stage.addEventListener("pointerleave", () => this.showTip(null));
     new ResizeObserver(() => this.resize()).observe(this.stage);
-    window.addEventListener("beforeprint", () => this.fit());
+    window.addEventListener("beforeprint", () => this.print(true));
+    window.addEventListener("afterprint", () => this.print(false));
   }
 
   place(event) {
@@ -340,7 +361,8 @@ class Timeline {
     const before = this.pointers.get(event.pointerId);
     if (before === undefined) {
       const [x, y] = this.place(event);
-      this.showTip(this.at(x, y), x, y);
+      const place = this.at(x, y);
+      this.showTip(place ? this.words(place) : this.about(x, y), x, y);
       return;
     }
     const others = [...this.pointers].filter(([id]) => id !== event.pointerId).map(([, x]) => x);
@@ -365,10 +387,10 @@ class Timeline {
     if (place) this.focusOn(place, { show: false });
   }
 
-  showTip(place, x = 0, y = 0) {
-    this.tip.hidden = !place;
-    if (!place) return;
-    this.tip.replaceChildren(...this.words(place).map((line) => Object.assign(document.createElement("div"), { textContent: line })));
+  showTip(lines, x = 0, y = 0) {
+    this.tip.hidden = !lines;
+    if (!lines) return;
+    this.tip.replaceChildren(...lines.map((line) => Object.assign(document.createElement("div"), { textContent: line })));
     const below = y - this.stage.scrollTop;
     this.tip.style.left = `${Math.min(x + 12, Math.max(0, this.width - this.tip.offsetWidth - 4))}px`;
     this.tip.style.top = `${this.stage.offsetTop + below + 18}px`;
@@ -418,12 +440,17 @@ class Timeline {
   }
 }
 
-// Moves what the SVG has.
+// Moves what the SVG has: while the scale stays, whole groups, and only what comes into view is placed.
 class SvgPainter {
+  static FURTHEST = 100000; // pixels from the origin; a renderer's numbers are not exact far beyond
+
   constructor(timeline) {
     this.timeline = timeline;
     const svg = timeline.svg;
     for (const title of svg.querySelectorAll("title")) title.remove(); // the page's own tips say more
+    const window = svg.appendChild(made("clipPath", "window"));
+    window.id = "timeline-window";
+    this.window = window.appendChild(made("rect", "window"));
     const groups = [...svg.querySelectorAll("g.run")];
     timeline.runs.forEach((run, number) => {
       run.group = groups[number];
@@ -431,21 +458,31 @@ class SvgPainter {
       run.ticks = run.group.insertBefore(made("g", "ticks"), run.group.querySelector("g.lane"));
       for (const old of run.group.querySelectorAll(":scope > .axis, :scope > .tick")) old.remove();
       const lanes = [...run.group.querySelectorAll("g.lane")];
-      run.lanes.forEach((lane, at) => {
-        lane.group = lanes[at];
-        lane.bars = [...lane.group.querySelectorAll(":scope > rect")];
-        for (const text of lane.group.querySelectorAll("text.bar")) text.remove();
-        lane.texts = [];
-        lane.drawn = [0, lane.bars.length];
-        [lane.area, lane.limitLine, lane.memoryWords] = [".memory", ".limit", ".memory-words"].map((s) => lane.group.querySelector(s));
-      });
+      run.lanes.forEach((lane, at) => this.take(lane, lanes[at]));
       run.pathLine = run.group.appendChild(made("path", "path"));
     });
     this.focus = svg.appendChild(made("rect", "focus"));
   }
 
+  // A lane's bars go into a group that moves behind a window, beside the lane's name.
+  take(lane, group) {
+    lane.group = group;
+    lane.bars = [...group.querySelectorAll(":scope > rect")];
+    for (const text of group.querySelectorAll("text.bar")) text.remove();
+    lane.texts = [];
+    const behind = group.appendChild(made("g", "behind"));
+    behind.setAttribute("clip-path", "url(#timeline-window)");
+    lane.moving = behind.appendChild(made("g", "moving"));
+    lane.moving.append(...lane.bars);
+    lane.placed = new Uint8Array(lane.bars.length).fill(1); // whether a bar is where it belongs at this scale
+    lane.cut = []; // bars of which a part is out of view
+    [lane.area, lane.limitLine, lane.memoryWords] = [".memory", ".limit", ".memory-words"].map((s) => group.querySelector(s));
+  }
+
   resize() {
     const { timeline } = this;
+    this.scale = 0;
+    sized(this.window, timeline.left, timeline.inner, -1, timeline.geometry.bar + 2);
     for (const [name, value] of [["width", timeline.width], ["height", timeline.height], ["viewBox", `0 0 ${timeline.width} ${timeline.height}`]]) {
       timeline.svg.setAttribute(name, value);
     }
@@ -457,6 +494,13 @@ class SvgPainter {
 
   paint() {
     const { timeline } = this;
+    const { view } = timeline;
+    const scale = timeline.inner / (view.to - view.from);
+    if (Math.abs(scale / this.scale - 1) > 1e-6 || Math.abs(view.from - this.origin) * scale > SvgPainter.FURTHEST) {
+      [this.scale, this.origin] = [scale, view.from];
+      for (const run of timeline.runs) for (const lane of run.lanes) this.forget(lane);
+    }
+    this.moved = (this.origin - view.from) * this.scale;
     let top = 0;
     for (const row of timeline.rows) {
       if (row.lane) this.lane(row, top);
@@ -505,17 +549,28 @@ class SvgPainter {
     const { lane } = row;
     shownIf(lane.group, true);
     lane.group.setAttribute("transform", `translate(0,${row.y - top})`);
+    lane.moving.setAttribute("transform", `translate(${this.moved.toFixed(2)},0)`);
     const first = firstAfter(lane, timeline.view.from);
-    let bar = first;
-    for (; bar < lane.bars.length && lane.starts[bar] < timeline.view.to; bar++) this.bar(row, bar);
-    for (let at = lane.drawn[0]; at < lane.drawn[1]; at++) {
-      if (at < first || at >= bar) {
-        shownIf(lane.bars[at], false);
-        if (lane.texts[at]) shownIf(lane.texts[at], false);
-      }
-    }
-    lane.drawn = [first, bar];
+    const after = firstAbove(lane.starts, timeline.view.to);
+    for (const bar of lane.cut.splice(0)) if (bar < first || bar >= after) this.hide(lane, bar);
+    for (let bar = first; bar < after; bar++) if (!lane.placed[bar] || !this.isWhole(lane, bar)) this.bar(row, bar);
     if (lane.memory) this.memory(row);
+  }
+
+  isWhole(lane, bar) {
+    const { from, to } = this.timeline.view;
+    return lane.starts[bar] >= from && lane.starts[bar] + lane.durations[bar] <= to;
+  }
+
+  hide(lane, bar) {
+    lane.placed[bar] = 0;
+    shownIf(lane.bars[bar], false);
+    if (lane.texts[bar]) shownIf(lane.texts[bar], false);
+  }
+
+  forget(lane) {
+    for (const bar of lane.cut.splice(0)) this.hide(lane, bar);
+    for (let bar = lane.placed.indexOf(1); bar >= 0; bar = lane.placed.indexOf(1, bar + 1)) this.hide(lane, bar);
   }
 
   bar(row, bar) {
@@ -523,10 +578,12 @@ class SvgPainter {
     const { lane, run } = row;
     const rect = lane.bars[bar];
     const ends = timeline.ends(lane.starts[bar], lane.starts[bar] + lane.durations[bar]);
+    lane.placed[bar] = Number(this.isWhole(lane, bar));
+    if (!lane.placed[bar]) lane.cut.push(bar);
     shownIf(rect, Boolean(ends));
     const label = ends ? labelOf(timeline, run, lane, bar, ends[1] - ends[0]) : "";
     if (ends) {
-      rect.setAttribute("x", ends[0].toFixed(1));
+      rect.setAttribute("x", (ends[0] - this.moved).toFixed(1));
       rect.setAttribute("width", Math.max(ends[1] - ends[0] - 0.5, 0.1).toFixed(1));
     }
     let text = lane.texts[bar];
@@ -538,7 +595,7 @@ class SvgPainter {
     if (!text) return;
     shownIf(text, Boolean(label));
     if (label) {
-      text.setAttribute("x", ((ends[0] + ends[1]) / 2).toFixed(1));
+      text.setAttribute("x", ((ends[0] + ends[1]) / 2 - this.moved).toFixed(1));
       if (text.textContent !== label) text.textContent = label;
     }
   }
@@ -557,12 +614,13 @@ class SvgPainter {
 
 // Draws what is in view on a canvas as large as the view.
 class CanvasPainter {
+  static TALLEST = 8000; // pixels that every browser's canvas has, at two for each
+
   constructor(timeline) {
     this.timeline = timeline;
     this.canvas = timeline.stage.querySelector("canvas");
     this.space = timeline.stage.querySelector(".space");
     timeline.stage.addEventListener("scroll", () => timeline.paint());
-    this.look();
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       this.look();
       timeline.paint();
@@ -578,7 +636,8 @@ class CanvasPainter {
   resize() {
     const { timeline, canvas } = this;
     this.ratio = window.devicePixelRatio || 1;
-    this.viewHeight = Math.min(timeline.height, Math.round(0.7 * window.innerHeight));
+    this.look();
+    this.viewHeight = Math.min(timeline.height, timeline.printing ? CanvasPainter.TALLEST : Math.round(0.7 * window.innerHeight));
     this.space.style.height = `${timeline.height - this.viewHeight}px`;
     canvas.width = Math.round(timeline.width * this.ratio);
     canvas.height = Math.round(this.viewHeight * this.ratio);
@@ -590,7 +649,7 @@ class CanvasPainter {
     const { timeline } = this;
     const context = this.canvas.getContext("2d", { alpha: false });
     this.context = context;
-    const scroll = timeline.stage.scrollTop;
+    const scroll = timeline.printing ? 0 : timeline.stage.scrollTop;
     context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
     context.fillStyle = this.colour("page");
     context.fillRect(0, 0, timeline.width, this.viewHeight);
@@ -630,6 +689,7 @@ class CanvasPainter {
     context.fillText(run.title, g.margin, row.y + 20, timeline.width - 2 * g.margin);
     context.font = "11px sans-serif";
     context.fillText(run.figures, g.margin, row.y + 36, timeline.width - 2 * g.margin);
+    this.legend(row);
     context.textAlign = "center";
     for (const [x, text] of timeline.ticks(run)) {
       context.fillStyle = this.colour("line");
@@ -637,6 +697,27 @@ class CanvasPainter {
       context.fillStyle = this.colour("text");
       context.fillText(text, x, Math.max(row.y + g.top - 9, Math.min(scroll + 11, row.bottom)));
     }
+  }
+
+  legend(row) {
+    const { context } = this;
+    const { run } = row;
+    let x = this.timeline.geometry.margin;
+    const entry = (text) => {
+      context.fillStyle = this.colour("text");
+      context.fillText(text, x + 17, row.y + 53);
+      x += 34 + context.measureText(text).width;
+    };
+    for (const kind of run.legend.map((name) => run.kinds.find((each) => each.kind === name))) {
+      context.fillStyle = this.colour(kind.class);
+      context.fillRect(x, row.y + 43, 12, 12);
+      entry(kind.class === "instruction" ? kind.words : `${kind.kind} ${kind.words}`);
+    }
+    if (!run.repetend) return;
+    context.strokeStyle = this.colour("repetend");
+    context.lineWidth = 1.5;
+    context.strokeRect(x, row.y + 43, 12, 12);
+    entry(run.repetend);
   }
 
   lane(row, bars, texts) {

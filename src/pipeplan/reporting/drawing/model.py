@@ -11,6 +11,7 @@ from pipeplan.simulator.simulation import Simulation
 from pipeplan.texts import counted, number_ranges
 from pipeplan.units import format_bytes, format_ns
 from pipeplan.workload.action import Action
+from pipeplan.workload.elements import Hop
 from pipeplan.workload.kinds import in_order, is_instruction
 from pipeplan.workload.memory import memory_curves
 
@@ -206,13 +207,17 @@ def _links(simulation: Simulation) -> Iterator[TimelineLane]:
     leaders, ends = simulation.workload.leaders, dict[tuple[int, int], tuple[int, int]]()
     bars: dict[tuple[int, int], list[Bar]] = {}
     sizes: dict[tuple[int, int], int] = {}
-    for each in device_messages(simulation):
+
+    def is_drawn(hop: Hop) -> bool:
+        pair = hop.source_device, hop.target_device
+        return ends.setdefault((leaders[pair[0]], leaders[pair[1]]), pair) == pair
+
+    for each in device_messages(simulation, is_drawn):
         pair = each.source_device, each.target_device
-        if ends.setdefault((leaders[pair[0]], leaders[pair[1]]), pair) == pair:
-            name = f"{each.name} to device {each.target_device}, {format_bytes(each.size_bytes)}"
-            bar = Bar(each.written_ns, each.duration_ns, each.begin_ns, each.payload, False, each.number, name)
-            bars.setdefault(pair, []).append(bar)
-            sizes[pair] = sizes.get(pair, 0) + each.size_bytes
+        name = f"{each.name} to device {each.target_device}, {format_bytes(each.size_bytes)}"
+        bar = Bar(each.written_ns, each.duration_ns, each.begin_ns, each.payload, False, each.number, name)
+        bars.setdefault(pair, []).append(bar)
+        sizes[pair] = sizes.get(pair, 0) + each.size_bytes
     for pair in sorted(pair for pair, own in bars.items() if any(bar.duration_ns for bar in own)):
         own = sorted(bars[pair], key=lambda bar: bar.start_ns)
         about = f"{counted(len(own), 'message')} from device {pair[0]} to device {pair[1]}, {format_bytes(sizes[pair])}"

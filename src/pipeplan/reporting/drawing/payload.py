@@ -48,6 +48,8 @@ def _run(run: DrawnRun) -> dict[str, Any]:
         "numLinks": len(run.links),
         "lanes": lanes,
         "jumps": _jumps(run.simulation),
+        "legend": run.kinds,
+        "repetend": run.repetend,
         "repetendTip": run.repetend_tip,
         "waits": [],
         "path": [],

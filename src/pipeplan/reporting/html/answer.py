@@ -15,7 +15,7 @@ from pipeplan.reporting.layout import Clause
 from pipeplan.reporting.timeline import kind_name
 from pipeplan.simulator.measured_times import MeasuredComparison
 from pipeplan.simulator.waits import CAUSES
-from pipeplan.texts import counted, number_ranges
+from pipeplan.texts import counted, number_ranges, on_one_line
 from pipeplan.units import format_bytes, format_ns, rounded_up
 from pipeplan.workload.kinds import is_instruction
 
@@ -102,7 +102,8 @@ def _prediction(shown: ShownPlan) -> str:
     measured = shown.simulation.measured
     if measured is None:
         return (
-            "not measured: pipeplan run PLAN --trace TRACE measures it, and pipeplan report --measured TRACE shows both"
+            "not measured: pipeplan run PLAN --model MODEL --trace TRACE measures it (without a model: --emulate), and "
+            "report PLAN --measured TRACE shows both"
         )
     how = "emulated" if isinstance(measured, MeasuredComparison) and measured.emulated else "measured"
     verdict = f"; {measured.verdict}" if isinstance(measured, MeasuredComparison) else ""
@@ -171,7 +172,15 @@ def frontier_command(plan: Plan, memory_bytes: int) -> str:
 
 
 def verdict(plans: Sequence[ShownPlan]) -> str:
-    """Which of several plans to run, and why, in one line."""
+    """Which of several plans to run, and why, in one line; before it that they may be of different models."""
+    profiles = {each.plan.provenance.profile_sha256: each.plan.provenance.profile for each in plans}
+    if len(profiles) > 1 and "" not in profiles:
+        named = ", ".join(map(on_one_line, profiles.values()))
+        return f"Made from different profiles ({named}), so compare only if these are of one model. {_which(plans)}"
+    return _which(plans)
+
+
+def _which(plans: Sequence[ShownPlan]) -> str:
     fitting = [each for each in plans if each.simulation.overflow is None]
     if not fitting:
         return "None of them: none fits into the memory of its devices."
@@ -189,7 +198,9 @@ def verdict(plans: Sequence[ShownPlan]) -> str:
         why = "estimates are further off than that" if estimated else "that is within what runs differ by"
         tie = f"A tie: {best.letter} is {slower:.1%} quicker than {second.letter}, and {why}"
         return f"{tie}. Run {least.name}, which needs less memory: {_peak(least)}.{left}"
-    return f"Run {best.name}: {second.letter} takes {slower:.1%} longer per sample; {memory}.{left}"
+    sizes = [len(each.simulation.workload.devices) for each in (best, second)]
+    devices = f"; it has {counted(sizes[0], 'device')}, {second.letter} {sizes[1]}" if sizes[0] != sizes[1] else ""
+    return f"Run {best.name}: {second.letter} takes {slower:.1%} longer per sample{devices}; {memory}.{left}"
 
 
 def _per_sample(shown: ShownPlan) -> float:

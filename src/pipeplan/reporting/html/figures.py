@@ -8,12 +8,13 @@ from collections.abc import Iterator, Sequence
 from pipeplan.reporting.html.source import ShownPlan
 from pipeplan.reporting.html.tables import ReportTable, TableCell, TableRow, alike, count, ns, share, size, text
 from pipeplan.reporting.terminal import stage_way
-from pipeplan.reporting.timeline import device_messages, kind_name
+from pipeplan.reporting.timeline import kind_name
 from pipeplan.simulator.measured_times import KindTimes, MeasuredComparison
 from pipeplan.simulator.waits import CAUSES
 from pipeplan.texts import number_ranges
 from pipeplan.units import format_ns
 from pipeplan.workload.kinds import MASTER, MEMORY_KINDS, PARAMETERS, in_order, is_instruction
+from pipeplan.workload.workload import Workload
 
 _MOST_NAMED = 3
 """Devices that are named as those that another waits for."""
@@ -24,11 +25,12 @@ _MOST_BLOCKS = 6
 def waits_table(shown: ShownPlan) -> ReportTable:
     """What each device waits for."""
     simulation, rates = shown.simulation, shown.simulation.rates
+    idle = rates.idle_ns
     rows = [
         (
             ns(rates.busy_ns[device]),
-            ns(rates.idle_ns[device]),
-            share(rates.idle_ns[device] / (rates.makespan_ns or 1)),
+            ns(idle[device]),
+            share(idle[device] / (rates.makespan_ns or 1)),
             *(ns(waits.by_cause[cause]) for cause in CAUSES),
             text(_whom(waits.by_device)),
         )
@@ -139,11 +141,7 @@ def kinds_table(shown: ShownPlan) -> ReportTable:
 def links_table(shown: ShownPlan) -> ReportTable | None:
     """Messages between each two devices; None where there are none."""
     simulation = shown.simulation
-    sums: dict[tuple[int, int], list[int]] = {}
-    for message in device_messages(simulation):
-        found = sums.setdefault((message.source_device, message.target_device), [0, 0, 0])
-        for at, value in enumerate((1, message.size_bytes, message.duration_ns)):
-            found[at] += value
+    sums = _messages(simulation.workload)
     if not sums:
         return None
     rows = alike([count(number), size(total), ns(time), ns(time / number)] for number, total, time in sums.values())
@@ -154,6 +152,22 @@ def links_table(shown: ShownPlan) -> ReportTable | None:
         ("from and to device", "messages", "bytes", "under way", "each"),
         tuple(TableRow((text(_pairs([pairs[number] for number in numbers])), *cells)) for numbers, cells in rows),
     )
+
+
+def _messages(workload: Workload) -> dict[tuple[int, int], list[int]]:
+    """[from and to device] how many messages, and the bytes and ns of all."""
+    sums: dict[tuple[int, int], list[int]] = {}
+    for dependency in workload.dependencies:
+        for hop in dependency.hops:
+            slots = workload.messages(dependency, hop)
+            if not len(slots):
+                continue
+            found = sums.setdefault((hop.source_device, hop.target_device), [0, 0, 0])
+            parted = 2 * slots.num_parted
+            for number, sent in ((len(slots) - parted, hop), (parted, hop.part)):
+                for at, value in enumerate((1, sent.bytes, sent.duration_ns)):
+                    found[at] += number * value
+    return sums
 
 
 def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
