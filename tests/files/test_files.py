@@ -52,6 +52,7 @@ from pipeplan.files import (
     write_file,
 )
 from pipeplan.files import read_write as files
+from pipeplan.files.plan import AlternativeFigures
 from pipeplan.workload.action import Action
 from pipeplan.workload.elements import (
     BlockGroup,
@@ -489,6 +490,7 @@ SECTIONS: dict[str, type[FileModel | Element]] = {
     "Predicted figures of a plan": Predicted,
     "Memory of a device": DeviceMemory,
     "Provenance of a plan": Provenance,
+    "Another plan that a search found": AlternativeFigures,
 }
 
 

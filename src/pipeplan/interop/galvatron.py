@@ -32,12 +32,13 @@ def configuration(plan: Plan, layers: PlanLayers, target: ExportTarget) -> dict[
         )
     if stage.expert > 1:
         raise UsageError(f"stages[0].expert is {stage.expert}: experts are not written for {target.title}; give --ep 1")
-    again = [each for own in again_of_layers(plan, target.title) for each in own]
-    if "selective" in again:
-        raise UsageError(
-            f"recompute is selective in layer {again.index('selective')}: {target.title} recomputes layers whole; "
-            "search with --recompute all or none"
-        )
+    by_stage = again_of_layers(plan, target.title)
+    for number, own in enumerate(by_stage):
+        if "selective" in own:
+            raise UsageError(
+                f"stages[{number}].recompute is selective: {target.title} recomputes layers whole; search with "
+                "--recompute all or none"
+            )
     divided = int(divides_sequence(plan) and stage.shards > 1)
     return {
         "pp_deg": len(layers.groups),
@@ -46,7 +47,7 @@ def configuration(plan: Plan, layers: PlanLayers, target: ExportTarget) -> dict[
         "cp_sizes_enc": _each(stage.context, count),
         "dp_types_enc": _each(0, count),
         "use_sp": _each(divided, count),
-        "checkpoint": ",".join(str(int(bool(each))) for each in again),
+        "checkpoint": ",".join(str(int(bool(each))) for own in by_stage for each in own),
         "global_bsz": plan.mini_batch,
         "chunks": plan.num_microbatches,
         "pp_division": ",".join(str(each.count) for each in layers.stages),

@@ -22,15 +22,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from pipeplan.simulator.metrics import StepsBefore
 from pipeplan.workload.kinds import BACKWARD_ROLES, Role
 from pipeplan.workload.memory import capacities, memory_curves
-from pipeplan.workload.steady_state.loop import LoopCut
-from pipeplan.workload.task_graph import TaskGraph
+from pipeplan.workload.steady_state.loop import LoopCut, longer
+from pipeplan.workload.task_graph import TaskGraph, earliest_starts
 from pipeplan.workload.workload import Workload
 
 Cause = Literal["warmup", "message", "memory", "order", "imbalance"]
@@ -101,34 +101,66 @@ class Waits:
 
 
 def waits_of(simulation: Replayed) -> tuple[Waits, ...]:
-    """[device] what it waits for; devices with the same stages wait alike, and are looked at once."""
+    """[device] what it waits for; devices with the same stages wait alike, and are looked at once.
+
+    Sums are of all that runs, waits in time of what is written.
+    """
     found: dict[int, Waits] = {}
-    looking = _Looking(simulation)
+    written = _Looking(simulation)
+    whole, weighted = (written, ()) if simulation.loop is None else _written_out(simulation, simulation.loop)
     for device, leader in enumerate(simulation.workload.leaders):
         if leader not in found:
-            waits = (replace(wait, whom=None) if wait.whom == device else wait for wait in looking.waits(device))
-            found[leader] = _summed(simulation, tuple(waits))
+            own = tuple(written.told(device))
+            found[leader] = _summed(own, own if whole is written else whole.told(device), weighted)
     return tuple(found[leader] for leader in simulation.workload.leaders)
 
 
-def _summed(simulation: Replayed, waits: tuple[IdlePart, ...]) -> Waits:
-    """Sums, in which waits in a loop's round count as often as it runs."""
+_Weighted = tuple[tuple[int, int, int], ...]
+"""(begin, end, how often more it runs than it is there) of what repeats."""
+
+
+def _written_out(simulation: Replayed, loop: LoopCut) -> tuple[_Looking, _Weighted]:
+    """The same with up to three copies of every round: the one in the middle begins and ends as all others do.
+
+    The first begins with what ran before the loop, and not with what a copy leaves to the next.
+    """
+    copies = min(loop.copies, 3)
+    orders = [*simulation.orders, *in_time(simulation)]
+    graph, longer_orders = longer(simulation.graph, orders, loop.begins, loop.microbatches, copies - 1, loop.rounds)
+    starts = earliest_starts(graph, longer_orders)
+    weighted, later = [], 0
+    for begin, time in loop.moments:
+        weighted.append((begin + later + time, begin + later + 2 * time, loop.copies - copies))
+        later += (copies - 1) * time
+    devices = longer_orders[: len(simulation.orders)]
+    until = simulation.written_ns + later
+    return _Looking(_WrittenOut(graph.workload, graph, devices, starts, until)), tuple(weighted)
+
+
+@dataclass(frozen=True, slots=True)
+class _WrittenOut:
+    """What runs, without a loop."""
+
+    workload: Workload
+    graph: TaskGraph
+    orders: list[list[int]]
+    starts: list[int]
+    written_ns: int
+    loop: LoopCut | None = None
+
+
+def _summed(waits: tuple[IdlePart, ...], counted: Iterable[IdlePart], weighted: _Weighted) -> Waits:
+    """Sums, in which waits in a round count as often as it runs."""
     by_cause: dict[Cause, int] = dict.fromkeys(CAUSES, 0)
     by_device: Counter[int] = Counter()
-    for wait in waits:
-        time = _whole(simulation, wait.begin_ns, wait.end_ns)
+    for wait in counted:
+        time = wait.end_ns - wait.begin_ns
+        for begin, end, more in weighted:
+            time += more * max(0, min(wait.end_ns, end) - max(wait.begin_ns, begin))
         by_cause[wait.cause] += time
         if wait.whom is not None:
             by_device[wait.whom] += time
     return Waits(by_cause, dict(sorted(by_device.items())), waits)
-
-
-def _whole(simulation: Replayed, begin_ns: int, end_ns: int) -> int:
-    """How long a time of what is written is in all that runs."""
-    time, loop = end_ns - begin_ns, simulation.loop
-    for begin, length in () if loop is None else loop.moments:
-        time += (0 if loop is None else loop.copies - 1) * max(0, min(end_ns, begin + length) - max(begin_ns, begin))
-    return time
 
 
 _Part = tuple[int, int, bool, int | None, int | None]
@@ -147,6 +179,10 @@ class _Looking:
         ends = [start + time for start, time in zip(self._starts, self._graph.durations, strict=True)]
         self._ends = ends
         self._last = max(range(self._graph.num_actions), key=lambda task: (ends[task], -task))
+
+    def told(self, device: int) -> Iterator[IdlePart]:
+        """All of a device's, in time; what it waits for of its own is for no other."""
+        return (replace(wait, whom=None) if wait.whom == device else wait for wait in self.waits(device))
 
     def waits(self, device: int) -> Iterator[IdlePart]:
         """All of a device's, in time."""

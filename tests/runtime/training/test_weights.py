@@ -21,7 +21,7 @@ from pipeplan.files import Plan, write_file
 from pipeplan.runtime.launch.local import watch_local
 from pipeplan.runtime.models.load import load_model
 from pipeplan.runtime.models.spec import Model
-from pipeplan.runtime.training import weights
+from pipeplan.runtime.training import weight_files, weights
 from pipeplan.runtime.training.checkpoint import ParameterChunk, whole_chunk
 from pipeplan.runtime.training.options import RunOutcome, TrainOptions
 from pipeplan.runtime.training.weights import WeightNames, read_weights, write_weights
@@ -387,7 +387,7 @@ def test_a_rank_reads_only_its_slices(tmp_path: Path, monkeypatch: pytest.Monkey
         def get_slice(self, name: str) -> Recorded:
             return Recorded(self._file.get_slice(name))
 
-    monkeypatch.setattr(weights, "_library", lambda: (Opened, OSError))
+    monkeypatch.setattr(weight_files, "_library", lambda: (Opened, OSError))
     mine = torch.zeros(2, 4)
     piece = ParameterChunk(torch.Size([6, 4]), torch.Size([2, 0]), mine)
     read_weights(str(tmp_path / "file.safetensors"), names, "m", [("w", [piece])])
