@@ -46,9 +46,10 @@ def plans() -> list[Plan]:
 
 @pytest.fixture(scope="module")
 def page(launched: Any, tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    """Two plans with everything that a page can have."""
+    """Two plans with everything that a page can have; it does not glide away below the pointer."""
     folder = tmp_path_factory.mktemp("report")
-    return opened(launched, written(report_of(plans(), (), frontier()), folder / "report.html"))
+    path = written(report_of(plans(), (), frontier()), folder / "report.html")
+    return opened(launched, path, reduced_motion="reduce")
 
 
 def frontier() -> FrontierResult:
@@ -142,7 +143,13 @@ def test_dragging_moves_groups_and_places_only_what_comes_into_view(page: Opened
 
 
 def test_two_fingers_zoom_and_one_moves(launched: Any, tmp_path: Path) -> None:
-    found = opened(launched, written(report_of(plans()), tmp_path / "report.html"), width=390, has_touch=True)
+    found = opened(
+        launched,
+        written(report_of(plans()), tmp_path / "report.html"),
+        width=390,
+        has_touch=True,
+        reduced_motion="reduce",
+    )
     shown = found.page
     shown.locator(".stage").scroll_into_view_if_needed()
     box = shown.locator(".stage").bounding_box()

@@ -19,7 +19,10 @@ from pipeplan.reporting.drawing.model import predicted_run
 from pipeplan.reporting.drawing.payload import drawing_data
 from pipeplan.reporting.drawing.svg import COLOURS, DARK
 from pipeplan.reporting.html.answer import frontier_command, verdict
+from pipeplan.reporting.html.figures import links_table
 from pipeplan.reporting.html.report import report_of
+from pipeplan.reporting.html.source import ShownPlan
+from pipeplan.reporting.timeline import device_messages
 from pipeplan.simulator.simulation import simulate
 from support.commands import pipeplan
 from support.paths import GOLDEN, ROOT
@@ -80,6 +83,20 @@ def test_ids_are_of_one_element_each_and_every_link_leads_to_one() -> None:
     links = {attributes["href"] for tag, attributes in elements.found if tag == "a"}
     assert {str(link)[1:] for link in links} <= set(elements.ids)
     assert any("point-" in str(link) for link in links)
+
+
+@pytest.mark.parametrize("name", ["gpt2-1.3b-a100-80gb", "tessel-mt5-1.8b-v100-32gb", "tessel-v"])
+def test_the_table_of_links_sums_all_messages(name: str) -> None:
+    """Of plans with replicas, with micro-batches in parts, and with neither."""
+    simulation = simulate(read_plan(str(ROOT / "plans" / f"{name}.json")))
+    sums: dict[tuple[int, int], list[int]] = {}
+    for message in device_messages(simulation):
+        found = sums.setdefault((message.source_device, message.target_device), [0, 0, 0])
+        found[:] = [found[0] + 1, found[1] + message.size_bytes, found[2] + message.duration_ns]
+    table = links_table(ShownPlan("A", simulation))
+    assert table is not None
+    cells = {tuple(int(cell.value or 0) for cell in row.cells[1:4]) for row in table.rows}
+    assert cells == {tuple(found) for found in sums.values()}
 
 
 def test_the_same_plans_give_the_same_bytes() -> None:

@@ -66,9 +66,13 @@ _TEMPLATES = {
 }
 
 
+_SCRIPT = ("drawing/drawing.js", "drawing/svg.js", "drawing/canvas.js", "drawing/data.js", "html/report.js")
+"""The page's one script, in parts that a reader can hold in mind."""
+
+
 def _rendered(template: str, title: str, runs: Sequence[DrawnRun], **parts: Any) -> str:
     """A template filled with a drawing and with parts of its own, every text of which is escaped."""
-    script = _read("drawing/drawing.js") + _read("html/report.js")
+    script = "".join(map(_read, _SCRIPT))
     style = _colours() + _read("html/report.css")
     loader = DictLoader({name: _read(path) for name, path in _TEMPLATES.items()})
     environment = Environment(
