@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from builders.chains import chain_workload
 from builders.drawn import Placed, placed, placed_chains, stage_graphs
 from builders.loops import SHORTER, known, plan_with_loop
 from builders.orders import gpipe_orders, one_f_one_b
@@ -216,6 +217,24 @@ def test_a_loop_that_says_otherwise_is_refused(plan: Plan, change: dict[str, Any
     report = check(changed)
     assert not report.valid
     assert said in {problem.rule for problem in report.problems}
+
+
+def test_a_round_after_which_sizes_do_not_begin_anew_together_is_refused() -> None:
+    """Of stages that take one sample and two: three are half of something."""
+    workload = chain_workload(2, 16, sizes=[1, 2])
+    found = next(each for each in known(workload) if each.scheduler == "1f1b")
+    longer = SHORTER.lengthened(found, workload.with_microbatches(40))
+    assert longer is not None
+    plan = plan_with_loop(longer)
+    assert plan.loop is not None
+    assert check(plan).valid
+    for number in (1, 3):
+        loop = replace(plan.loop, microbatches=number)
+        changed = plan.model_copy(
+            update={"loop": loop, "num_microbatches": plan.num_microbatches - plan.loop.skipped + loop.skipped}
+        )
+        said = f"is {number}, after which not everything begins anew together"
+        assert ("loop.microbatches", said) in {(each.place, each.message) for each in check(changed).problems}
 
 
 @settings(max_examples=60)

@@ -39,7 +39,7 @@ from pipeplan.planning.sharding_frontier import (
     split_frontier,
     unprofiled_words,
 )
-from pipeplan.planning.trials import ENDING, FIRST_SECONDS, LATE, LATE_SHARE
+from pipeplan.planning.trials import FIRST_SECONDS, LATE, LATE_SHARE
 from pipeplan.schedule.state import Progress, scheduler_words
 from pipeplan.sharding.baselines import ONLY
 from pipeplan.sharding.cost_model import CostModel
@@ -490,16 +490,20 @@ def _tracked(
     """
     limit = Limit.part_of(within, requests[0].time_limit)
     settling = min(_SETTLING, _SETTLING_SHARE * limit.seconds)
+    patience = max(0.0, -limit.left()) + max(LATE, LATE_SHARE * limit.seconds) / 2
     limit.reserved = _ROUGHLY * limit.seconds if limit.seconds < math.inf else 0.0
     found: dict[int, Splits] = {}
     models: dict[int, CostModel] = {}
 
     def costs(each: Request) -> CostModel:
-        if each.num_devices not in models:
-            kept = limit.reserved
-            limit.reserved = kept if models else 0.0
+        if not models:
+            kept, limit.reserved = limit.reserved, 0.0
+            limit.wait(0.0, FIRST_SECONDS, patience)
             models[each.num_devices] = costs_of_splits(each, splitting)
             limit.reserved = kept
+            limit.wait_no_longer()
+        elif each.num_devices not in models:
+            models[each.num_devices] = costs_of_splits(each, splitting)
         return models[each.num_devices]
 
     def track(splitting: Splitting, seconds: float = 0.0, *, as_far: bool = False) -> None:
@@ -517,10 +521,10 @@ def _tracked(
             track(splitting, settling)
         exact = len(found) == len(requests)
         limit.reserved = 0.0
-        late = max(0.0, -limit.left())
-        limit.wait(0.0, FIRST_SECONDS, late + max(LATE, LATE_SHARE * limit.seconds) - 2 * ENDING)
+        limit.wait(0.0, FIRST_SECONDS, patience)
         with limit.ended(), limit.finishing(_MOMENT):
-            track(replace(splitting, within=max(splitting.within, _ROUGH)), as_far=True)
+            if models:  # else what took all of the time would only begin anew
+                track(replace(splitting, within=max(splitting.within, _ROUGH)), as_far=True)
     if not found:
         if limit.interrupted:
             raise KeyboardInterrupt
