@@ -180,3 +180,9 @@ def test_profile_refuses_names_before_it_imports_torch(
 
     monkeypatch.setattr("pipeplan._api.require_torch", imported)
     assert text in said(*arguments.split(), "-o", "-")
+
+
+def test_a_long_configuration_is_no_path() -> None:
+    """A text with more characters than a file's name may have is looked at as what it is."""
+    text = f"LlamaConfig({', '.join(f'hidden_size={number}' for number in range(400))})"
+    assert configuration_text(text) == text

@@ -50,8 +50,8 @@ def configuration_text(name: str) -> str:
 
 def _of_folder(name: str) -> str | None:
     """The configuration in a folder, as hubs have it beside weights."""
-    file = Path(name, "config.json")
-    return str(file) if file.is_file() else None
+    file = os.path.join(name, "config.json")
+    return file if os.path.isfile(file) else None  # False for a text that is too long for a path, too
 
 
 def _known_in(name: str) -> str | None:

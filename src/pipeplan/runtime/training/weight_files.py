@@ -7,6 +7,7 @@ they lie: nothing is joined, copied or downloaded, and of other formats, such as
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -31,9 +32,9 @@ def files_of(path: str) -> list[Path]:
         UsageError: there are none, or an index does not say which.
     """
     given = Path(path)
-    if given.is_dir():
+    if os.path.isdir(given):
         return _of_folder(given)
-    if not given.is_file():
+    if not os.path.isfile(given):
         raise UsageError(
             f"--init {path}: there is no such file; give one that --export-weights wrote, or the folder of a Hugging "
             "Face model"
