@@ -171,7 +171,7 @@ def test_python_asks_for_what_the_flags_ask_for(
     with mock.patch.object(_api, "search", note):
         for given in (profile, tmp_path / "profile.json"):
             with pytest.raises(InfeasibleError):
-                pipeplan.search(given, devices=2, **arguments)  # type: ignore[arg-type]
+                pipeplan.search(given, devices=2, **arguments)
         assert command("search", tmp_path / "profile.json", "--devices", 2, *flags).returncode == 1
     assert asked[0] == asked[1] == asked[2]
 
@@ -204,7 +204,7 @@ WRONG = [
 def test_errors_name_arguments(arguments: Mapping[str, object], text: str) -> None:
     profile = chain_profile(4).model_copy(update={"placement": None})
     with pytest.raises(UsageError, match=re.escape(text)) as caught:
-        pipeplan.search(profile, **arguments)  # type: ignore[arg-type]
+        pipeplan.search(profile, **arguments)
     assert "--" not in str(caught.value)
 
 
@@ -238,7 +238,7 @@ def test_wrong_use_of_other_functions() -> None:
         (object(), "model must be text, such as 'pkg.mod:name', not a object"),
     ):
         with pytest.raises(UsageError, match=re.escape(told)):
-            pipeplan.run("plan.json", model=model, local=True)  # type: ignore[arg-type]
+            pipeplan.run("plan.json", model=model, local=True)
     with pytest.raises(UsageError, match="local=False: Python starts all ranks itself"):
         pipeplan.run("plan.json", model="gpt2-tiny", local=False)
     with pytest.raises(UsageError, match="give model to train, or emulate"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -52,3 +53,24 @@ def stage_per_block(profile: Profile, devices: Sequence[int | Sequence[int]] | N
             for block, group in zip(profile.blocks, groups, strict=True)
         ),
     )
+
+
+def uneven_chain(seed: int, blocks: int, shards: Sequence[int]) -> Profile:
+    """Blocks of very different work, so that equal widths do not suit them, with costs for these numbers of shards."""
+    random_ = random.Random(seed)
+    found = []
+    for index in range(blocks):
+        forward, backward, held = (random_.randint(2, 60) for _ in range(3))
+        rows = tuple(
+            CostRow(
+                microbatch_size=size,
+                shards=count,
+                forward_ns=1 + forward * size // count + random_.randint(0, 4),
+                backward_ns=1 + backward * size // count + random_.randint(0, 4),
+                activation_bytes=held * size // count,
+            )
+            for size in (1, 2)
+            for count in shards
+        )
+        found.append(Block(id=f"b{index}", operator="layer", parameter_bytes=random_.randint(0, 20), costs=rows))
+    return joined(found)

@@ -234,7 +234,7 @@ def test_a_folder_that_goes_away_meanwhile(
     search = _api.search
 
     def and_gone(*arguments: object, **options: object) -> object:
-        found = search(*arguments, **options)  # type: ignore[arg-type]
+        found = search(*arguments, **options)
         gone.rmdir()
         return found
 
@@ -270,7 +270,7 @@ def test_stdout_without_room(arguments: tuple[str, ...], folder: Path, tmp_path:
     command = [sys.executable, "-m", "pipeplan", *arguments]
     with open("/dev/full", "w") as full:
         own = {"stdout": full, "stderr": subprocess.PIPE, "env": {**os.environ, "TMPDIR": str(tmp_path)}}
-        done = subprocess.run(command, text=True, cwd=folder, check=False, **own)  # type: ignore[call-overload]
+        done = subprocess.run(command, text=True, cwd=folder, check=False, **own)
     assert done.returncode == 2, done.stderr
     assert re.match("pipeplan: stdout:? cannot be written: No space left", done.stderr), done.stderr
     assert "Traceback" not in done.stderr

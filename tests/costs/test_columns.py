@@ -165,7 +165,7 @@ def test_inputs_of_any_size_are_held_in_part(monkeypatch: pytest.MonkeyPatch) ->
     )
     found, expected = (costs(many, monkeypatch, profile, [("a",), ("b",)], 9999, recompute=True) for many in (1, 10**9))
     assert found == expected
-    assert [each.activation_bytes for each in found] == [0, 5]  # type: ignore[attr-defined]
+    assert [each.activation_bytes for each in found] == [0, 5]
 
 
 def test_state_is_what_comes_first_of_all_kinds() -> None:

@@ -127,7 +127,7 @@ def test_recomputation_is_set_with_its_import(tmp_path: Path) -> None:
     made = face.export(with_stages(plan(), recompute=True), "torchtitan", base="mine:llama3_8b")
     kinds = SimpleNamespace(FullAC=SimpleNamespace(Config=lambda: "all"))
     extra = {"torchtitan": ModuleType("torchtitan"), "torchtitan.distributed": ModuleType("torchtitan.distributed")}
-    extra["torchtitan.distributed.activation_checkpoint"] = kinds  # type: ignore[assignment]
+    extra["torchtitan.distributed.activation_checkpoint"] = kinds
     assert planned(tmp_path, made, "num_pp_microbatches", extra).activation_checkpoint == "all"
 
 

@@ -156,6 +156,6 @@ def test_python_has_the_names_of_the_command_line() -> None:
     from pipeplan.cli.frontier_verb import frontier_command
 
     (option,) = [each for each in frontier_command.params if each.name == "only"]
-    assert list(option.type.choices) == list(ONLY)  # type: ignore[attr-defined]
+    assert list(option.type.choices) == list(ONLY)
     annotation = inspect.signature(pipeplan.frontier).parameters["only"].annotation
     assert re.findall(r"'(.*?)'", str(annotation).replace('"', "'")) == list(ONLY)

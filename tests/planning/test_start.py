@@ -86,11 +86,18 @@ def test_one_that_does_not_fit_is_said() -> None:
         ({"microbatch_size": 2}, "microbatch_size=2 is asked for, and the plan has 1"),
         ({"tp": 2}, "--tp|tp"),
         ({"replicas": 2}, "dp"),
+        ({"pp": 2}, "pp=2 is asked for, and the plan has 4"),
+        ({"zero": 1}, "zero"),
     ],
 )
 def test_what_is_asked_for_otherwise_is_refused(flags: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         face.search(PROFILE, start=imported("Et*6|t*6|t*6|t*6L"), time_limit=1, **flags)
+
+
+def test_a_plan_of_another_profile_is_refused() -> None:
+    with pytest.raises(UsageError, match="the plan does not place profile 'gpt2-124m'"):
+        face.search(ROOT / "profiles/gpt2-124m-cpu.json", start=ROOT / "plans/tessel-v.json", time_limit=1)
 
 
 def test_what_cannot_be_timed_anew_is_refused() -> None:

@@ -42,8 +42,8 @@ def sized(times: dict[int, int], profile: Profile | None = None) -> Profile:
 def rules_of(image: int | str | None = None, text: int | str | None = None, **others: object) -> Rules:
     one = {"placement": "one-to-one", "in_flight": 8}
     both = (("image.*", image), ("text.*", text))
-    submodules = tuple(SubmoduleRules(blocks=name, microbatch_size=size, **one) for name, size in both)  # type: ignore[arg-type]
-    return Rules(submodules=submodules, **others)  # type: ignore[arg-type]
+    submodules = tuple(SubmoduleRules(blocks=name, microbatch_size=size, **one) for name, size in both)
+    return Rules(submodules=submodules, **others)
 
 
 def planned(
@@ -152,7 +152,7 @@ def test_the_bound_of_a_request_counts_their_sizes() -> None:
 
 @pytest.mark.parametrize("devices", ["before", ()])
 def test_what_synchronises_them_counts_the_plans_micro_batches(devices: str | tuple[()]) -> None:
-    gather = CustomOp("GATHER", after=("image.*", "text.*"), before="contrast", devices=devices, duration_ns=5)  # type: ignore[arg-type]
+    gather = CustomOp("GATHER", after=("image.*", "text.*"), before="contrast", devices=devices, duration_ns=5)
     plan = planned(rules_of(1, 4, instructions=(gather,)))
     assert sizes_of(plan)["contrast"] == {2}
     (kind,) = [each for each in plan.operations if each.kind == "GATHER"]
@@ -176,7 +176,7 @@ def test_replicas_share_them() -> None:
 )
 def test_sizes_that_cannot_be_are_refused(image: int | str, others: dict[str, object], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        planned(rules_of(image), **others)  # type: ignore[arg-type]
+        planned(rules_of(image), **others)
 
 
 def test_a_placement_that_is_there_says_them() -> None:

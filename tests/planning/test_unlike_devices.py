@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from builders.profiles import joined
+from builders.profiles import joined, uneven_chain
 from builders.requests import request_of
 from pipeplan.checker import check
 from pipeplan.costs import build_workload
@@ -45,27 +45,6 @@ def cluster_of(*kinds: Kind) -> Cluster:
     return Cluster(name="unlike", source=Source(method="estimated"), devices=devices)
 
 
-def drawn(seed: int, blocks: int) -> Profile:
-    """Blocks of very different work."""
-    random_ = random.Random(seed)
-    found = []
-    for index in range(blocks):
-        forward, backward, held = (random_.randint(2, 60) for _ in range(3))
-        rows = tuple(
-            CostRow(
-                microbatch_size=size,
-                shards=shards,
-                forward_ns=1 + forward * size // shards + random_.randint(0, 4),
-                backward_ns=1 + backward * size // shards + random_.randint(0, 4),
-                activation_bytes=held * size // shards,
-            )
-            for size in (1, 2)
-            for shards in (1, 2)
-        )
-        found.append(Block(id=f"b{index}", operator="layer", parameter_bytes=random_.randint(0, 20), costs=rows))
-    return joined(found)
-
-
 def asked(seed: int, most_blocks: int, most_devices: int) -> tuple[Request, int | None]:
     """A request on two kinds of devices, and the shortest iteration of all layouts."""
     random_ = random.Random(seed)
@@ -74,7 +53,7 @@ def asked(seed: int, most_blocks: int, most_devices: int) -> tuple[Request, int 
     speeds = random_.sample(["1", "0.4", "2.5", "1.7"], 2)
     memory = [random_.choice([None, 60, 100, 250]) for _ in speeds]
     kinds = [Kind(*each) for each in zip((first, devices - first), speeds, memory, strict=True)]
-    profile = drawn(seed, random_.randint(2, most_blocks))
+    profile = uneven_chain(seed, random_.randint(2, most_blocks), (1, 2))
     best = min(every_layout(profile, kinds, MINI_BATCH, recompute=recompute), default=None)
     request = request_of(profile, "auto", Batch(MINI_BATCH, 1), devices, cluster=cluster_of(*kinds), **FIXED)
     return replace(request, recompute=None if recompute else False), best
@@ -122,7 +101,7 @@ def test_no_row_of_the_table_is_bounded_above_its_plans(seed: int) -> None:
 
 def test_kinds_that_are_all_as_fast_as_the_profile_change_nothing() -> None:
     """Byte for byte, but for the cluster's fingerprint and the names of its devices."""
-    profile = drawn(7, 4)
+    profile = uneven_chain(7, 4, (1, 2))
     plans = []
     for kinds in ([Kind(4, "1", 250)], [Kind(1, "1", 250), Kind(3, "1.0", 250)]):
         request = request_of(profile, "auto", Batch(MINI_BATCH, 1), 4, cluster=cluster_of(*kinds), **FIXED)
@@ -149,7 +128,7 @@ def test_cuts_suit_the_devices() -> None:
 @pytest.fixture(scope="module")
 def mixed() -> tuple[Profile, Cluster, Plan]:
     """A plan on two kinds of devices, with what it was made from."""
-    profile, cluster = drawn(3, 4), cluster_of(Kind(1, "0.3", None), Kind(1, "1", None))
+    profile, cluster = uneven_chain(3, 4, (1, 2)), cluster_of(Kind(1, "0.3", None), Kind(1, "1", None))
     return profile, cluster, search_plan(request_of(profile, "auto", Batch(6, 1), 2, cluster=cluster, **FIXED)).plan
 
 
@@ -182,7 +161,7 @@ def test_other_speeds_need_the_profile(mixed: tuple[Profile, Cluster, Plan]) -> 
 
 def test_the_slowest_replica_counts() -> None:
     """And of blocks that are split, the slowest part."""
-    profile = drawn(1, 2)
+    profile = uneven_chain(1, 2, (1, 2))
     stage = PlacedStage(blocks=("b0", "b1"), devices=(0, 1), shards=1, replicas=2)
     placement = Placement(strategy="by-hand", num_devices=2, stages=(stage,))
     how: dict[str, Any] = {"num_microbatches": 2, "microbatch_size": 2}
@@ -197,7 +176,9 @@ def test_the_slowest_replica_counts() -> None:
 def test_frontiers_are_for_devices_as_fast_as_the_profile() -> None:
     """Their one stage has no device's own time."""
     with pytest.raises(UsageError, match=r"those called 'kind1' have speed 0.5; search --devices N finds plans"):
-        frontier_request(drawn(1, 2), cluster=cluster_of(Kind(1, "1", None), Kind(1, "0.5", None)), mini_batch=4)
+        frontier_request(
+            uneven_chain(1, 2, (1, 2)), cluster=cluster_of(Kind(1, "1", None), Kind(1, "0.5", None)), mini_batch=4
+        )
 
 
 @pytest.mark.parametrize("speed", ["0", "-1", "0.0001", "1e6", "NaN", '"fast"', "null"])

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from builders.profiles import joined
+from builders.profiles import joined, uneven_chain
 from builders.requests import request_of
-from pipeplan.files import Block, CostRow, Profile
+from pipeplan.files import Block, CostRow
 from pipeplan.planning.bounds import request_bound
 from pipeplan.planning.request import Batch
 from pipeplan.planning.steps import search_plan, without
@@ -28,33 +28,12 @@ FIXED: dict[str, Any] = {
 }
 
 
-def drawn(seed: int, blocks: int) -> Profile:
-    """Blocks of very different work, so that equal widths do not suit them, with costs for 1, 2 and 4 shards."""
-    random_ = random.Random(seed)
-    found = []
-    for index in range(blocks):
-        forward, backward, held = (random_.randint(2, 60) for _ in range(3))
-        rows = tuple(
-            CostRow(
-                microbatch_size=size,
-                shards=shards,
-                forward_ns=1 + forward * size // shards + random_.randint(0, 4),
-                backward_ns=1 + backward * size // shards + random_.randint(0, 4),
-                activation_bytes=held * size // shards,
-            )
-            for size in (1, 2)
-            for shards in (1, 2, 4)
-        )
-        found.append(Block(id=f"b{index}", operator="layer", parameter_bytes=random_.randint(0, 20), costs=rows))
-    return joined(found)
-
-
 def compare(seed: int, most_blocks: int, most_devices: int) -> None:
     """The iteration found is that of the best layout, and the bound over everything is not above it."""
     random_ = random.Random(seed)
     blocks, devices = random_.randint(2, most_blocks), random_.randint(2, most_devices)
     memory, recompute, zero = random_.choice([None, 100, 250]), random_.random() < 0.5, random_.random() < 0.3
-    profile = drawn(seed, blocks)
+    profile = uneven_chain(seed, blocks, (1, 2, 4))
     best = min(every_width(profile, devices, MINI_BATCH, memory, recompute=recompute, zero=zero), default=None)
     if best is None:
         return
@@ -86,7 +65,7 @@ def test_what_is_passed_over_is_no_better(seed: int, splits: bool) -> None:
 
     Where neither blocks nor micro-batches can be split pipelines are best, and with three of these their ramps count.
     """
-    blocks = drawn(seed, 4 if splits else 6).blocks
+    blocks = uneven_chain(seed, 4 if splits else 6, (1, 2, 4)).blocks
     if not splits:
         blocks = tuple(block.model_copy(update={"costs": block.costs[:1]}) for block in blocks)
     sizes = FIXED["sizes"] if splits else ()

@@ -72,7 +72,7 @@ def _ways(
             times = [
                 _times(profile, id_, size // replicas, shards, own) for id_, own in zip(blocks, again, strict=True)
             ]
-            yield tuple(sum(-(-ns // speed) for ns in column) for column in zip(*times, strict=True))  # type: ignore[misc]
+            yield tuple(sum(-(-ns // speed) for ns in column) for column in zip(*times, strict=True))
 
 
 def _times(profile: Profile, id_: str, samples: int, shards: int, again: bool) -> tuple[int, int]:

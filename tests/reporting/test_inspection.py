@@ -295,7 +295,7 @@ def test_noisy_curves_say_so() -> None:
 
 def test_links_that_are_measured_say_so_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     """Each curve when its first point comes."""
-    told: Any = _LinkPoints(SimpleNamespace(smallest_bytes=1000, largest_bytes=2000))  # type: ignore[arg-type]
+    told: Any = _LinkPoints(SimpleNamespace(smallest_bytes=1000, largest_bytes=2000))
     for operation, devices, size in (("send", 2, 1000), ("send", 2, 2000), ("all_reduce", 2, 1000), ("send", 4, 1000)):
         told(SimpleNamespace(operation=operation, level="node", num_devices=devices, size=size, ns=5000))
     assert capsys.readouterr().err.splitlines() == [

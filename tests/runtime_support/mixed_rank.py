@@ -88,7 +88,7 @@ def train_both(name: str, plan: Plan, options: TrainOptions, context: RankContex
         reduce()
         gradients.append(_bytes(each.grad for each in _all_of(trainer)))
 
-    trainer.sharded.reduce = watched  # type: ignore[method-assign]
+    trainer.sharded.reduce = watched
     if name.startswith("overflow"):
         assert trainer.scale is not None
         trainer.scale.value = 2.0**40

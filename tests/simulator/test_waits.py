@@ -65,7 +65,7 @@ def test_causes_add_up_whatever_the_plan(
     num_devices: int, num_microbatches: int, lag: int, memory: int | None, orders: object, split: tuple[int, int] | None
 ) -> None:
     workload = chain_workload(num_devices, num_microbatches, lag=lag, memory_bytes=memory, split=split)
-    require_exact(simulate(plan_of(workload, orders(workload))))  # type: ignore[operator]
+    require_exact(simulate(plan_of(workload, orders(workload))))
 
 
 @pytest.mark.parametrize("lag", [0, 4])

@@ -9,6 +9,7 @@ from pipeplan.catalog import ExportTarget
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.interop.layers import PlanLayers, again_of_layers
+from pipeplan.interop.megatron import order as order_1f1b
 from pipeplan.interop.ranks import order_of
 from pipeplan.interop.settings import divides_sequence
 
@@ -65,16 +66,13 @@ def _each(value: int, count: int) -> str:
 
 def order_name(plan: Plan, layers: PlanLayers, target: ExportTarget) -> str:
     """Which of the two schedules the plan runs. Raises UsageError where it is neither."""
-    last, count = len(layers.groups) - 1, plan.num_microbatches
-    found = [[(a.kind, a.microbatch) for a in order_of(plan, devices, target)] for devices in layers.groups]
-    flushed = [("F", m) for m in range(count)] + [("B", m) for m in range(count)]
-    if all(own == flushed for own in found):
+    count = plan.num_microbatches
+    found = [[(a.kind, a.stage, a.microbatch) for a in order_of(plan, devices, target)] for devices in layers.groups]
+    flushed = [[(kind, rank, m) for kind in "FB" for m in range(count)] for rank in range(len(found))]
+    if found == flushed:
         return "GPipe"
     for rank, own in enumerate(found):
-        ahead = min(last - rank, count)
-        order = [("F", m) for m in range(ahead)]
-        for m in range(count):
-            order += [("F", ahead + m)] * (ahead + m < count) + [("B", m)]
+        order = [*order_1f1b(len(found), 1, count, count, rank)]
         if own != order:
             index = next((n for n, pair in enumerate(zip(own, order, strict=False)) if pair[0] != pair[1]), len(own))
             raise UsageError(

@@ -105,7 +105,7 @@ def _settings(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _base(base: str | None) -> list[str]:
-    if base is None:
+    if base is None:  # text of the recipe, which runs when a base has been named
         return [
             "",
             "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pipeplan.costs.zero import AUTO
 from pipeplan.errors import UsageError
 from pipeplan.files import Placement, Plan
 from pipeplan.planning.candidates import PlacementCandidate
@@ -68,6 +69,8 @@ def require_start(request: Request, start: Plan) -> None:
         "--mini-batch": (request.batch.mini_batch, start.mini_batch),
         "--scheduler": (request.scheduler, "auto"),  # what improves it is a search
     }
+    if request.positions is not None:
+        asked["--pp"] = (request.positions, len({stage.devices for stage in start.stages}))
     if given != "auto":
         asked["--placement"] = (given, start.placement if isinstance(given, str) else start.placed)
     if not request.sizes:
@@ -92,7 +95,17 @@ def require_start(request: Request, start: Plan) -> None:
         ):
             if has:
                 raise UsageError(f"{where} {what}, which cannot be timed anew; start from a plan without")
-    request.profile.check_placement(start.placed)
+        again = request.recompute is False and stage.recomputes
+        shares = request.zero not in (None, AUTO, stage.zero)
+        for has, flag in ((again, "--recompute none"), (shares, f"--zero {request.zero}")):
+            if has:
+                raise UsageError(f"{where} has recompute {stage.recompute} and zero {stage.zero}; leave {flag} out")
+    try:
+        request.profile.check_placement(start.placed)
+    except ValueError as error:
+        raise UsageError(
+            f"--start: the plan does not place profile {request.profile.name!r}: {error}; give its own profile"
+        ) from None
 
 
 def _tried(request: Request, start: Plan, steps: Sequence[SearchStep]) -> tuple[Trial, Schedule | None]:

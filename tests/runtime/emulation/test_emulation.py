@@ -280,7 +280,7 @@ def test_waits_for_a_core_are_not_the_message_s(monkeypatch: pytest.MonkeyPatch)
     rows = torch.tensor([[1000, 3]])
     channels = devices.EmulatedChannels.__new__(devices.EmulatedChannels)
     channels._pace, channels._blocking = pace, False
-    channels._queued = SimpleNamespace(ns=lambda: [50, time.ns // 10, 0 if time.ns else 9])  # type: ignore[assignment]
+    channels._queued = SimpleNamespace(ns=lambda: [50, time.ns // 10, 0 if time.ns else 9])
 
     def take(self: Channels, step: ProgramStep) -> list[torch.Tensor]:
         time.ns += 1200
@@ -288,7 +288,7 @@ def test_waits_for_a_core_are_not_the_message_s(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(Channels, "take", take)
     pace.until(0)
-    assert channels.take(None) == [rows]  # type: ignore[arg-type]
+    assert channels.take(None) == [rows]
     assert pace.free_ns() == 1200 - 3 - 120
 
 
@@ -323,8 +323,8 @@ class Steps:
         self.emulation._pace = self.pace = devices.Pace(0)
         self.emulation._planned_ns, self.emulation._num_ranks = planned_ns, 4
         self.emulation._tried_copies, self.emulation._tried_ns = None, planned_ns
-        self.emulation._progress = SimpleNamespace(rank=0)  # type: ignore[assignment]
-        self.emulation.step = self.step  # type: ignore[method-assign]
+        self.emulation._progress = SimpleNamespace(rank=0)
+        self.emulation.step = self.step
         self.planned_ns, self.late_ns, self.waits, self.num = planned_ns, late_ns, waits, 0
 
     def step(self, step: int, copies: int | None = None) -> tuple[int, list[tuple[int, int, int]]]:

@@ -294,7 +294,7 @@ def test_a_block_for_each_operator_computes_as_halves_of_layers() -> None:
 
 def apart_by_heads(together_: torch.Tensor, heads: int) -> torch.Tensor:
     """Rows of query, key and value of each head, to all queries', all keys' and all values'."""
-    return together_.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)  # type: ignore[no-untyped-call]
+    return together_.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
 
 
 def test_a_mesh_is_its_text() -> None:

@@ -405,7 +405,7 @@ def written(path: Path) -> str:
         name: weights.TensorForm(weights._FORMATS[each.dtype], tuple(each.shape)) for name, each in tensors.items()
     }
     held = [(name, [whole_chunk(tensor)]) for name, tensor in tensors.items()]
-    problem = write_weights(str(path), WeightNames(forms, {}, {}), held, _Alone(), 0)  # type: ignore[arg-type]
+    problem = write_weights(str(path), WeightNames(forms, {}, {}), held, _Alone(), 0)
     if not problem:
         found = load_file(path)
         assert found.keys() == tensors.keys()

@@ -195,7 +195,8 @@ def _look_up_own(table: nn.Module, whole: nn.Embedding, words: int, count: int, 
     gradient."""
     begin, end = range_of(words, count, index)
     padding = whole.padding_idx
-    table.padding_idx = padding - begin if padding is not None and begin <= padding < end else None  # type: ignore[assignment]
+    own = padding - begin if padding is not None and begin <= padding < end else None
+    table.padding_idx = own  # type: ignore[assignment]  # of an embedding, which the share of one is
     kind = type(table)
     table.__class__ = type(f"Split{kind.__name__}", (_OwnWords, kind), {})
     table.split, table.divides = (words, count), divides  # type: ignore[assignment]  # those of its class now
