@@ -19,7 +19,7 @@ from pipeplan.reporting.drawing.model import predicted_run
 from pipeplan.reporting.drawing.svg import COLOURS
 from pipeplan.reporting.html.report import PlanReport, report_of
 from pipeplan.simulator.simulation import simulate
-from support.browser import Opened, browser, in_browser, opened
+from support.browser import Opened, browser, in_browser, opened, wait_for
 from support.commands import pipeplan
 from support.paths import GOLDEN, ROOT
 
@@ -92,7 +92,7 @@ def test_buttons_keys_and_the_wheel_zoom(page: Opened) -> None:
     shown.keyboard.down("Control")
     shown.mouse.wheel(0, -300)
     shown.keyboard.up("Control")
-    shown.wait_for_function("timeline.view.to - timeline.view.from < 0.5 * timeline.data.end")
+    wait_for(shown, "timeline.view.to - timeline.view.from < 0.5 * timeline.data.end")
     shown.get_by_role("button", name="All", exact=True).click()
     assert view(shown) == whole
 
