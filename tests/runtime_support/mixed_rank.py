@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,14 +82,15 @@ def train_both(name: str, plan: Plan, options: TrainOptions, context: RankContex
     theirs = OfTorch(model, trainer.options, mesh)
     size = plan.microbatch_size // max(stage.replicas for stage in plan.stages)
     losses, others, gradients = [], [], list[int]()
-    reduce = trainer.sharded.reduce
 
-    def watched() -> None:
+    def watched(reduce: Callable[[], None]) -> None:
         gradients.append(_bytes(each.grad for each in _all_of(trainer)))
         reduce()
         gradients.append(_bytes(each.grad for each in _all_of(trainer)))
 
-    trainer.sharded.reduce = watched
+    once = [unit for unit in trainer.sharded.units if unit.level == 1]
+    for each in (trainer.sharded, *once):
+        each.reduce = partial(watched, each.reduce)  # type: ignore[method-assign]
     if name.startswith("overflow"):
         assert trainer.scale is not None
         trainer.scale.value = 2.0**40
