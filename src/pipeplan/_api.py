@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from pipeplan.runtime.training.options import RunOutcome as RunOutcome
     from pipeplan.runtime.training.options import TrainOptions as TrainOptions
     from pipeplan.schedule.rules import Rules as Rules
+    from pipeplan.schedule.rules.given_order import num_microbatches_of as num_microbatches_of
     from pipeplan.schedule.rules.language import to_toml as to_toml
     from pipeplan.schedule.state import Progress as Progress
     from pipeplan.simulator.simulation import Simulation as Simulation
@@ -103,6 +104,7 @@ _PARTS = {
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
     "pipeplan.runtime.training.options": ("RunOutcome", "TrainOptions"),
     "pipeplan.schedule.rules": ("Rules",),
+    "pipeplan.schedule.rules.given_order": ("num_microbatches_of",),
     "pipeplan.schedule.rules.language": ("to_toml",),
     "pipeplan.simulator.simulation": ("Simulation",),
     "pipeplan.time_limit": ("Limit",),

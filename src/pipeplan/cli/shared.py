@@ -486,6 +486,18 @@ def read_request(
     )
 
 
+def comparison_request(flags: Mapping[str, Any]) -> tuple[Request, Rules | None]:
+    """The request of a comparison, and the rules of one's own in it: an order of theirs has a number of micro-batches.
+
+    Raises:
+        UsageError: as :func:`read_request`.
+    """
+    rules = given_rules(flags["rules_path"])
+    if rules is not None and rules.order and flags["microbatches"] is None and flags["mini_batch"] is None:
+        flags = {**flags, "microbatches": _api.num_microbatches_of(rules.order)}
+    return read_request(flags), rules
+
+
 def given_rules(given: Any) -> Rules | None:
     """Rules that are named, by their file or module too, or that Python has already. Raises UsageError."""
     return _api.named_rules(given) if isinstance(given, str) else given

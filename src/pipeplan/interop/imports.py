@@ -23,8 +23,8 @@ from pipeplan.planning.request import Request, resolve_batch
 from pipeplan.schedule.rules.language import Rules
 from pipeplan.workload.elements import Recompute
 
-SOURCES = ("torch", "megatron", "layers")
-"""What can be read: a schedule's CSV, a pipeline layout, a list of layers per stage."""
+SOURCES = {"torch": "torch", "megatron": "Megatron-LM", "layers": "the layer list"}
+"""What can be read, and what it is called: a schedule's CSV, a pipeline layout, a list of layers per stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,7 @@ def imported(
         microbatch_size=microbatch_size or read.microbatch_size,
         scheduler="rules" if own else scheduler or read.scheduler,
         rules=rules,
+        imported=SOURCES[source],
         **others,
     )
     size = request.batch.microbatch_size

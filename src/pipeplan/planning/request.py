@@ -159,7 +159,8 @@ class Request:
     ``uniform`` one of layouts with the same sizes for every stage alone.
     ``samples_assumed``: nobody said how many samples an iteration has. ``said`` are the choices that were made for the
     search, by field, as the flags that make them. ``start`` is a plan to start from, which what is found is never
-    longer than, where it fits (:mod:`pipeplan.planning.start`).
+    longer than, where it fits (:mod:`pipeplan.planning.start`). ``imported`` says whose stages these are where another
+    tool's were read, and nothing is searched.
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
@@ -205,6 +206,7 @@ class Request:
     samples_assumed: bool = False
     said: tuple[tuple[str, str], ...] = ()
     start: Plan | None = None
+    imported: str = ""
 
     def __post_init__(self) -> None:
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
