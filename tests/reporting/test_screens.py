@@ -157,6 +157,15 @@ def test_hundreds_of_devices_take_few_lines(width: int, monkeypatch: pytest.Monk
     assert [line.split()[0] for line in timeline if re.match(r" *\d+-\d+ [─·F]", line)] == rows
 
 
+def test_no_bar_begins_before_its_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = ShapeCosts(3, None, 4, 5)
+    asked = Request.of(shape("v", 4, costs=costs), num_microbatches=7, scheduler="zb-h1", deterministic=True)
+    simulation = simulate(search_plan(replace(asked, time_limit=0.3)).plan)
+    for width in range(60, 141):
+        lines = lines_of(print_timeline, simulation, width=width, monkeypatch=monkeypatch)
+        assert not [line for line in lines if "·─" in line], width
+
+
 def test_long_pipelines_show_the_first_the_middle_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = lines_of(print_timeline, simulate(chain_plan(64, 4)), width=100, monkeypatch=monkeypatch)
     names = [line[:8].strip() for line in lines]

@@ -213,6 +213,8 @@ def print_result(
                 "times are estimated: 5 to 6 % off on average for dense models on A100 and H100, more for others "
                 "(docs/benchmarks/published-runs.md); treat plans closer than that as ties"
             )
+        if simulation.throughput.model_flops_utilisation is not None:
+            notes.append("% of peak counts causal attention in full, as PaLM and Megatron-LM do (docs/simulate.md)")
         notes.append("--details prints every device and stage, the critical path and what was proved")
     print_notes(notes, file=sys.stdout)
 

@@ -150,7 +150,8 @@ class _PlacementOption(click.Option):
         """The flag and its help, which is made when it is shown."""
         self.help = (
             f"auto (the profile's own, else all), all (strategies), {', '.join(_api.STRATEGIES)}, or a placement file. "
-            "With all or a name there are no replicas and no split blocks unless --dp and --tp say so."
+            "With all or a name there are no replicas and no split blocks unless --dp and --tp say so. Stages that "
+            "form a graph, for models with branches, are among those of auto; --planner graphpipe looks at no others."
         )
         return super().get_help_record(ctx)
 

@@ -112,7 +112,7 @@ def imported(
         UsageError: the source cannot be read, or does not suit the profile or what is said beside it.
     """
     if source not in SOURCES:
-        raise UsageError(f"--from {source!r} is not known; {choose_from(source, SOURCES)}")
+        raise UsageError(f"--from {source!r} is not known; {choose_from(source, list(SOURCES))}")
     if modules is not None and source != "torch":
         raise UsageError(f"--modules is for schedules of torch, not for {source}; leave it out")
     asked = _Sourced(text, profile, devices, num_microbatches, microbatch_size, scheduler, modules, recompute)

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
-from pipeplan.costs.inspection import cautions
+from pipeplan.costs.inspection import cautions, mean_spread
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
@@ -32,6 +32,7 @@ from pipeplan.schedule.rules import Rules, SubmoduleRules
 from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatches_of
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
+from pipeplan.texts import counted
 from pipeplan.units import MAX_BYTES, format_bytes, format_ns
 from pipeplan.workload.elements import MAX_DEVICES, Again
 
@@ -698,8 +699,8 @@ def _other_shards(profile: Profile, common: Sequence[int], shards: int) -> str:
         heads = math.gcd(*(block.dimensions["heads"] for block in profile.blocks if "heads" in block.dimensions))
         able = _listed([count for count in range(1, heads + 1) if heads % count == 0])
         remedy = (
-            f"profile with --shards of {able} (those that divide fewer key-value heads, too): blocks have {heads} "
-            f"heads, which {shards} devices cannot share"
+            f"profile with --shards of {able} (as far as they divide its key-value heads as well): blocks have {heads} "
+            f"heads, which do not divide among {shards} devices"
         )
     return f"choose --tp {_listed(common)}, or {remedy}" if common else remedy
 
@@ -717,7 +718,13 @@ def input_notes(request: Request) -> Iterator[str]:
     if found:
         shown = shlex.join(["pipeplan", "profile", "--show", profile.where])
         where = shown if os.path.isfile(profile.where) else "pipeplan.inspect(profile)"
-        yield f"the profile has {len(found)} warning{'s' if len(found) > 1 else ''}: {where}"
+        spread = mean_spread(profile)
+        noisy = f", and times that vary by {spread:.0%} on average: predictions do, too" if spread > _NOISY else ""
+        yield f"the profile has {counted(len(found), 'warning')}{noisy}: {where}"
+
+
+_NOISY = 0.2
+"""Mean spread of a profile's times from which on predictions are said to be no better."""
 
 
 def _one_of_each(request: Request) -> str | None:

@@ -119,6 +119,8 @@ def device_row(simulation: Simulation, device: int, window: TimelineWindow) -> l
         if start < window.start_ns:
             continue
         operation = graph.workload.operations[graph.operation_of[task]]
+        after_idle = left == 1 or (left > 1 and kinds[left - 2] is None)
+        left -= after_idle and kinds[left - 1] == operation.kind  # no cell of a bar stands before its label
         kind = operation.kind.lower() if operation.stage in odd else operation.kind
         label = f"{kind}{simulation.microbatch_text(task)}"
         shorter = (label, label.partition(".")[0], kind[:1], "")

@@ -184,6 +184,10 @@ def _hint(path: str) -> str:
     if module in sys.modules:
         known = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
         return did_you_mean(name, known) if name and name not in known else ""
+    top = module.partition(".")[0]
+    hiding = getattr(sys.modules.get(top), "__file__", None)
+    if hiding and Path(top).is_dir() and not Path(hiding).is_relative_to(Path.cwd()):
+        return f"{top} is {hiding}, which hides the folder {top} here; rename the folder"
     here = [file.stem for file in Path().glob("*.py")]
     return did_you_mean(module, here) if module not in here else ""
 

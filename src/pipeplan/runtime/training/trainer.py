@@ -84,6 +84,7 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_step: OnStep
     ``on_step`` is called on every rank as steps end, with the same result. Raises RankError where an action fails, and
     UsageError, the same on every rank, where plan, model and options do not fit together.
     """
+    options = options.with_grain_of(plan)
     model = model_of(options, plan.provenance.tokens_per_sample)
     losses = losses_of(model, options, progress)
     trainer = Trainer(plan, losses.summed(model), options, progress)
