@@ -77,7 +77,8 @@ def print_blocks(
     origin = " ".join(filter(None, (source.method, f"on {source.device}" if source.device else "", source.reference)))
     heading = Text.assemble((profile.name, "bold"), f": {', '.join(filter(None, (origin, source.dtype)))}")
     branches = _branches(profile)
-    for line in (heading, _about(profile), *([branches] if branches else []), _cases(profile)):
+    lines: list[str | Text] = [heading, _about(profile), *([branches] if branches else []), _cases(profile)]
+    for line in lines:
         console.print(flowed(line, console.width))
     console.print(*_totals(profile, asked, console.width), sep="\n")
     console.print(*tables(_block_columns(profile, asked, details=details), console.width), sep="\n")
