@@ -302,7 +302,8 @@ class RunOutcome:
         dtype = self.options.autocast or self.options.number_format
         tokens, planned = self.result.tokens_per_sample, self.plan.provenance
         same = self.result.as_planned and tokens == planned.tokens_per_sample
-        measure = Yardstick(where, dtype, tokens, planned.forward_flops_per_sample if same else None)
+        flops, peaks = planned.forward_flops_per_sample if same else None, Yardstick.of_plan(self.plan).peaks
+        measure = Yardstick(where, dtype, tokens, flops, peaks=peaks)
         return measure.throughput(self.plan.mini_batch, self.warm_ns, sum(self.plan.device_speeds))
 
     @property
