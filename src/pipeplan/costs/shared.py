@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipeplan.costs.blocks import block_costs, held_part
 from pipeplan.costs.communication import all_reduce_in_shards, all_reduce_time
 from pipeplan.costs.experts import ExpertState, exchanged_apart, kept_of
+from pipeplan.costs.kinds import on_kinds
 from pipeplan.costs.recipes import state_of, states_of
 from pipeplan.costs.zero import WHOLE, Experts, Zero, cuts, exchange_ns, updated_bytes
 from pipeplan.files import Block, Cluster, CostRow, Profile, Recipe, TiedParameter
@@ -49,11 +50,12 @@ class SharedState:
 
     def row(self, id_: str, samples: int, stage: Stage, again: Again) -> CostRow:
         """What a block of a stage costs, but for its inputs' part, worked out once for all blocks that are alike."""
-        key = self.profile.alike[id_], samples, stage.shards, stage.context, stage.expert, again, stage.speed
+        profile = on_kinds(self.profile, stage.kinds)
+        key = profile.alike[id_], samples, stage.shards, stage.context, stage.expert, again, stage.speed, stage.kinds
         if key not in self._rows:
             how: dict[str, Any] = {"context": stage.context, "expert": stage.expert, "recompute": again}
             how["speed"] = stage.speed
-            self._rows[key] = block_costs(self.blocks[id_], samples, stage.shards, **how)
+            self._rows[key] = block_costs(profile.by_id[id_], samples, stage.shards, **how)
         return self._rows[key]
 
     def kept_on(self, id_: str, shards: int, zero: Zero, experts: Experts) -> MemoryBytes:
