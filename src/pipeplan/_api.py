@@ -291,6 +291,15 @@ def require_torch(verb: str) -> None:
         raise UsageError(f"{verb} needs torch, which is not installed: pip install 'pipeplan[torch]'")
 
 
+def for_kinds(
+    profile: Profile, profiles: Mapping[str, Profile], cluster: Cluster | None = None, plan: Plan | None = None
+) -> Profile:
+    """A profile beside those of kinds of devices; see :func:`pipeplan.costs.kinds.for_kinds`. Raises UsageError."""
+    from pipeplan.costs.kinds import for_kinds
+
+    return for_kinds(profile, profiles, cluster, plan)
+
+
 def with_asked_recipe(
     profile: Profile,
     precision: str | None = None,

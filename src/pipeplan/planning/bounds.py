@@ -37,6 +37,7 @@ def request_bound(request: Request) -> int:
     recomputation needs, at that size. All parameters are stepped once. Of chains without a strategy memory counts, by
     what is held on all devices together (:func:`held_bound`); messages and summing gradients are left out.
     """
+    request = request.levelled
     if request.placement == "auto":
         return max(_any_plan(request), held_bound(request))
     bounds = [_of_choice(request, choice) for choice in strategy_choices(request)]
@@ -68,6 +69,7 @@ def held_bound(request: Request) -> int:
 
     Of blocks that each wait for the one before, and share no tensor that they would hold once.
     """
+    request = request.levelled
     profile, splits = request.profile, _may_split(request)
     limits = [limit for limit in request.memory if limit is not None]
     blocks = Blocks.of(profile)

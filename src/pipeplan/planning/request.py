@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
@@ -16,6 +17,7 @@ from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions, mean_spread
+from pipeplan.costs.kinds import levelled, same_bytes
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
@@ -130,7 +132,7 @@ class Splitting:
     mesh_dimensions: int = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what is derived is kept
 class Request:
     """What is asked of a search: a profile, what it may run on, and what is left open (None: whatever is better).
 
@@ -208,6 +210,7 @@ class Request:
     said: tuple[tuple[str, str], ...] = ()
     start: Plan | None = None
     imported: str = ""
+    priced: Request | None = None
 
     def __post_init__(self) -> None:
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
@@ -463,7 +466,40 @@ class Request:
     @property
     def uneven(self) -> bool:
         """Whether some devices are faster than others."""
-        return len(set(self.speeds)) > 1
+        asked = self.priced or self
+        return len(set(zip(asked.speeds, asked.kinds, strict=True))) > 1
+
+    @property
+    def kinds(self) -> list[str | None]:
+        """[device] its kind, where that has a profile of its own."""
+        names = () if self.cluster is None else self.cluster.names[: self.num_devices]
+        known = [name if name in self.profile.of_kinds else None for name in names]
+        return [*known, *[None] * (self.num_devices - len(known))]
+
+    @cached_property
+    def levelled(self) -> Request:
+        """The same with one profile for all devices, below those of all kinds, and speeds beside it.
+
+        Itself where no kind has a profile of its own. What is cut for it is priced by the profiles of the kinds; no
+        bound of it is above a plan of this one (:mod:`pipeplan.costs.kinds`).
+        """
+        return self._levelled(roomy=False)
+
+    @cached_property
+    def roomy(self) -> Request | None:
+        """The same of the most that any kind holds, for what is to fit on all; None where they hold the same."""
+        return None if same_bytes(self.profile) else self._levelled(roomy=True)
+
+    def _levelled(self, *, roomy: bool) -> Request:
+        if not self.profile.of_kinds or self.cluster is None:
+            return self
+        profile, cluster = levelled(self.profile, self.cluster, self.num_devices, roomy=roomy)
+        return replace(self, profile=profile, cluster=cluster, priced=self)
+
+    @property
+    def by_kinds(self) -> bool:
+        """Whether kinds of devices have profiles of their own, be it that it is a levelled one."""
+        return bool(self.profile.of_kinds) or self.priced is not None
 
     @property
     def unlinked(self) -> Request:
@@ -471,7 +507,7 @@ class Request:
 
         What takes no less time than that is so wherever devices are that are alike.
         """
-        if self.cluster is None or set(self.speeds) == {1.0}:
+        if self.cluster is None or (set(self.speeds) == {1.0} and not self.profile.of_kinds):
             return replace(self, cluster=None)
         return replace(self, cluster=self.cluster.model_copy(update={"levels": (), "measured": ()}))
 
@@ -759,7 +795,7 @@ def _request_notes(request: Request) -> Iterator[str]:
     cluster, edges = request.cluster, profile.edges
     if cluster is not None:
         preset = None if request.splitting is None else request.splitting.device
-        other = other_device(preset or profile.source.device, cluster, request.num_devices)
+        other = other_device(preset or profile.source.device, cluster, request.num_devices, profile.of_kinds)
         if other is not None:
             yield other
         elif profile.source.method == "estimated" and faster_than_reached(cluster):
@@ -771,6 +807,9 @@ def _request_notes(request: Request) -> Iterator[str]:
         if any(kind.speed != 1 for kind in kinds):
             each = ", ".join(f"{kind.count} {kind.name} at {kind.speed:g}" for kind in kinds)
             yield f"speeds of devices beside the profile's: {each}; each stage is as fast as its slowest device"
+        if profile.of_kinds:
+            each = ", ".join(f"{kind.count} {kind.name} by {_profile_of(profile, kind.name)}" for kind in kinds)
+            yield f"costs of devices: {each}; where a stage has several kinds, each block takes what the slowest does"
     if request.num_devices == 1:
         return
     if one := _one_of_each(request):
@@ -799,6 +838,11 @@ def _request_notes(request: Request) -> Iterator[str]:
         )
     elif edges and not any(edge.bytes_per_sample for edge in edges if edge.transfer_ns is None):
         yield "no edge has bytes_per_sample: of the cluster's links only the latency counts"
+
+
+def _profile_of(profile: Profile, kind: str) -> str:
+    """The file with a kind of device's costs."""
+    return profile.of_kinds.get(kind, profile).where
 
 
 def _between(times: Sequence[int]) -> str:

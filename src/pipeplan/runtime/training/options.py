@@ -326,7 +326,8 @@ def throughput_of(plan: Plan, options: TrainOptions, known: RunResult | Started,
     tokens, planned = known.tokens_per_sample, plan.provenance
     same = known.as_planned and tokens == planned.tokens_per_sample
     flops = planned.forward_flops_per_sample if same else None
-    measure = Yardstick(where, options.autocast or options.number_format, tokens, flops)
+    dtype, peaks = options.autocast or options.number_format, Yardstick.of_plan(plan).peaks
+    measure = Yardstick(where, dtype, tokens, flops, peaks=peaks)
     return measure.throughput(plan.mini_batch, iteration_ns, sum(plan.device_speeds))
 
 
