@@ -151,7 +151,7 @@ class _GradientSum:
             parameter.grad = total if self.shape is None else part.within(total).clone()
 
 
-class Reduced:
+class SummedOnce:
     """Gradients that ranks sum together, which may begin when nothing more is added to them in an iteration.
 
     That is when :meth:`done` has been called for each of ``num_blocks`` that have them; ``left`` are those to come.
@@ -175,7 +175,7 @@ class Reduced:
         raise NotImplementedError
 
 
-class _SumBucket(Reduced):
+class _SumBucket(SummedOnce):
     """Sums over the same ranks; of ``blocks``, which one stage of the plan alone has, or else of any."""
 
     def __init__(self, blocks: tuple[str, ...]) -> None:
@@ -255,7 +255,7 @@ class SharedParameters:
             bucket.group = self._groups[ranks]
 
     @property
-    def buckets(self) -> list[tuple[tuple[str, ...], Reduced]]:
+    def buckets(self) -> list[tuple[tuple[str, ...], SummedOnce]]:
         """Sums that may begin when nothing more is added by some blocks, with these."""
         return [(blocks, bucket) for (_, blocks), bucket in self._sums.items() if blocks]
 

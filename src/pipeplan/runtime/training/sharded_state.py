@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from pipeplan.runtime.executor.process_groups import Pending, ProcessGroups, RankGroup
 from pipeplan.runtime.executor.rank_program import ProgramStep, StagePart
-from pipeplan.runtime.executor.shared_parameters import Divided, Reduced
+from pipeplan.runtime.executor.shared_parameters import Divided, SummedOnce
 from pipeplan.runtime.parallel.sharding import range_of
 from pipeplan.runtime.parallel.weight_grads import WeightGradQueue, gradient_format
 from pipeplan.workload.kinds import RESHARD, UNSHARD
@@ -70,7 +70,7 @@ class _Rows:
             whole[begin:end] = part[: (end - begin) * self.width].view(whole[begin:end].shape)
 
 
-class StateUnit(Reduced):
+class StateUnit(SummedOnce):
     """Parameters that are exchanged together by the ranks of a division."""
 
     def __init__(self, divided: Sequence[Divided], group: RankGroup, index: int) -> None:
@@ -165,7 +165,7 @@ class ShardedState:
         divided: Iterable[Divided],
         groups: ProcessGroups,
         rank: int,
-        sums: Iterable[tuple[tuple[str, ...], Reduced]] = (),
+        sums: Iterable[tuple[tuple[str, ...], SummedOnce]] = (),
     ) -> None:
         """``sums`` are those of whole gradients, which begin as those of divided ones do, by their blocks."""
         together: dict[object, list[Divided]] = defaultdict(list)
@@ -179,7 +179,7 @@ class ShardedState:
             self.units.append(unit)
             for block in found[0].blocks:
                 self._units_of[block].append(unit)
-        self._sums_of: dict[str, list[Reduced]] = defaultdict(list)
+        self._sums_of: dict[str, list[SummedOnce]] = defaultdict(list)
         once = [unit for unit in self.units if unit.scattered and unit.level < IN_ACTIONS]
         for blocks, bucket in (*sums, *((unit.blocks, unit) for unit in once)):
             for block in blocks:
@@ -242,7 +242,7 @@ class ShardedStage:
 
     part: StagePart
     units: Sequence[Sequence[StateUnit]]
-    sums: Sequence[Sequence[Reduced]]
+    sums: Sequence[Sequence[SummedOnce]]
     num_gradients: int
     _added: int = 0
     _unsummed: int = field(init=False)
