@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from pipeplan.runtime.training.options import TrainOptions as TrainOptions
     from pipeplan.runtime.training.options import throughput_of as throughput_of
     from pipeplan.schedule.rules import Rules as Rules
+    from pipeplan.schedule.rules.given_order import num_microbatches_of as num_microbatches_of
     from pipeplan.schedule.rules.language import to_toml as to_toml
     from pipeplan.schedule.state import Progress as Progress
     from pipeplan.simulator.simulation import Simulation as Simulation
@@ -109,6 +110,7 @@ _PARTS = {
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
     "pipeplan.runtime.training.options": ("RunOutcome", "TrainOptions", "throughput_of"),
     "pipeplan.schedule.rules": ("Rules",),
+    "pipeplan.schedule.rules.given_order": ("num_microbatches_of",),
     "pipeplan.schedule.rules.language": ("to_toml",),
     "pipeplan.simulator.simulation": ("Simulation",),
     "pipeplan.time_limit": ("Limit",),

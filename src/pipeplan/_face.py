@@ -474,11 +474,10 @@ def compare(
         >>> comparison = pipeplan.compare("profiles/tessel-v.json", time_limit=5)
         >>> [(row.schedule, row.iteration_ns) for row in comparison.rows]
     """
-    from pipeplan.cli.shared import given_rules, read_request
+    from pipeplan.cli.shared import comparison_request
 
-    flags = _asked("compare", locals()).params
-    own = given_rules(flags["rules_path"])
-    return _api.compare(read_request(flags), rules=own, progress=progress, within=within)
+    request, own = comparison_request(_asked("compare", locals()).params)
+    return _api.compare(request, rules=own, progress=progress, within=within)
 
 
 @_public

@@ -183,7 +183,8 @@ class _PlacementOption(click.Option):
         """The flag and its help, which is made when it is shown."""
         self.help = (
             f"auto (the profile's own, else all), all (strategies), {', '.join(_api.STRATEGIES)}, or a placement file. "
-            "With all or a name there are no replicas and no split blocks unless --dp and --tp say so."
+            "With all or a name there are no replicas and no split blocks unless --dp and --tp say so. Stages that "
+            "form a graph, for models with branches, are among those of auto; --planner graphpipe looks at no others."
         )
         return super().get_help_record(ctx)
 
@@ -554,6 +555,18 @@ def read_request(
         late_inputs=_YES_NO[flags["late_inputs"]],
         time_limit=flags["time_limit"] / 1e9,
     )
+
+
+def comparison_request(flags: Mapping[str, Any]) -> tuple[Request, Rules | None]:
+    """The request of a comparison, and the rules of one's own in it: an order of theirs has a number of micro-batches.
+
+    Raises:
+        UsageError: as :func:`read_request`.
+    """
+    rules = given_rules(flags["rules_path"])
+    if rules is not None and rules.order and flags["microbatches"] is None and flags["mini_batch"] is None:
+        flags = {**flags, "microbatches": _api.num_microbatches_of(rules.order)}
+    return read_request(flags), rules
 
 
 def given_rules(given: Any) -> Rules | None:

@@ -646,17 +646,18 @@ def _words(point: PlanPoint) -> str:
     ways = [_stage_words(stage) for stage in point.workload.stages]
     runs = [(way, len(list(same))) for way, same in groupby(ways)]
     number = f"{len(ways)} stage{'s' if len(ways) > 1 else ''}"
-    stages = f"{number} on {runs[0][0]}{' each' if len(ways) > 1 else ''}"
+    on, again = runs[0][0]
+    stages = f"{number} on {on}{' each' if len(ways) > 1 else ''}{again}"
     if len(runs) > 1:
-        stages = f"{number}: {', '.join(f'{count} on {way}' for way, count in runs)}"
+        stages = f"{number}: {', '.join(f'{count} on {on}{again}' for (on, again), count in runs)}"
     idle = len(point.workload.idle_devices)
     stages += f", {named_devices(idle)} {'runs' if idle == 1 else 'run'} nothing" if idle else ""
     sizes = f"micro-batches of {point.workload.microbatch_words}{parts_words(point.workload)}"
     return f"{stages}; {scheduler_words(point.scheduler)}, {sizes}"
 
 
-def _stage_words(stage: Stage) -> str:
-    """What a stage runs on: a device, replicas, shards; or that every block is split in its own way."""
+def _stage_words(stage: Stage) -> tuple[str, str]:
+    """What a stage runs on: devices, replicas, shards, or blocks split each in its own way; and what recomputes."""
     each, number = set(stage.configurations), len(stage.devices)
     if each:
         found = f"{named_devices(number)}, blocks split: {most_frequent(stage.configurations)}"
@@ -666,7 +667,7 @@ def _stage_words(stage: Stage) -> str:
         found = " x ".join(f"{count} {what}" for count, what in counts if count > 1) or "1 device"
     if stage.sharers > 1:
         found += f" (ZeRO {stage.zero}{f' over {stage.sharers}' if stage.sharers < stage.copies else ''})"
-    return f"{found}, {stage.recomputed}" if stage.recomputes else found
+    return found, f", {stage.recomputed}" if stage.recomputes else ""
 
 
 def _ways(workload: Workload) -> dict[str, str]:

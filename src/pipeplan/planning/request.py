@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
-from pipeplan.costs.inspection import cautions
+from pipeplan.costs.inspection import cautions, mean_spread
 from pipeplan.costs.kinds import levelled, same_bytes
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype
@@ -34,6 +34,7 @@ from pipeplan.schedule.rules import Rules, SubmoduleRules
 from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatches_of
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
+from pipeplan.texts import counted
 from pipeplan.units import MAX_BYTES, format_bytes, format_ns
 from pipeplan.workload.elements import MAX_DEVICES, Again
 
@@ -161,7 +162,8 @@ class Request:
     ``uniform`` one of layouts with the same sizes for every stage alone.
     ``samples_assumed``: nobody said how many samples an iteration has. ``said`` are the choices that were made for the
     search, by field, as the flags that make them. ``start`` is a plan to start from, which what is found is never
-    longer than, where it fits (:mod:`pipeplan.planning.start`).
+    longer than, where it fits (:mod:`pipeplan.planning.start`). ``imported`` says whose stages these are where another
+    tool's were read, and nothing is searched.
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
@@ -207,6 +209,7 @@ class Request:
     samples_assumed: bool = False
     said: tuple[tuple[str, str], ...] = ()
     start: Plan | None = None
+    imported: str = ""
     priced: Request | None = None
 
     def __post_init__(self) -> None:
@@ -732,8 +735,8 @@ def _other_shards(profile: Profile, common: Sequence[int], shards: int) -> str:
         heads = math.gcd(*(block.dimensions["heads"] for block in profile.blocks if "heads" in block.dimensions))
         able = _listed([count for count in range(1, heads + 1) if heads % count == 0])
         remedy = (
-            f"profile with --shards of {able} (those that divide fewer key-value heads, too): blocks have {heads} "
-            f"heads, which {shards} devices cannot share"
+            f"profile with --shards of {able} (as far as they divide its key-value heads as well): blocks have {heads} "
+            f"heads, which do not divide among {shards} devices"
         )
     return f"choose --tp {_listed(common)}, or {remedy}" if common else remedy
 
@@ -751,7 +754,13 @@ def input_notes(request: Request) -> Iterator[str]:
     if found:
         shown = shlex.join(["pipeplan", "profile", "--show", profile.where])
         where = shown if os.path.isfile(profile.where) else "pipeplan.inspect(profile)"
-        yield f"the profile has {len(found)} warning{'s' if len(found) > 1 else ''}: {where}"
+        spread = mean_spread(profile)
+        noisy = f", and times that vary by {spread:.0%} on average: predictions do, too" if spread > _NOISY else ""
+        yield f"the profile has {counted(len(found), 'warning')}{noisy}: {where}"
+
+
+_NOISY = 0.2
+"""Mean spread of a profile's times from which on predictions are said to be no better."""
 
 
 def _one_of_each(request: Request) -> str | None:
