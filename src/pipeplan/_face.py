@@ -93,6 +93,7 @@ def _public(function: Callable[P, R]) -> Callable[P, R]:
 
 _OTHER_NAMES = {
     "dp": "replicas",
+    "for": "for_",
     "vp": "chunks",
     "virtual_stages": "chunks",
     "global_batch_size": "mini_batch",

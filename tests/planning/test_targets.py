@@ -54,7 +54,7 @@ def layered(seed: int, layers: int, *, tied: bool = False, split: bool | None = 
 
 
 def searched(profile: Profile, target: str, devices: int = 2, **asked: Any) -> face.Result:
-    asked = {"time_limit": 0.2, "deterministic": True, "mini_batch": 4 * devices} | asked
+    asked = {"time_limit": 0.05, "deterministic": True, "mini_batch": 4 * devices} | asked
     return face.search(profile, devices=devices, for_=target, **asked)
 
 
@@ -123,7 +123,7 @@ def groups_by_hand(profile: Profile) -> list[list[str]]:
 def test_of_few_layers_the_plan_is_the_best_there_is(seed: int) -> None:
     """Every cut of whole layers, and 1F1B on each."""
     profile = layered(seed, 3, split=False)
-    asked: dict[str, Any] = {"microbatch_size": 2, "microbatches": 4, "tp": 1}
+    asked: dict[str, Any] = {"microbatch_size": 2, "microbatches": 4, "tp": 1, "time_limit": 0.3}
     found = searched(profile, "deepspeed", 3, pp=3, mini_batch=None, **asked).plan
     best = min(
         face.search(
@@ -175,7 +175,7 @@ def test_blocks_are_kept_together_as_the_profile_or_a_flag_says() -> None:
     profile = layered(4, 6)
     together = ("layer1", "layer2") if "layer1" in profile.by_id else ("layer1.ffn", "layer2.attention")
     said = profile.model_copy(update={"keep_together": (together,)})
-    asked: dict[str, Any] = {"devices": 3, "pp": 3, "mini_batch": 12, "time_limit": 0.2, "deterministic": True}
+    asked: dict[str, Any] = {"devices": 3, "pp": 3, "mini_batch": 12, "time_limit": 0.05, "deterministic": True}
     for plan in (
         face.search(said, **asked).plan,
         face.search(profile, keep_together=",".join(together), **asked).plan,

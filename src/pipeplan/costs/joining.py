@@ -28,7 +28,7 @@ Groups = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class JoinedProfile:
     """A ``profile`` of groups of blocks, the ``whole`` profile of these, and the ``members`` of each group."""
 
     profile: Profile
@@ -64,7 +64,7 @@ def require_kept(groups: Groups, placement: Placement) -> None:
 
 def joined(
     profile: Profile, groups: Groups, samples: Sequence[int] = (), *, selective: bool = True, tied: bool = True
-) -> Joined:
+) -> JoinedProfile:
     """The profile whose blocks are these groups, and every other block alone; with rows of these numbers of samples.
 
     Without ``selective`` no group says what its attention core takes, and without ``tied`` no two share a parameter.
@@ -86,7 +86,7 @@ def joined(
         if group[0] == block:
             members[_named(group, taken)] = tuple(group)
     of = {block: name for name, own in members.items() for block in own}
-    make = _Blocks(profile, set(samples), selective, tied)
+    make = _GroupBlocks(profile, set(samples), selective, tied)
     made = {
         "blocks": tuple(make.block(name, own) for name, own in checked(members.items(), 16)),
         "edges": tuple(_edges(profile, of)),
@@ -101,7 +101,7 @@ def joined(
         raise UsageError(
             f"blocks cannot be kept together so: {error}; keep what stands between them with them"
         ) from None
-    return Joined(found, profile, members)
+    return JoinedProfile(found, profile, members)
 
 
 def _named(group: Sequence[str], taken: set[str]) -> str:
@@ -117,7 +117,7 @@ def _named(group: Sequence[str], taken: set[str]) -> str:
 
 
 @dataclass
-class _Blocks:
+class _GroupBlocks:
     """Makes blocks of groups, those of alike blocks once."""
 
     profile: Profile
@@ -199,7 +199,7 @@ class _Blocks:
         how: dict[str, Any] = {"context": context, "recompute": again, "experts": Experts(expert)}
         return stage_costs(self._bare, ids, size, shards, **how)
 
-    def _core(self, blocks: Sequence[Block], kept: StageCost, core: StageCost) -> dict[str, int]:
+    def _core(self, blocks: Sequence[Block], kept: StageCost, core: StageCost) -> dict[str, Any]:
         """What it comes to where attention cores are computed again, if there are some."""
         if not self.selective or not any(row.selective_ns is not None for block in blocks for row in block.costs):
             return {}

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from pipeplan.costs import build_workload
-from pipeplan.costs.joining import Joined
+from pipeplan.costs.joining import JoinedProfile
 from pipeplan.errors import InfeasibleError, PipeplanError
 from pipeplan.files import PlacedStage, Placement
 from pipeplan.planning.request import Request
@@ -43,7 +43,7 @@ def of_blocks(request: Request, schedule: Schedule) -> Schedule:
 def _with_orders(grouped: Schedule, workload: Workload) -> Schedule | None:
     """The same orders with a workload of the same stages; None where they do not fit, or come to no round."""
     graph = task_graph(workload.with_microbatches(grouped.graph.workload.num_microbatches))
-    orders, cut = graph.on_devices(grouped.orders), grouped.loop
+    orders, cut = [list(order) for order in graph.on_devices(grouped.orders)], grouped.loop
     run: LoopedOrders | None = None
     if cut is None:
         run = LoopedOrders(graph, orders, earliest_starts(graph, orders), None)
@@ -62,7 +62,7 @@ def _as_proved(grouped: Schedule, found: Schedule) -> Schedule:
     return replace(found, bound_ns=grouped.bound_ns) if same else found
 
 
-def _workload(request: Request, joined: Joined, grouped: Workload) -> Workload:
+def _workload(request: Request, joined: JoinedProfile, grouped: Workload) -> Workload:
     placement = Placement(
         strategy=grouped.placement,
         num_devices=len(grouped.devices),
@@ -82,7 +82,7 @@ def _workload(request: Request, joined: Joined, grouped: Workload) -> Workload:
     )
 
 
-def _stage(joined: Joined, stage: Stage) -> PlacedStage:
+def _stage(joined: JoinedProfile, stage: Stage) -> PlacedStage:
     said = {name: getattr(stage, name) for name in PlacedStage.model_fields}
     said["blocks"] = joined.blocks(stage.blocks)
     said["recompute"] = joined.again(stage.blocks, stage.again)

@@ -16,7 +16,7 @@ from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions
-from pipeplan.costs.joining import Joined, require_kept
+from pipeplan.costs.joining import JoinedProfile, require_kept
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
@@ -216,7 +216,7 @@ class Request:
     samples_assumed: bool = False
     said: tuple[tuple[str, str], ...] = ()
     start: Plan | None = None
-    joined: Joined | None = None
+    joined: JoinedProfile | None = None
     only: Restrictions | None = None
     free: Request | None = None
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from pipeplan.catalog import ExportTarget, export_target, names
-from pipeplan.costs.joining import Joined, joined
+from pipeplan.costs.joining import JoinedProfile, joined
 from pipeplan.costs.layers import by_layers, layer_of
 from pipeplan.costs.recipes import state_of
 from pipeplan.errors import UsageError, choose_from
@@ -73,7 +73,7 @@ def target_named(name: str) -> ExportTarget:
 
 def joined_for(
     target: ExportTarget | None, profile: Profile, groups: Sequence[Sequence[str]], samples: Sequence[int]
-) -> Joined:
+) -> JoinedProfile:
     """The profile of what a target can place, and of what is kept together beside that.
 
     Raises:

@@ -47,7 +47,7 @@ def served(request: Request) -> Served:
         raise _no_pipeline(request)
     found, even = list[tuple[int, int, Choice, tuple[int, ...]]](), math.inf
     for choice in pipelines:
-        chain = _Chain.of(request, choice)
+        chain = _ServedChain.of(request, choice)
         even = min(even, chain.even_ns)
         begins = chain.cut()
         if begins is not None:
@@ -84,7 +84,7 @@ def _no_pipeline(request: Request) -> UsageError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
+class _ServedChain:
     """Blocks of a choice: running sums of their forwards, and what stages of them need on each rank."""
 
     sums: Sequence[int]
@@ -94,7 +94,7 @@ class _Chain:
     speeds: Sequence[float]
 
     @classmethod
-    def of(cls, request: Request, choice: Choice) -> _Chain:
+    def of(cls, request: Request, choice: Choice) -> _ServedChain:
         units = neighbours(request.cluster, request.num_devices, choice.width)
         costs = Blocks.of(request.profile).costs(choice.pricing)
         count, memory, speeds = choice.batch.num_microbatches, request.memory, request.speeds

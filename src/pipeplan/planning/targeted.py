@@ -29,7 +29,7 @@ FREE = 0.3
 
 
 @dataclass(slots=True)
-class _Parts:
+class _TargetParts:
     """The time of the search, of which each part gets a share."""
 
     request: Request
@@ -88,7 +88,7 @@ def search_target(
     assert free is not None
     whole = within or Limit(math.inf if request.deterministic else request.time_limit)
     how = {"progress": progress, "steps": steps, "workers": workers, "executor": executor}
-    parts = _Parts(request, whole, how)
+    parts = _TargetParts(request, whole, how)
     if only.serves:
         return _served(request, parts, explain)
     variants = [*_variants(request)]
@@ -114,7 +114,7 @@ def search_target(
     return _merged(request, best, parts, failures)
 
 
-def _merged(request: Request, best: Result, parts: _Parts, failures: Sequence[PipeplanError]) -> Result:
+def _merged(request: Request, best: Result, parts: _TargetParts, failures: Sequence[PipeplanError]) -> Result:
     """The best of all parts, with what all of them have proved and looked at."""
     bounds = [each.lower_bound_ns for each in parts.results]
     if any(isinstance(error, SearchTimeoutError) for error in failures) or parts.interrupted:
@@ -194,7 +194,7 @@ def _words(found: Result) -> str:
 # Tools that serve ----------------------------------------------------------------------------------------------------
 
 
-def _served(request: Request, parts: _Parts, explain: bool) -> Result:
+def _served(request: Request, parts: _TargetParts, explain: bool) -> Result:
     """One pipeline whose busiest stage is quickest, as a plan of 1F1B."""
     only, free = request.only, request.free
     assert only is not None
