@@ -11,7 +11,8 @@ from dataclasses import replace
 import pytest
 
 from builders.chains import chain_plan
-from pipeplan.cli.run_verb import Steps, comparison_line, reason_line
+from pipeplan.cli.run_steps import Steps
+from pipeplan.cli.run_verb import comparison_line, reason_line
 from pipeplan.files import Plan
 from pipeplan.runtime.launch.job import RunOptions, RunResult, StepResult
 from pipeplan.runtime.training.options import RunOutcome, TrainOptions

@@ -345,6 +345,8 @@ class Model:
         drawn = num_samples if torch.device(device).type != "meta" else min(num_samples, 8)
         try:
             made = self.batch(drawn, step, seed)
+        except UsageError:
+            raise
         except Exception as error:
             raise UsageError(
                 f"model {self.name!r} made no batch of {drawn} samples: {type(error).__name__}: {error}"
