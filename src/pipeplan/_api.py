@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from pipeplan.runtime.training.options import TrainOptions as TrainOptions
     from pipeplan.runtime.training.options import throughput_of as throughput_of
     from pipeplan.schedule.rules import Rules as Rules
+    from pipeplan.schedule.rules.given_order import num_microbatches_of as num_microbatches_of
     from pipeplan.schedule.rules.language import to_toml as to_toml
     from pipeplan.schedule.state import Progress as Progress
     from pipeplan.simulator.simulation import Simulation as Simulation
@@ -111,6 +112,7 @@ _PARTS = {
     "pipeplan.runtime.profiling.rounds": ("UnfinishedProfile",),
     "pipeplan.runtime.training.options": ("RunOutcome", "TrainOptions", "throughput_of"),
     "pipeplan.schedule.rules": ("Rules",),
+    "pipeplan.schedule.rules.given_order": ("num_microbatches_of",),
     "pipeplan.schedule.rules.language": ("to_toml",),
     "pipeplan.simulator.simulation": ("Simulation",),
     "pipeplan.time_limit": ("Limit",),
@@ -296,6 +298,15 @@ def require_torch(verb: str) -> None:
 
     if importlib.util.find_spec("torch") is None:
         raise UsageError(f"{verb} needs torch, which is not installed: pip install 'pipeplan[torch]'")
+
+
+def for_kinds(
+    profile: Profile, profiles: Mapping[str, Profile], cluster: Cluster | None = None, plan: Plan | None = None
+) -> Profile:
+    """A profile beside those of kinds of devices; see :func:`pipeplan.costs.kinds.for_kinds`. Raises UsageError."""
+    from pipeplan.costs.kinds import for_kinds
+
+    return for_kinds(profile, profiles, cluster, plan)
 
 
 def with_asked_recipe(

@@ -197,6 +197,7 @@ def search(
     *,
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
+    profile_for: Mapping[str, Profile | Path] | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
     precision: str | None = None,
@@ -249,6 +250,7 @@ def search(
         profile: the model's blocks and what each one costs, or the path of a profile file.
         devices: number of devices; by default that of the profile's placement, else of the cluster.
         cluster: devices, memory and links, or the path of a cluster file; without one, links are free.
+        profile_for: profiles of the same model on devices that the cluster calls otherwise, by the names of these.
         memory: memory of each device, as ``"16GB"``, ``"16GiB"`` or bytes; by default the cluster's, else unlimited.
         memory_reserve: part of that memory to keep free; by default the cluster's reserve, or 0 with ``memory``.
         precision: number formats of weights, gradients and state, as ``"bf16-mixed"``; by default the profile's.
@@ -356,6 +358,7 @@ def tune(
     *,
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
+    profile_for: Mapping[str, Profile | Path] | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
     precision: str | None = None,
@@ -424,6 +427,7 @@ def compare(
     *,
     devices: int | None = None,
     cluster: Cluster | Path | None = None,
+    profile_for: Mapping[str, Profile | Path] | None = None,
     memory: Size | None = None,
     memory_reserve: Size | None = None,
     precision: str | None = None,
@@ -477,11 +481,10 @@ def compare(
         >>> comparison = pipeplan.compare("profiles/tessel-v.json", time_limit=5)
         >>> [(row.schedule, row.iteration_ns) for row in comparison.rows]
     """
-    from pipeplan.cli.shared import given_rules, read_request
+    from pipeplan.cli.shared import comparison_request
 
-    flags = _asked("compare", locals()).params
-    own = given_rules(flags["rules_path"])
-    return _api.compare(read_request(flags), rules=own, progress=progress, within=within)
+    request, own = comparison_request(_asked("compare", locals()).params)
+    return _api.compare(request, rules=own, progress=progress, within=within)
 
 
 @_public
@@ -569,13 +572,20 @@ def frontier(
 
 
 @_public
-def check(plan: Plan | Path, *, profile: Profile | Path | None = None, cluster: Cluster | Path | None = None) -> Report:
+def check(
+    plan: Plan | Path,
+    *,
+    profile: Profile | Path | None = None,
+    cluster: Cluster | Path | None = None,
+    profile_for: Mapping[str, Profile | Path] | None = None,
+) -> Report:
     """Recompute everything a plan claims, independently of whatever made it.
 
     Args:
         plan: the plan, or the path of its file.
         profile: also check costs and dependencies against this profile.
         cluster: also check memory and transfer times against this cluster.
+        profile_for: profiles of kinds of devices that the plan has beside ``profile``, by the names of the kinds.
 
     Returns:
         ``.valid``, ``.problems`` with their places, and ``.recomputed`` figures; ``.require()`` raises
@@ -588,11 +598,11 @@ def check(plan: Plan | Path, *, profile: Profile | Path | None = None, cluster: 
         >>> pipeplan.check("plan.json", profile="profiles/tessel-v.json").valid
         True
     """
-    from pipeplan.cli.shared import given_file
+    from pipeplan.cli.shared import checked_against, given_file
 
     given = _asked("check", locals()).params
-    files = [given_file(kind, given[f"{kind}_path"]) for kind in ("plan", "profile", "cluster")]
-    return _api.check(*files)
+    made: Plan = given_file("plan", given["plan_path"])
+    return _api.check(made, *checked_against(given, plan=made))
 
 
 @_public
@@ -602,6 +612,7 @@ def simulate(
     microbatches: int | None = None,
     profile: Profile | Path | None = None,
     cluster: Cluster | Path | None = None,
+    profile_for: Mapping[str, Profile | Path] | None = None,
     measured: Path | Sequence[Path] | None = None,
 ) -> Simulation:
     """Replay a plan: when every action runs if each starts as soon as it can.
@@ -611,6 +622,7 @@ def simulate(
         microbatches: repeat the plan's pattern up to this many micro-batches.
         profile: use the times and sizes in this profile.
         cluster: use the devices and links of this cluster.
+        profile_for: profiles of kinds of devices that the plan has beside ``profile``, by the names of the kinds.
         measured: a run to compare with, as ``.measured``: the trace that a run of the plan wrote, the log of another
             trainer, or torch.profiler traces of its ranks.
 
@@ -625,11 +637,11 @@ def simulate(
     Example:
         >>> pipeplan.simulate("plan.json", microbatches=64).rates.bubble_rate
     """
-    from pipeplan.cli.shared import given_file
+    from pipeplan.cli.shared import checked_against, given_file
 
     given = _asked("simulate", locals()).params
-    files = {kind: given_file(kind, given[f"{kind}_path"]) for kind in ("plan", "profile", "cluster")}
-    found = _api.simulate(files["plan"], given["microbatches"], files["profile"], files["cluster"])
+    made: Plan = given_file("plan", given["plan_path"])
+    found = _api.simulate(made, given["microbatches"], *checked_against(given, plan=made))
     return found if measured is None else _api.with_measured(found, given["measured_paths"])
 
 

@@ -101,7 +101,11 @@ def joined(
         raise UsageError(
             f"blocks cannot be kept together so: {error}; keep what stands between them with them"
         ) from None
-    return JoinedProfile(found, profile, members)
+    kinds = {
+        kind: joined(own, groups, samples, selective=selective, tied=tied).profile
+        for kind, own in profile.of_kinds.items()
+    }
+    return JoinedProfile(found.with_kinds(kinds), profile, members)
 
 
 def _named(group: Sequence[str], taken: set[str]) -> str:

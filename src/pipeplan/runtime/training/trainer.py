@@ -96,6 +96,7 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_event: OnEve
     ``on_event`` is called on every rank as things happen, with the same. Raises RankError where an action fails, and
     UsageError, the same on every rank, where plan, model and options do not fit together.
     """
+    options = options.with_grain_of(plan)
     model = model_of(options, plan.provenance.tokens_per_sample)
     require_mini_batches(model, plan.mini_batch)
     losses = losses_of(model, options, progress)
