@@ -335,8 +335,8 @@ def reason_line(outcome: RunOutcome, plan_path: str, trace_path: str | None, *, 
     late, action = outcome.warm_ns - outcome.predicted_ns, _mean_action_ns(outcome.plan)
     if outcome.result.stretch == 1 and late > _LATE * outcome.predicted_ns and action < _SHORT_NS:
         shared += (
-            f"the plan's actions are predicted to take {format_ns(round(action))} on average, and what a process does "
-            "between them is not predicted (--emulate measures it); "
+            f"the plan's actions are short ({format_ns(round(action))} on average), and the time that processes take "
+            "between them is not predicted; "
         )
     return f"{shared}{command if trace_path is not None else f'--trace FILE, then {command},'} shows where time went"
 

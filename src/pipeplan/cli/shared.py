@@ -164,7 +164,8 @@ class _PlacementOption(click.Option):
         """The flag and its help, which is made when it is shown."""
         self.help = (
             f"auto (the profile's own, else all), all (strategies), {', '.join(_api.STRATEGIES)}, or a placement file. "
-            "With all or a name there are no replicas and no split blocks unless --dp and --tp say so."
+            "With all or a name there are no replicas and no split blocks unless --dp and --tp say so. Stages that "
+            "form a graph, for models with branches, are among those of auto; --planner graphpipe looks at no others."
         )
         return super().get_help_record(ctx)
 
@@ -200,6 +201,7 @@ MEASURED_DEVICE = KnownNames(lambda: ["cpu", "cuda", *_api.known_names("devices"
 PLANNER = KnownNames(lambda: _api.known_names("planners"))
 RULES = KnownNames(lambda: _api.known_names("rules"), files=True)
 TARGET = KnownNames(lambda: _api.export_targets())
+SEARCH_TARGET = KnownNames(lambda: _api.search_targets())
 
 RULES_OPTION = partial(click.option, "--rules", "rules_path", type=RULES, metavar="FILE|NAME|pkg.mod:name")
 SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, help="Random seed.")
@@ -498,7 +500,13 @@ def planning_options(command: _Command) -> _Command:
 
 
 def read_request(
-    flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules | None = None, *, start: Plan | None = None
+    flags: Mapping[str, Any],
+    scheduler: str = "auto",
+    rules: Rules | None = None,
+    *,
+    start: Plan | None = None,
+    for_: str | None = None,
+    keep_together: tuple[str, ...] = (),
 ) -> Request:
     """The request that the flags of :func:`planning_options` make, with the files that they name.
 
@@ -528,6 +536,8 @@ def read_request(
         scheduler=scheduler,
         rules=rules,
         start=start,
+        for_=for_,
+        keep_together=keep_together,
         unroll=_number(flags["unroll"]),
         max_span=flags["max_span"],
         split_overhead_ns=flags["split_overhead"],
@@ -536,6 +546,18 @@ def read_request(
         late_inputs=_YES_NO[flags["late_inputs"]],
         time_limit=flags["time_limit"] / 1e9,
     )
+
+
+def comparison_request(flags: Mapping[str, Any]) -> tuple[Request, Rules | None]:
+    """The request of a comparison, and the rules of one's own in it: an order of theirs has a number of micro-batches.
+
+    Raises:
+        UsageError: as :func:`read_request`.
+    """
+    rules = given_rules(flags["rules_path"])
+    if rules is not None and rules.order and flags["microbatches"] is None and flags["mini_batch"] is None:
+        flags = {**flags, "microbatches": _api.num_microbatches_of(rules.order)}
+    return read_request(flags), rules
 
 
 def given_rules(given: Any) -> Rules | None:

@@ -25,7 +25,7 @@ from pipeplan.workload.kinds import GRADIENTS, STATE_KINDS, MemoryBytes, MemoryK
 from pipeplan.workload.mesh import PLACES, SAMPLES, HeldPart, Mesh
 
 if TYPE_CHECKING:
-    from pipeplan.costs.layouts import Resharding
+    from pipeplan.costs.resharding import Resharding
 
 Parts = tuple[HeldPart, ...]
 """What each device of a replica has of a parameter."""
@@ -182,7 +182,8 @@ def sum_time(cluster: Cluster | None, devices: int, mesh: Mesh, size: int) -> in
     axes = [axis for name, axis in mesh.named if name in (SAMPLES, PLACES) and axis.size > 1]
     if cluster is None or not size or not axes:
         return 0
-    from pipeplan.costs.layouts import MeshSplit, sum_ns
+    from pipeplan.costs.layouts import MeshSplit
+    from pipeplan.costs.resharding import sum_ns
 
     moves = _moves(_SameCluster(cluster), devices)
     return round(sum(sum_ns(size, MeshSplit(axis.size, axis.stride), moves) for axis in axes))
@@ -203,7 +204,7 @@ class _SameCluster:
 
 @lru_cache(maxsize=16)
 def _moves(same: _SameCluster, devices: int) -> Resharding:
-    from pipeplan.costs.layouts import Resharding
+    from pipeplan.costs.resharding import Resharding
 
     return Resharding(same.cluster, devices)
 

@@ -137,9 +137,8 @@ class _Emulation:
         if self._progress.rank == 0 and found != 1:
             bare, late = (format_ns(round(ns)) for ns in (bare_ns, over * self._tried_ns))
             tell(
-                f"{self._num_ranks} processes on {os.cpu_count()} cores take {bare} for a step whose actions take no "
-                f"time, and with the plan's times a step ends {late} late: they are too short here, and all are "
-                f"stretched {found:g} times (--stretch)"
+                f"{self._num_ranks} processes on {os.cpu_count()} cores take {bare} for a step without any computing, "
+                f"and a step with the plan's times ends {late} late: all are stretched {found:g} times (--stretch)"
             )
         return found
 

@@ -115,6 +115,11 @@ def require_model(name: str) -> None:
             f"model {name!r} is a name of a hub, from which nothing is downloaded; {hint}download its config.json and "
             "give the path of that"
         )
+    if Path(f"{name.removesuffix('.py')}.py").is_file() and (module := name.removesuffix(".py")).isidentifier():
+        raise UsageError(
+            f"model {name!r} is a file of Python; give {module}:NAME, a function in it that returns the model and "
+            "example inputs (docs/tutorials/own-model.md)"
+        )
     question = did_you_mean(name, known)
     near = f" ({question})" if question else ""
     raise UsageError(
@@ -207,6 +212,10 @@ def _hint(path: str) -> str:
     if module in sys.modules:
         known = [each for each in vars(sys.modules[module]) if not each.startswith("_")]
         return did_you_mean(name, known) if name and name not in known else ""
+    top = module.partition(".")[0]
+    hiding = getattr(sys.modules.get(top), "__file__", None)
+    if hiding and Path(top).is_dir() and not Path(hiding).is_relative_to(Path.cwd()):
+        return f"{top} is {hiding}, which hides the folder {top} here; rename the folder"
     here = [file.stem for file in Path().glob("*.py")]
     return did_you_mean(module, here) if module not in here else ""
 

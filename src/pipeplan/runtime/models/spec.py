@@ -375,7 +375,7 @@ def shards_named(count: int, name: str) -> Iterator[None]:
         yield
     except UsageError as error:
         shown = name if len(name) <= _LONGEST_NAME else f"{name.partition('(')[0]}(...)"  # a configuration's arguments
-        text = f"--shards {count}: model {shown!r} cannot be split so: {error}"
+        text = f"--shards {count}: model {shown!r} cannot be split: {error}"
         raise (UnevenError(text, count) if isinstance(error, UnevenError) else UsageError(text)) from None
 
 

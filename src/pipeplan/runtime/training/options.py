@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -169,6 +170,14 @@ class TrainOptions(RunOptions):
         if self.instructions is not None:
             yield "--instructions", self.instructions
 
+    def with_grain_of(self, plan: Plan) -> Self:
+        """The same, with whole layers as a configuration's blocks where the plan's are, unless they say a grain."""
+        ids = [block for stage in plan.stages for block in stage.blocks]
+        layers = [id_ for id_ in ids if _OF_A_LAYER.search(id_)]
+        whole = bool(layers) and all(_LAYER.search(id_) for id_ in layers)
+        configured = isinstance(self.model, str) and is_configuration(self.model)
+        return replace(self, grain="layer") if whole and self.grain is None and configured else self
+
     def by_plan(self, plan: Plan) -> Self:
         """The same, with what it leaves to the plan's recipe, or without one to its number format.
 
@@ -296,7 +305,11 @@ def settled(options: RunOptions, plan: Plan) -> RunOptions:
             "experts of its blocks (expert parallelism), which run cannot do yet; search for a plan without, or replay "
             "this one with --emulate"
         )
-    return options.by_plan(plan) if isinstance(options, TrainOptions) else options
+    return options.with_grain_of(plan).by_plan(plan) if isinstance(options, TrainOptions) else options
+
+
+_OF_A_LAYER, _LAYER = re.compile(r"\.\d+(\.|$)"), re.compile(r"\.\d+$")
+"""Names of a layer's blocks, and of the layer as one block."""
 
 
 def _require_known(flag: str, name: Name, known: Sequence[str]) -> None:

@@ -96,6 +96,7 @@ def train(plan: Plan, options: TrainOptions, progress: Progress, on_event: OnEve
     ``on_event`` is called on every rank as things happen, with the same. Raises RankError where an action fails, and
     UsageError, the same on every rank, where plan, model and options do not fit together.
     """
+    options = options.with_grain_of(plan)
     model = model_of(options, plan.provenance.tokens_per_sample)
     require_mini_batches(model, plan.mini_batch)
     losses = losses_of(model, options, progress)
@@ -238,11 +239,12 @@ class Trainer:
             self.groups.connect(options.transport, timeout)
             divisions = self.program.divisions
             self.shared = SharedParameters(
-                model, self.program.holders, self.modules, self.rank, options.transport, timeout, divisions
+                *(model, self.program.holders, self.modules, self.rank, options.transport, timeout, divisions),
+                self.program.stage_of,
             )
             require_equal_copies(self.all_ranks.gather(self.shared.copies()))
             exact = self._narrowed()
-            self.sharded = ShardedState(self.shared.divided, self.groups, self.rank)
+            self.sharded = ShardedState(self.shared.divided, self.groups, self.rank, self.shared.buckets)
             self.shared.divide(self.sharded.own)
             self.masters = MasterCopies(self.unique_parameters(), None if exact is None else self._exact(exact))
             self.channels = Channels(self.program, specs, self.device, options.transport, timeout)
@@ -468,7 +470,7 @@ class Trainer:
         specs = {block: self.model.block(block) for block in part.blocks}
         modules = {share.block: self.modules[share] for share in part.shares}
         layouts = StageLayouts.of(part, self.model, self.groups.along)
-        state = self.exchanged[index] = self.sharded.stage(part)
+        state = self.exchanged[index] = self.sharded.stage(part, self.program.num_gradients(index))
         return StageRunner(part, modules, specs, self.autocast, layouts=layouts, state=state)
 
     def _executor(self, program: Program) -> Executor:
