@@ -62,7 +62,7 @@ def unknown_key(keys: Iterable[str], known: Sequence[str]) -> str | None:
     return None if unknown is None else f"{unknown} is not known; {choose_from(unknown, known)}"
 
 
-_COMMAND = r"(?<![\w-])(pipeplan [a-z]+(?: (?:[^\s;:,()]|[;:,](?=\S))+)+)"
+_COMMAND = r"(?<![\w-])((?:pipeplan [a-z]+|torchrun)(?: (?:[^\s;:,()]|[;:,](?=\S))+)+)"
 """A command to type, to the end of its clause: it stays as it is."""
 _WORDS = r"(?:[A-Z]+|yes|no|auto|all|none|circular|sequential|bidirectional|\w+-[\w-]+)(?![\w.])"
 """Values of flags that no sentence goes on with: placeholders, choices of one word, and names with a dash."""

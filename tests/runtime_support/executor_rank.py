@@ -96,6 +96,9 @@ def train_both(
                 own, gradient = (None if each is None else each[rows] for each in (own, gradient))
             distances["gradient"] = max(distances["gradient"], _distance(kept.grad, gradient))
             distances["parameter"] = max(distances["parameter"], _distance(kept, own))
+    evaluation = trainer.evaluation_of(lambda _: trainer.drawn(model, options.num_steps), 1)
+    evaluated = evaluation.run(options.num_steps - 1)
+    distances["evaluation"] = abs(evaluated.loss - unsplit[-1].evaluated)
     shapes: dict[str, list[list[int]]] = {}
     for name, share, parameter in _held(trainer):
         shapes.setdefault(f"{share.block}.{name}", []).append(list(parameter.shape))
@@ -153,6 +156,7 @@ class _UnsplitStep:
     loss: float
     norm: float
     parameters: dict[str, tuple[torch.Tensor, torch.Tensor | None]]
+    evaluated: float
 
 
 def _unsplit_steps(model: Model, options: TrainOptions, mini_batch: int) -> list[_UnsplitStep]:
@@ -163,7 +167,9 @@ def _unsplit_steps(model: Model, options: TrainOptions, mini_batch: int) -> list
         for step in range(options.num_steps):
             loss = unsplit.step(step, mini_batch)
             held = {name: (each.detach().clone(), each.grad) for name, each in unsplit.parameters().items()}
-            _KNOWN[key].append(_UnsplitStep(loss, unsplit.norm, held))
+            last = step == options.num_steps - 1
+            evaluated = unsplit.evaluated(step + 1, mini_batch) if last else 0.0
+            _KNOWN[key].append(_UnsplitStep(loss, unsplit.norm, held, evaluated))
     return _KNOWN[key]
 
 

@@ -99,7 +99,11 @@ FURTHER: dict[str, dict[str, Any]] = {
         "word_embed_proj_dim": HIDDEN,
         "max_position_embeddings": 16,
     },
-    "falcon": {key: CAUSAL[key] for key in CAUSAL if key != "intermediate_size"},
+    "falcon": {
+        **{key: CAUSAL[key] for key in CAUSAL if key != "intermediate_size"},
+        "new_decoder_architecture": True,
+        "num_kv_heads": 2,
+    },
     "gemma3": {
         "text_config": {**LLAMA, "head_dim": 8},
         "vision_config": {**IMAGE, "patch_size": 4, "vision_use_head": False},
@@ -167,7 +171,7 @@ def size(module: nn.Module) -> int:
 @cache
 def captured(name: str, grain: Grain, num_devices: int = 1) -> Model:
     if num_devices == 1:
-        return load_configuration(text(name), sequence=SEQUENCE, grain=grain)
+        return load_configuration(text(name), sequence=None if name == "vit" else SEQUENCE, grain=grain)
     split = captured(name, grain).sharded
     assert split is not None
     return split(num_devices)

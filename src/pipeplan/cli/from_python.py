@@ -67,6 +67,8 @@ def _is_default(parameter: click.Parameter, context: click.Context, value: Any) 
 def _parsed(parameter: click.Parameter, value: Any, context: click.Context) -> Any:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
+    if isinstance(value, Mapping):
+        value = list(value.items())
     if isinstance(parameter.type, (click.Path, KnownNames)) and not isinstance(value, str):
         return tuple(map(str, value)) if getattr(parameter, "multiple", False) else value
     if isinstance(parameter.type, click.IntRange) and isinstance(value, float) and not value.is_integer():

@@ -17,6 +17,7 @@ from pipeplan.cli.shared import (
     RULES_OPTION,
     SCHEDULER,
     Status,
+    comparison_request,
     given_file,
     given_rules,
     limited,
@@ -209,9 +210,11 @@ def print_result(
         print_timeline(simulation, file=sys.stdout)
         if simulation.yardstick.estimated:
             notes.append(
-                "times are estimated, for dense models on A100 and H100 5 to 6 % off on average, for others more "
-                "(docs/benchmarks/published-runs.md); call it a tie where plans are closer than that"
+                "times are estimated: 5 to 6 % off on average for dense models on A100 and H100, more for others "
+                "(docs/benchmarks/published-runs.md); treat plans closer than that as ties"
             )
+        if simulation.throughput.model_flops_utilisation is not None:
+            notes.append("% of peak counts causal attention in full, as PaLM and Megatron-LM do (docs/simulate.md)")
         notes.append("--details prints every device and stage, the critical path and what was proved")
     print_notes(notes, file=sys.stdout)
 
@@ -228,7 +231,7 @@ def compare_command(as_json: bool, **flags: Any) -> None:
     """
     from pipeplan.reporting.tables import print_comparison
 
-    request, rules = read_request(flags), given_rules(flags["rules_path"])
+    request, rules = comparison_request(flags)
     with limited(request.time_limit, "compare") as limit, Status() as progress:
         found = _api.compare(request, rules=rules, progress=progress, within=limit)
     if found.interrupted:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import cache, cached_property
 from operator import attrgetter
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from pipeplan.files.base import MIGRATIONS, Content, CurrentVersion, File, FileModel, Source, current_version, said_only
 from pipeplan.files.placement import Placement
@@ -382,6 +382,7 @@ class Profile(File):
     edges: Items[Edge] = ()
     tied: Annotated[Items[TiedParameter], Field(description="parameters that blocks share")] = ()
     placement: Annotated[Placement | None, Field(description="used as it is unless another is asked for")] = None
+    _of_kinds: dict[str, Profile] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _is_a_graph(self) -> Profile:
@@ -495,6 +496,30 @@ class Profile(File):
         source = source or Source(method="estimated", notes="Made in Python.")
         recipe = Recipe(name=recipe) if isinstance(recipe, str) else recipe
         return cls(name=name, source=source, recipe=recipe, blocks=known, edges=made, placement=placement)
+
+    @property
+    def of_kinds(self) -> Mapping[str, Profile]:
+        """{kind of device: the profile of the same model on it}, of those that have one of their own; in no file."""
+        return self._of_kinds
+
+    def with_kinds(self, profiles: Mapping[str, Profile]) -> Profile:
+        """The same file beside those of some kinds of devices, as :func:`pipeplan.costs.kinds.for_kinds` checks."""
+        copied = self.model_copy()
+        copied._of_kinds = dict(profiles)
+        copied.__dict__.pop("made_once", None)
+        return copied
+
+    @cached_property
+    def made_once(self) -> dict[Hashable, Any]:
+        """{key: what was made of it and of its kinds'}: for whoever asks again and again."""
+        return {}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy; with changes it stands alone: those of kinds would have to change, too."""
+        copied = super().model_copy(update=update, deep=deep)
+        if update:
+            copied._of_kinds = {}
+        return copied
 
     def __repr__(self) -> str:
         sizes = ", ".join(map(str, self.microbatch_sizes)) or "none in common"

@@ -21,6 +21,7 @@ from pipeplan.costs.zero import AUTO
 from pipeplan.display import Displayed
 from pipeplan.errors import UsageError
 from pipeplan.files import Cluster, Plan, Predicted, Profile, Provenance, Recipe, sha256_of
+from pipeplan.files.plan import KindSource
 from pipeplan.lower import programs
 from pipeplan.planning.alternatives import EqualPlan, Explanation
 from pipeplan.planning.candidates import PlacementCandidate
@@ -235,6 +236,10 @@ def provenance_of(
         tokens_per_sample=profile.tokens_per_sample,
         forward_flops_per_sample=profile.forward_flops_per_sample,
         cluster_sha256=sha256_of(cluster) if cluster is not None else "",
+        profiles={
+            kind: KindSource(sha256=sha256_of(own), device=own.source.device, dtype=own.source.dtype)
+            for kind, own in profile.of_kinds.items()
+        },
         options={**options, "recipe": str(profile.recipe)},
         seed=seed,
         versions={"pipeplan": __version__, "python": platform.python_version(), **versions},

@@ -95,6 +95,11 @@ def candidates(
     if isinstance(request.placement, Placement):
         yield from (partial(_as_is, each) for each in _given(request, request.placement))
         return
+    if request.levelled is not request:
+        roomy = iter(()) if request.roomy is None else candidates(request.roomy, steps, chains_between, chains_first)
+        unbounded = (each.propose if isinstance(each, BoundedProposal) else each for each in roomy)
+        yield from in_turns([unbounded, candidates(request.levelled, steps, chains_between, chains_first)])
+        return
     chains = _chains(request)
     if is_large(request):
         yield from islice(chains, chains_first)
@@ -161,6 +166,7 @@ def strategy_choices(request: Request) -> list[Choice]:
 
 def placed(request: Request, point: Choice | PlacementCandidate, cut: Cut | None = None) -> CandidateOrError:
     """The candidate of a point of the grid, for this request."""
+    request = request.levelled
     return point if isinstance(point, PlacementCandidate) else _tried(_chain, request, point, "balanced", cut)
 
 
@@ -249,12 +255,12 @@ def uniform_choices(request: Request) -> list[BoundedChoice]:
 
     None where there is no table of them.
     """
-    return _uniform_of(_SameRequest(request)) if has_table(request) else []
+    return _uniform_of(_SameRequest(request.levelled)) if has_table(request) else []
 
 
 def uniform_layouts(request: Request) -> Iterator[BoundedChoice]:
     """The same where no block is split, too; a layout once for each schedule that is usual for it."""
-    yield from _uniform_of(_SameRequest(request))
+    yield from _uniform_of(_SameRequest(request.levelled))
 
 
 def has_table(request: Request) -> bool:
@@ -374,6 +380,7 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
     micro-batches, that first which should be the quickest. Each should fit with what 1F1B has in flight, or the
     schedule that is asked for; it takes a time linear in blocks and devices.
     """
+    request = request.levelled
     blocks, limits = _blocks_of(_SameRequest(request)), [limit for limit in request.memory if limit is not None]
     room = max(limits) if len(limits) == request.num_devices else math.inf
     known: dict[Pricing, tuple[list[StageCost], int]] = {}
@@ -551,7 +558,8 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
                     if batch in possible:
                         own = (strategy, replicas, batch, recompute, spread, request.shards or 1, request.positions)
                         context, expert = request.context or 1, request.expert or 1
-                        yield Choice(*own, zero, chunks=request.chunks, context=context, expert=expert)
+                        choice = Choice(*own, zero, chunks=request.chunks, context=context, expert=expert)
+                        yield from _directions(request, choice)
 
 
 def _strategies(request: Request) -> Iterable[str]:

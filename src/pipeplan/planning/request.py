@@ -9,13 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
-from pipeplan.costs.inspection import cautions
+from pipeplan.costs.inspection import cautions, mean_spread
+from pipeplan.costs.kinds import levelled, same_bytes
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype
 from pipeplan.costs.stages import require_apart, require_totals, shared_in
@@ -32,6 +34,7 @@ from pipeplan.schedule.rules import Rules, SubmoduleRules
 from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatches_of
 from pipeplan.schedule.rules.language import named_rules, shipped_rules
 from pipeplan.schedule.rules.values import evaluate
+from pipeplan.texts import counted
 from pipeplan.units import MAX_BYTES, format_bytes, format_ns
 from pipeplan.workload.elements import MAX_DEVICES, Again
 
@@ -129,7 +132,7 @@ class Splitting:
     mesh_dimensions: int = 3
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: what is derived is kept
 class Request:
     """What is asked of a search: a profile, what it may run on, and what is left open (None: whatever is better).
 
@@ -159,7 +162,8 @@ class Request:
     ``uniform`` one of layouts with the same sizes for every stage alone.
     ``samples_assumed``: nobody said how many samples an iteration has. ``said`` are the choices that were made for the
     search, by field, as the flags that make them. ``start`` is a plan to start from, which what is found is never
-    longer than, where it fits (:mod:`pipeplan.planning.start`).
+    longer than, where it fits (:mod:`pipeplan.planning.start`). ``imported`` says whose stages these are where another
+    tool's were read, and nothing is searched.
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
@@ -205,6 +209,8 @@ class Request:
     samples_assumed: bool = False
     said: tuple[tuple[str, str], ...] = ()
     start: Plan | None = None
+    imported: str = ""
+    priced: Request | None = None
 
     def __post_init__(self) -> None:
         require_totals(self.profile, self.batch.num_microbatches, self.batch.microbatch_size, self.cluster)
@@ -460,7 +466,40 @@ class Request:
     @property
     def uneven(self) -> bool:
         """Whether some devices are faster than others."""
-        return len(set(self.speeds)) > 1
+        asked = self.priced or self
+        return len(set(zip(asked.speeds, asked.kinds, strict=True))) > 1
+
+    @property
+    def kinds(self) -> list[str | None]:
+        """[device] its kind, where that has a profile of its own."""
+        names = () if self.cluster is None else self.cluster.names[: self.num_devices]
+        known = [name if name in self.profile.of_kinds else None for name in names]
+        return [*known, *[None] * (self.num_devices - len(known))]
+
+    @cached_property
+    def levelled(self) -> Request:
+        """The same with one profile for all devices, below those of all kinds, and speeds beside it.
+
+        Itself where no kind has a profile of its own. What is cut for it is priced by the profiles of the kinds; no
+        bound of it is above a plan of this one (:mod:`pipeplan.costs.kinds`).
+        """
+        return self._levelled(roomy=False)
+
+    @cached_property
+    def roomy(self) -> Request | None:
+        """The same of the most that any kind holds, for what is to fit on all; None where they hold the same."""
+        return None if same_bytes(self.profile) else self._levelled(roomy=True)
+
+    def _levelled(self, *, roomy: bool) -> Request:
+        if not self.profile.of_kinds or self.cluster is None:
+            return self
+        profile, cluster = levelled(self.profile, self.cluster, self.num_devices, roomy=roomy)
+        return replace(self, profile=profile, cluster=cluster, priced=self)
+
+    @property
+    def by_kinds(self) -> bool:
+        """Whether kinds of devices have profiles of their own, be it that it is a levelled one."""
+        return bool(self.profile.of_kinds) or self.priced is not None
 
     @property
     def unlinked(self) -> Request:
@@ -468,7 +507,7 @@ class Request:
 
         What takes no less time than that is so wherever devices are that are alike.
         """
-        if self.cluster is None or set(self.speeds) == {1.0}:
+        if self.cluster is None or (set(self.speeds) == {1.0} and not self.profile.of_kinds):
             return replace(self, cluster=None)
         return replace(self, cluster=self.cluster.model_copy(update={"levels": (), "measured": ()}))
 
@@ -696,8 +735,8 @@ def _other_shards(profile: Profile, common: Sequence[int], shards: int) -> str:
         heads = math.gcd(*(block.dimensions["heads"] for block in profile.blocks if "heads" in block.dimensions))
         able = _listed([count for count in range(1, heads + 1) if heads % count == 0])
         remedy = (
-            f"profile with --shards of {able} (those that divide fewer key-value heads, too): blocks have {heads} "
-            f"heads, which {shards} devices cannot share"
+            f"profile with --shards of {able} (as far as they divide its key-value heads as well): blocks have {heads} "
+            f"heads, which do not divide among {shards} devices"
         )
     return f"choose --tp {_listed(common)}, or {remedy}" if common else remedy
 
@@ -715,7 +754,13 @@ def input_notes(request: Request) -> Iterator[str]:
     if found:
         shown = shlex.join(["pipeplan", "profile", "--show", profile.where])
         where = shown if os.path.isfile(profile.where) else "pipeplan.inspect(profile)"
-        yield f"the profile has {len(found)} warning{'s' if len(found) > 1 else ''}: {where}"
+        spread = mean_spread(profile)
+        noisy = f", and times that vary by {spread:.0%} on average: predictions do, too" if spread > _NOISY else ""
+        yield f"the profile has {counted(len(found), 'warning')}{noisy}: {where}"
+
+
+_NOISY = 0.2
+"""Mean spread of a profile's times from which on predictions are said to be no better."""
 
 
 def _one_of_each(request: Request) -> str | None:
@@ -750,7 +795,7 @@ def _request_notes(request: Request) -> Iterator[str]:
     cluster, edges = request.cluster, profile.edges
     if cluster is not None:
         preset = None if request.splitting is None else request.splitting.device
-        other = other_device(preset or profile.source.device, cluster, request.num_devices)
+        other = other_device(preset or profile.source.device, cluster, request.num_devices, profile.of_kinds)
         if other is not None:
             yield other
         elif profile.source.method == "estimated" and faster_than_reached(cluster):
@@ -762,6 +807,9 @@ def _request_notes(request: Request) -> Iterator[str]:
         if any(kind.speed != 1 for kind in kinds):
             each = ", ".join(f"{kind.count} {kind.name} at {kind.speed:g}" for kind in kinds)
             yield f"speeds of devices beside the profile's: {each}; each stage is as fast as its slowest device"
+        if profile.of_kinds:
+            each = ", ".join(f"{kind.count} {kind.name} by {_profile_of(profile, kind.name)}" for kind in kinds)
+            yield f"costs of devices: {each}; where a stage has several kinds, each block takes what the slowest does"
     if request.num_devices == 1:
         return
     if one := _one_of_each(request):
@@ -790,6 +838,11 @@ def _request_notes(request: Request) -> Iterator[str]:
         )
     elif edges and not any(edge.bytes_per_sample for edge in edges if edge.transfer_ns is None):
         yield "no edge has bytes_per_sample: of the cluster's links only the latency counts"
+
+
+def _profile_of(profile: Profile, kind: str) -> str:
+    """The file with a kind of device's costs."""
+    return profile.of_kinds.get(kind, profile).where
 
 
 def _between(times: Sequence[int]) -> str:

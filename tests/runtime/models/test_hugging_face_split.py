@@ -32,12 +32,12 @@ FIVE = ("llama", "qwen2", "mixtral", "gpt2", "bert")
 
 SEED = 3
 
-TRANSLATORS = ("t5", "mt5")
-"""Whose position biases go from block to block, neither whole nor in slices of a sequence."""
+WHOLE = ("t5", "mt5", "whisper", "gemma3", "llama4")
+"""Whose blocks hand on more than whole tensors and slices of one sequence: position biases, sounds, images."""
 
-RUN_SPLIT = [name for name, family in FAMILIES.items() if family.splits and family.divides and name not in TRANSLATORS]
+RUN_SPLIT = [name for name, family in FAMILIES.items() if family.divides and name not in WHOLE]
 
-IN_FLOAT32 = ("gemma", "gemma2", "gemma3_text", "deepseek_v2", "deepseek_v3")
+IN_FLOAT32 = ("gemma", "gemma2", "gemma3_text", "deepseek_v2", "deepseek_v3", "llama4_text")
 """Families whose norms or rotations transformers computes in float32 whatever the format: sums of parts round there."""
 
 

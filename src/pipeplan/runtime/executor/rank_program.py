@@ -29,7 +29,7 @@ from pipeplan.runtime.executor.message_graph import (
 from pipeplan.runtime.parallel import Share
 from pipeplan.workload.action import Action, StateAction
 from pipeplan.workload.elements import Again, Attribute, Dependency, Loop, Stage
-from pipeplan.workload.kinds import PARTED_ROLES, Role, is_instruction
+from pipeplan.workload.kinds import PARTED_ROLES, RESHARD, UNSHARD, Role, is_instruction
 from pipeplan.workload.mesh import COPIES, PLACES, SAMPLES, SHARDS, Mesh, MeshAxis
 
 Rows = tuple[Message, Numbers]
@@ -72,6 +72,13 @@ class ProgramStep:
             gives=tuple((message, moved(own, by)) for message, own in self.gives),
             held=tuple((message, rank, moved(own, by)) for message, rank, own in self.held),
         )
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is needed where nothing goes back: forwards, their messages, and the parameters for them."""
+        if self.message is not None:
+            return not self.message.is_gradient
+        return self.action.role in (Role.FORWARD, Role.CUSTOM) or self.action.kind in (UNSHARD, RESHARD)
 
 
 def moved(samples: Numbers, by: int) -> Numbers:
@@ -226,6 +233,16 @@ class Program:
     loop: ProgramLoop | None = None
     divisions: tuple[Division, ...] = ()
     slices: Mapping[Message, Slices] = field(default_factory=dict)
+
+    def forwards(self) -> Program:
+        """What goes forward alone, in the same order, which cannot deadlock as the whole does not."""
+        before = [0, *itertools.accumulate(step.is_forward for step in self.steps)]
+        loop = self.loop and replace(
+            self.loop,
+            rounds=tuple((before[begin], before[end]) for begin, end in self.loop.rounds),
+            own=tuple(own for own, step in zip(self.loop.own, self.steps, strict=True) if step.is_forward),
+        )
+        return replace(self, steps=tuple(step for step in self.steps if step.is_forward), loop=loop)
 
     def keys(self, message: Message, *, made: bool = False) -> tuple[TensorKey, ...]:
         """The tensors of a message as they are sent, or as they are made."""

@@ -191,7 +191,8 @@ class StageRunner:
 
     ``part`` is what the plan says of it, ``specs`` what the model says of each block. Blocks run under ``autocast``, if
     there is one; losses are added up outside of it. ``lack``: what waits for W, and should, where less does. ``state``
-    is what it exchanges during the program. Gradients are ``loss_scale`` times those of the loss.
+    is what it exchanges during the program. Gradients are ``loss_scale`` times those of the loss. While it is
+    ``evaluating``, nothing is kept for a backward.
     """
 
     part: StagePart
@@ -206,6 +207,7 @@ class StageRunner:
     _compared: bool = False
     lack: tuple[int, float, str] | None = None
     loss_scale: float = 1.0
+    evaluating: bool = False
 
     def run(self, step: ProgramStep, inputs: Received, samples: MiniBatch) -> Produced:
         """Run F, B, I or W, or a part of one; what each takes and gives is as below."""
@@ -261,6 +263,8 @@ class StageRunner:
         found = held.outputs
         if last:
             held.values, held.outputs = None, {}
+        if last and self.evaluating:
+            del self._held[own]
         return found
 
     def _run_block(self, number: int, values: _Values, own: Numbers, samples: MiniBatch) -> None:

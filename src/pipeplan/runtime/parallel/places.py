@@ -10,8 +10,10 @@ others then does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -152,7 +154,7 @@ class DividedPlaces:
 
     Elements of ``layers`` are given slices; ``joins`` take all of the sequence, of which the others give slices, and
     what ``scatters`` make are parts of a sum; what ``last`` gives is joined, too. What attention takes of another
-    sequence, which is as long, is joined with its own.
+    sequence is joined with its own.
     """
 
     layers: tuple[str, ...]
@@ -160,26 +162,31 @@ class DividedPlaces:
     scatters: tuple[str, ...]
     last: str = ""
 
-    def hook(self, module: nn.Module, sequence: int, exchanges: Exchanges) -> None:
-        """Let the module exchange slices of a ``sequence`` so, from now on."""
+    def hook(self, module: nn.Module, tokens: Mapping[str, int], exchanges: Exchanges) -> None:
+        """Let the module exchange slices of sequences so, from now on, that are as long as ``tokens`` say."""
 
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def enter(length: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             given = _first(args, kwargs)
-            return _with_first(args, kwargs, exchanges.enter(given)) if given.shape[1] == sequence else None
+            return _with_first(args, kwargs, exchanges.enter(given)) if given.shape[1] == length else None
 
-        def join(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            places = sequence // exchanges.count
+        def join(length: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            places = length // exchanges.count
             memory = {_MEMORY: kwargs[_MEMORY]} if kwargs.get(_MEMORY) is not None else {}
             more = {key: by_samples(exchanges.join, each, places) for key, each in memory.items()}
             return _with_first(args, kwargs | more, by_samples(exchanges.join, _first(args, kwargs), places))
 
-        def scatter(_: nn.Module, __: Any, made: Tensor) -> Tensor:
-            return by_samples(exchanges.scatter, made, sequence)
+        def scatter(length: int, _: nn.Module, __: Any, made: Any) -> Any:
+            if isinstance(made, tuple):  # with the scores of a router
+                return by_samples(exchanges.scatter, made[0], length), *made[1:]
+            return by_samples(exchanges.scatter, made, length)
 
-        _hook_before(module, self.layers, enter)
-        _hook_before(module, self.joins, join)
+        at = cache(partial)  # one object for all layers, which are alike with the same hooks
+        for paths, hook in ((self.layers, enter), (self.joins, join)):
+            for path in paths:
+                before = at(hook, positions_at(path, tokens))
+                module.get_submodule(path).register_forward_pre_hook(before, with_kwargs=True)
         for path in self.scatters:
-            module.get_submodule(path).register_forward_hook(scatter)
+            module.get_submodule(path).register_forward_hook(at(scatter, positions_at(path, tokens)))
         if self.last:
             module.get_submodule(self.last).register_forward_hook(lambda _, __, made: exchanges.join(made))
 
@@ -191,9 +198,13 @@ def by_samples(change: Change, given: Tensor, places: int) -> Tensor:
     return change(given.reshape(-1, places, given.shape[-1])).flatten(0, 1)
 
 
-def _hook_before(module: nn.Module, paths: Iterable[str], hook: Callable[..., Any]) -> None:
-    for path in paths:
-        module.get_submodule(path).register_forward_pre_hook(hook, with_kwargs=True)
+def positions_at(name: str, tokens: Mapping[str, int]) -> int:
+    """Positions per sample where a module or parameter is used: those of the longest beginning of its name.
+
+    In such a beginning ``*`` stands for one part of a name.
+    """
+    fitting = (key for key in tokens if re.match(re.escape(key).replace(r"\*", r"[^.]+"), name))
+    return tokens[max(fitting, key=len)]
 
 
 _MEMORY = "key_value_states"

@@ -55,48 +55,64 @@ def require_even(counts: Mapping[str, int], num_devices: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a parameter is split: along ``dimension``, in each of ``parts`` equal parts of it by itself.
+    """How a parameter is split: along ``dimension``, in each of ``parts`` by itself, so many equal ones or in ratio.
 
-    The weight of a layer that makes query, key and value has three parts. Shares are equal, except where ``even`` is
-    False: those of a table of words differ by one row at most.
+    The weight of a layer that makes query, key and value has three parts, where keys and values of fewer heads are
+    smaller ones. The last ``whole`` of them are on every device. Shares are equal, except where ``even`` is False:
+    those of a table of words differ by one row at most.
     """
 
     dimension: int = 0
-    parts: int = 1
+    parts: int | tuple[int, ...] = 1
     even: bool = True
+    whole: int = 0
 
     def of(self, name: str, whole: Tensor) -> dict[str, int]:
         """What devices must share evenly of a parameter, for :func:`require_even`; nothing where they need not."""
-        size = whole.shape[self.dimension] // self.parts
-        return {f"along dimension {self.dimension} of {name}": size} if self.even else {}
+        common = math.gcd(*self._split(whole.shape[self.dimension]))
+        return {f"along dimension {self.dimension} of {name}": common} if self.even else {}
 
     def cut(self, whole: Tensor, count: int, index: int) -> Tensor:
         """One of ``count`` shares. Raises UsageError where they would not be equal and must be."""
-        size = whole.shape[self.dimension]
-        if size % self.parts or (self.even and size // self.parts % count) or size // self.parts < count:
-            of = f" in each of {self.parts} parts" if self.parts > 1 else ""
+        split = self._split(size := whole.shape[self.dimension])
+        if sum(self._sizes(size)) != size or any(each < count or (self.even and each % count) for each in split):
+            of = f" in each of {len(split)} parts" if len(split) > 1 else ""
             raise UsageError(
-                f"shape {list(whole.shape)} has {size // self.parts}{of} along dimension {self.dimension}, which "
-                f"{count} devices cannot share{' evenly' if self.even else ''}"
+                f"shape {list(whole.shape)} has {' and '.join(map(str, dict.fromkeys(split)))}{of} along dimension "
+                f"{self.dimension}, which {count} devices cannot share{' evenly' if self.even else ''}"
             )
-        begin, end = range_of(size // self.parts, count, index)
-        pieces = [part.narrow(self.dimension, begin, end - begin) for part in self._parts(whole)]
+        pieces = [whole.narrow(self.dimension, *place) for place in self._ranges(size, count, index)]
         return torch.cat(pieces, self.dimension) if len(pieces) > 1 else pieces[0]
 
     def add(self, share: Tensor, whole: Tensor, count: int, index: int) -> None:
         """Add one of ``count`` shares to the whole, in place."""
-        begin, end = range_of(whole.shape[self.dimension] // self.parts, count, index)
-        for part, of in zip(self._parts(whole), self._parts(share), strict=True):
-            part.narrow(self.dimension, begin, end - begin).add_(of)
+        for begin, piece in self.places(share, whole.shape[self.dimension], count, index):
+            whole.narrow(self.dimension, begin, piece.shape[self.dimension]).add_(piece)
 
     def places(self, share: Tensor, size: int, count: int, index: int) -> list[tuple[int, Tensor]]:
         """Views of a share with where each begins in the whole, which is ``size`` long along the dimension."""
-        each = size // self.parts
-        begin, _ = range_of(each, count, index)
-        return [(number * each + begin, part) for number, part in enumerate(self._parts(share))]
+        ranges = self._ranges(size, count, index)
+        pieces = torch.split(share, [length for _, length in ranges], self.dimension)
+        return [(begin, piece) for (begin, _), piece in zip(ranges, pieces, strict=True)]
 
-    def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        return tensor.chunk(self.parts, self.dimension)
+    def _ranges(self, size: int, count: int, index: int) -> list[tuple[int, int]]:
+        """What a share has of the parts of a whole: where it begins in the whole, and how long it is."""
+        found, at, split = list[tuple[int, int]](), 0, len(self._split(size))
+        for number, length in enumerate(self._sizes(size)):
+            begin, end = range_of(length, count, index) if number < split else (0, length)
+            found.append((at + begin, end - begin))
+            at += length
+        return found
+
+    def _split(self, size: int) -> list[int]:
+        """How long the parts are that are split."""
+        sizes = self._sizes(size)
+        return sizes[: len(sizes) - self.whole]
+
+    def _sizes(self, size: int) -> list[int]:
+        """How long all parts are."""
+        ratio = (1,) * self.parts if isinstance(self.parts, int) else self.parts
+        return [size * each // sum(ratio) for each in ratio]
 
 
 @dataclass(frozen=True, slots=True)

@@ -302,6 +302,12 @@ class ChosenExperts(_Adapter):
     transformers' own lets every expert multiply every word, by zero where it was not chosen.
     """
 
+    @property
+    def experts(self) -> nn.Module:
+        """Those that words choose from."""
+        found: nn.Module = self.model.experts
+        return found
+
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """[samples, sequence, hidden] to [samples * sequence, hidden], and the router's scores."""
         layer = self.model

@@ -33,6 +33,7 @@ from pipeplan.runtime.models.huggingface.families import (
     ROWS,
     WORDS,
     ModelFamily,
+    cut_of,
     even_widths,
     family_of,
     joined_in,
@@ -43,8 +44,8 @@ from pipeplan.runtime.models.huggingface.families import (
     widths_of,
 )
 from pipeplan.runtime.models.huggingface.running import RunningShares
-from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model, shards_named, unsplittable
-from pipeplan.runtime.parallel.places import Exchanges
+from pipeplan.runtime.models.spec import Batch, BlockSpec, Collective, Grain, Model, shards_named
+from pipeplan.runtime.parallel.places import Exchanges, positions_at
 from pipeplan.runtime.parallel.sharding import require_even
 
 Description = tuple[str, dict[str, Any], bool]
@@ -175,10 +176,11 @@ class LoadedModel:
         """One device's share, by their number. Raises UsageError if it cannot be split so."""
         self.require_even(num_devices)
         share = share_of(self.module, self.ways, num_devices)
-        divided = self.family.divides and num_devices > 1 and self.sequence % num_devices == 0
+        tokens, family = self.family.tokens(self.config, self.sequence), self.family
+        lengths = {positions_at(name, tokens) for name in self.ways if family.divided(name)}
+        divided = bool(lengths) and num_devices > 1 and not any(length % num_devices for length in lengths)
         if divided:
-            places = places_of(share, self.ways, self.family.last)
-            places.hook(share, self.sequence, Exchanges.traced(num_devices))
+            places_of(share, self.ways, family).hook(share, tokens, Exchanges.traced(num_devices))
         return replace(self, module=share, devices=num_devices, divided=divided)
 
     def require_even(self, num_devices: int) -> None:
@@ -189,7 +191,13 @@ class LoadedModel:
     @property
     def runs_split(self) -> bool:
         """Whether its shares can run: of families in which what goes from block to block is whole or in slices."""
-        return self.family.splits and self.family.divides and isinstance(self.module, WordsModel)
+        return self.family.divides and isinstance(self.module, WordsModel) and not self._has_common_parts
+
+    @property
+    def _has_common_parts(self) -> bool:
+        """Whether parts of a split parameter are whole on every device, whose gradients nothing would sum."""
+        given = ((name, way, self.module.get_parameter(name)) for name, way in self.ways.items())
+        return any(cut_of(self.module, name, whole, way).whole for name, way, whole in given)
 
 
 def load(
@@ -200,6 +208,7 @@ def load(
     meta: bool = False,
     seed: int = 0,
     shards: Sequence[int] = (),
+    shown: str | None = None,
 ) -> LoadedModel:
     """The model of a Hugging Face configuration. Nothing is downloaded; parameters are random.
 
@@ -212,27 +221,27 @@ def load(
         meta: parameters have shapes but no data.
         seed: of the parameters.
         shards: numbers of devices that the model is going to be split over.
+        shown: what errors call it; else the text or path.
 
     Raises:
         UsageError: no such file, an unknown family, a mistaken argument, a sequence too long, or ``shards`` that cannot
             be, which are refused before any parameter is made.
     """
+    where = shown or text_or_path
     name, keywords, strict = describe(text_or_path)
     family = family_of(name)
     with _quiet():
-        config = _configuration(family, keywords, strict, text_or_path)
-        length = _sequence(family, config, sequence, planned_sequence, text_or_path)
-        _require_fitting(config, text_or_path)
+        config = _configuration(family, keywords, strict, where)
+        length = _sequence(family, config, sequence, planned_sequence, where)
+        _require_fitting(config, where)
         if max(shards, default=1) > 1:
-            if not family.splits:
-                raise unsplittable(max(shards), text_or_path)
-            _require_known_ways(family, config, text_or_path)
-        _require_even(_counts(config), text_or_path, shards)
+            _require_known_ways(family, config, where)
+        _require_even(_counts(config), where, shards)
         family.contents(config, family.words(config), length)
-        shapes = _module(family, config, text_or_path, True, 0) if meta or max(shards, default=1) > 1 else None
+        shapes = _module(family, config, where, True, 0) if meta or max(shards, default=1) > 1 else None
         if shapes is not None:
-            _require_even(even_widths(shapes, split_weights(shapes, _plan(family, config))), text_or_path, shards)
-        module = shapes if meta and shapes is not None else _module(family, config, text_or_path, meta, seed)
+            _require_even(even_widths(shapes, split_weights(shapes, _plan(family, config))), where, shards)
+        module = shapes if meta and shapes is not None else _module(family, config, where, meta, seed)
     name = f"{config.model_type}-{_signature(module)}"
     return LoadedModel(name, family, config, module, length, split_weights(module, _plan(family, config)))
 
@@ -329,9 +338,8 @@ def _module(family: ModelFamily, config: Any, where: str, meta: bool, seed: int)
 
 def _plan(family: ModelFamily, config: Any) -> dict[str, str]:
     """Patterns of names inside the wrapper and the way each is split."""
-    if not family.splits:
-        return {}
     plan = _own_plan(family, config) if family.plan is None else family.plan
+    plan = plan(config) if callable(plan) else plan
     return {**plan, **dict.fromkeys(family.vocabulary, WORDS)}
 
 
@@ -365,10 +373,18 @@ def _require_known_ways(family: ModelFamily, config: Any, where: str) -> None:
 
 def _counts(config: Any) -> dict[str, int]:
     """What must divide by the number of devices, of a configuration and those nested in it: heads."""
-    names = {"num_attention_heads": "heads", "num_key_value_heads": "key-value heads"}
+    names = {
+        "num_attention_heads": "heads",
+        "decoder_attention_heads": "heads of the decoder",
+        "num_key_value_heads": "key-value heads",
+        "num_kv_heads": "key-value heads",
+    }
     found = {}
     for each in _nested(config):
+        unused = "" if getattr(each, "new_decoder_architecture", True) else "num_kv_heads"  # in older Falcons
         for key, what in names.items():
+            if key == unused:
+                continue
             if (count := _count_of(each, key)) is not None:
                 found[f"{what} in {type(each).__name__}"] = count
     return found
@@ -408,14 +424,14 @@ def load_configuration(
     meta: bool = False,
     seed: int = 0,
     shards: Sequence[int] = (),
+    shown: str | None = None,
 ) -> Model:
     """The blocks of a Hugging Face configuration; arguments and errors are those of ``load`` and ``capture``."""
-    whole = load(
-        text_or_path, sequence=sequence, planned_sequence=planned_sequence, meta=meta, seed=seed, shards=shards
-    )
+    sizes: dict[str, Any] = {"sequence": sequence, "planned_sequence": planned_sequence, "shards": shards}
+    whole = load(text_or_path, meta=meta, seed=seed, shown=shown, **sizes)
     settings = {key: value for key, value in whole.config.to_dict().items() if key != "transformers_version"}
     model = _captured(whole, grain)
-    sharded = partial(_share, whole, grain) if whole.family.splits else None
+    sharded = partial(_share, whole, grain)
     loss_of: Literal["samples", "micro-batches"] = "micro-batches" if isinstance(whole.module, Pairs) else "samples"
     model = replace(
         model, sharded=sharded, texts=texts_of(whole.contents), settings=settings, loss_of=loss_of, made_up=True
@@ -431,10 +447,9 @@ def _split_for_runs(model: Model, whole: LoadedModel, grain: Grain) -> Model:
     shares = RunningShares(
         whole.module,
         whole.ways,
+        whole.family,
         whole.family.words(whole.config),
         whole.sequence,
-        whole.family.divides,
-        whole.family.last,
         lambda share: _captured(whole, grain, share),
         whole.require_even,
     )
@@ -490,14 +505,16 @@ def _with_collectives(block: BlockSpec, share: LoadedModel, seen: set[str]) -> B
         way = share.ways.get(name)
         if way is not None and not name.endswith("bias"):
             found += _of_weight(name, way, block, share, seen)
-    return replace(block, collectives=tuple(found), divided=share.divided)
+    names = parameters_of(block).values()
+    divided = share.divided and (share.family.divided("") or any(map(share.family.divided, names)))
+    return replace(block, collectives=tuple(found), divided=divided)
 
 
 def _of_weight(name: str, way: str, block: BlockSpec, share: LoadedModel, seen: set[str]) -> Iterator[Collective]:
-    tokens = _tokens(name, share.family.tokens(share.config, share.sequence))
+    tokens = positions_at(name, share.family.tokens(share.config, share.sequence))
     inputs, outputs = widths_of(share.module, name)
     hidden = share.module.get_parameter(name).shape[-1]  # of a table, whichever of two tied ones it is named after
-    if share.divided:
+    if share.divided and share.family.divided(name):
         yield from _of_places(name, way, block, share, seen, _ELEMENT_BYTES * tokens)
     elif way in ROWS:
         yield Collective("all_reduce", "F", tokens * outputs * _ELEMENT_BYTES)
@@ -544,13 +561,11 @@ def _of_places(
 def _taker(name: str) -> str:
     """The same for all layers that take the same input: those of a module, but a query across attends to another's."""
     owner, _, layer = name.removesuffix(".weight").rpartition(".")
-    return f"{owner}.q" if owner.endswith("EncDecAttention") and layer == "q" else owner
+    return f"{owner}.q" if owner.endswith(_ACROSS) and layer in ("q", "q_proj") else owner
+
+
+_ACROSS = ("EncDecAttention", "encoder_attn")
 
 
 def _is_table(module: nn.Module, name: str) -> bool:
     return isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-
-
-def _tokens(name: str, tokens: Mapping[str, int]) -> int:
-    """Positions per sample where a parameter is used: those of the longest beginning of its name."""
-    return tokens[max((prefix for prefix in tokens if name.startswith(prefix)), key=len)]

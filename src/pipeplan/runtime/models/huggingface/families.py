@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -66,12 +66,13 @@ class ModelFamily:
     returns a loss. ``longest`` is the sequence without ``--sequence``, if ``maximum(config)`` (None: any length) is
     not smaller. ``contents(config, vocabulary, sequence)`` says what its samples are, ``words(config)`` how large the
     vocabulary is. ``plan`` has patterns of module or parameter names inside the wrapper, ``*`` for one part of a name,
-    with the way each is split; None: the configuration's own ``base_model_tp_plan``. Where it ``divides``, shares have
-    slices of the sequence outside of split products, up to what ``last`` gives, or without it up to the vocabulary.
+    with the way each is split, or makes them of a configuration; None: the configuration's own ``base_model_tp_plan``.
+    Where it ``divides``, shares have slices of the sequence outside of split products, up to what ``last`` gives, or
+    without it up to the vocabulary; but only of what is ``inside`` modules with these beginnings of their names.
     ``vocabulary`` are the names of what has a row for each word. ``tokens(config, sequence)`` has the positions per
-    sample by the beginning of parameters' names. ``splits`` is False where nothing says how devices split all of it.
-    ``arguments`` are read by the model though its configuration does not declare them, and ``attention`` is the one of
-    transformers' that it is built with.
+    sample by the beginning of parameters' names, as :func:`positions_at` reads them. ``arguments`` are read by the
+    model though its configuration does not declare them, and ``attention`` is the one of transformers' that it is built
+    with.
     """
 
     config: str
@@ -81,14 +82,18 @@ class ModelFamily:
     maximum: Callable[[Any], int | None] = attrgetter("max_position_embeddings")
     contents: Callable[[Any, int, int], Contents] = _CAUSAL
     words: Callable[[Any], int] = attrgetter("vocab_size")
-    plan: Mapping[str, str] | None = None
+    plan: Mapping[str, str] | Callable[[Any], Mapping[str, str]] | None = None
     vocabulary: tuple[str, ...] = ("model.model.embed_tokens", "model.lm_head")
     tokens: Callable[[Any, int], Mapping[str, int]] = lambda _, sequence: {"": sequence}
-    splits: bool = True
     divides: bool = True
+    inside: tuple[str, ...] = ("",)
     last: str = ""
     arguments: tuple[str, ...] = ()
     attention: str = ATTENTION
+
+    def divided(self, name: str) -> bool:
+        """Whether shares have slices of the sequence around a module or parameter."""
+        return self.divides and name.startswith(self.inside)
 
 
 def _text(config: Any) -> Any:
@@ -135,15 +140,6 @@ def _t5_like() -> dict[str, str]:
     return found
 
 
-def _clip() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for tower in ("text_model", "vision_model"):
-        at = f"model.{tower}.encoder.layers.*"
-        found |= {f"{at}.self_attn.{each}_proj": "colwise" for each in "qkv"}
-        found |= {f"{at}.self_attn.out_proj": "rowwise", f"{at}.mlp.fc1": "colwise", f"{at}.mlp.fc2": "rowwise"}
-    return found
-
-
 def _flava() -> dict[str, str]:
     towers = ("text_model", "image_model", "multimodal_model")
     return {
@@ -181,28 +177,93 @@ def _fused_tokens(config: Any, sequence: int) -> dict[str, int]:
     return {"model.image_model": patches, "model.multimodal_model": fused, "": sequence}
 
 
-_OPT = {
-    **{f"model.model.decoder.layers.*.self_attn.{each}_proj": "colwise" for each in "qkv"},
-    "model.model.decoder.layers.*.self_attn.out_proj": "rowwise",
-    "model.model.decoder.layers.*.fc1": "colwise",
-    "model.model.decoder.layers.*.fc2": "rowwise",
-}
 _NEOX = {
     "model.gpt_neox.layers.*.attention.query_key_value": "colwise",
     "model.gpt_neox.layers.*.attention.dense": "rowwise",
     "model.gpt_neox.layers.*.mlp.dense_h_to_4h": "colwise",
     "model.gpt_neox.layers.*.mlp.dense_4h_to_h": "rowwise",
 }
-_QWEN2_MOE = {  # transformers' own leaves the expert that all words take whole
-    **{f"model.model.layers.*.self_attn.{each}_proj": "colwise" for each in "qkv"},
+
+
+def _llama_attention(layers: str) -> dict[str, str]:
+    return {
+        **{f"{layers}.*.self_attn.{each}_proj": "colwise" for each in "qkv"},
+        f"{layers}.*.self_attn.o_proj": "rowwise",
+    }
+
+
+def _gated(*parts: str) -> dict[str, str]:
+    """Feed-forward parts with a gate, by their names."""
+    ways = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+    return {f"{part}.{each}": way for part in parts for each, way in ways.items()}
+
+
+_PHI3 = {  # transformers' own makes what query, key and value are cut from whole again, and gate and input
+    "model.model.layers.*.self_attn.qkv_proj": "packed_colwise",
     "model.model.layers.*.self_attn.o_proj": "rowwise",
+    "model.model.layers.*.mlp.gate_up_proj": "packed_colwise",
+    "model.model.layers.*.mlp.down_proj": "rowwise",
+}
+_PHIMOE = {  # transformers' own leaves attention whole
+    **_llama_attention("model.model.layers"),
     "model.model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
     "model.model.layers.*.mlp.experts.down_proj": "rowwise",
-    **{
-        f"model.model.layers.*.{at}.{each}_proj": way
-        for at in ("mlp", "mlp.shared_expert")
-        for each, way in {"gate": "colwise", "up": "colwise", "down": "rowwise"}.items()
-    },
+}
+
+
+def _falcon_like(config: Any) -> dict[str, str]:
+    """Each key with the queries that share it stands behind the one before; but one for all of them is whole.
+
+    Biases of attention (``alibi``) are made for all heads, so that nothing is split.
+    """
+    if config.alibi:
+        return {}
+    single = config.multi_query and not config.new_decoder_architecture
+    return {
+        "model.transformer.h.*.self_attention.query_key_value": "packed_colwise" if single else "colwise",
+        "model.transformer.h.*.self_attention.dense": "rowwise",
+        "model.transformer.h.*.mlp.dense_h_to_4h": "colwise",
+        "model.transformer.h.*.mlp.dense_4h_to_h": "rowwise",
+    }
+
+
+def _llama4_like(layers: str) -> dict[str, str]:
+    """With the expert that all words take, and experts as one part of a layer (:class:`ChosenExperts`)."""
+    return {
+        **_llama_attention(layers),
+        f"{layers}.*.feed_forward.model.experts.gate_up_proj": "packed_colwise",
+        f"{layers}.*.feed_forward.model.experts.down_proj": "rowwise",
+        **_gated(f"{layers}.*.feed_forward", f"{layers}.*.feed_forward.model.shared_expert"),
+    }
+
+
+def _layers(at: str, attention: str, out: str, feed_forward: str = "") -> dict[str, str]:
+    """Layers with ``q_proj``, ``k_proj`` and ``v_proj``, and with ``fc1`` and ``fc2``."""
+    return {
+        **{f"{at}.*.{attention}.{each}_proj": "colwise" for each in "qkv"},
+        f"{at}.*.{attention}.{out}": "rowwise",
+        f"{at}.*.{feed_forward}fc1": "colwise",
+        f"{at}.*.{feed_forward}fc2": "rowwise",
+    }
+
+
+_VIT = _layers("model.vit.layers", "attention", "o_proj", "mlp.")
+_WHISPER = {
+    **_layers("model.model.encoder.layers", "self_attn", "out_proj"),
+    **_layers("model.model.decoder.layers", "self_attn", "out_proj"),
+    **_layers("model.model.decoder.layers", "encoder_attn", "out_proj"),
+}
+_OPT = _layers("model.model.decoder.layers", "self_attn", "out_proj")
+_CLIP = {
+    **_layers("model.text_model.encoder.layers", "self_attn", "out_proj", "mlp."),
+    **_layers("model.vision_model.encoder.layers", "self_attn", "out_proj", "mlp."),
+}
+
+_QWEN2_MOE = {  # transformers' own leaves the expert that all words take whole
+    **_llama_attention("model.model.layers"),
+    "model.model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "model.model.layers.*.mlp.experts.down_proj": "rowwise",
+    **_gated("model.model.layers.*.mlp", "model.model.layers.*.mlp.shared_expert"),
 }
 
 _LATENT = {  # transformers' own leaves attention whole; what projects to latents is whole on every device
@@ -210,11 +271,7 @@ _LATENT = {  # transformers' own leaves attention whole; what projects to latent
     "model.model.layers.*.self_attn.o_proj": "rowwise",
     "model.model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
     "model.model.layers.*.mlp.experts.down_proj": "rowwise",
-    **{
-        f"model.model.layers.*.{at}.{each}_proj": way
-        for at in ("mlp", "mlp.shared_experts")
-        for each, way in {"gate": "colwise", "up": "colwise", "down": "rowwise"}.items()
-    },
+    **_gated("model.model.layers.*.mlp", "model.model.layers.*.mlp.shared_experts"),
 }
 
 
@@ -222,6 +279,12 @@ def _spoken(config: Any, vocabulary: int, sequence: int) -> Contents:
     """Whisper's first layers halve the times of its spectra."""
     shape = (config.num_mel_bins, 2 * config.max_source_positions)
     return Contents(spoken, vocabulary, sequence, config.decoder_start_token_id, shape, "sound")
+
+
+def _heard(config: Any, sequence: int) -> dict[str, int]:
+    across = "model.model.decoder.layers.*.encoder_attn"
+    places = ("model.model.encoder", f"{across}.k_proj", f"{across}.v_proj")
+    return dict.fromkeys(places, config.max_source_positions) | {"": sequence}
 
 
 def _labelled(config: Any, vocabulary: int, sequence: int) -> Contents:
@@ -235,9 +298,9 @@ def _illustrated(image_tokens: Callable[[Any], int], token: str) -> Callable[[An
         count = image_tokens(config)
         if sequence <= count:
             raise UsageError(f"--sequence {sequence}: the image alone has {count} tokens; give more than that")
-        special = getattr(config, token)
-        if not 0 <= special < vocabulary:
-            raise UsageError(f"{token}={special} is not a word of a vocabulary of {vocabulary}; change one of them")
+        special, words = getattr(config, token), _text(config).vocab_size
+        if not 0 <= special < words:  # a share has some of them, and takes its last one for it
+            raise UsageError(f"{token}={special} is not a word of a vocabulary of {words}; change one of them")
         return Contents(illustrated, vocabulary, sequence, special, _image(config.vision_config), "pixels", count)
 
     return contents
@@ -282,8 +345,20 @@ def _t5(config: str, model: str) -> ModelFamily:
     )
 
 
-def _seeing(config: str, model: str, image_tokens: Callable[[Any], int], token: str) -> ModelFamily:
-    """Language models with a vision tower, whose configuration has one for each."""
+def _seeing(
+    config: str,
+    model: str,
+    image_tokens: Callable[[Any], int],
+    token: str,
+    plan: Mapping[str, str],
+    words: tuple[str, str],
+    tower: str,
+    patches: Callable[[Any], int],
+) -> ModelFamily:
+    """Language models with a vision ``tower``, whose configuration has one for each.
+
+    Devices divide the sequence of texts, with the image's place in them, and not the tower's.
+    """
     return ModelFamily(
         config,
         model,
@@ -291,7 +366,10 @@ def _seeing(config: str, model: str, image_tokens: Callable[[Any], int], token: 
         maximum=attrgetter("text_config.max_position_embeddings"),
         contents=_illustrated(image_tokens, token),
         words=attrgetter("text_config.vocab_size"),
-        splits=False,
+        plan=plan,
+        vocabulary=words,
+        inside=(words[0].rpartition(".")[0], words[1]),
+        tokens=lambda config, sequence: {tower: patches(config.vision_config), "": sequence},
     )
 
 
@@ -320,14 +398,14 @@ FAMILIES: dict[str, ModelFamily] = {
         "Llama4TextConfig",
         "Llama4ForCausalLM",
         module=lambda made, _: WordsModel(_with_chosen_experts(made)),
-        splits=False,
+        plan=_llama4_like("model.model.layers"),
     ),
     "gemma": ModelFamily("GemmaConfig", "GemmaForCausalLM"),
     "gemma2": ModelFamily("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3_text": ModelFamily("Gemma3TextConfig", "Gemma3ForCausalLM"),
     "phi": ModelFamily("PhiConfig", "PhiForCausalLM"),
-    "phi3": ModelFamily("Phi3Config", "Phi3ForCausalLM", splits=False),
-    "phimoe": ModelFamily("PhimoeConfig", "PhimoeForCausalLM", splits=False),
+    "phi3": ModelFamily("Phi3Config", "Phi3ForCausalLM", plan=_PHI3),
+    "phimoe": ModelFamily("PhimoeConfig", "PhimoeForCausalLM", plan=_PHIMOE),
     "gpt_neox": ModelFamily(
         "GPTNeoXConfig",
         "GPTNeoXForCausalLM",
@@ -340,10 +418,36 @@ FAMILIES: dict[str, ModelFamily] = {
         plan=_OPT,
         vocabulary=("model.model.decoder.embed_tokens", "model.lm_head"),
     ),
-    "falcon": ModelFamily("FalconConfig", "FalconForCausalLM", module=_falcon, splits=False, attention="sdpa"),
-    "llama4": _seeing("Llama4Config", "Llama4ForConditionalGeneration", _llama4_image, "image_token_index"),
+    "falcon": ModelFamily(
+        "FalconConfig",
+        "FalconForCausalLM",
+        module=_falcon,
+        plan=_falcon_like,
+        vocabulary=("model.transformer.word_embeddings", "model.lm_head"),
+        attention="sdpa",
+    ),
+    "llama4": _seeing(
+        "Llama4Config",
+        "Llama4ForConditionalGeneration",
+        _llama4_image,
+        "image_token_index",
+        _llama4_like("model.language_model.model.layers")
+        | _layers("model.vision_model.model.layers", "self_attn", "o_proj", "mlp."),
+        ("model.language_model.model.embed_tokens", "model.language_model.lm_head"),
+        "model.vision_model",
+        _patches,
+    ),
     "gemma3": _seeing(
-        "Gemma3Config", "Gemma3ForConditionalGeneration", attrgetter("mm_tokens_per_image"), "image_token_index"
+        "Gemma3Config",
+        "Gemma3ForConditionalGeneration",
+        attrgetter("mm_tokens_per_image"),
+        "image_token_index",
+        _llama_attention("model.model.language_model.layers")
+        | _gated("model.model.language_model.layers.*.mlp")
+        | _layers("model.model.vision_tower.encoder.layers", "self_attn", "out_proj", "mlp."),
+        ("model.model.language_model.embed_tokens", "model.lm_head"),
+        "model.model.vision_tower",
+        lambda config: _patches(config) - 1,
     ),
     "vit": ModelFamily(
         "ViTConfig",
@@ -353,7 +457,10 @@ FAMILIES: dict[str, ModelFamily] = {
         maximum=lambda _: 1,
         contents=_labelled,
         words=attrgetter("num_labels"),
-        splits=False,
+        plan=_VIT,
+        divides=False,
+        vocabulary=(),
+        tokens=lambda config, _: {"": _patches(config)},
         arguments=("num_labels",),
     ),
     "whisper": ModelFamily(
@@ -363,7 +470,9 @@ FAMILIES: dict[str, ModelFamily] = {
         longest=448,
         maximum=attrgetter("max_target_positions"),
         contents=_spoken,
-        splits=False,
+        plan=_WHISPER,
+        vocabulary=("model.model.decoder.embed_tokens", "model.proj_out"),
+        tokens=_heard,
     ),
     "bert": ModelFamily(
         "BertConfig",
@@ -383,7 +492,7 @@ FAMILIES: dict[str, ModelFamily] = {
         maximum=attrgetter("text_config.max_position_embeddings"),
         contents=_paired,
         words=attrgetter("text_config.vocab_size"),
-        plan=_clip(),
+        plan=_CLIP,
         divides=False,
         vocabulary=("model.text_model.embeddings.token_embedding",),
         tokens=lambda config, sequence: {"model.vision_model": _patches(config.vision_config), "": sequence},
@@ -422,10 +531,11 @@ ROWS = ("rowwise",)
 WORDS = "words"
 """Rows of a table, one for each word; those of devices may differ by one."""
 
-_PARTS = {"c_attn": 3}  # query, key and value
-_USUAL_PARTS = 2  # gate and input
-_COUNTS = ("all_head_size", "inner_dim", "n_heads", "num_attention_heads", "num_heads", "split_size")
-"""Attributes of attention modules that count what is split."""
+_COUNTS = (
+    "all_head_size", "inner_dim", "n_heads", "num_attention_heads", "num_heads", "num_key_value_heads", "num_kv_heads",
+    "split_size",
+)  # fmt: skip
+"""Attributes of attention modules that count what is split; what there is one of, all have."""
 
 
 def split_weights(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
@@ -439,8 +549,9 @@ def split_weights(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def places_of(module: nn.Module, ways: Mapping[str, str], last: str = "") -> DividedPlaces:
-    """Where a share of the module divides the sequence, as :class:`ModelFamily` has it."""
+def places_of(module: nn.Module, ways: Mapping[str, str], family: ModelFamily) -> DividedPlaces:
+    """Where a share of the module divides the sequence, as its family has it."""
+    last, ways = family.last, {name: way for name, way in ways.items() if family.divided(name)}
     layers = {layer: None for name in ways if (layer := _layer(name))}
     joins = {path: None for name, way in ways.items() if (path := joined_in(module, name, way, last))}
     scatters = {path: None for name, way in ways.items() if (path := scattered_in(module, name, way))}
@@ -498,8 +609,9 @@ def share_of(module: nn.Module, ways: Mapping[str, str], num_devices: int, rank:
     layers = {name.rpartition(".")[0]: way for name, way in ways.items() if name.endswith(".weight")}
     for name in layers:
         _resize(made.get_submodule(name))
+    configured: dict[int, Any] = {}
     for name in {name.rpartition(".")[0] for name, way in layers.items() if way in COLUMNS}:
-        _count_anew(made.get_submodule(name), num_devices)
+        _count_anew(made.get_submodule(name), num_devices, configured)
     return made
 
 
@@ -514,9 +626,22 @@ def _cut(module: nn.Module, name: str, whole: Tensor, way: str, num_devices: int
 def cut_of(module: nn.Module, name: str, whole: Tensor, way: str) -> Cut:
     """How a parameter of the module is cut that is split in some way."""
     owner = module.get_submodule(name.rpartition(".")[0])
-    last = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    parts = _PARTS.get(last, _USUAL_PARTS) if way == "packed_colwise" else 1
-    return Cut(_dimension(owner, whole, way), parts, even=way != WORDS)
+    parts, common = _packed(module, name) if way == "packed_colwise" else (1, 0)
+    return Cut(_dimension(owner, whole, way), parts, even=way != WORDS, whole=common)
+
+
+def _packed(module: nn.Module, name: str) -> tuple[int | tuple[int, ...], int]:
+    """Of what parts the outputs of a layer consist, and how many of these, the last, all devices have."""
+    path, around = _owner(name)
+    layer, attention = path.rpartition(".")[2], cast(Any, module.get_submodule(around))
+    if layer == "c_attn":
+        return 3, 0  # query, key and value
+    if layer == "qkv_proj":
+        heads, groups = attention.config.num_attention_heads, attention.num_key_value_heads
+        return (heads, groups, groups), 0
+    if layer == "query_key_value":
+        return (attention.num_heads, 1, 1), 2  # one key and value for all heads
+    return 2, 0  # gate and input
 
 
 def _dimension(owner: nn.Module, whole: Tensor, way: str) -> int:
@@ -527,8 +652,8 @@ def _dimension(owner: nn.Module, whole: Tensor, way: str) -> int:
 
 
 def is_turned(owner: nn.Module) -> bool:
-    """Whether weights are [inputs, outputs]: tables, and GPT-2's layers."""
-    return type(owner).__name__ == "Conv1D" or isinstance(owner, nn.Embedding)
+    """Whether weights are [inputs, outputs]: tables, GPT-2's layers, and Llama 4's experts."""
+    return type(owner).__name__ in ("Conv1D", "Llama4TextExperts") or isinstance(owner, nn.Embedding)
 
 
 def widths_of(module: nn.Module, name: str) -> tuple[int, int]:
@@ -552,11 +677,16 @@ def _resize(layer: nn.Module) -> None:
             setattr(layer, name, size)
 
 
-def _count_anew(module: nn.Module, num_devices: int) -> None:
-    """Divide what a module counts of its heads and widths."""
+def _count_anew(module: Any, num_devices: int, configured: dict[int, Any]) -> None:
+    """Divide what a module counts of its heads and widths; ``configured`` are configurations that say so, by others."""
+    if type(module).__name__ == "Phi3Attention":  # asks its configuration, which layers that are alike share
+        if id(module.config) not in configured:
+            configured[id(module.config)] = copy.copy(module.config)
+            configured[id(module.config)].num_attention_heads //= num_devices
+        module.config = configured[id(module.config)]
     for name in _COUNTS:
         if isinstance(getattr(module, name, None), int):
-            setattr(module, name, getattr(module, name) // num_devices)
+            setattr(module, name, max(1, getattr(module, name) // num_devices))
 
 
 def even_widths(module: nn.Module, ways: Mapping[str, str]) -> dict[str, int]:

@@ -28,6 +28,7 @@ from pipeplan.runtime.models.huggingface.adapters import WordsModel
 from pipeplan.runtime.models.huggingface.families import (
     ROWS,
     WORDS,
+    ModelFamily,
     cut_of,
     is_turned,
     places_of,
@@ -44,16 +45,14 @@ class RunningShares:
     """The shares of a ``module``, whose weights are split in ``ways`` by their names.
 
     ``capture`` cuts a share into blocks; ``require(count)`` refuses numbers of devices that cannot have shares.
-    Where the ``sequence`` divides by their number, and it is one that ``divides``, so do devices outside of products.
-    ``last`` is what the head keeps joined, as families have it.
+    Where the ``sequence`` divides by their number so do devices outside of products, as the family has it.
     """
 
     module: WordsModel
     ways: Mapping[str, str]
+    family: ModelFamily
     words: int
     sequence: int
-    divides: bool
-    last: str
     capture: Callable[[nn.Module], Model]
     require: Callable[[int], None]
     _known: dict[tuple[int, int], Model] = field(default_factory=dict)
@@ -65,9 +64,7 @@ class RunningShares:
         cuts = {own: cut for own, name in names.items() if (cut := self._cut(name))}
         parts = frozenset(own for own, name in names.items() if self._is_inside(name))
         build = partial(self._built, block.id)
-        return replace(
-            block, split=Split(build, cuts, sequence=self.sequence if self.divides else 0, gradient_parts=parts)
-        )
+        return replace(block, split=Split(build, cuts, sequence=self.sequence, gradient_parts=parts))
 
     @cached_property
     def _ways(self) -> dict[int, str]:
@@ -88,7 +85,7 @@ class RunningShares:
 
     @cached_property
     def _places(self) -> DividedPlaces:
-        return places_of(self.module, self.ways, self.last)
+        return places_of(self.module, self.ways, self.family)
 
     def _built(self, id_: str, shards: Shards) -> nn.Module:
         """A device's share of a block. Raises UsageError."""
@@ -116,13 +113,13 @@ class RunningShares:
         assert isinstance(share, WordsModel)
         if count == 1:
             return share
-        divides = self.divides and self.sequence % count == 0
+        divides = self.sequence % count == 0
         exchanges = Exchanges.running(count, divides)
         biased = list(self._biased())
         for path in biased:
             _add_bias_last(share.get_submodule(path), partial(by_samples, exchanges.scatter, places=self.sequence))
         scatters = tuple(path for path in self._places.scatters if path not in biased)
-        replace(self._places, scatters=scatters).hook(share, self.sequence, exchanges)
+        replace(self._places, scatters=scatters).hook(share, {"": self.sequence}, exchanges)
         even = _evened(traced("even_gradient", count))
         for path, each in share.named_modules():
             if path.endswith(".experts"):
