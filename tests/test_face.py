@@ -126,7 +126,7 @@ def test_every_flag_is_an_argument_with_the_same_default(verb: str) -> None:
             if (function, name) == ("inspect", "profile"):
                 name = "show"
             if (function, name) == ("import_plan", "form"):
-                name = "from"  # a word of Python's own
+                name = "from_"  # a word of Python's own
             assert name in flags, f"{function}({name}=...) is no flag of {verb}"
             found.add(name)
             if argument.default not in (argument.empty, None):

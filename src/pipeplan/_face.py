@@ -96,6 +96,7 @@ def _public(function: Callable[P, R]) -> Callable[P, R]:
 
 _OTHER_NAMES = {
     "dp": "replicas",
+    "for": "for_",
     "vp": "chunks",
     "virtual_stages": "chunks",
     "global_batch_size": "mini_batch",
@@ -230,6 +231,8 @@ def search(
     scheduler: str = "auto",
     rules: Rules | Path | None = None,
     start: Plan | Path | None = None,
+    for_: str | None = None,
+    keep_together: str | Sequence[str] | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,
     cache: Path | None = None,
@@ -298,6 +301,10 @@ def search(
             ``pkg.mod:name``, which is imported.
         start: a plan to start from, such as one of :func:`import_plan`: what is found is never slower. Devices and
             mini-batch are its own unless said.
+        for_: a tool, such as ``"megatron"``: the plan stays inside what it can run, and ``.cost`` says what that costs
+            (``--for`` of the command line).
+        keep_together: blocks that no stage has without the others, as ``"layer0.*,layer1.*"``; ``"4"`` for every four
+            layers; or several of these.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
             (``scheduler="rules"`` without ``rules``). They import your main module, so guard what it runs with
             ``if __name__ == "__main__"``.
@@ -755,7 +762,7 @@ def import_plan(
     """
     from pipeplan.cli.import_verb import import_result
 
-    return import_result({**_asked("import", {**locals(), "from": form}).params})[1]
+    return import_result({**_asked("import", {**locals(), "from_": form}).params})[1]
 
 
 # Profiles ---------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from pipeplan.cli.shared import (
     FILE,
     RULES_OPTION,
     SCHEDULER,
+    SEARCH_TARGET,
     Status,
     comparison_request,
     given_file,
@@ -46,6 +47,21 @@ if TYPE_CHECKING:
     metavar="PLAN",
     help="Start from this plan, such as one of import: what is found is never slower. Devices and mini-batch are its "
     "own unless said.",
+)
+@click.option(
+    "--for",
+    "for_",
+    type=SEARCH_TARGET,
+    metavar="TARGET",
+    help="Stay inside what a tool can run, and say what that costs: torchtitan, automodel, megatron, deepspeed, "
+    "galvatron, vllm, sglang or tensorrt-llm. export --to TARGET then writes the plan.",
+)
+@click.option(
+    "--keep-together",
+    multiple=True,
+    metavar="BLOCKS|N",
+    help="Blocks that no stage has without the others: names with commas, * for anything; or N for every N layers. May "
+    "be given more than once.",
 )
 @click.option(
     "--workers",
@@ -155,7 +171,8 @@ def search_request(flags: Mapping[str, Any]) -> Request:
         raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
     rules = given_rules(rules)
     start = given_file("plan", flags["start_path"])
-    return read_request(flags, scheduler if rules is None else "rules", rules, start=start)
+    more = {"for_": flags["for_"], "keep_together": tuple(flags["keep_together"] or ())}
+    return read_request(flags, scheduler if rules is None else "rules", rules, start=start, **more)
 
 
 def _rules_alone(flags: Mapping[str, Any]) -> Iterator[str]:

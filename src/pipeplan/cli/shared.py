@@ -201,6 +201,7 @@ MEASURED_DEVICE = KnownNames(lambda: ["cpu", "cuda", *_api.known_names("devices"
 PLANNER = KnownNames(lambda: _api.known_names("planners"))
 RULES = KnownNames(lambda: _api.known_names("rules"), files=True)
 TARGET = KnownNames(lambda: _api.export_targets())
+SEARCH_TARGET = KnownNames(lambda: _api.search_targets())
 
 RULES_OPTION = partial(click.option, "--rules", "rules_path", type=RULES, metavar="FILE|NAME|pkg.mod:name")
 SEED = click.option("--seed", type=click.IntRange(min=0, max=2**31 - 1), default=0, help="Random seed.")
@@ -499,7 +500,13 @@ def planning_options(command: _Command) -> _Command:
 
 
 def read_request(
-    flags: Mapping[str, Any], scheduler: str = "auto", rules: Rules | None = None, *, start: Plan | None = None
+    flags: Mapping[str, Any],
+    scheduler: str = "auto",
+    rules: Rules | None = None,
+    *,
+    start: Plan | None = None,
+    for_: str | None = None,
+    keep_together: tuple[str, ...] = (),
 ) -> Request:
     """The request that the flags of :func:`planning_options` make, with the files that they name.
 
@@ -529,6 +536,8 @@ def read_request(
         scheduler=scheduler,
         rules=rules,
         start=start,
+        for_=for_,
+        keep_together=keep_together,
         unroll=_number(flags["unroll"]),
         max_span=flags["max_span"],
         split_overhead_ns=flags["split_overhead"],

@@ -11,10 +11,10 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+from pipeplan.costs.layers import layer_of
 from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.files import Modules, PlacedStage, Placement, Profile
 from pipeplan.interop.layer_lists import read_layer_list
-from pipeplan.interop.layers import layer_of
 from pipeplan.interop.megatron import EMBEDDING, LAYER, LOSS, PREDICTION, order, read_layout, require_layout
 from pipeplan.interop.torch_schedule import Order, read_csv
 from pipeplan.partition.chain.kernel import balanced_split

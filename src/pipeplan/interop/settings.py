@@ -94,7 +94,7 @@ def megatron_settings(workload: Workload, scheduler: str, *, divided: bool = Fal
     lines += megatron_zero(stage)
     if stage.zero > 1:
         lines.append(f"# that is ZeRO 1; the plan's ZeRO {stage.zero} needs an FSDP implementation")
-    runs = export_target("megatron").schedules or ()
+    runs = export_target("megatron").schedule_names
     if positions > 1 and scheduler not in runs:
         lines.append(f"# it runs {' and '.join(runs)} only, not this schedule ({scheduler})")
     elif positions > 1 and workload.splits_backward:

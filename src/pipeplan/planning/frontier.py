@@ -272,6 +272,11 @@ def frontier_request(
     """
     if devices is None and cluster is None and all(sizes.get(name) for name in AskedSizes._fields):
         devices = (prod(sizes[name] for name in AskedSizes._fields),)
+    if profile.keep_together and splitting is None:
+        raise UsageError(
+            f"profile {profile.name!r} keeps blocks together (keep_together), which frontier --plans does not yet; "
+            "take that out of the profile, or search"
+        )
     counts = _counts(devices, cluster, mode, splitting)
     if splitting is None:
         counts = _shared_out(profile, counts, sizes | {"zero": zero}, given=devices is not None)

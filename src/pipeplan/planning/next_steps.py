@@ -180,7 +180,7 @@ def _sharded_state(request: Request, result: Result, simulation: Simulation) -> 
         placed = result.plan.placed.whole
         placed = sharing(replace(request, placement=placed, chunks=None, zero=AUTO), placed)
         divided = build_workload(
-            request.profile,
+            request.block_profile,
             placed,
             num_microbatches=result.plan.num_microbatches,
             microbatch_size=result.plan.microbatch_size,

@@ -239,11 +239,12 @@ class Trainer:
             self.groups.connect(options.transport, timeout)
             divisions = self.program.divisions
             self.shared = SharedParameters(
-                model, self.program.holders, self.modules, self.rank, options.transport, timeout, divisions
+                *(model, self.program.holders, self.modules, self.rank, options.transport, timeout, divisions),
+                self.program.stage_of,
             )
             require_equal_copies(self.all_ranks.gather(self.shared.copies()))
             exact = self._narrowed()
-            self.sharded = ShardedState(self.shared.divided, self.groups, self.rank)
+            self.sharded = ShardedState(self.shared.divided, self.groups, self.rank, self.shared.buckets)
             self.shared.divide(self.sharded.own)
             self.masters = MasterCopies(self.unique_parameters(), None if exact is None else self._exact(exact))
             self.channels = Channels(self.program, specs, self.device, options.transport, timeout)
@@ -469,7 +470,7 @@ class Trainer:
         specs = {block: self.model.block(block) for block in part.blocks}
         modules = {share.block: self.modules[share] for share in part.shares}
         layouts = StageLayouts.of(part, self.model, self.groups.along)
-        state = self.exchanged[index] = self.sharded.stage(part)
+        state = self.exchanged[index] = self.sharded.stage(part, self.program.num_gradients(index))
         return StageRunner(part, modules, specs, self.autocast, layouts=layouts, state=state)
 
     def _executor(self, program: Program) -> Executor:
