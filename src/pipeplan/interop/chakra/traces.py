@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeplan.errors import UsageError
+from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Plan, sha256_of
 from pipeplan.interop.chakra.actions import Actions, micros, programs_without_exchanges
 from pipeplan.interop.chakra.collectives import Collectives
@@ -43,12 +43,15 @@ def traces_of(plan: Plan) -> Traces:
     """One trace for each device, whose number is its rank; a loop is written out.
 
     Raises:
-        UsageError: a trace cannot say it, with the place in the plan; or it would be too large.
-        InvalidPlanError: the plan's programs are not orders of its actions, or wait for each other.
+        UsageError: a trace cannot say it, with the place in the plan; it would be too large; the plan's programs are
+            not orders of its actions, or wait for each other.
     """
     _require_size(plan)
     plan = plan.unrolled()
-    simulation = simulate(plan)
+    try:
+        simulation = simulate(plan)
+    except InvalidPlanError as error:
+        raise UsageError(str(error)) from None
     graph, drafts = simulation.graph, Drafts(len(plan.devices))
     sums = every_sum(plan.stages, plan.tied)
     actions = Actions(plan, graph, orders_of(plan, graph), sums, drafts)
