@@ -24,7 +24,7 @@ from pipeplan import Plan, UsageError
 from pipeplan.costs.zero import Zero
 from pipeplan.errors import FileError
 from pipeplan.interop.chakra import traces
-from pipeplan.interop.chakra.wire import CollectiveType, Node, NodeType, read_nodes, trace_bytes
+from pipeplan.interop.chakra.wire import CollectiveType, NodeType, TraceNode, read_nodes, trace_bytes
 from pipeplan.planning.build_plan import assemble
 from pipeplan.simulator.metrics import rates
 from pipeplan.simulator.simulation import orders_of, simulate
@@ -38,7 +38,7 @@ from references.astra_sim import Replay, links_of_plans, one_port, replay
 from support.commands import pipeplan
 from support.paths import ROOT
 
-Ranks = list[list[Node]]
+Ranks = list[list[TraceNode]]
 SHIPPED = sorted(path.stem for path in (ROOT / "plans").glob("*.json"))
 
 
@@ -158,8 +158,10 @@ def test_protobuf_reads_the_same(name: str) -> None:
 
 def test_numbers_of_any_size_and_texts_of_any_sort() -> None:
     nodes = [
-        Node(1, "0F0", NodeType.COMPUTE, micros=2**63),
-        Node(2**40, "Ünïcode \n " * 40, NodeType.COLLECTIVE, (1,), (1, 127, 128, 2**35), 1, (("comm_size", 2**62),)),
+        TraceNode(1, "0F0", NodeType.COMPUTE, micros=2**63),
+        TraceNode(
+            2**40, "Ünïcode \n " * 40, NodeType.COLLECTIVE, (1,), (1, 127, 128, 2**35), 1, (("comm_size", 2**62),)
+        ),
     ]
     content = trace_bytes(nodes, [("plan", "ä")])
     assert read_nodes(content) == nodes
@@ -307,7 +309,7 @@ def test_stages_that_exchange_state_and_wait_inside(late: bool) -> None:
 # On slow links ------------------------------------------------------------------------------------------------------
 
 
-def times_of(plan: Plan) -> Callable[[Node], tuple[int, int]]:
+def times_of(plan: Plan) -> Callable[[TraceNode], tuple[int, int]]:
     """Of a message, for how long the plan says that it takes its link, and when it arrives."""
     hops = {
         (each.source_stage, each.payload, hop.source_device, hop.target_device): hop
@@ -315,7 +317,7 @@ def times_of(plan: Plan) -> Callable[[Node], tuple[int, int]]:
         for hop in each.hops
     }
 
-    def times(node: Node) -> tuple[int, int]:
+    def times(node: TraceNode) -> tuple[int, int]:
         if node.name.endswith((" ready", " go")):
             return 0, 0
         action = Action.parse(node.name)
@@ -327,13 +329,13 @@ def times_of(plan: Plan) -> Callable[[Node], tuple[int, int]]:
     return times
 
 
-def whole_times_of(plan: Plan) -> Callable[[Node], tuple[int, int]]:
+def whole_times_of(plan: Plan) -> Callable[[TraceNode], tuple[int, int]]:
     """The same where what a message occupies is taken until it has arrived."""
     own = times_of(plan)
     return lambda node: (own(node)[1],) * 2
 
 
-def plans_own(node: Node) -> int:
+def plans_own(node: TraceNode) -> int:
     return 1000 * node.micros
 
 
@@ -356,7 +358,7 @@ def test_exchanges_of_the_plans_times_take_as_long() -> None:
         require_near(plan, found.iteration_ns, predicted_ns(plan), chain_of(groups, ranks))
 
 
-def made_ns(node: Node, rank: int, found: Replay) -> int:
+def made_ns(node: TraceNode, rank: int, found: Replay) -> int:
     return max((found.end[rank, other] for other in node.data), default=0)
 
 

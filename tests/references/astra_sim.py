@@ -13,21 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from pipeplan.interop.chakra.wire import Node, NodeType
+from pipeplan.interop.chakra.wire import NodeType, TraceNode
 
 Key = tuple[int, int]
 """A rank, and the id of one of its nodes."""
 
-Message = Callable[[Node], tuple[int, int]]
+Message = Callable[[TraceNode], tuple[int, int]]
 """(ns for which the rank's port is taken, ns after the start at which a message has arrived)."""
 
 
-def one_port(rank: int, node: Node) -> object:
+def one_port(rank: int, node: TraceNode) -> object:
     """What a node that sends or exchanges occupies in ASTRA-sim."""
     return rank, "sending"
 
 
-def links_of_plans(rank: int, node: Node) -> object:
+def links_of_plans(rank: int, node: TraceNode) -> object:
     """What it occupies in a plan: a link for each pair, and networks beside these."""
     return (rank, node.attribute("comm_dst")) if node.type is NodeType.SEND else (rank, "network")
 
@@ -47,11 +47,11 @@ class Replay:
 
 
 def replay(
-    ranks: Sequence[Sequence[Node]],
+    ranks: Sequence[Sequence[TraceNode]],
     groups: Mapping[str, Sequence[int]],
     message: Message = lambda node: (0, 0),
-    collective: Callable[[Node], int] = lambda node: 0,
-    occupies: Callable[[int, Node], object] = one_port,
+    collective: Callable[[TraceNode], int] = lambda node: 0,
+    occupies: Callable[[int, TraceNode], object] = one_port,
 ) -> Replay:
     """Run the traces of all ranks to their end; AssertionError where they wait for each other."""
     found = Replay()

@@ -24,7 +24,7 @@ from pipeplan.workload.network_jobs import NetworkJob
 _NOT_SAID = "a plan does not say how many of its bytes go to whom, and a Chakra trace has to"
 
 
-class Collectives:
+class TogetherNodes:
     """The networks of a plan's devices: what they do one after another, and then the steps of optimizers."""
 
     def __init__(self, simulation: Simulation, actions: Actions, sums: Sequence[NetworkJob], to: Drafts) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeplan.interop.chakra.wire import CollectiveType, Node, NodeType, Value
+from pipeplan.interop.chakra.wire import CollectiveType, NodeType, TraceNode, Value
 
 _LATER = 2**40
 """A position after all that programs have."""
@@ -108,7 +108,7 @@ class Drafts:
             found[rank] = self._add(node)
         return found
 
-    def nodes(self, rank: int) -> list[Node]:
+    def nodes(self, rank: int) -> list[TraceNode]:
         """The nodes of a rank, with their ids."""
         own = self.of_rank[rank]
         for each in own:
@@ -127,10 +127,10 @@ class Drafts:
         return draft
 
 
-def _node(draft: Draft) -> Node:
+def _node(draft: Draft) -> TraceNode:
     control, data = _ids(draft.control), _ids(draft.data)
     attributes = (("is_cpu_op", False), *draft.attributes)
-    return Node(draft.id, draft.name, draft.type, control, data, draft.micros, attributes)
+    return TraceNode(draft.id, draft.name, draft.type, control, data, draft.micros, attributes)
 
 
 def _ids(drafts: Iterable[Draft]) -> tuple[int, ...]:

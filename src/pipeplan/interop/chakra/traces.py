@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pipeplan.errors import InvalidPlanError, UsageError
 from pipeplan.files import Plan, sha256_of
 from pipeplan.interop.chakra.actions import Actions, micros, programs_without_exchanges
-from pipeplan.interop.chakra.collectives import Collectives
+from pipeplan.interop.chakra.collectives import TogetherNodes
 from pipeplan.interop.chakra.drafts import Drafts
-from pipeplan.interop.chakra.wire import Node, NodeType, read_nodes, trace_bytes
+from pipeplan.interop.chakra.wire import NodeType, TraceNode, read_nodes, trace_bytes
 from pipeplan.simulator.simulation import orders_of, simulate
 from pipeplan.units import format_ns
 from pipeplan.workload.kinds import GRADIENT_ROLES
@@ -55,7 +55,7 @@ def traces_of(plan: Plan) -> Traces:
     graph, drafts = simulation.graph, Drafts(len(plan.devices))
     sums = every_sum(plan.stages, plan.tied)
     actions = Actions(plan, graph, orders_of(plan, graph), sums, drafts)
-    together = Collectives(simulation, actions, sums, drafts)
+    together = TogetherNodes(simulation, actions, sums, drafts)
     nodes = [drafts.nodes(rank) for rank in range(len(plan.devices))]
     about = [("plan", plan.name), ("plan_sha256", sha256_of(plan))]
     groups = {str(number): list(ranks) for ranks, number in drafts.groups.items()}
@@ -81,7 +81,10 @@ def _require_size(plan: Plan) -> None:
 
 
 def _compare(
-    plan: Plan, nodes: Sequence[Sequence[Node]], files: Mapping[str, str | bytes], groups: Mapping[str, Sequence[int]]
+    plan: Plan,
+    nodes: Sequence[Sequence[TraceNode]],
+    files: Mapping[str, str | bytes],
+    groups: Mapping[str, Sequence[int]],
 ) -> None:
     """What the files say is what was to be written, which is what the plan's programs say; else it is our mistake."""
     ends: list[Counter[tuple[object, ...]]] = [Counter(), Counter()]

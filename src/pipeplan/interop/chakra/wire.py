@@ -46,7 +46,7 @@ Value = int | bool | str
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TraceNode:
     """A node of a rank's trace: it starts when those before it, by their ids, have ended."""
 
     id: int
@@ -62,7 +62,7 @@ class Node:
         return next((value for key, value in self.attributes if key == name), None)
 
 
-def trace_bytes(nodes: Iterable[Node], about: Iterable[tuple[str, str]] = ()) -> bytes:
+def trace_bytes(nodes: Iterable[TraceNode], about: Iterable[tuple[str, str]] = ()) -> bytes:
     """The file of a rank; ``about`` are texts that its metadata has by name."""
     found = bytearray()
     _add_message(found, _text(1, VERSION) + b"".join(_message(2, _text(1, k) + _text(_TEXT, v)) for k, v in about))
@@ -71,7 +71,7 @@ def trace_bytes(nodes: Iterable[Node], about: Iterable[tuple[str, str]] = ()) ->
     return bytes(found)
 
 
-def _node(node: Node) -> bytes:
+def _node(node: TraceNode) -> bytes:
     parts = [_number(1, node.id), _text(2, node.name), _number(3, node.type)]
     parts += [_message(field, b"".join(map(_varint, ids))) for field, ids in ((4, node.control), (5, node.data)) if ids]
     if node.micros:
@@ -113,7 +113,7 @@ def _text(field: int, text: str) -> bytes:
 # Read back ----------------------------------------------------------------------------------------------------------
 
 
-def read_nodes(content: bytes) -> list[Node]:
+def read_nodes(content: bytes) -> list[TraceNode]:
     """The nodes of a rank's file as :func:`trace_bytes` writes it.
 
     Raises:
@@ -130,7 +130,7 @@ def read_nodes(content: bytes) -> list[Node]:
         raise FileError(f"no Chakra execution trace of schema {VERSION}: {error}") from None
 
 
-def _read_node(message: bytes) -> Node:
+def _read_node(message: bytes) -> TraceNode:
     numbers, name = {1: 0, 3: 0, 7: 0}, ""
     ids: dict[int, list[int]] = {4: [], 5: []}
     attributes = []
@@ -143,7 +143,7 @@ def _read_node(message: bytes) -> Node:
             ids[field] += _packed(value)
         elif field == 10:
             attributes.append(_read_attribute(value))
-    return Node(numbers[1], name, NodeType(numbers[3]), (*ids[4],), (*ids[5],), numbers[7], (*attributes,))
+    return TraceNode(numbers[1], name, NodeType(numbers[3]), (*ids[4],), (*ids[5],), numbers[7], (*attributes,))
 
 
 def _read_attribute(message: bytes) -> tuple[str, Value]:
