@@ -17,7 +17,7 @@ from math import lcm
 
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
-from pipeplan.interop.chakra.drafts import Before, Draft, Drafts
+from pipeplan.interop.chakra.drafts import Before, DraftNode, Drafts
 from pipeplan.lower import PeerNames
 from pipeplan.workload.action import StateAction
 from pipeplan.workload.elements import Dependency, Hop
@@ -40,7 +40,7 @@ class Actions:
         self.orders = graph.on_devices(orders)
         self.adding = self._last_adding()
         cuts = self._cuts(sums)
-        self._parts: dict[tuple[int, int], tuple[list[int], list[Draft]]] = {}
+        self._parts: dict[tuple[int, int], tuple[list[int], list[DraftNode]]] = {}
         for device, order in enumerate(self.orders):
             for task in order:
                 self._add(device, task, cuts.get(task, cuts[-1 - graph.operation_of[task]]))
@@ -100,12 +100,12 @@ class Actions:
         first = self._parts[task, device][1][0]
         return first.control, first.data
 
-    def from_moment(self, task: int, device: int, time_ns: int) -> Draft:
+    def from_moment(self, task: int, device: int, time_ns: int) -> DraftNode:
         """Of an action the node that begins so long after its start."""
         times, own = self._parts[task, device]
         return own[min(bisect_right(times, time_ns) - 1, len(own) - 1)]
 
-    def until_moment(self, task: int, device: int, time_ns: int) -> list[Draft]:
+    def until_moment(self, task: int, device: int, time_ns: int) -> list[DraftNode]:
         """What has ended when an action has run so long."""
         times, own = self._parts[task, device]
         number = bisect_left(times, time_ns)
@@ -113,13 +113,13 @@ class Actions:
 
     # Messages -----------------------------------------------------------------------------------------------------
 
-    def _add_messages(self) -> dict[int, Draft]:
+    def _add_messages(self) -> dict[int, DraftNode]:
         """Every message; {task of a message that may have to wait for its link: its SEND}."""
         graph, plan = self.graph, self.plan
         workload = graph.workload
         position = {operation.id: index for index, operation in enumerate(workload.operations)}
         naming, entries = PeerNames(workload.dependencies), self._entries()
-        found: dict[int, Draft] = {}
+        found: dict[int, DraftNode] = {}
         for number, dependency in enumerate(plan.dependencies):
             self._require_said(number, dependency)
             source, target = position[dependency.source], position[dependency.target]
@@ -146,9 +146,9 @@ class Actions:
         names: tuple[str, str],
         size: int,
         entries: Sequence[dict[str, int]],
-    ) -> Draft:
+    ) -> DraftNode:
         workload, operation_of = self.graph.workload, self.graph.operation_of
-        made: list[Draft] = []
+        made: list[DraftNode] = []
         for task in makers:
             left = workload.operations[operation_of[task]].left_ns(dependency.source_part)
             made += self.until_moment(task, hop.source_device, self.graph.durations[task] - left)

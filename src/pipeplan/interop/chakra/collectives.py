@@ -13,7 +13,7 @@ from pipeplan.costs.zero import GATHERED, IN_ACTIONS, Zero, state_groups, update
 from pipeplan.errors import UsageError
 from pipeplan.files import Plan
 from pipeplan.interop.chakra.actions import Actions, micros, uses_of
-from pipeplan.interop.chakra.drafts import Before, Draft, Drafts
+from pipeplan.interop.chakra.drafts import Before, DraftNode, Drafts
 from pipeplan.interop.chakra.wire import CollectiveType
 from pipeplan.simulator.simulation import Simulation
 from pipeplan.workload.elements import Stage
@@ -30,7 +30,7 @@ class TogetherNodes:
     def __init__(self, simulation: Simulation, actions: Actions, sums: Sequence[NetworkJob], to: Drafts) -> None:
         self._simulation, self._actions, self._to = simulation, actions, to
         self._plan, self._workload = simulation.plan, simulation.graph.workload
-        self._last: list[Draft | None] = [None] * len(self._plan.devices)
+        self._last: list[DraftNode | None] = [None] * len(self._plan.devices)
         self.meetings = 0
         if self._workload.exchanges:
             self._exchange()
@@ -144,7 +144,7 @@ class TogetherNodes:
         for group in groups:
             befores: dict[int, Before] = {}
             for device in group:
-                ready: list[Draft] = []
+                ready: list[DraftNode] = []
                 for stage, ahead in zip(job.stages, job.ahead_ns, strict=True):
                     if device in self._plan.stages[stage].devices:
                         task = self._actions.adding[stage]
@@ -183,13 +183,13 @@ class TogetherNodes:
 
     # Both ---------------------------------------------------------------------------------------------------------
 
-    def _after(self, device: int, control: Sequence[Draft] = ()) -> list[Draft]:
+    def _after(self, device: int, control: Sequence[DraftNode] = ()) -> list[DraftNode]:
         last = self._last[device]
         return [*control] if last is None else [*control, last]
 
     def _together(
         self, kind: CollectiveType, name: str, size: int, time_ns: int, befores: dict[int, Before]
-    ) -> dict[int, Draft]:
+    ) -> dict[int, DraftNode]:
         """A collective of some ranks, which tell each other first that they are there if they may come one by one.
 
         One that waits for others lets its rank send nothing else, in a simulator whose ranks do one such thing at a

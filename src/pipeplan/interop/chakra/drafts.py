@@ -19,7 +19,7 @@ _CLASSES = {NodeType.COMPUTE: 0, NodeType.RECEIVE: 1, NodeType.SEND: 2, NodeType
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
+class DraftNode:
     """A node that has no id yet.
 
     ``place`` numbers the rank's computing nodes: of another, it is the one after which it stands. ``position`` is its
@@ -31,19 +31,19 @@ class Draft:
     name: str
     micros: int = 0
     attributes: tuple[tuple[str, Value], ...] = ()
-    control: list[Draft] = field(default_factory=list)
-    data: list[Draft] = field(default_factory=list)
+    control: list[DraftNode] = field(default_factory=list)
+    data: list[DraftNode] = field(default_factory=list)
     place: int = -1
     position: int = _LATER
     id: int = 0
 
     @property
-    def waits_for(self) -> list[Draft]:
+    def waits_for(self) -> list[DraftNode]:
         """Everything that has to end before it."""
         return [*self.control, *self.data]
 
 
-Before = tuple[Sequence[Draft], Sequence[Draft]]
+Before = tuple[Sequence[DraftNode], Sequence[DraftNode]]
 """What something waits for: by the order of its rank, and for what it needs."""
 
 
@@ -51,34 +51,34 @@ class Drafts:
     """All nodes of a plan, rank by rank, with the process groups that collectives name."""
 
     def __init__(self, num_ranks: int) -> None:
-        self.of_rank: list[list[Draft]] = [[] for _ in range(num_ranks)]
-        self.last_compute: list[Draft | None] = [None] * num_ranks
+        self.of_rank: list[list[DraftNode]] = [[] for _ in range(num_ranks)]
+        self.last_compute: list[DraftNode | None] = [None] * num_ranks
         self.groups: dict[tuple[int, ...], int] = {}
         self.small = 0
         self._tags: Counter[tuple[int, int]] = Counter()
 
-    def compute(self, rank: int, name: str, micros: int) -> Draft:
+    def compute(self, rank: int, name: str, micros: int) -> DraftNode:
         """The next action of a rank, or a part of one: after the one before it."""
         before = self.last_compute[rank]
-        found = self._add(Draft(rank, NodeType.COMPUTE, name, micros, control=[] if before is None else [before]))
+        found = self._add(DraftNode(rank, NodeType.COMPUTE, name, micros, control=[] if before is None else [before]))
         found.place = 0 if before is None else before.place + 1
         self.last_compute[rank] = found
         return found
 
     def message(
         self, ends: tuple[int, int], names: tuple[str, str], size: int, before: Before, position: int = _LATER
-    ) -> tuple[Draft, Draft]:
+    ) -> tuple[DraftNode, DraftNode]:
         """The SEND on the one end, and the RECV on the other. A message has a byte at least, as simulators need it."""
         tag = self._tags[ends]
         self._tags[ends] += 1
         self.small += not size
         about = (("comm_src", ends[0]), ("comm_dst", ends[1]), ("comm_tag", tag), ("comm_size", max(1, size)))
         control, data = before
-        send = Draft(ends[0], NodeType.SEND, names[0], 0, about, [*control], [*data])
+        send = DraftNode(ends[0], NodeType.SEND, names[0], 0, about, [*control], [*data])
         send.place, send.position = max((each.place for each in send.waits_for), default=-1), position
-        return self._add(send), self._add(Draft(ends[1], NodeType.RECEIVE, names[1], 0, about))
+        return self._add(send), self._add(DraftNode(ends[1], NodeType.RECEIVE, names[1], 0, about))
 
-    def meet(self, name: str, before: Mapping[int, Before]) -> dict[int, list[Draft]]:
+    def meet(self, name: str, before: Mapping[int, Before]) -> dict[int, list[DraftNode]]:
         """{rank: what says there that all ranks have come so far}, by messages of a byte."""
         ranks = [*before]
         if len(ranks) == 2:
@@ -97,13 +97,13 @@ class Drafts:
 
     def collective(
         self, kind: CollectiveType, name: str, size: int, micros: int, before: Mapping[int, Before]
-    ) -> dict[int, Draft]:
+    ) -> dict[int, DraftNode]:
         """{rank: its node} of what the ranks do together."""
         group = self.groups.setdefault(tuple(sorted(before)), len(self.groups) + 1)
         about = (("comm_type", int(kind)), ("comm_size", max(1, size)), ("pg_name", str(group)))
         found = {}
         for rank, (control, data) in before.items():
-            node = Draft(rank, NodeType.COLLECTIVE, name, micros, about, [*control], [*data])
+            node = DraftNode(rank, NodeType.COLLECTIVE, name, micros, about, [*control], [*data])
             node.place = max((each.place for each in node.waits_for), default=-1)
             found[rank] = self._add(node)
         return found
@@ -122,16 +122,16 @@ class Drafts:
             own[index].id = number
         return [_node(own[index]) for index in made]
 
-    def _add(self, draft: Draft) -> Draft:
+    def _add(self, draft: DraftNode) -> DraftNode:
         self.of_rank[draft.rank].append(draft)
         return draft
 
 
-def _node(draft: Draft) -> TraceNode:
+def _node(draft: DraftNode) -> TraceNode:
     control, data = _ids(draft.control), _ids(draft.data)
     attributes = (("is_cpu_op", False), *draft.attributes)
     return TraceNode(draft.id, draft.name, draft.type, control, data, draft.micros, attributes)
 
 
-def _ids(drafts: Iterable[Draft]) -> tuple[int, ...]:
+def _ids(drafts: Iterable[DraftNode]) -> tuple[int, ...]:
     return tuple(sorted({each.id for each in drafts}))
