@@ -690,7 +690,7 @@ def export(plan: Plan | Path, to: str, *, names: str | None = None, base: str | 
     Args:
         plan: the plan, or the path of its file.
         to: who is to read it: ``"torch"``, ``"torchtitan"``, ``"automodel"``, ``"megatron"``, ``"deepspeed"``,
-            ``"galvatron"``, ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"`` or ``"huggingface"``.
+            ``"galvatron"``, ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"``, ``"huggingface"`` or ``"chakra"``.
         names: the model's module names, N for a layer's number, for targets that take them; by default
             those that the plan says, else the target's own.
         base: for ``"torchtitan"``, your own recipe, as ``"pkg.mod:function"``, on which the plan's is based.

@@ -229,7 +229,7 @@ def test_any_plan_is_exported_exactly_or_refused_with_its_place() -> None:
         if draw.random() < 0.1:  # some actions are not there
             programs[-1] = tuple(text for text in programs[-1] if draw.random() < 0.9 and "B" not in text)
         plan = plan.model_copy(update={"stages": tuple(stages), "programs": tuple(programs)})
-        for target in export_targets():
+        for target in {*export_targets()} - {"chakra"}:  # whose plans of all sorts are drawn in test_chakra
             try:
                 found = face.export(plan, target)
             except UsageError as error:

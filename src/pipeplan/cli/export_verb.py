@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeplan import _api
-from pipeplan.cli.output import Outputs, say_notes
+from pipeplan.cli.output import Outputs, say, say_notes
 from pipeplan.cli.shared import FILE, TARGET
 from pipeplan.errors import FileError, UsageError
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     metavar="TARGET",
     help="Target tool: torch (a schedule's CSV; with -o also FILE.modules.json), torchtitan or automodel (a "
     "folder with a recipe and its schedule), megatron (layout string, then arguments), deepspeed (a PipelineModule), "
-    "galvatron (its JSON), vllm, sglang or tensorrt-llm (layers per stage), huggingface (device_map).",
+    "galvatron (its JSON), vllm, sglang or tensorrt-llm (layers per stage), huggingface (device_map), chakra (a folder "
+    "with an execution trace of each rank, for ASTRA-sim).",
 )
 @click.option(
     "--names",
@@ -57,19 +58,26 @@ def export_command(plan_path: str, to: str, names: str | None, base: str | None,
     with Outputs({f"-o ({path})" if number else "-o": path for number, path in enumerate(files)}) as outputs:
         say_notes(found.notes)
         for path, text in files.items():
-            if path == "-":
+            if path == "-" and isinstance(text, str):
                 sys.stdout.write(text)
             else:
                 outputs.write_text(text, path)
-                outputs.say_written(f"plan for {to}", path)
+                if len(files) <= MOST_NAMED:
+                    outputs.say_written(f"plan for {to}", path)
+        if len(files) > MOST_NAMED:
+            say(f"plan for {to} written to {output}: {len(files)} files", err=True)
 
 
-def _files_of(found: Export, output: str) -> dict[str, str]:
+MOST_NAMED = 4
+"""Files that are named one by one when they are written; of more it is said how many there are."""
+
+
+def _files_of(found: Export, output: str) -> dict[str, str | bytes]:
     """{path: what goes there}, in a folder where there are several. Raises UsageError without one."""
     if not found.files:
         beside = {} if output == "-" else found.beside
         return {output: found.text, **{f"{output}{ending}": text for ending, text in beside.items()}}
-    names = " and ".join(found.files)
+    names = " and ".join(found.files) if len(found.files) <= MOST_NAMED else f"{len(found.files)} files"
     if output == "-":
         raise UsageError(f"--to {found.target} writes {names}; give -o FOLDER")
     if os.path.exists(output) and not os.path.isdir(output):

@@ -28,7 +28,7 @@ class Export:
     text: str
     notes: tuple[str, ...]
     beside: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.text
@@ -58,7 +58,7 @@ def exported(plan: Plan, to: str, template: Sequence[str] = (), base: str | None
     if base is not None and to != "torchtitan":
         raise UsageError(f"--base names a recipe of torchtitan, and {target.title} takes none; leave it out")
     written = write(plan, target, Asked(template, base))
-    notes = (*written.notes, *_notes(plan, written.ranks, target))
+    notes = written.notes if written.ranks is None else (*written.notes, *_notes(plan, written.ranks, target))
     return Export(to, written.text, notes, written.beside, written.files)
 
 
