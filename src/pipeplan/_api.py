@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from pipeplan.planning.request import Request as Request
     from pipeplan.planning.request import Splitting as Splitting
     from pipeplan.planning.request import input_notes as input_notes
+    from pipeplan.planning.restrictions import search_targets as search_targets
     from pipeplan.planning.tuning import Tuning as Tuning
     from pipeplan.reporting.html.report import PlanReport as PlanReport
     from pipeplan.runtime.launch.job import Evaluated as Evaluated
@@ -100,6 +101,7 @@ _PARTS = {
     "pipeplan.planning.frontier": ("FrontierResult", "frontier_notes", "frontier_request"),
     "pipeplan.planning.frontier_file": ("read_frontier",),
     "pipeplan.planning.tuning": ("Tuning",),
+    "pipeplan.planning.restrictions": ("search_targets",),
     "pipeplan.planning.request": ("Request", "Splitting", "input_notes"),
     "pipeplan.reporting.html.report": ("PlanReport",),
     "pipeplan.runtime.profiling.links": ("LinkOptions",),
@@ -131,7 +133,12 @@ def __getattr__(name: str) -> object:
 Planning = Literal["search", "tune", "compare", "frontier"]
 """The functions here that search."""
 
-_MODULE_OF: dict[Planning, str] = {"search": "steps", "tune": "tuning", "compare": "comparison", "frontier": "frontier"}
+_MODULE_OF: dict[Planning, str] = {
+    "search": "targeted",
+    "tune": "tuning",
+    "compare": "comparison",
+    "frontier": "frontier",
+}
 
 
 def load(what: Planning) -> None:
@@ -158,14 +165,16 @@ def search(
         UsageError: the request contradicts the profile.
     """
     from pipeplan.planning.steps import search_plan
+    from pipeplan.planning.targeted import search_target
 
+    found = search_plan if request.only is None else search_target
     how: Any = {"progress": progress, "within": within, "explain": explain, "workers": workers}
     if not isinstance(executor, str):
-        return search_plan(request, executor=executor, **how)
+        return found(request, executor=executor, **how)
     from pipeplan.planning.workers import named_executor
 
     with named_executor(executor, within) as named:
-        return search_plan(request, executor=named, **how)
+        return found(request, executor=named, **how)
 
 
 def tune(

@@ -96,6 +96,7 @@ def _public(function: Callable[P, R]) -> Callable[P, R]:
 
 _OTHER_NAMES = {
     "dp": "replicas",
+    "for": "for_",
     "vp": "chunks",
     "virtual_stages": "chunks",
     "global_batch_size": "mini_batch",
@@ -230,6 +231,8 @@ def search(
     scheduler: str = "auto",
     rules: Rules | Path | None = None,
     start: Plan | Path | None = None,
+    for_: str | None = None,
+    keep_together: str | Sequence[str] | None = None,
     workers: int | None = None,
     executor: Executor | str | None = None,
     cache: Path | None = None,
@@ -287,7 +290,7 @@ def search(
         split_backward: whether input and weight gradients run separately.
         split_overhead: extra time for each input or weight gradient that is launched separately, as ``"20us"`` or in
             seconds.
-        launch_overhead: host time to launch a block, in each of its actions, beside the profile's costs; by default
+        launch_overhead: host time to launch a block, in each of its actions, on top of the profile's costs; by default
             what the profile says, else 0.
         time_limit: as ``"30s"`` or in seconds.
         seed: random seed of the solver and of local search.
@@ -298,6 +301,10 @@ def search(
             ``pkg.mod:name``, which is imported.
         start: a plan to start from, such as one of :func:`import_plan`: what is found is never slower. Devices and
             mini-batch are its own unless said.
+        for_: a tool, such as ``"megatron"``: the plan stays inside what it can run, and ``.cost`` says what that costs
+            (``--for`` of the command line).
+        keep_together: blocks that no stage has without the others, as ``"layer0.*,layer1.*"``; ``"4"`` for every four
+            layers; or several of these.
         workers: processes that evaluate candidates; by default 1, which is this one, and one per core for auto-tuning
             (``scheduler="rules"`` without ``rules``). They import your main module, so guard what it runs with
             ``if __name__ == "__main__"``.
@@ -678,19 +685,19 @@ def report(
 
 @_public
 def export(plan: Plan | Path, to: str, *, names: str | None = None, base: str | None = None) -> Export:
-    """Write a plan in the words of another tool.
+    """Write a plan in another tool's format.
 
     Args:
         plan: the plan, or the path of its file.
         to: who is to read it: ``"torch"``, ``"torchtitan"``, ``"automodel"``, ``"megatron"``, ``"deepspeed"``,
-            ``"galvatron"``, ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"`` or ``"huggingface"``.
-        names: the model's modules with commas, N for a layer's number, for targets that are told names; by default
+            ``"galvatron"``, ``"vllm"``, ``"sglang"``, ``"tensorrt-llm"``, ``"huggingface"`` or ``"chakra"``.
+        names: the model's module names, N for a layer's number, for targets that take them; by default
             those that the plan says, else the target's own.
-        base: for ``"torchtitan"``, your own recipe, as ``"pkg.mod:function"``, which the plan's is made of.
+        base: for ``"torchtitan"``, your own recipe, as ``"pkg.mod:function"``, on which the plan's is based.
 
     Returns:
         ``.text`` as the tool reads it, ``.beside`` and ``.files`` for further files (beside it, or of a folder), and
-        ``.notes`` on what the tool does its own way.
+        ``.notes`` on what the tool does differently.
 
     Raises:
         FileError: the file cannot be read.
@@ -755,7 +762,7 @@ def import_plan(
     """
     from pipeplan.cli.import_verb import import_result
 
-    return import_result({**_asked("import", {**locals(), "from": form}).params})[1]
+    return import_result({**_asked("import", {**locals(), "from_": form}).params})[1]
 
 
 # Profiles ---------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from keyword import iskeyword
 
 
 def did_you_mean(given: str, known: Sequence[str], *, by_word: bool = False) -> str:
@@ -69,6 +70,12 @@ _WORDS = r"(?:[A-Z]+|yes|no|auto|all|none|circular|sequential|bidirectional|\w+-
 _FLAG = re.compile(rf"{_COMMAND}|(?<![\w-])--([a-z][a-z-]*[a-z])(?: (\d[\w.]*\+?(?![\w.])|'[^']*'(?![\w.])|{_WORDS}))?")
 
 
+def argument_named(flag: str) -> str:
+    """What a flag is called in Python: with underscores, and one more behind a word of the language."""
+    name = flag.replace("-", "_")
+    return f"{name}_" if iskeyword(name) else name
+
+
 def in_python(text: str) -> str:
     """A text about flags as one about arguments: ``--mini-batch 7`` is ``mini_batch=7``, ``--memory`` is ``memory``.
 
@@ -78,7 +85,7 @@ def in_python(text: str) -> str:
     def argument(flag: re.Match[str]) -> str:
         if flag[1] is not None:
             return flag[1]
-        name, value = flag[2].replace("-", "_"), flag[3]
+        name, value = argument_named(flag[2]), flag[3]
         if value is None:
             return name
         return f"{name}={value if value.isdecimal() or value.isupper() or value.startswith(_QUOTE) else repr(value)}"

@@ -16,7 +16,7 @@ from click.core import ParameterSource
 
 from pipeplan.cli.main import VERBS
 from pipeplan.cli.shared import KnownNames
-from pipeplan.errors import UsageError
+from pipeplan.errors import UsageError, argument_named
 
 
 def command_of(verb: str) -> click.Command:
@@ -30,7 +30,7 @@ def arguments_of(verb: str) -> Iterator[tuple[str, click.Parameter]]:
     for parameter in command_of(verb).params:
         if isinstance(parameter, click.Option):
             flag = next(each for each in parameter.opts if each.startswith("--"))
-            yield flag[2:].replace("-", "_"), parameter
+            yield argument_named(flag[2:]), parameter
         else:
             yield str(parameter.metavar).strip("[].").lower(), parameter
 

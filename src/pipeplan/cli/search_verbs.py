@@ -16,6 +16,7 @@ from pipeplan.cli.shared import (
     FILE,
     RULES_OPTION,
     SCHEDULER,
+    SEARCH_TARGET,
     Status,
     comparison_request,
     given_file,
@@ -48,6 +49,21 @@ if TYPE_CHECKING:
     "own unless said.",
 )
 @click.option(
+    "--for",
+    "for_",
+    type=SEARCH_TARGET,
+    metavar="TARGET",
+    help="Stay inside what a tool can run, and say what that costs: torchtitan, automodel, megatron, deepspeed, "
+    "galvatron, vllm, sglang or tensorrt-llm. export --to TARGET then writes the plan.",
+)
+@click.option(
+    "--keep-together",
+    multiple=True,
+    metavar="BLOCKS|N",
+    help="Blocks that no stage has without the others: names with commas, * for anything; or N for every N layers. May "
+    "be given more than once.",
+)
+@click.option(
     "--workers",
     type=click.IntRange(min=1, max=1024),
     help="Processes that evaluate candidates.  [default: 1; for auto-tuning, one per core]",
@@ -78,7 +94,7 @@ if TYPE_CHECKING:
     "--explain",
     is_flag=True,
     help="Show the ten best plans that differ, what limits each, why common layouts lose, and what to set in "
-    "torchtitan and Megatron-LM.",
+    "torchtitan, Megatron-LM and transformers' Trainer.",
 )
 def search_command(
     workers: int | None,
@@ -155,7 +171,8 @@ def search_request(flags: Mapping[str, Any]) -> Request:
         raise UsageError(f"--rules is for --scheduler rules, not for {scheduler}; leave one of them out")
     rules = given_rules(rules)
     start = given_file("plan", flags["start_path"])
-    return read_request(flags, scheduler if rules is None else "rules", rules, start=start)
+    more = {"for_": flags["for_"], "keep_together": tuple(flags["keep_together"] or ())}
+    return read_request(flags, scheduler if rules is None else "rules", rules, start=start, **more)
 
 
 def _rules_alone(flags: Mapping[str, Any]) -> Iterator[str]:
@@ -163,7 +180,7 @@ def _rules_alone(flags: Mapping[str, Any]) -> Iterator[str]:
     source = click.get_current_context().get_parameter_source("scheduler")
     if flags["rules_path"] is not None and flags["scheduler"] == "auto" and source is not ParameterSource.DEFAULT:
         yield (
-            "the schedule is that of --rules alone, so that --scheduler auto searches for no other; compare --rules "
+            "the schedule is that of --rules alone, so --scheduler auto searches for no other; compare --rules "
             "sets it beside one that is searched"
         )
 

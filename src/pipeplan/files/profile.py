@@ -382,6 +382,10 @@ class Profile(File):
     edges: Items[Edge] = ()
     tied: Annotated[Items[TiedParameter], Field(description="parameters that blocks share")] = ()
     placement: Annotated[Placement | None, Field(description="used as it is unless another is asked for")] = None
+    keep_together: Annotated[
+        Items[Annotated[Items[Name], Field(min_length=2)]],
+        said_only((), "groups of blocks that no stage has without the rest of their group"),
+    ] = ()
     _of_kinds: dict[str, Profile] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
@@ -411,6 +415,7 @@ class Profile(File):
                     )
         self._require_counts()
         self._require_tied(ids)
+        self._require_groups(ids)
         order = self.topological_order()
         if self.placement is not None:
             self.check_placement(self.placement, order)
@@ -425,6 +430,17 @@ class Profile(File):
                         f"{place}[{index}] states {part.stated}, which the recipe {self.recipe.name!r} says already; "
                         f"give parameters, or the recipe {CUSTOM!r}"
                     )
+
+    def _require_groups(self, place_of: dict[str, int]) -> None:
+        """Blocks that are kept together are there, each in one group."""
+        group_of: dict[str, int] = {}
+        for index, group in enumerate(self.keep_together):
+            for id_ in group:
+                if id_ not in place_of:
+                    raise ValueError(f"keep_together[{index}] names {id_!r}, which is not a block")
+                if id_ in group_of:
+                    raise ValueError(f"keep_together[{index}] names {id_!r}, which keep_together[{group_of[id_]}] has")
+                group_of[id_] = index
 
     def _require_tied(self, place_of: dict[str, int]) -> None:
         """Tied parameters name blocks, each once, that count as much; ``place_of`` are the blocks by id."""

@@ -11,10 +11,10 @@ from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+from pipeplan.costs.layers import layer_of
 from pipeplan.errors import FileError, UsageError, choose_from
 from pipeplan.files import Modules, PlacedStage, Placement, Profile
 from pipeplan.interop.layer_lists import read_layer_list
-from pipeplan.interop.layers import layer_of
 from pipeplan.interop.megatron import EMBEDDING, LAYER, LOSS, PREDICTION, order, read_layout, require_layout
 from pipeplan.interop.torch_schedule import Order, read_csv
 from pipeplan.partition.chain.kernel import balanced_split
@@ -286,7 +286,7 @@ def _megatron(asked: _Sourced) -> _Read:
         count, left = divmod(sizes["batch"], sizes["microbatch"] * replicas)
         if left:
             raise UsageError(
-                f"--global-batch-size {sizes['batch']} is no multiple of --micro-batch-size {sizes['microbatch']} x "
+                f"--global-batch-size {sizes['batch']} is not a multiple of --micro-batch-size {sizes['microbatch']} x "
                 f"{replicas} replicas"
             )
     size = asked.microbatch_size or (sizes["microbatch"] * replicas if "microbatch" in sizes else None)

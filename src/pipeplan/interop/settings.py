@@ -76,7 +76,7 @@ def torchtitan_settings(workload: Workload, scheduler: str) -> list[str]:
     else:
         lines.append(f"training.local_batch_size = {samples}")
     if stage.zero == 1:
-        lines.append("# no setting for ZeRO 1: replicas keep their optimizer state whole, or divide all of it (FSDP)")
+        lines.append("# no setting for ZeRO 1: replicas keep their optimizer state whole or shard everything (FSDP)")
     kept = "activation_checkpoint = {}.Config()"
     near = f"{kept.format('SelectiveAC')}  # by operations; the plan recomputes attention cores"
     return [*lines, *_recomputation(workload, [kept.format("FullAC")], [near])]
@@ -94,7 +94,7 @@ def megatron_settings(workload: Workload, scheduler: str, *, divided: bool = Fal
     lines += megatron_zero(stage)
     if stage.zero > 1:
         lines.append(f"# that is ZeRO 1; the plan's ZeRO {stage.zero} needs an FSDP implementation")
-    runs = export_target("megatron").schedules or ()
+    runs = export_target("megatron").schedule_names
     if positions > 1 and scheduler not in runs:
         lines.append(f"# it runs {' and '.join(runs)} only, not this schedule ({scheduler})")
     elif positions > 1 and workload.splits_backward:

@@ -303,7 +303,7 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
     Where that is open, and memory is limited, each block is recomputed as far as it must be. Only the ``longest``
     pipelines of one strategy are few even for many devices, and what fits anywhere mostly fits in one of them.
     """
-    levels = levels_of(request.profile) if len(request.recomputes) > 1 else ()
+    levels = levels_of(request.profile) if len(request.recomputes) > 1 and not _recomputes_alike(request) else ()
     recomputes = (False,) if levels else request.recomputes
     width, blocks = split.width, len(request.profile.blocks)
     units = len(neighbours(request.cluster, request.num_devices, width))
@@ -327,6 +327,8 @@ def _uniform(request: Request, split: SplitSizes, longest: bool) -> Iterator[Cho
                 most = min(units // replicas, blocks // (chunks or 1))
                 lengths = [each for each in range(1, most + 1) if request.positions in (None, each)]
                 for positions, recompute in product(lengths[-1:] if longest else lengths, recomputes):
+                    if not _allows(request, strategy, positions, batch):
+                        continue
                     if positions > 1 or strategy == "one-to-one" or request.placement != "auto":
                         own = (strategy, replicas, batch, recompute, False, split.shards, positions, zero, levels)
                         choice = Choice(*own, chunks=chunks, context=split.context, expert=split.expert)
@@ -362,14 +364,17 @@ def sharings(request: Request, replicas: int, shards: int = 1) -> list[Zero]:
     What levels 2 and 3 exchange with each micro-batch is for groups of all replicas, or of as many as a node has; not
     where blocks share parameters.
     """
-    asked = request.sharing(replicas)
+    asked, only = request.sharing(replicas), request.only
     if request.zero is not None or replicas == 1 or request.least_memory is None:
         return [] if asked is None else [asked]
-    if shared_in(request.profile):
-        return [WHOLE, Zero(1, replicas)]
     near = math.gcd(replicas, request.unit // shards)
     groups = dict.fromkeys(group for group in (replicas, near) if group > 1)
-    return [WHOLE, Zero(1, replicas), *(Zero(level, group) for level, group in product((IN_ACTIONS, GATHERED), groups))]
+    levels = () if shared_in(request.profile) else (IN_ACTIONS, GATHERED)
+    found = [WHOLE, Zero(1, replicas), *(Zero(level, group) for level, group in product(levels, groups))]
+    if only is None:
+        return found
+    able = [zero for zero in found if zero.level in only.zero]
+    return able if only.zero_groups else [zero for zero in able if zero.group in (1, replicas)]
 
 
 def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
@@ -402,9 +407,9 @@ def even_cuts(request: Request) -> Iterator[PlacementCandidate]:
                 yield replace(candidate, source="even")
             continue
         if fit:
-            yield _cut_so(request, choice, "even", begins)
+            yield cut_so(request, choice, "even", begins)
         elif choice.levels and (again := fitting_chain(request, choice).chosen(begins)) is not None:
-            yield _cut_so(request, choice, "even", begins, again)
+            yield cut_so(request, choice, "even", begins, again)
 
 
 def _evenly(chain: FittingChain) -> tuple[int, ...]:
@@ -549,13 +554,14 @@ def _choices(request: Request) -> Iterator[Choice | UsageError]:
         zero = request.sharing(replicas * (request.context or 1))
         if zero is None:
             continue
+        positions = request.positions or request.num_devices // (replicas * _width(request))
         batches = {spread: list(_batches(request, replicas, spread)) for spread in _spreads(request, replicas)}
         if not any(batches.values()):
             yield _no_size(request, replicas, max(batches))
         for batch in dict.fromkeys(chain.from_iterable(batches.values())):
             for recompute, strategy in product(request.recomputes, _strategies(request)):
                 for spread, possible in batches.items():
-                    if batch in possible:
+                    if batch in possible and _allows(request, strategy, positions, batch):
                         own = (strategy, replicas, batch, recompute, spread, request.shards or 1, request.positions)
                         context, expert = request.context or 1, request.expert or 1
                         choice = Choice(*own, zero, chunks=request.chunks, context=context, expert=expert)
@@ -566,7 +572,19 @@ def _strategies(request: Request) -> Iterable[str]:
     assert isinstance(request.placement, str)
     if request.placement != "auto":
         return (request.placement,)
+    if request.only is not None:
+        return request.only.placements
     return ("one-to-one",) if request.num_parted else SEARCHED
+
+
+def _allows(request: Request, strategy: str, positions: int, batch: Batch) -> bool:
+    """Whether the target of the plan, if it has one, can have stages so."""
+    return request.only is None or request.only.allows(strategy, positions, batch.num_microbatches)
+
+
+def _recomputes_alike(request: Request) -> bool:
+    """Whether all blocks are to recompute the same."""
+    return request.only is not None and request.only.alike
 
 
 def _by_name(request: Request) -> list[str]:
@@ -581,7 +599,7 @@ def any_stages(request: Request) -> bool:
 
     Forwards in parts are for one stage per device, all with one size; shared blocks are spread beside chains.
     """
-    any_form = request.placement == "auto" and not request.num_parted and not request.spread
+    any_form = request.placement == "auto" and request.only is None and not request.num_parted and not request.spread
     whole = {request.shards, request.context, request.expert} <= {None, 1}
     return any_form and request.replicas is request.positions is None and whole
 
@@ -699,7 +717,7 @@ def _fitting(request: Request, choice: Choice, source: str) -> PlacementCandidat
         found = _cut_to_fit(chain, choice)
         if found is None:
             break
-        candidate = _cut_so(request, choice, source, *found)
+        candidate = cut_so(request, choice, source, *found)
         if usual.exact:
             return candidate
         over = excess(workload_of(request, candidate, split_backward=usual.splits), usual)
@@ -750,7 +768,7 @@ def workload_of(request: Request, candidate: PlacementCandidate, *, split_backwa
     )
 
 
-def _cut_so(
+def cut_so(
     request: Request,
     choice: Choice,
     source: str,

@@ -17,6 +17,7 @@ from pipeplan.costs import can_split
 from pipeplan.costs.blocks import splitting_remedy
 from pipeplan.costs.devices import other_device
 from pipeplan.costs.inspection import cautions, mean_spread
+from pipeplan.costs.joining import JoinedProfile, require_kept
 from pipeplan.costs.kinds import levelled, same_bytes
 from pipeplan.costs.launches import with_launches
 from pipeplan.costs.recipes import computing_dtype
@@ -29,6 +30,14 @@ from pipeplan.partition.chain.rebalance import PER_DEVICE
 from pipeplan.partition.placement import Submodule, follows
 from pipeplan.partition.recomputation import levels_of
 from pipeplan.partition.strategies import STRATEGIES
+from pipeplan.planning.restrictions import (
+    Restrictions,
+    groups_of,
+    joined_for,
+    require_ranks,
+    restricted_fields,
+    target_named,
+)
 from pipeplan.schedule.classic import CLASSIC
 from pipeplan.schedule.rules import Rules, SubmoduleRules
 from pipeplan.schedule.rules.given_order import devices_of_stages, num_microbatches_of
@@ -162,8 +171,10 @@ class Request:
     ``uniform`` one of layouts with the same sizes for every stage alone.
     ``samples_assumed``: nobody said how many samples an iteration has. ``said`` are the choices that were made for the
     search, by field, as the flags that make them. ``start`` is a plan to start from, which what is found is never
-    longer than, where it fits (:mod:`pipeplan.planning.start`). ``imported`` says whose stages these are where another
-    tool's were read, and nothing is searched.
+    longer than, where it fits (:mod:`pipeplan.planning.start`). Where blocks are kept together ``profile`` is of groups
+    of blocks, and ``joined`` knows the blocks of each. ``only`` is what the target of the plan can run, ``free`` the
+    same request without it. ``imported`` says whose stages these are where another tool's were read, and nothing is
+    searched.
 
     Raises:
         UsageError: ``chunks`` for a placement that exists, or for submodules that rules place; an iteration of numbers
@@ -209,6 +220,9 @@ class Request:
     samples_assumed: bool = False
     said: tuple[tuple[str, str], ...] = ()
     start: Plan | None = None
+    joined: JoinedProfile | None = None
+    only: Restrictions | None = None
+    free: Request | None = None
     imported: str = ""
     priced: Request | None = None
 
@@ -300,11 +314,19 @@ class Request:
         return self.stated or self.profile
 
     @property
+    def block_profile(self) -> Profile:
+        """The profile whose blocks plans name, with the request's launches: that of no groups."""
+        return self.profile if self.joined is None else self.joined.whole
+
+    @property
     def levels(self) -> tuple[Request, ...]:
         """The request with each level that replicas may have, where that is open."""
         if self.zero != AUTO:
             return (self,)
         most = 1 if shared_in(self.profile) else GATHERED
+        if self.only is not None:
+            able = [level for level in self.only.zero if self.auto_level <= level <= most] or [0]
+            return tuple(replace(self, auto_level=level) if level else replace(self, zero=0) for level in able)
         return (self, *(replace(self, auto_level=level) for level in range(self.auto_level + 1, most + 1)))
 
     def sharing(self, replicas: int) -> Zero | None:
@@ -330,6 +352,8 @@ class Request:
         scheduler: str = "auto",
         rules: Rules | None = None,
         start: Plan | None = None,
+        for_: str | None = None,
+        keep_together: Sequence[str] = (),
         **others: Any,
     ) -> Request:
         """The request that a few words make, the rest by default.
@@ -338,11 +362,27 @@ class Request:
         they are those of the placement, else all of the cluster's. Micro-batches have any of the profile's sizes, or
         one between them that divides the mini-batch, unless their size or number is said. A named ``scheduler`` or
         ``rules`` are as they are defined: without parts of forwards, backward whole unless the definition splits it.
-        ``others`` are fields as they stand.
+        ``for_`` names a target in the catalog, inside of whose limits the plan is to be; ``keep_together`` are groups
+        as :func:`.groups_of` has them. ``others`` are fields as they stand.
 
         Raises:
-            UsageError: what is said contradicts itself or the profile, or is not enough.
+            UsageError: what is said contradicts itself or the profile or the target, or is not enough.
         """
+        free, settled = None, dict[str, Any]()
+        target = None if for_ is None else target_named(for_)
+        if for_ is not None and target is not None:
+            if start is not None or rules is not None:
+                what = "--start" if start is not None else "--rules"
+                raise UsageError(
+                    f"--for {for_} is not built for {what} yet; leave one of them out (--scheduler names a schedule)"
+                )
+            same: dict[str, Any] = {"devices": devices, "cluster": cluster, "mini_batch": mini_batch}
+            same |= {"microbatch_size": microbatch_size, "num_microbatches": num_microbatches, "chunks": chunks}
+            asked = {"chunks": chunks, **others}
+            settled = restricted_fields(for_, target, placement, asked)
+            free = cls.of(profile, placement=ALL, scheduler=scheduler, **same, **others)
+            others |= settled
+            placement = ALL if placement == "auto" else placement
         if start is not None:
             devices = len(start.devices) if devices is None and cluster is None else devices
             if mini_batch is None and num_microbatches is None:
@@ -373,6 +413,22 @@ class Request:
         stated, overhead = profile, others.pop("launch_overhead_ns", None)
         overhead = profile.launch_overhead_ns if overhead is None else overhead
         profile = with_launches(profile, overhead)
+        together = None
+        groups = groups_of(profile, keep_together)
+        if isinstance(chosen, Placement):
+            require_kept(groups, chosen)
+        elif groups and chosen == SUBMODULES:
+            raise UsageError("--keep-together is not for rules that place submodules by their blocks; leave it out")
+        elif target is not None or groups:
+            if others.get("late_inputs"):
+                raise UsageError("--late-inputs yes waits inside of what is kept together; leave one of them out")
+            others["late_inputs"] = False
+            most = max(profile.microbatch_sizes, default=0)
+            divisors = [size for size in range(1, most + 1) if batch.mini_batch % size == 0]
+            together = joined_for(target, profile, groups, divisors)
+            profile = together.profile
+        if for_ is not None and target is not None:
+            require_ranks(for_, target, profile, num_devices, others)
         require_sizes(profile, chosen, num_devices, others)
         made = cls(
             profile,
@@ -380,18 +436,22 @@ class Request:
             batch,
             chosen,
             chunks,
-            () if fixed else sizes_between(profile, batch.mini_batch),
+            () if fixed else sizes_between(stated, batch.mini_batch),
             cluster,
             scheduler=scheduler,
             rules=rules,
             launch_overhead_ns=overhead,
-            stated=stated if overhead else None,
+            stated=stated if overhead or together is not None else None,
             start=start,
+            joined=together,
+            only=None if for_ is None or target is None else Restrictions.of(for_, target, stated),
+            free=free,
             samples_assumed=mini_batch is None and num_microbatches is None,
             said=(
                 *_placement_said(placement, chosen, rules),
                 *_batch_said(microbatch_size, num_microbatches),
                 *_flags_said({"chunks": chunks, **others}),
+                *((field, f"--for {for_}") for field, value in settled.items() if value is not None),
             ),
             **(_as_defined(profile, scheduler, rules) | others),
         )
@@ -527,6 +587,8 @@ class Request:
         """Recomputation choices for all stages alike; it never helps where memory has no limit."""
         if self.recompute is not None:
             return (self.recompute,)
+        if self.only is not None and self.only.alike and self.least_memory is not None:
+            return levels_of(self.profile)
         return (False,) if self.least_memory is None else (False, True)
 
 
@@ -755,7 +817,7 @@ def input_notes(request: Request) -> Iterator[str]:
         shown = shlex.join(["pipeplan", "profile", "--show", profile.where])
         where = shown if os.path.isfile(profile.where) else "pipeplan.inspect(profile)"
         spread = mean_spread(profile)
-        noisy = f", and times that vary by {spread:.0%} on average: predictions do, too" if spread > _NOISY else ""
+        noisy = f", and times that vary by {spread:.0%} on average, and so do predictions" if spread > _NOISY else ""
         yield f"the profile has {counted(len(found), 'warning')}{noisy}: {where}"
 
 

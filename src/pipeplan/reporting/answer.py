@@ -93,7 +93,7 @@ def _rows(request: Request, result: Result, simulation: Simulation, written: str
         yield "bound", bound
     yield "memory", memory_clauses(simulation)
     yield "idle", idle_clauses(simulation)
-    if lacks := cannot_train(simulation.plan, request.profile):
+    if lacks := cannot_train(simulation.plan, request.block_profile):
         said = f"training with {' and '.join(lacks)} is not built yet"
         trains = lacks == ["fp8-mixed"]  # one line of 80 columns
         said = f"{said}; --precision bf16-mixed is" if trains else f"emulates this plan; {said}"
@@ -147,7 +147,7 @@ def _speed(request: Request, simulation: Simulation) -> list[Clause]:
     rates, workload = simulation.throughput.words, simulation.workload
     estimated = "estimated " if simulation.yardstick.estimated else ""
     samples = counted(workload.mini_batch, "sample")
-    alone = one_device_ns(request.profile, workload)
+    alone = one_device_ns(request.block_profile, workload)
     faster = alone / simulation.iteration_ns if alone else 0.0  # more than there are devices: other costs per sample
     known = 0 < faster <= len(workload.devices)
     times = f"; {faster:.1f} times as fast as one device" if known else ""
@@ -165,7 +165,8 @@ def _any_plan(request: Request) -> str:
     """What the bound is for: any plan, or any with the sizes that were asked for."""
     sizes = [(flag, getattr(request, name)) for flag, name in _SIZES]
     given = "".join(f" --{flag} {size}" for flag, size in sizes if isinstance(size, int))
-    return f"for any plan{f' with{given}' if given else ''}"
+    runs = "" if request.only is None else f" that {request.only.title} can run"
+    return f"for any plan{runs}{f' with{given}' if given else ''}"
 
 
 def _bound(request: Request, result: Result) -> list[Clause]:
