@@ -101,7 +101,7 @@ def test_letters_groups_commas_and_empty_stages() -> None:
         ("EE|tL", 2, "begins with the one E"),
         ("Et|Lt", 2, "ends with the one L"),
         ("Emt|L", 2, "a t stands after an m"),
-        ("Et|m|m|L", 2, "m stands in stages 1 and 2"),
+        ("Et|m|m|L", 2, "m is in stages 1 and 2"),
         ("Et|m|t*0|L", 2, "not the last stage of its rank"),
         ("E(t|)*99999999L", 2, "more than 1000000 letters"),
     ],

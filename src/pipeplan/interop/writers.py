@@ -138,7 +138,7 @@ def _zero(plan: Plan) -> list[str]:
     stage = plan.stages[0]
     if stage.zero > 1:
         raise UsageError(
-            f"stages[0].zero is {stage.zero}: Megatron-LM's pipeline divides the optimizer's state alone (ZeRO 1); "
+            f"stages[0].zero is {stage.zero}: Megatron-LM's pipeline shards only the optimizer state (ZeRO 1); "
             "search with --zero 1"
         )
     return megatron_zero(stage)
