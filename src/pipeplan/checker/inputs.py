@@ -117,7 +117,7 @@ class _Known(NamedTuple):
     """A profile's blocks by their ids, the edges into each, and what training keeps of them and of what they share.
 
     ``alike`` {block: the first that is like it}; ``rows`` and ``parts`` are those that were looked at, by that and how
-    it runs.
+    it runs. ``expert_shards`` {devices that share experts: how many of them split each}.
     """
 
     blocks: dict[str, Block]
@@ -129,6 +129,7 @@ class _Known(NamedTuple):
     alike: dict[str, str]
     rows: dict[tuple[object, ...], CostRow]
     parts: dict[tuple[str, Mesh], tuple[HeldPart, ...]]
+    expert_shards: dict[int, int]
 
     @staticmethod
     def of(profile: Profile, *, apart: bool) -> _Known:
@@ -152,6 +153,7 @@ class _Known(NamedTuple):
             profile.alike,
             {},
             {},
+            {row.expert: row.expert_shards for block in profile.kinds for row in block.costs},
         )
 
 
@@ -237,6 +239,9 @@ def _rows(number: int, stage: Stage, samples: int, known: _Known, findings: Find
     """
     if stage.configurations or not shares_evenly(stage):  # the latter is refused whatever the profile
         return []
+    if stage.expert_shards != (split := known.expert_shards.get(stage.expert, 1)):
+        text = f"is {stage.expert_shards}; rows of the profile with expert {stage.expert} have {split}"
+        findings.add("profile", f"stages[{number}].expert_shards", text)
     try:
         return [_row(id_, again, stage, samples, known) for id_, again in zip(stage.blocks, stage.again, strict=True)]
     except UsageError as error:

@@ -183,6 +183,12 @@ def _read_text(path: str) -> str:
     help="With --estimate: numbers of devices that share the experts, each holding whole ones.",
 )
 @click.option(
+    "--etp",
+    type=int,
+    default=1,
+    help="With --expert: how many of these devices split each expert, instead of holding whole ones.",
+)
+@click.option(
     "--load-factor",
     type=float,
     default=1.0,
@@ -300,7 +306,7 @@ _USES = {
     ),
     "estimate": (
         {"name", "output", "estimate"},
-        _MODEL | {"calibrate", "kernels", "context", "expert", "load_factor", "cluster", "as_json"},
+        _MODEL | {"calibrate", "kernels", "context", "expert", "etp", "load_factor", "cluster", "as_json"},
     ),
     "name": ({"name", "output"}, _MODEL | {"threads", "repeats", "warmup", "seed", "cluster", "as_json"}),
 }
@@ -478,7 +484,7 @@ def estimated(
         shards=shards,
         **{
             name: given[name]
-            for name in ("dtype", *_RECIPE, "context", "expert", "load_factor", "recompute", "kernels")
+            for name in ("dtype", *_RECIPE, "context", "expert", "etp", "load_factor", "recompute", "kernels")
         },
         calibration=None if runs is not None else given_file("profile", calibration),
         runs=runs,
